@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 
 from uninterpreted import Uninterpreted
 
-from tmm_core import dispatch, settings
+from tmm_core import dispatch, errors, settings
+from tmm_core.dispatch import findings
 from tmm_core.interop import pointwise
 from tmm_core.launch import warm
 
@@ -88,7 +89,9 @@ def uninterpreted_amd(compiler_folder: Path) -> Iterator[Uninterpreted]:
 
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
+    findings._warned.clear()
     dispatch.dispatcher.cache_clear()
     warm.forget_plans()
     pointwise._found.clear()
+    errors._faults.clear()
     settings._from_environment.cache_clear()

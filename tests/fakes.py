@@ -14,7 +14,7 @@ import torch
 from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
 
-from tmm_core import Config, Kernel, Launcher, Problem, Traits, hookimpl
+from tmm_core import Config, Kernel, Launcher, Problem, Traits, errors, hookimpl
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
@@ -201,7 +201,8 @@ def plugin(*kernels: Kernel[Any], epilogues: Sequence[Any] = ()) -> object:
 def dispatcher(
     *kernels: Kernel[Any], times: dict[Any, float] | None = None, root: Any = None
 ) -> tuple[Dispatcher, FakeTimer]:
-    """A dispatcher over these kernels and a fake timer."""
+    """A dispatcher over these kernels and a fake timer, as in a new process."""
+    errors._faults.clear()
     registry = Registry()
     registry.register(plugin(*kernels), "fakes")
     timer = FakeTimer(times or {})

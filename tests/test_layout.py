@@ -22,7 +22,7 @@ PACKAGES = {
 #: What each package may import besides the standard library and itself.
 ALLOWED = {
     "tmm_cache": {"platformdirs"},
-    "tmm_core": {"torch", "pluggy", "tmm_cache", "rich"},
+    "tmm_core": {"torch", "pluggy", "tmm_cache", "rich", "tmm_blas"},
     "tmm_triton": {"torch", "triton", "tmm_core"},
     "tmm_blas": {"torch", "tmm_core"},
 }
@@ -202,7 +202,7 @@ def test_the_wheel_declares_commands_and_plugins(wheel: Path) -> None:
         (path,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
         text = archive.read(path).decode()
     for line in (
-        "tmm = tmm_core.tools.cli:main",
+        "tmm = tmm_cache.tmm:main",
         "tmm-cache = tmm_cache.cli:main",
         "blas = tmm_blas.plugin",
         "triton = tmm_triton.plugin",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import dispatch, settings
+from tmm_core.errors import reraise
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, levels, operator, outputs, unusual
 from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
@@ -16,8 +17,8 @@ from tmm_core.launch import grouped as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
-    check_number,
     check_tensors,
+    number,
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
@@ -61,9 +62,9 @@ def matmul(
             projection's.
         bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
-        alpha: Scales the product: a number or a 0-d tensor, which may require a gradient. If
-            it does, or is on a GPU, torch applies it and everything after it, since reading
-            it would make the host wait.
+        alpha: Scales the product: whatever number torch.addmm takes, or a 0-d tensor, which may
+            require a gradient. If it does, or is on a GPU, torch applies it and everything after
+            it, since reading it would make the host wait; also a complex number.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
         out: The tensor to write to, resized as torch does. Not differentiable; reads an
@@ -99,9 +100,12 @@ def matmul(
         call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
         with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
             return matmul(**call._asdict() | {"epilogue": epilogue})
-    if type(alpha) is not float and isinstance(alpha, Tensor):  # 20 ns, not 80
-        call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
-        return _scaled(call, epilogue)
+    if type(alpha) is not float and _are_tensors(a, b):
+        if not isinstance(alpha, Tensor):
+            alpha = number("matmul", alpha, a)
+        if isinstance(alpha, (Tensor, complex)):
+            call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+            return _scaled(call, epilogue)
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
@@ -115,7 +119,8 @@ def matmul(
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
+            reraise(error)
             if not unusual.concerns(a, b, bias, residual):
                 raise
     given = (a, b, bias, residual, scale_a, scale_b, out)
@@ -123,7 +128,6 @@ def matmul(
         tensors = dict(zip((*TENSORS, "out"), given, strict=True))
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
-    check_number("matmul", alpha)
     text = text_of(epilogue)
     arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
     if text and has_outputs(text):
@@ -146,23 +150,28 @@ def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
 
 
 def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
-    """:func:`matmul` with a tensor as ``alpha``."""
+    """:func:`matmul` with a tensor or a complex number as ``alpha``."""
     alpha, out = call.alpha, call.out
-    if alpha.dim():
-        raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
+    if isinstance(alpha, Tensor) and alpha.dim():
+        shape = tuple(alpha.shape)
+        raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
-    check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
+    check_tensors("matmul", **{name: getattr(call, name) for name in (*TENSORS, "out")})
     if unusual.concerns(a, b, bias, residual):
         return unusual.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
-    differentiated = torch.compiler.is_compiling() or levels.differentiated(alpha)
-    if out is not None and differentiated:
-        refuse_gradients_of_out()
-    if out is not None or (alpha.device.type == "cpu" and not differentiated):
-        return matmul(**call._asdict() | {"alpha": float(alpha), "epilogue": epilogue})
+    if isinstance(alpha, Tensor):
+        differentiated = torch.compiler.is_compiling() or levels.differentiated(alpha)
+        if out is not None and differentiated:
+            refuse_gradients_of_out()
+        if out is not None or (alpha.device.type == "cpu" and not differentiated):
+            read = number("matmul", alpha.detach(), a)
+            return matmul(**call._asdict() | {"alpha": read, "epilogue": epilogue})
     parsed = warm.epilogue_of(interned_text(epilogue))
     check(call, parsed)
-    product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
+    product = matmul(**call._replace(alpha=1.0, bias=None, residual=None, out=None)._asdict())
     y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
+    if out is not None:
+        return unusual.delivered(y, out, *call.given)
     return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 
@@ -213,7 +222,8 @@ def linear(
                 return autograd.in_parts(
                     x, weight, bias, residual, alpha, text, out_dtype, transposed=True
                 )
-    except (AttributeError, RuntimeError, ValueError):
+    except (AttributeError, RuntimeError, ValueError) as error:
+        reraise(error)
         if _are_tensors(x, weight, bias, residual, out) and (
             weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual)
         ):
@@ -222,21 +232,16 @@ def linear(
         tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(linear, tensors, **more)
-    return matmul(
-        x,
-        weight.t(),
-        bias=bias,
-        residual=residual,
-        alpha=alpha,
-        epilogue=epilogue,
-        out=out,
-        out_dtype=out_dtype,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        kernel=kernel,
-        config=config,
-        on_cache_miss=on_cache_miss,
-    )
+    forced: dict[str, Any] = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
+    call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+    try:
+        given = call._replace(b=weight.t())._asdict() | {"epilogue": epilogue}
+        return matmul(**given, **forced)
+    except NotImplementedError:  # its type has no transpose, or no operator of ours
+        if not unusual.foreign(weight):
+            raise
+    with settings.override(**forced):
+        return unusual.linear(call._replace(epilogue=interned_text(epilogue)))
 
 
 def plan(
@@ -261,7 +266,7 @@ def plan(
     """
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
-    check_number("plan", alpha)
+    alpha = number("plan", alpha)
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.dispatcher().registry.epilogue(epilogue)
         made = warm.make_plan(call, parsed, current, warm.pose)
@@ -291,8 +296,9 @@ def problem(
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
-    check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)))
-    check_number("problem", alpha)
+    rows = {"a_index": a_index, "out_index": out_index, "out_weights": out_weights}
+    check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)), **rows)
+    alpha = number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     if offs is not None:
@@ -301,6 +307,8 @@ def problem(
             zeroed=out_index is not None, scale_a=scale_a, scale_b=scale_b,
         )  # fmt: skip
         return launch_grouped.pose(grouped_call, parsed, current)[0]
+    if not (a_index is out_index is out_weights is None):
+        raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
     return warm.pose(call, parsed, current)[0]
 
 

@@ -10,7 +10,6 @@ This module is at the bottom of the package rather than in ``interop``, because 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import TmmWarning, reraise
 
 #: The names requested so far that this torch lacks.
 missing: list[str] = []
@@ -81,6 +80,8 @@ deterministic = private(
 )
 #: 1 if a tensor's elements share memory, 2 if unknown, which the fallback always returns.
 internal_overlap = private("torch._debug_has_internal_overlap", _always(2))
+#: The factory of a context in which no mode sees torch's calls.
+without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
 
 # -- derivatives, transforms and autocast (interop) ----------------------------------------------
@@ -130,6 +131,16 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return _AUTOCASTS[device]()  # type: ignore[no-any-return]
 
 
+#: Whether hooks are registered on all modules.
+global_hooks = private("torch.nn.modules.module._has_any_global_hook", _always(True))
+
+
+def autocasts_on(device: str) -> bool:
+    """Whether operands on devices of this type are cast; torch raises for types that have no
+    autocast, such as meta."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 # -- GPUs ------------------------------------------------------------------------------------
 
 
@@ -160,10 +171,12 @@ def end_failed_capture(pool: Any) -> None:
     that the next ``torch.randn`` would raise. Ending another capture mends the latter.
     """
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # already ended: the failure was elsewhere
+    try:
         private("torch._C._cuda_endAllocateToPool", _always(None))(device, pool)
+    except RuntimeError as error:  # already ended: the failure was elsewhere
+        reraise(error)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.float32, device=device)
 
 
 # -- rarely used ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All error classes of tmm, and how a plugin's errors are let through and told.
+"""All error classes of tmm, and the guards around other people's code.
 
 Errors about tensors (shapes, dtypes, devices) are not here: those are the
 ``RuntimeError``, ``TypeError`` and ``NotImplementedError`` that torch raises, with
@@ -16,7 +16,9 @@ torch's messages, so that code written around ``torch.matmul`` keeps working::
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 
 class TmmError(Exception):
@@ -70,32 +72,99 @@ def warn(message: str, category: type[Warning] = TmmWarning) -> None:
     warn_caller(message, category)
 
 
-#: Maximum length of a ``repr`` in a message.
-_SHOWN = 200
+# -- other people's code -------------------------------------------------------------------
+
+#: Maximum length of a ``repr``, and of a stranger's text, in a message.
+_SHOWN, _TEXT = 200, 2000
 
 
-def let_through(error: BaseException) -> None:
-    """Raise ``error`` again if it is the user's Ctrl-C; any other exception of a plugin's code,
-    including ``SystemExit``, is a fault of that code."""
-    if isinstance(error, KeyboardInterrupt):
-        raise error
+def reraise(error: BaseException) -> None:
+    """Raise ``error`` again unless the guarded code itself caused it: the first statement of every
+    handler that makes an exception a fault. See :func:`tmm_cache.errors.reraise`."""
+    from tmm_cache import errors
+
+    errors.reraise(error)
 
 
-def told(error: BaseException) -> str:
-    """An error's type and text; only its type if ``str()`` fails."""
-    try:
-        text = str(error)
-    except BaseException as another:
-        let_through(another)
-        text = "(its text is unavailable)"
-    return f"{type(error).__name__}: {text}"
+def plain_text(text: str, most: int = _TEXT) -> str:
+    """A stranger's text as an exact ``str`` of at most ``most`` characters, in which control
+    characters (a terminal would obey them) and lone surrogates (no file takes them) are escaped."""
+    cut = str.__getitem__(text, slice(most))
+    if str.__len__(text) > most:
+        cut += "…"
+    if str.isprintable(cut):
+        return cut
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in cut)
+
+
+def error_text(error: BaseException) -> str:
+    """An exception's type and text, whatever code of its class does."""
+    return f"{_name_of(type(error))}: {error_message(error)}"
+
+
+def error_message(error: BaseException) -> str:
+    """An exception's text without its type; see :func:`error_text`."""
+    return _guarded(str, error, "(its text is unavailable)")
 
 
 def shown(thing: object) -> str:
     """``repr``, truncated; the type if that fails."""
+    failed = f"<{_name_of(type(thing))}, whose repr failed>"
+    return _guarded(repr, thing, failed, _SHOWN)
+
+
+def _name_of(kind: type) -> str:
+    return plain_text(type.__dict__["__name__"].__get__(kind), _SHOWN)
+
+
+def _guarded(function: Callable[[Any], str], thing: object, failed: str, most: int = _TEXT) -> str:
     try:
-        text = repr(thing)
+        return plain_text(function(thing), most)
     except BaseException as error:
-        let_through(error)
-        text = f"<{type(thing).__qualname__}, whose repr failed>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        reraise(error)
+        return failed
+
+
+def raised_at(error: BaseException | None) -> str:
+    """File and line of the innermost frame that is not tmm's; empty if there is none."""
+    from tmm_cache.errors import foreign_place
+
+    return "" if error is None else foreign_place(error)
+
+
+class Origin(Protocol):
+    """The plugin and distribution of a kernel, as a warning names them."""
+
+    @property
+    def plugin(self) -> str: ...
+    @property
+    def distribution(self) -> str: ...
+
+
+#: Faults of each distribution, or of each plugin without one, in this process.
+_faults: Counter[str] = Counter()
+
+
+def warn_of_plugin(
+    source: Origin, message: str, error: BaseException | None = None, more: int = 0
+) -> None:
+    """Issue the one warning of this process about a distribution; its later faults are counted.
+
+    Change all state before calling: under ``-W error`` this raises, once per distribution.
+
+    Args:
+        source: The origin of the faulty kernel, epilogue or plugin.
+        message: The first fault: kernel and reason.
+        error: The exception behind it; the warning names its file and line.
+        more: Further faults of the same distribution, known already.
+    """
+    key = source.distribution or source.plugin
+    first = key not in _faults
+    _faults[key] += 1 + more
+    if not first:
+        return
+    place = raised_at(error)
+    place = f" ({place})" if place and place not in message else ""
+    origin = "" if str(source) in message else f"{source}: "
+    count = f"; {more} more faults of it" if more else "; later faults of it are not reported"
+    warn(f"{origin}{message}{place}{count}: see `tmm doctor`")

@@ -7,10 +7,10 @@ import torch
 from tmm_core import settings
 from tmm_core.interop import grouped, levels, operator, unusual
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.launch.check import check_number, check_residual, check_tensors
-from tmm_core.launch.grouped import check_grouped_scales, check_operands, run, undisturbed
+from tmm_core.launch.check import check_tensors, number
+from tmm_core.launch.grouped import check, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.arguments import GROUPED_TENSORS, TENSORS, GroupedArguments
+from tmm_core.spec.arguments import GROUPED_TENSORS, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
@@ -23,7 +23,7 @@ def grouped_matmul(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    alpha: float = 1.0,
+    alpha: float | Tensor = 1.0,
     epilogue: EpilogueLike = None,
     out_dtype: torch.dtype | None = None,
     a_index: Tensor | None = None,
@@ -60,7 +60,7 @@ def grouped_matmul(
         bias: ``[N]``, or ``[G, N]`` with one for each group (2N where gated); not with ragged
             columns.
         residual: Has the result's shape; added last.
-        alpha: A number.
+        alpha: A number; a 0-d tensor without a gradient is read, which waits for a GPU.
         epilogue: As for :func:`tmm_core.matmul`. With a gated one ``b`` is 2N wide.
         out_dtype: The result's; by default that of ``a``, and bf16 for 8-bit floats.
         a_index: int32 or int64 ``[T]``: row t of the product reads ``a[a_index[t]]``, gathered
@@ -93,7 +93,8 @@ def grouped_matmul(
                 out_dtype=out_dtype, a_index=a_index, out_index=out_index,
                 out_weights=out_weights, scale_a=scale_a, scale_b=scale_b, out=out,
             )  # fmt: skip
-    check_number("grouped_matmul", alpha)
+    if type(alpha) is not float:
+        alpha = number("grouped_matmul", alpha)
     call = GroupedArguments(
         a, b, offs,  # type: ignore[arg-type]  # None only for a batch
         bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index, out_weights,
@@ -122,12 +123,12 @@ def grouped_matmul(
 
 def _batched(call: GroupedArguments) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
-    a, b, _, bias, residual, alpha, text, out_dtype, *rows, _, scale_a, scale_b, out = call
-    check_tensors("grouped_matmul", **{name: getattr(call, name) for name in (*TENSORS, "out")})
-    count = check_operands(a, b, None)
-    if any(t is not None for t in rows):
-        raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
-    check_grouped_scales(call, None, count)
+    a, b, _, bias, residual, alpha, text, out_dtype, _, _, _, _, scale_a, scale_b, out = call
+    named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
+    check_tensors("grouped_matmul", **named)
+    parsed = epilogue_of(text)
+    shape = torch.Size(check(call, parsed))
+    count = shape[0]
     if bias is None or bias.dim() == 1 or not count:
         if scale_a is not None and scale_a.numel() != 1:
             scale_a = scale_a[:, :, None]
@@ -138,10 +139,8 @@ def _batched(call: GroupedArguments) -> Tensor:
         if out is not None:
             return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
         return operator.matmul(*arguments)  # type: ignore[no-any-return]
-    (m, k), n = a.shape[1:], b.shape[-1] // (2 if epilogue_of(text).gated else 1)
-    shape = torch.Size((count, m, n))
+    (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:
-        check_residual(residual, shape)
         residual = residual.expand(shape).reshape(count * m, n)
     y = grouped_matmul(
         a.reshape(count * m, k), b, bias=bias, residual=residual, alpha=alpha, epilogue=text,

@@ -89,6 +89,8 @@ class Settings:
     tune_memory: int | None = None
     #: None: show progress if stderr is a terminal.
     progress: bool | None = None
+    #: The call is made inside a kernel's or plugin's code (:func:`nested`).
+    nested: bool = False
 
     def __post_init__(self) -> None:
         for name, (takes, wanted) in _TAKES.items():
@@ -155,6 +157,7 @@ _active: ContextVar[Settings | None] = ContextVar("tmm_settings", default=None)
 #: The settings of the innermost override, None outside of any; part of a plan's key.
 overridden = _active.get
 _interned: dict[tuple[Any, ...], Settings] = {}
+_DEFAULT = Settings()
 
 
 def within(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
@@ -188,9 +191,26 @@ def _under(settings: Settings | None, function: Callable[..., T], *arguments: An
         _active.reset(token)
 
 
+@contextmanager
+def nested() -> Iterator[None]:
+    """A context in which a plugin's code runs. A product that it computes is answered by BLAS: the
+    caller may hold the right to tune, and may be asking that very kernel. Settings are part of a
+    plan's key, so that other calls do not replay such an answer."""
+    # The environment is not read: it may still change, and says nothing that BLAS follows.
+    base = _active.get() or _DEFAULT
+    if base.nested:
+        yield
+        return
+    token = _active.set(_changed(base, nested=True, kernel=None, config=None))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
 @functools.lru_cache(256)
-def _changed(base: Settings, static_weights: bool) -> Settings:
-    return _intern(dataclasses.replace(base, static_weights=static_weights))
+def _changed(base: Settings, **changes: Any) -> Settings:
+    return _intern(dataclasses.replace(base, **changes))
 
 
 def _intern(settings: Settings) -> Settings:
@@ -261,9 +281,11 @@ def override(
         disable = names(disable)
     disabled = frozenset(disable) if isinstance(disable, Iterable) else {disable}
     changes["disable"] = base.disable | disabled
-    known = Settings.__dataclass_fields__
-    if unknown := sorted(changes.keys() - known.keys()):
-        raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+    known = Settings.__dataclass_fields__.keys() - {"nested"}
+    if unknown := sorted(changes.keys() - known):
+        raise SettingsError(
+            f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
     token = _active.set(_intern(dataclasses.replace(base, **changes)))
     try:
         yield current()

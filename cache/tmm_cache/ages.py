@@ -6,11 +6,12 @@ some mounts do not keep it, and backups read everything.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
 from typing import Final
+
+from tmm_cache.errors import reraise, suppress
 
 #: Minimum interval between two updates: one `utime` per day and record.
 TOUCH_SECONDS: Final = 86400.0
@@ -42,7 +43,7 @@ def last_used(status: os.stat_result) -> float:
 def touch(path: Path) -> None:
     """Note that the record is used now, at most once a day."""
     # Fails where the root is read-only or belongs to another user.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if abs(time.time() - os.stat(path).st_mtime) > TOUCH_SECONDS:
             os.utime(path)
 
@@ -51,5 +52,6 @@ def is_older(path: str | os.PathLike[str], seconds: float) -> bool:
     """Whether a file was written longer ago than this; False if it is gone."""
     try:
         return time.time() - os.stat(path, follow_symlinks=False).st_mtime > seconds
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return False

@@ -6,7 +6,6 @@ atomically, and only after the bytes of its batch are on disk.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Final
 
 from tmm_cache.ages import mark_imported
 from tmm_cache.disk import closing, make_folder, sync_folder, write_beside
+from tmm_cache.errors import reraise, suppress
 from tmm_cache.files import write_environment
 from tmm_cache.keys import Document
 
@@ -42,7 +42,7 @@ class Batch:
                 self.flush()
         finally:
             for temporary in self._waiting.values():
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.unlink(temporary)
 
     def add(self, path: Path, data: bytes, environment: Document | None) -> None:
@@ -91,6 +91,7 @@ def _syncfs() -> Callable[[int], int] | None:
         import ctypes
 
         found: Callable[[int], int] = ctypes.CDLL(None).syncfs
-    except (ImportError, OSError, AttributeError):
+    except (ImportError, OSError, AttributeError) as error:
+        reraise(error)
         return None
     return found

@@ -21,6 +21,7 @@ from tmm_cache.console import (
     note,
     print_json,
 )
+from tmm_cache.disk import require_target
 from tmm_cache.errors import UsageError
 from tmm_cache.filters import from_options
 from tmm_cache.layout import require_own
@@ -48,6 +49,7 @@ def export(store: CacheStore, options: Namespace) -> int:
     """
     from tmm_cache.archive import write_archive
 
+    require_target(options.file)
     wanted = from_options(options)
     noted = Noted()
     found = summaries(store.root, noted.fault, full=True)

@@ -122,9 +122,10 @@ def _parser() -> Parser:
     )
     freeze.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
 
-    diff = add("diff", deployment.diff, "tell in what two caches would answer differently")
+    diff = add("diff", deployment.diff, "count how two caches would answer differently")
     diff.add_argument("a", type=Path, metavar="A", help="a root, or a lock file")
     diff.add_argument("b", type=Path, metavar="B")
+    diff.flag("--each", text="a line for each difference")
     diff.add_json()
 
     merge = add(

@@ -16,6 +16,8 @@ from itertools import zip_longest
 #: The width of output to a pipe or file: fits logs, mail and side-by-side diffs.
 PIPED = 100
 GAP = 2
+#: Indentation of what is printed below a row.
+_INDENT = 5
 
 #: A cell may be broken after a space, the plus of an epilogue chain, or the dots of a range.
 _WORDS = re.compile("[^ +…]*[ +…]?")
@@ -39,11 +41,13 @@ def table(
     A row that is a string is a paragraph across all columns: a heading, or, if it begins with a
     space, a continuation of the row above. Columns in `right` are right-aligned. Columns in
     `optional` are dropped, first to last, while a row is too long; then long cells are folded
-    between words. A word is broken only if the longest words of all columns do not fit side by
-    side.
+    between words. Columns whose longest words do not fit side by side are printed below their row.
+    Only a word that is longer than a line is broken.
     """
     whole = [row for row in rows if not isinstance(row, str)]
     kept = fitting(columns, whole, width, optional)
+    below = _below([columns, *whole], kept, width)
+    kept = [index for index in kept if index not in below]
     names = [columns[index] for index in kept]
     widths = _widths([names, *([row[index] for index in kept] for row in whole)], width)
     sides = [str.rjust if name in right else str.ljust for name in names]
@@ -60,6 +64,10 @@ def table(
             lines += paragraph(row.lstrip(), width, indent=len(row) - len(row.lstrip()))
         else:
             lines += lines_of([row[index] for index in kept])
+            for index in below:
+                if row[index]:
+                    folded = _folded(f"{columns[index]} {row[index]}", width - _INDENT)
+                    lines += [" " * _INDENT + line for line in folded]
     return lines
 
 
@@ -91,6 +99,22 @@ def paragraph(text: str, width: int, *, indent: int = 0, hanging: int | None = N
     )
 
 
+def _below(rows: Sequence[Sequence[str]], kept: Sequence[int], width: int) -> list[int]:
+    """The columns to print below their row, so that the longest words of the others fit side by
+    side: those with the longest words; never the first."""
+    least = {index: _longest_word([row[index] for row in rows]) for index in kept}
+    below: list[int] = []
+    while sum(least.values()) + GAP * (len(least) - 1) > width and len(least) > 1:
+        longest = max(list(least)[1:], key=lambda index: least[index])
+        below.append(longest)
+        del least[longest]
+    return sorted(below)
+
+
+def _longest_word(cells: Sequence[str]) -> int:
+    return max(len(word) for cell in cells for word in _words(cell))
+
+
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """The columns' widths: what they need, with the widest reduced if that is too much."""
     columns = list(zip(*rows, strict=True))
@@ -98,7 +122,7 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     room = width - GAP * (len(widths) - 1)
     if sum(widths) <= room:
         return widths
-    least = [max(len(word) for cell in cells for word in _words(cell)) for cells in columns]
+    least = [_longest_word(cells) for cells in columns]
     for floor in (least, [1] * len(widths)):
         while sum(widths) > room:
             spare = [size - low for size, low in zip(widths, floor, strict=True)]

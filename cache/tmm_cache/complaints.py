@@ -8,7 +8,8 @@ from typing import Final
 
 from tmm_cache.errors import has_warned, warn_once
 from tmm_cache.files import Fault, set_aside
-from tmm_cache.layout import RECORD, VERSIONS, foreign
+from tmm_cache.layout import RECORD, VERSIONS
+from tmm_cache.ownership import REPLACED, UNCHECKED, foreign
 from tmm_cache.places import is_nowhere
 
 # Errors of the whole root rather than of one file: the next attempt would fail the same way.
@@ -33,24 +34,34 @@ class Complaints:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._foreign = foreign(root)
 
     @property
     def is_own(self) -> bool:
         """Whether the root is this user's own, and so trusted and written."""
-        return self._foreign is None
+        # Asked each time: a root that did not exist may since have been made by another user.
+        return foreign(self._root) is None
 
     def may_write(self) -> bool:
         """Like `is_own`, with a warning if it is not."""
-        if self._foreign is None:
+        if (reason := foreign(self._root)) is None:
             return True
         warn_once(
             self._root,
-            f"{self._foreign}; it is read as untrusted and not written, and tuning results are "
+            f"{reason}; it is read as untrusted and not written, and tuning results are "
             f"lost when the process ends (TMM_CACHE_SHARED=1 if it is shared on purpose)",
             about="foreign",
         )
         return False
+
+    def untrusted(self, reason: str) -> None:
+        """Warn of a record in the user's own root that others may have written; once per root."""
+        if reason not in (REPLACED, UNCHECKED):
+            warn_once(
+                self._root,
+                f"{reason}; such records are verified once before their first use "
+                f"(TMM_CACHE_SHARED=1 if they are shared on purpose)",
+                about="untrusted",
+            )
 
     def fault(self, fault: Fault) -> None:
         """Warn of a fault; a damaged record in the user's own root is also set aside."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+from tmm_cache.errors import reraise
 from tmm_cache.facets import printable
 from tmm_cache.files import Fault
 from tmm_cache.keys import JSON
@@ -55,6 +56,7 @@ def guarded(
     run: Callable[[], int], note: Callable[[str], None], errors: tuple[type[Exception], ...]
 ) -> int:
     """The exit status of a command; one of `errors` becomes a note."""
+    _open_standard_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):
             # Escape µ and × on an ASCII terminal instead of failing.
@@ -64,16 +66,49 @@ def guarded(
         except SystemExit as stop:  # argparse, after --help or a usage error
             status = stop.code if isinstance(stop.code, int) else DONE
         sys.stdout.flush()
-    except BrokenPipeError:
-        # `tmm-cache show | head`. Python flushes stdout again at exit, so redirect it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `tmm-cache show | head`
+        _discard_output()
         return DONE
     except KeyboardInterrupt:
         return INTERRUPTED
     except errors as error:
-        note(str(error))
+        note(_text(error))
+        _discard_output()
         return MISTAKE
     return status
+
+
+def _open_standard_streams() -> None:
+    """Open those that are closed on the null device: a file opened later would take the number of
+    a closed one, and a child process would write its output into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError as error:
+            reraise(error)
+            # The lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+
+
+def _text(error: Exception) -> str:
+    """An error in a line, without the number of an OSError."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:  # most likely stdout's
+        return f"output cannot be written: {error.strerror}"
+    return f"{error.filename}: {error.strerror}"
+
+
+def _discard_output() -> None:
+    """Flush stdout or, where it can't be written, let Python's own flush at exit succeed."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        reraise(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from tmm_cache import facets
 from tmm_cache.batch import Batch
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
+from tmm_cache.differences import differences
+from tmm_cache.disk import make_folder, require_target
 from tmm_cache.errors import RecordError
-from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes
 from tmm_cache.filters import Filter
 from tmm_cache.layout import record_path, require_own
@@ -31,6 +31,9 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     Returns FOUND if a record could not be read and was left out.
     """
     file: Path = options.output or store.lock_path
+    if file.parent == store.root:
+        make_folder(file.parent)
+    require_target(file)
     wanted = Filter(gpu=options.gpu)
     noted = Noted()
     found = (
@@ -45,34 +48,29 @@ def freeze(store: CacheStore, options: Namespace) -> int:
 
 
 def diff(store: CacheStore, options: Namespace) -> int:
-    """Print where two caches would answer differently."""
+    """Count how two caches would answer differently; with `--each`, print each difference."""
     noted = Noted()
     mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
-    rows = [
-        (what, key, (mine.get(key) or theirs[key]).problem, mine.get(key), theirs.get(key))
-        for key in sorted(mine | theirs)
-        if (what := _difference(mine.get(key), theirs.get(key))) is not None
-    ]
+    rows = differences(mine, theirs)
     if options.json:
         print_json(
             [
                 {
-                    "difference": what,
-                    "gpu": key[0],
-                    "environment_digest": key[1],
-                    "digest": key[2],
-                    "problem": problem,
-                    "a": None if a is None else a.head.best._asdict(),
-                    "b": None if b is None else b.head.best._asdict(),
+                    "difference": row.what,
+                    "gpu": row.key[0],
+                    "environment_digest": row.key[1],
+                    "digest": row.key[2],
+                    "problem": row.either.problem,
+                    "a": None if row.a is None else row.a.head.best._asdict(),
+                    "b": None if row.b is None else row.b.head.best._asdict(),
                 }
-                for what, key, problem, a, b in rows
+                for row in rows
             ]
         )
-    else:
-        for what, key, problem, a, b in rows:
-            kind = facets.dtypes(problem), facets.layouts(problem)
-            words = (what, key[0], key[1][:8], key[2][:8], facets.shape(problem), *kind)
-            print("  ".join((*words, " | ".join(_best(each) for each in (a, b) if each))))
+    elif rows:
+        from tmm_cache import tables
+
+        (tables.print_differences if options.each else tables.print_kinds)(rows)
     note(f"{counted(len(rows), 'difference')} in {counted(len(mine | theirs), 'problem')}")
     return FOUND if rows or noted.count else DONE
 
@@ -124,15 +122,18 @@ def merge(store: CacheStore, options: Namespace) -> int:
     return FOUND if noted.count else DONE
 
 
-def _summaries(source: Path, noted: Noted) -> Iterator[Summary]:
-    """The records of a root or a lock file. Raises UsageError for anything else."""
+def _summaries(source: Path, noted: Noted, *, full: bool = False) -> Iterator[Summary]:
+    """The records of a root or a lock file, `full` as in `summaries`. Raises UsageError for
+    anything else."""
     if source.is_dir():
-        return summaries(source, noted.fault)
+        return summaries(source, noted.fault, full=full)
     return LockFile(source).summaries(noted.fault)
 
 
 def _answers(source: Path, noted: Noted) -> dict[Key, Summary]:
-    return {each.key: each for each in _summaries(source, noted) if each.clock == CLOCK}
+    # In full: the head of a file written by another program may repeat an older winner.
+    found = _summaries(source, noted, full=True)
+    return {each.key: each for each in found if each.clock == CLOCK}
 
 
 def _stored(summary: Summary, noted: Noted) -> Stored | None:
@@ -145,18 +146,3 @@ def _stored(summary: Summary, noted: Noted) -> Stored | None:
         noted.fault(stored)
         return None
     return stored
-
-
-def _difference(a: Summary | None, b: Summary | None) -> str | None:
-    if a is None or b is None:
-        return "only in B" if a is None else "only in A"
-    mine, theirs = a.head.best, b.head.best
-    if (mine.kernel, mine.config) != (theirs.kernel, theirs.config):
-        return "other winner"
-    return "other times" if (mine.us, mine.blas_us) != (theirs.us, theirs.blas_us) else None
-
-
-def _best(summary: Summary) -> str:
-    best = summary.head.best
-    words = facets.printable(best.kernel), facets.config(best.config), f"{microseconds(best.us)} µs"
-    return " ".join(word for word in words if word)

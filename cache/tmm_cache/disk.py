@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from tmm_cache.errors import UsageError, suppress
 from tmm_cache.layout import ENVIRONMENT, temporary_name
 
 FOLDER_MODE = 0o700
@@ -28,7 +29,7 @@ def open_regular(path: Path, flags: int) -> int:
 
     It never blocks: a FIFO or a socket in a file's place is refused.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         require_regular(os.stat(path))  # before opening: some devices have side effects
     return opened(path, flags)
 
@@ -110,21 +111,41 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     try:
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
 
 
+def require_target(file: Path) -> None:
+    """Check, before any work, that a file that a user named can be written.
+
+    Raises UsageError that names the file or its folder.
+    """
+    try:
+        target = file.resolve()  # RuntimeError: a loop of links, before Python 3.13
+        if target.exists() and not target.is_file():
+            # Renaming over it would replace /dev/null for the whole machine.
+            raise UsageError(f"{file}: is not a regular file")
+        if not target.parent.is_dir():
+            raise UsageError(f"{target.parent}: there is no such folder")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{target.parent}: no file can be written in this folder")
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"{file}: cannot be written ({error})") from error
+
+
 def write_for_all(file: Path, data: bytes) -> None:
     """Replace a file that a user named; others may read it as far as `umask` allows.
 
-    Raises OSError, also if the path exists and is not a regular file.
+    Raises UsageError like `require_target`, OSError.
     """
-    if file.exists() and not file.is_file():
-        # Renaming over it would replace /dev/null for the whole machine.
-        raise NotRegularError(f"{file}: is not a regular file")
-    write_atomically(file.resolve(), data, mode=0o666)
+    require_target(file)
+    try:
+        write_atomically(file.resolve(), data, mode=0o666)
+    except OSError as error:
+        # Its own file name is that of the temporary file.
+        raise OSError(f"{file}: cannot be written ({error.strerror or error})") from error
 
 
 def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
@@ -138,7 +159,7 @@ def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) 
             if sync:
                 os.fsync(handle)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         raise
     return temporary
@@ -148,14 +169,14 @@ def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable, if the file system can."""
     # The file is already in place. Some network file systems can't sync a folder, which only costs
     # durability across a power cut.
-    with contextlib.suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
+    with suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
         os.fsync(handle)
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:
     """Remove an empty folder of the root, and the empty folders above it."""
     # `rmdir` refuses a folder that is not empty.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
             (folder / ENVIRONMENT).unlink()
         while root in folder.parents:

@@ -6,15 +6,20 @@ silent either: a cache that is never read looks like a slow model.
 
 from __future__ import annotations
 
+import itertools
+import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
+from typing import Any, Final
 
 #: Packages whose frames are skipped to find the user's line that led to a fault.
-_BETWEEN: Final = {
-    *("tmm_cache", "tmm_core", "tmm_blas", "tmm_triton", "torch", "pluggy"),
+_OWN: Final = {"tmm_cache", "tmm_core", "tmm_blas", "tmm_triton"}
+_BETWEEN: Final = _OWN | {
+    *("torch", "pluggy"),
     *("contextlib", "functools", "concurrent", "threading"),
 }
 
@@ -72,3 +77,140 @@ def has_warned(path: Path, *, about: str = "") -> bool:
     """Whether `warn_once` has already warned of this."""
     with _warned_guard:
         return (path, about) in _warned
+
+
+# -- exceptions that are nobody's fault here ---------------------------------------------
+
+
+def reraise(error: BaseException) -> None:
+    """Raise ``error`` again unless the guarded code itself caused it.
+
+    Every handler that turns an exception into a fault of a plugin, file or compiler calls this
+    first. These exceptions pass: Ctrl-C; one that a signal handler raised, wherever it interrupted
+    the process, also if the guarded code raised another one from it; a warning of tmm's own under
+    ``-W error``; and a ``BaseException`` that no foreign frame raised, such as one set from another
+    thread. ``SystemExit`` passes only from a signal handler: a plugin may call ``sys.exit``.
+    """
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    outer: list[FrameType] = []
+    while waiting and len(seen) < _MOST_CAUSES:
+        cause = waiting.pop()
+        if cause is None or any(cause is each for each in seen):
+            continue
+        frames = list(_frames(cause))
+        # An exception that is being handled further out is not this one's cause.
+        if seen and not any(frames[:1] == [each] for each in outer):
+            continue
+        seen.append(cause)
+        outer += frames
+        if _passes(cause, frames):
+            raise cause
+        waiting += _CAUSE(cause), _CONTEXT(cause)
+
+
+def _passes(error: BaseException, frames: Sequence[FrameType]) -> bool:
+    kind = type(error)
+    if issubclass(kind, KeyboardInterrupt):
+        return True
+    if issubclass(kind, Warning) and any(frame.f_code is _WARNING_CODE for frame in frames):
+        return True
+    handlers = {id(code) for code in _handlers()} if frames else ()
+    if any(id(frame.f_code) in handlers or _is_interruption(frame) for frame in frames):
+        return True
+    own = issubclass(kind, Exception | SystemExit | GeneratorExit)
+    return not own and not any(map(_is_foreign, frames))
+
+
+class suppress:  # noqa: N801  # used like contextlib.suppress
+    """``contextlib.suppress``, for faults alone: what :func:`reraise` raises passes.
+
+    ``TimeoutError`` of a SIGALRM handler is an ``OSError`` too.
+    """
+
+    __slots__ = ("_kinds",)
+
+    def __init__(self, *kinds: type[BaseException]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None or not issubclass(type(error), self._kinds):
+            return False
+        reraise(error)
+        return True
+
+
+# A stranger's exception may define attributes of these names, and ``__class__``, that raise.
+_TRACEBACK: Final = BaseException.__dict__["__traceback__"].__get__
+_CAUSE: Final = BaseException.__dict__["__cause__"].__get__
+_CONTEXT: Final = BaseException.__dict__["__context__"].__get__
+#: How many exceptions of a chain are looked at.
+_MOST_CAUSES: Final = 16
+#: Without the conversion to enums, which takes most of 100 µs for all signals.
+_getsignal: Final = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+#: The flag of code that takes ``*args`` (``inspect.CO_VARARGS``, whose import takes 10 ms).
+_VARARGS: Final = 0x04
+_WARNING_CODE: Final = warn_caller.__code__
+
+
+def trace_of(error: BaseException) -> TracebackType | None:
+    """The traceback of any exception, without calling code of its class."""
+    trace: TracebackType | None = _TRACEBACK(error)
+    return trace
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """The frames of an exception's traceback, outermost first."""
+    trace = trace_of(error)
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _is_interruption(frame: FrameType) -> bool:
+    """Whether a frame is a signal handler's, which may have been replaced since: Python calls it
+    with the signal's number and the interrupted frame, its caller."""
+    code, values = frame.f_code, frame.f_locals
+    given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & _VARARGS:
+        rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        given += rest if type(rest) is tuple else ()
+    return any(
+        type(number) is int and interrupted is frame.f_back is not None
+        for number, interrupted in itertools.pairwise(given)
+    )
+
+
+def _handlers() -> Iterator[CodeType]:
+    """The code of the signal handlers that are installed now."""
+    for number in range(1, signal.NSIG):
+        handler: Any = _getsignal(number)
+        if isinstance(handler, MethodType):
+            handler = handler.__func__
+        if isinstance(handler, FunctionType):
+            yield handler.__code__
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether a frame belongs neither to tmm nor to the standard library. Generated functions have
+    no module."""
+    module = (frame.f_globals.get("__name__") or "tmm_core").partition(".")[0]
+    return module not in _OWN and module not in sys.stdlib_module_names
+
+
+def foreign_place(error: BaseException) -> str:
+    """File and line of the innermost foreign frame of an exception; empty if there is none."""
+    place, trace = "", trace_of(error)
+    while trace is not None:
+        if _is_foreign(trace.tb_frame):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

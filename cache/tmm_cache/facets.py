@@ -114,8 +114,10 @@ def expression(problem: Document) -> str:
 
 
 def config(values: Document) -> str:
-    """`BLOCK_M=128 BLOCK_N=64`."""
-    return " ".join([f"{printable(name)}={text_of(value)}" for name, value in values.items()])
+    """`BLOCK_M=128 BLOCK_N=64`, without the fields whose value is an empty text: they are off."""
+    return " ".join(
+        [f"{printable(name)}={text_of(value)}" for name, value in values.items() if value != ""]
+    )
 
 
 def age(created_at: datetime) -> str:

@@ -7,13 +7,12 @@ bounded, so that readers need not handle a size of 10**400 or a name of a megaby
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Final, TypeAlias, TypeGuard
 
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, suppress
 from tmm_cache.keys import JSON, canonical
 
 #: Takes a JSON value and returns what it stands for, or raises `RefusedError`.
@@ -24,6 +23,7 @@ _FOUND_MAX = 60
 #: Upper bounds of what is read. Real records hold names of 30 letters, reasons of up to 500, and
 #: about 100 candidates with up to 100 samples and about ten parameters each.
 NAME_MAX: Final = 256
+A_NAME: Final = f"a printable text of 1 to {NAME_MAX} letters"
 TEXT_MAX: Final = 4096
 ITEMS_MAX: Final = 10_000
 PARAMETERS_MAX: Final = 128
@@ -70,9 +70,10 @@ def kind(accepted: str, accepts: Callable[[Any], bool]) -> Reader:
     return read
 
 
-def _text(longest: int) -> Reader:
-    accepted = f"a text of 1 to {longest} letters"
-    return kind(accepted, lambda value: isinstance(value, str) and 0 < len(value) <= longest)
+def is_name(value: object) -> TypeGuard[str]:
+    """Whether it is :data:`A_NAME`. A subclass of ``str`` may compare and print as it likes, and a
+    control character forges lines of a report."""
+    return type(value) is str and 0 < len(value) <= NAME_MAX and value.isprintable()
 
 
 def at(place: str, read: Reader, value: object) -> Any:
@@ -92,15 +93,17 @@ def is_size(value: object) -> TypeGuard[int]:
 def _is_scalar(value: object) -> bool:
     if type(value) is int:  # most values of a config
         return -INTEGER_MAX < value < INTEGER_MAX
-    if isinstance(value, str):
-        return len(value) <= NAME_MAX
-    if isinstance(value, float):
+    if type(value) is str:
+        return len(value) <= NAME_MAX and value.isprintable()
+    if type(value) is float:
         return math.isfinite(value)
-    return value is None or isinstance(value, bool)
+    return value is None or type(value) is bool
 
 
-text = _text(TEXT_MAX)
-name = _text(NAME_MAX)
+text = kind(
+    f"a text of 1 to {TEXT_MAX} letters", lambda v: type(v) is str and 0 < len(v) <= TEXT_MAX
+)
+name = kind(A_NAME, is_name)
 flag = kind("true or false", lambda value: isinstance(value, bool))
 count = kind("an integer >= 0 and < 2**63", lambda v: type(v) is int and 0 <= v < INTEGER_MAX)
 _size = kind("an integer > 0 and < 2**40", is_size)
@@ -144,7 +147,7 @@ def optional(read: Reader) -> Reader:
 
 def measure(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
+        with suppress(OverflowError):
             if 0 <= (number := float(value)) < math.inf:
                 return number
     raise RefusedError(shown(value), "a finite number >= 0")
@@ -164,8 +167,8 @@ def parameters(value: object) -> dict[str, JSON]:
     if len(values) > PARAMETERS_MAX:
         raise RefusedError(f"{len(values)} fields", f"at most {PARAMETERS_MAX}")
     for key, each in values.items():
-        if len(key) > NAME_MAX or not _is_scalar(each):
-            accepted = "null, a boolean, a number or a short text, finite"
+        if not is_name(key) or not _is_scalar(each):
+            accepted = "null, a boolean, a finite number or a short printable text, by name"
             raise RefusedError(shown(each), accepted, f".{shown(key)}")
     return values
 

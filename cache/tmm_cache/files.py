@@ -5,12 +5,11 @@ A read never raises: it returns the content, None if there is no file, or a `Fau
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -23,11 +22,12 @@ from tmm_cache.disk import (
     require_regular,
     write_atomically,
 )
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, reraise, suppress
 from tmm_cache.fields import at, flag
 from tmm_cache.head import with_head
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT
+from tmm_cache.ownership import REPLACED, foreign_file, is_shared
 from tmm_cache.record import TuningRecord
 
 #: A thousand candidates with a hundred samples each take 2 MB; a larger file is not a record.
@@ -35,6 +35,10 @@ MAX_BYTES = 16 * 2**20
 
 #: Digits of the SHA-256 in a record's file: it detects damage, not forgery.
 CHECKSUM_DIGITS = 16
+
+
+#: Attempts to read a file that other processes keep replacing.
+_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,14 @@ class Stored:
     """A record as stored in its file.
 
     `sealed`: the file has the checksum that the store writes; one made or changed by hand has none.
-    `imported`: the record came from an archive.
+    `imported`: the record came from an archive. `foreign`: why others than this user may have
+    written it, if that was checked.
     """
 
     record: TuningRecord
     sealed: bool
     imported: bool = False
+    foreign: str | None = None
 
 
 def parse_stored(data: bytes, name: str) -> Stored:
@@ -145,27 +151,53 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The content of a file, and why others than this user may have written it; None: they can't
+    have."""
+
+    data: bytes
+    foreign: str | None
+
+
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     """A regular file's content; None if it is absent."""
+    read = _read(path, most, None)
+    return read.data if isinstance(read, Read) else read
+
+
+def read_own(root: Path, path: Path, most: int = MAX_BYTES) -> Read | Fault | None:
+    """A regular file's content, and whether it is this user's own: whether nobody else may write
+    the file, the root, or a folder between them. None if the file is absent."""
+    return _read(path, most, None if is_shared() else root)
+
+
+def _read(path: Path, most: int, root: Path | None) -> Read | Fault | None:
     try:
         status = os.stat(path)
     except FileNotFoundError:
         return None
     except OSError as error:
+        reraise(error)
         return Fault(path.parent, f"cannot be read: {error}", place=True)
     try:
         require_regular(status)
-        with closing(opened(path, os.O_RDONLY)) as handle:
-            data = read_all(handle, most)
+        for _ in range(_TRIES):
+            with closing(opened(path, os.O_RDONLY)) as handle:
+                data = read_all(handle, most)
+                foreign = None if root is None else foreign_file(root, path, handle)
+            if foreign != REPLACED:
+                break
     except FileNotFoundError:
         return None
     except NotRegularError as error:
         return Fault(path, str(error))
     except OSError as error:
+        reraise(error)
         return Fault(path, f"cannot be read: {error.strerror or error}")
     if len(data) > most:
         return Fault(path, f"is larger than {most} bytes", damaged=True)
-    return data
+    return Read(data, foreign)
 
 
 def read_record(path: Path, report: Report) -> TuningRecord | None:
@@ -176,13 +208,15 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
     return stored.record if isinstance(stored, Stored) else None
 
 
-def read_stored(path: Path) -> Stored | Fault | None:
-    """The record in a file with its origin; None if the file is absent."""
-    data = read_bytes(path)
-    if not isinstance(data, bytes):
-        return data
+def read_stored(path: Path, root: Path | None = None) -> Stored | Fault | None:
+    """The record in a file with its origin; None if the file is absent. With `root`, which is the
+    user's own, it is also checked whether others may have written the file."""
+    read = read_bytes(path) if root is None else read_own(root, path)
+    if read is None or isinstance(read, Fault):
+        return read
+    data, foreign = (read.data, read.foreign) if isinstance(read, Read) else (read, None)
     try:
-        return parse_stored(data, path.stem)
+        return replace(parse_stored(data, path.stem), foreign=foreign)
     except ValueError as error:
         return Fault(path, f"is not a valid record: {error}", damaged=True)
 
@@ -216,11 +250,11 @@ def set_aside(path: Path) -> Path | None:
             parse_stored(data if isinstance(data, bytes) else b"", path.stem)
         except ValueError:
             return aside
-        with contextlib.suppress(FileExistsError):  # an even newer one is in place
+        with suppress(FileExistsError):  # an even newer one is in place
             os.link(aside, path)
         os.unlink(aside)
-    except OSError:
-        pass
+    except OSError as error:
+        reraise(error)
     return None
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tmm_cache.disk import closing, opened
+from tmm_cache.errors import reraise
 from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import Document
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
+from tmm_cache.record import blas_us as blas_us
 
 #: A problem and a config take about 900 bytes.
 HEAD_BYTES: Final = 4096
@@ -68,22 +70,13 @@ def with_head(document: dict[str, Any], record: TuningRecord) -> dict[str, Any]:
     return document | {"best": best._asdict(), "candidates": candidates}
 
 
-def blas_us(record: TuningRecord) -> float | None:
-    """The best median of the BLAS candidates, in microseconds; None if none was timed."""
-    medians = [
-        candidate.median_us
-        for candidate in record.candidates
-        if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
-    ]
-    return min((median for median in medians if median is not None), default=None)
-
-
 def read_head(path: Path) -> Head | None:
     """The head of a file; None if it has no usable one."""
     try:
         with closing(opened(path, os.O_RDONLY)) as handle:
             data = os.read(handle, HEAD_BYTES)
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return None
     end = data.find(_REST)
     if end <= 0:

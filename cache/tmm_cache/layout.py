@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from tmm_cache.errors import UsageError
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
+from tmm_cache.ownership import foreign
 from tmm_cache.record import OLD_SCHEMA, SCHEMA
 
 ENVIRONMENT: Final = "environment.json"
@@ -41,22 +41,6 @@ TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}
 def temporary_name(name: str) -> str:
     """A temporary name for `name`, unique among processes and threads, matched by `TEMPORARY`."""
     return f"{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
-
-
-def foreign(root: Path) -> str | None:
-    """Why a root is not the user's own; None if it is, if it does not exist yet, or if
-    `TMM_CACHE_SHARED=1` declares it shared."""
-    if os.environ.get("TMM_CACHE_SHARED") == "1" or not hasattr(os, "geteuid"):
-        return None
-    try:
-        status = os.stat(root)
-    except OSError:  # absent, or a fault that reading will report
-        return None
-    if status.st_uid != os.geteuid():
-        return f"belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISDIR(status.st_mode):
-        return "can be written by others"
-    return None
 
 
 def require_own(root: Path) -> None:

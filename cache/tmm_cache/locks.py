@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.disk import open_regular
+from tmm_cache.errors import suppress
 
-with contextlib.suppress(ImportError):  # on Windows
+with suppress(ImportError):  # on Windows
     import fcntl
 
 #: Interval between two attempts.

@@ -3,13 +3,12 @@
 A file of notes belongs to one state (versions, sizes and times of files, environment variables),
 and its name is a digest of that state, so another state uses another file. One line per note is
 appended in a single write, so that any number of processes can share a file without a lock; damaged
-or torn lines are ignored. In a root that is not the user's own, notes are neither read nor written.
-Nothing here warns or raises OSError.
+or torn lines are ignored. A file that others than the user may have written, or that lies in such a
+folder or root, is neither read nor written. Nothing here warns or raises OSError.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,9 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import read_bytes
+from tmm_cache.errors import reraise, suppress
+from tmm_cache.files import Read, read_own
 from tmm_cache.keys import JSON, canonical
-from tmm_cache.layout import NOTES, foreign
+from tmm_cache.layout import NOTES
+from tmm_cache.ownership import foreign
 from tmm_cache.places import default_root
 
 #: A larger file gets no more notes: about a thousand problems, read at every start.
@@ -36,6 +37,7 @@ class Notes:
     def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
         root = default_root() if root is None else root
+        self._root = root
         self._path = root / NOTES / f"{name}-{digest}.jsonl"
         self._kept = foreign(root) is None
         self._read: dict[str, JSON] | None = None if self._kept else {}
@@ -46,6 +48,12 @@ class Notes:
             self._read = self._lines()
         return self._read.get(about)
 
+    def values(self) -> list[JSON]:
+        """The latest note about each thing."""
+        if self._read is None:
+            self._read = self._lines()
+        return list(self._read.values())
+
     def add(self, about: str, value: JSON) -> None:
         """Add a note, if a file can be written."""
         if self.get(about) == value:
@@ -55,17 +63,20 @@ class Notes:
         if not self._kept:
             return
         line = canonical([about, value]).encode("ascii")
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             make_folder(self._path.parent)
             append_line(self._path, line, MAX_BYTES)
 
     def _lines(self) -> dict[str, JSON]:
-        data = read_bytes(self._path)
+        read = read_own(self._root, self._path)
         notes: dict[str, JSON] = {}
-        if not isinstance(data, bytes):
+        if not isinstance(read, Read):
             return notes
-        for line in data.split(b"\n"):
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
+        if read.foreign is not None:
+            self._kept = False
+            return notes
+        for line in read.data.split(b"\n"):
+            with suppress(ValueError, TypeError, RecursionError):
                 about, value = json.loads(line)
                 if isinstance(about, str):
                     notes[about] = value
@@ -81,7 +92,8 @@ def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
     for path in sorted(os.fspath(path) for path in paths):
         try:
             of = os.stat(path)
-        except OSError:
+        except OSError as error:
+            reraise(error)
             stamps.append([path])
         else:
             stamps.append([path, of.st_size, of.st_mtime_ns, of.st_ctime_ns])

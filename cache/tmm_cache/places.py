@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.errors import warn_once
+from tmm_cache.errors import reraise, warn_once
 
 #: The root of a process that has none. Nothing can exist below a device, so every read is a miss
 #: and every record is held in memory.
@@ -39,6 +39,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     try:
         folder = platformdirs.user_cache_dir("tmm")
     except Exception as error:  # RuntimeError or KeyError: a uid without an account
+        reraise(error)
         return _nowhere("~/.cache/tmm", f"no home folder ({error})")
     if not os.path.isabs(folder):
         return _nowhere(folder, "no home folder")
@@ -63,6 +64,7 @@ def absolute(path: str | Path) -> Path:
     try:
         return Path(path).absolute()
     except OSError as error:
+        reraise(error)
         return _nowhere(path, f"the working directory is gone ({error.strerror or error})")
 
 
@@ -74,7 +76,8 @@ def real(path: Path) -> str:
     """
     try:
         return os.path.realpath(path)
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return os.path.abspath(path)
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tmm_cache import fields
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, suppress
 from tmm_cache.fields import RefusedError, shown
 from tmm_cache.keys import JSON, Document, plain
 
@@ -48,7 +47,7 @@ def _plain(mapping: Document, field: str) -> dict[str, JSON]:
         raise RecordError(f"{field}: found what is not JSON ({error})") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CandidateResult:
     """The result of one (kernel, config) on the problem.
 
@@ -74,6 +73,14 @@ class CandidateResult:
     reason: str | None = None
     inside_us: Mapping[int, float] = field(default_factory=dict)
     steady_us: float | None = None
+
+    def __repr__(self) -> str:
+        """A line: kernel, config, status and median; `dataclasses.asdict` has everything."""
+        from tmm_cache import facets  # not needed by calls
+
+        words = facets.printable(self.kernel), facets.config(self.config)
+        time = "not timed" if self.median_us is None else f"{self.median_us:.2f} µs"
+        return f"<CandidateResult {' '.join(filter(None, words))}: {self.status}, {time}>"
 
     def us_at(self, m: int, record_m: int) -> float | None:
         """The median time at M = `m` in a record of M = `record_m`; None if it was not timed."""
@@ -139,7 +146,7 @@ _BARE: Final = CandidateResult(kernel="", version="", config={}, status="ok")
 _OPTIONAL: Final = _CANDIDATE.keys() - {"kernel", "version", "config", "status"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TuningRecord:
     """The result of tuning one problem.
 
@@ -178,6 +185,20 @@ class TuningRecord:
     def created_at(self) -> datetime:
         """`created` as a UTC datetime. Raises ValueError if it is not one."""
         return utc_time(self.created)
+
+    def __repr__(self) -> str:
+        """A line: the problem, its winner and the times; `to_json` has everything."""
+        from tmm_cache import facets  # not needed by calls
+
+        us, blas = self.best.median_us, blas_us(self)
+        asked = facets.shape(self.problem), facets.dtypes(self.problem, short=True)
+        time = "not timed" if us is None else f"{us:.2f} µs"
+        ratio = f", {blas / us:.2f}x over blas" if us and blas else ""
+        tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
+        return (
+            f"<TuningRecord {' '.join(asked)} {facets.expression(self.problem)}: "
+            f"{facets.printable(self.best.kernel)} {time}{ratio}, {tried}>"
+        )
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: the problem, then every candidate, the winner first."""
@@ -237,6 +258,16 @@ class TuningRecord:
         if (status := record.best.status) != "ok":
             raise RefusedError(shown(status), "'ok', it won", f".candidates[{winner}].status")
         return record
+
+
+def blas_us(record: TuningRecord) -> float | None:
+    """The best median of the BLAS candidates, in microseconds; None if none was timed."""
+    medians = [
+        candidate.median_us
+        for candidate in record.candidates
+        if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
+    ]
+    return min((median for median in medians if median is not None), default=None)
 
 
 def utc_time(text: object) -> datetime:

@@ -6,7 +6,6 @@ single files whose names match the layout, and the command shows the list first.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Literal, TypeAlias
 
 from tmm_cache.ages import is_older, was_used
 from tmm_cache.disk import remove_if_empty
+from tmm_cache.errors import reraise, suppress
 from tmm_cache.files import Fault, Report
 from tmm_cache.filters import Filter
 from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
@@ -128,12 +128,13 @@ def remove(root: Path, removals: Iterable[Removal], report: Report) -> int:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
+            reraise(error)
             report(Fault(path, f"cannot be removed: {error.strerror or error}"))
             continue
         removed += 1
         if removal.kind in ("record", "damaged"):
             # Held by a process that is tuning, or not writable: an empty file remains.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     for folder in touched:
         remove_if_empty(folder, root)
@@ -144,7 +145,8 @@ def _used_since(entry: Summary) -> datetime | None:
     """When a record was made, at most its file's mtime; None if it was never used here."""
     try:
         status = os.stat(entry.path)
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return None
     if not was_used(status):
         return None

@@ -18,7 +18,9 @@ from tmm_cache.files import Fault, read_environment
 from tmm_cache.filters import from_options
 from tmm_cache.head import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON
+from tmm_cache.layout import VERSION
 from tmm_cache.misses import read_misses
+from tmm_cache.ownership import foreign_below
 from tmm_cache.record import SCHEMA, TuningRecord
 from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
 from tmm_cache.store import CacheStore
@@ -91,7 +93,10 @@ def stats(store: CacheStore, options: Namespace) -> int:
     from tmm_cache import tables
 
     layers = {str(root): name for root, name in _layer_names(store).items()}
-    columns = ("gpu", "environment", "layer", "records", "bytes", "misses", "faults", "winners")
+    columns = (
+        *("gpu", "environment", "layer"),
+        *("records", "bytes", "misses", "faults", "schema", "winners"),
+    )
     tables.print_table(
         columns,
         [
@@ -103,12 +108,13 @@ def stats(store: CacheStore, options: Namespace) -> int:
                 evidence.bytes_text(row["bytes"]),
                 str(row["misses"]),
                 str(row["faults"]),
+                row["schema"],
                 facets.config(row["winners"]),
             )
             for row in rows
         ],
         right=("records", "bytes", "misses", "faults"),
-        optional=("bytes", "faults", "layer"),
+        optional=("bytes", "faults", "layer", "schema"),
     )
     return DONE
 
@@ -134,6 +140,9 @@ def verify(store: CacheStore, options: Namespace) -> int:
             print(facets.printable(f"{fault.path}: {fault.reason}"))
     for path in left:
         note(f"{path}: left by a process that was killed; a save there or `prune` removes it")
+    if others := foreign_below(store.root / VERSION):
+        more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+        note(f"{others[0]}{more}; such records are verified before their first use")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tmm_cache.complaints import passed_over
+from tmm_cache.errors import reraise
 from tmm_cache.files import Fault, Report, read_environment, read_record
 from tmm_cache.head import Head, read_head
 from tmm_cache.keys import Document, is_slug
@@ -160,6 +161,7 @@ def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[
         except FileNotFoundError:
             pass
         except OSError as error:
+            reraise(error)
             report(Fault(path, f"cannot be looked at: {error}", place=True))
 
 
@@ -170,5 +172,6 @@ def _names(folder: Path, report: Report) -> list[str] | None:
     except FileNotFoundError:
         return []
     except OSError as error:
+        reraise(error)
         report(Fault(folder, f"cannot be listed: {error}", place=True))
         return None

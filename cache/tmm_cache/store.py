@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import make_folder
-from tmm_cache.errors import UsageError, warn_once
+from tmm_cache.errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import Document, canonical, digest
@@ -40,7 +40,7 @@ class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
     `root` and `layers` default to `default_root()` and `layer_paths()`. A root that is not the
-    user's own (see `layout.foreign`) is read as one more layer; records saved then are held in
+    user's own (see `ownership.foreign`) is read as one more layer; records saved then are held in
     memory. Under `TMM_REQUIRE_LOCKED=1` only the lock file answers. No folder is made before the
     first save. A file that can't be used costs a miss and one `CacheWarning` per process. Methods
     that take a GPU raise ValueError if it is not a slug (see `slug`), and like `digest` if an
@@ -67,6 +67,8 @@ class CacheStore:
         self._upkeep: Upkeep | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary] = {}
+        #: Those of them with candidates that were not verified on this machine.
+        self._unverified: set[Path] = set()
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -96,17 +98,20 @@ class CacheStore:
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
             here = path if os.path.isfile(path) else None
-            return Located(held.record, here, own=True, sealed=True)
+            return Located(held.record, here, own=path not in self._unverified, sealed=True)
         asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
-            stored = read_stored(path)
+            stored = read_stored(path, root if root == self.root else None)
             if isinstance(stored, Fault):
                 self._complaints.fault(stored)
             elif stored is None or stored.record.is_hint:
                 continue
             elif canonical(stored.record.problem) == asked:
                 mine = root == self.root and self._complaints.may_write()
+                if mine and stored.foreign is not None:
+                    mine = False
+                    self._complaints.untrusted(stored.foreign)
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
                 self._complaints.fault(Fault(path, "records another problem of the same digest"))
@@ -142,25 +147,30 @@ class CacheStore:
         located = self.locate(gpu, environment, problem)
         return None if located is None else located.path
 
-    def save(self, gpu: str, environment: Document, record: TuningRecord) -> Path | None:
+    def save(
+        self, gpu: str, environment: Document, record: TuningRecord, *, verified: bool = True
+    ) -> Path | None:
         """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
-        A record that could not be written is held in memory. Raises RecordError for a record that
-        would not read back, never OSError.
+        `verified`: every candidate was verified on this machine; otherwise the record is marked as
+        imported, so that its winner is verified before its first use. A record that could not be
+        written is held in memory. Raises RecordError for a record that would not read back, never
+        OSError.
         """
-        data = record_bytes(record)
+        data = record_bytes(record, imported=not verified)
         path = self.path(gpu, environment, record.problem)
         if not self._complaints.may_write():
-            self.hold(gpu, environment, record)
+            self.hold(gpu, environment, record, verified=verified)
             return None
         try:
             write_record(path, data, environment)
         except OSError as error:
+            reraise(error)
             self._complaints.unwritable(error)
-            self.hold(gpu, environment, record)
+            self.hold(gpu, environment, record, verified=verified)
             return None
         if path in self._held:
-            self.hold(gpu, environment, record)
+            self.hold(gpu, environment, record, verified=verified)
         if self._upkeep is None:
             from tmm_cache.upkeep import Upkeep  # not needed for replay
 
@@ -168,10 +178,14 @@ class CacheStore:
         self._upkeep.saved(path, len(data), self._held)
         return path
 
-    def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:
-        """Answer with this record as long as the store lives, regardless of the disk."""
+    def hold(
+        self, gpu: str, environment: Document, record: TuningRecord, *, verified: bool = True
+    ) -> None:
+        """Answer with this record as long as the store lives, regardless of the disk. `verified` as
+        in `save`."""
         held = self.summary(gpu, environment, record)
         self._held[held.path] = held
+        (self._unverified.discard if verified else self._unverified.add)(held.path)
 
     def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
@@ -234,12 +248,13 @@ class CacheStore:
             make_folder(path.parent)
             handle = acquire(path, timeout)
         except OSError as error:
+            reraise(error)
             fault = error
         try:
             yield handle is not None or fault is not None
         finally:
             if handle is not None:
-                with contextlib.suppress(OSError):  # the descriptor is closed anyway
+                with suppress(OSError):  # the descriptor is closed anyway
                     release(handle)
             if fault is not None:
                 # Only now: a save under the lock reports more precisely what became of the record.
@@ -256,6 +271,7 @@ class CacheStore:
         try:
             log_miss(log, environment, problem)
         except OSError as error:
+            reraise(error)
             told = "problems that are not tuned are not noted"
             self._complaints.beside(log, error, "written", told)
 

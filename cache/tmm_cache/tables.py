@@ -5,6 +5,7 @@ No line is longer than the terminal, or than 100 columns elsewhere; `--json` lea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from tmm_cache import columns as layout
 from tmm_cache import evidence, facets
 from tmm_cache.console import counted
+from tmm_cache.differences import Difference
 from tmm_cache.head import Best
 from tmm_cache.keys import Document
 from tmm_cache.record import CLOCK, TuningRecord
@@ -124,6 +126,53 @@ def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
         return facets.ABSENT
     least, most = text(min(known)), text(max(known))
     return least if least == most else f"{least}…{most}"
+
+
+#: Kinds of differences that are listed of one GPU.
+_MOST_KINDS = 8
+
+
+def print_kinds(found: Sequence[Difference]) -> None:
+    """Print how many problems two caches would answer differently, by GPU, kind of difference and
+    winners; the most frequent first."""
+    rows: list[tuple[str, ...] | str] = []
+    for gpu, members in groupby(sorted(found, key=lambda row: row.key), lambda row: row.key[0]):
+        counts = Counter((row.what, _winners(row)) for row in members)
+        kinds = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
+        rows.append(f"{gpu}: {counted(sum(count for _, count in kinds), 'difference')}")
+        rows += [(what, str(count), winners) for (what, winners), count in kinds[:_MOST_KINDS]]
+        if rest := sum(count for _, count in kinds[_MOST_KINDS:]):
+            rows.append(("others", str(rest), "listed by --each"))
+    print_table(("difference", "problems", "winner: A | B"), rows, ("problems",))
+
+
+def print_differences(found: Sequence[Difference]) -> None:
+    """Print each problem that two caches would answer differently, under its GPU and environment,
+    with the winner, time and config of each."""
+    rows: list[tuple[str, ...] | str] = []
+    for (gpu, environment), members in groupby(found, key=lambda row: row.key[:2]):
+        rows.append(f"{gpu}, environment {environment}")
+        for row in members:
+            problem, both = row.either.problem, [each for each in (row.a, row.b) if each]
+            times = " | ".join(evidence.microseconds(each.head.best.us) for each in both)
+            kind = facets.dtypes(problem, short=True), facets.layouts(problem)
+            asked = (facets.shape(problem), *kind, facets.expression(problem))
+            rows.append((row.what, row.key[2][:8], *asked, _winners(row), times))
+            for name, each in (("A", row.a), ("B", row.b)):
+                if each and (config := facets.config(each.head.best.config)):
+                    rows.append(f"     {name}: {config}")
+    columns = ("difference", "record", "problem", "dtype", "layouts", "epilogue")
+    optional = ("layouts", "epilogue", "dtype")
+    print_table((*columns, "winner: A | B", "µs: A | B"), rows, ("µs: A | B",), optional)
+
+
+def _winners(row: Difference) -> str:
+    names = dict.fromkeys(
+        facets.printable(each.head.best.kernel) for each in (row.a, row.b) if each
+    )
+    if len(names) == 1 and row.what == "other winner":
+        return f"{next(iter(names))}, other config"
+    return " | ".join(names)
 
 
 def print_record(summary: Summary, record: TuningRecord, layer: str) -> None:

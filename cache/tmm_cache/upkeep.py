@@ -7,7 +7,6 @@ another process is tuning or has just written.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -19,7 +18,7 @@ from typing import Final, TypeVar
 
 from tmm_cache.ages import is_older, last_used
 from tmm_cache.disk import remove_if_empty
-from tmm_cache.errors import warn_once
+from tmm_cache.errors import reraise, suppress, warn_once
 from tmm_cache.keys import SLUG
 from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
 from tmm_cache.locks import held_at_once
@@ -128,7 +127,7 @@ def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
 def sweep(folder: Path) -> None:
     """Remove what killed processes left in a folder, if possible."""
     for path in leftovers(folder):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             path.unlink()
 
 
@@ -176,7 +175,7 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
         for record in _entries(environment, RECORD)
     ]
     for entry in (*found, *_entries(root / NOTES, NOTE_FILE)):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             status = entry.stat(follow_symlinks=False)
             used = last_used(status)
             if used > now + _CLOCK_SKEW_SECONDS:
@@ -188,7 +187,7 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
 def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
     """The entries of a folder with such a name, without links: one may lead to a layer, or out of
     the root. None if the folder can't be listed."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if names.fullmatch(entry.name) and not entry.is_symlink():
                 yield entry
@@ -204,6 +203,7 @@ def _drop(file: _File) -> bool:
             file.path.unlink()
             if held:
                 beside.unlink()
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return False
     return True

@@ -266,6 +266,18 @@ def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and all(strides[i] == strides[i + 1] * sizes[i + 1] for i in outer)
 
 
+def factor(scale: Tensor) -> Tensor:
+    """A scale that broadcasts to the product: one number may have any number of dimensions."""
+    return scale.reshape(()) if scale.numel() == 1 else scale
+
+
+def scaled(z: Tensor, alpha: float) -> Tensor:
+    """A product times alpha, in its own dtype: like torch.addmm, integers take alpha as one."""
+    if alpha == 1.0:
+        return z
+    return z * (alpha if z.is_floating_point() or z.is_complex() else int(alpha))
+
+
 def finish(
     problem: Problem,
     z: Tensor,
@@ -275,10 +287,14 @@ def finish(
     out: Tensor | None,
 ) -> Tensor:
     """What follows a product ``z``, by torch's own operators, in torch's own roundings."""
-    if alpha != 1.0:
-        z = z * alpha
+    z = scaled(z, alpha)
     z = problem.epilogue.expression(z, bias, residual)
-    return z.to(problem.out.dtype) if out is None else out.copy_(z)
+    return delivered(problem, z, out)
+
+
+def delivered(problem: Problem, y: Tensor, out: Tensor | None) -> Tensor:
+    """The result in the problem's dtype: torch's operators may have promoted it."""
+    return y.to(problem.out.dtype) if out is None else out.copy_(y)
 
 
 def _divisible(problem: Problem) -> bool:
@@ -306,8 +322,7 @@ def _bind_halves(problem: Problem) -> Launcher:
             both = zip(bias.chunk(2), halves, strict=True)
             products = [torch.addmm(own, a, half) for own, half in both]
         y = problem.epilogue.apply_to(*products)
-        y = y if residual is None else y + residual
-        return y if out is None else out.copy_(y)
+        return delivered(problem, y if residual is None else y + residual, out)
 
     return run
 
@@ -364,7 +379,7 @@ def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) 
     def run(a: Tensor, b: Tensor, *rest: Any, **scales: Any) -> Tensor:
         z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
         for name in names:
-            z = z * scales[name]
+            z = z * factor(scales[name])
         return finish(problem, z, *rest)
 
     return run
@@ -380,7 +395,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     direct = not after and problem.out.layout == "row" and problem.out.dtype == dtype
     direct = direct and problem.epilogue.is_identity and problem.residual is None
     direct = direct and (add_bias or problem.bias is None)
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), dtype=torch.float32, device="cuda")
     if not torch.cuda.is_current_stream_capturing():
         # It will be read on other streams.
         torch.cuda.current_stream().synchronize()
@@ -401,7 +416,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
         if after:
             z = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32)
             for scale in (scale_a, scale_b):
-                z = z if scale is None else z * scale
+                z = z if scale is None else z * factor(scale)
             return finish(problem, z, bias, residual, alpha, out)
         scale_a, scale_b = one if scale_a is None else scale_a, one if scale_b is None else scale_b
         if alpha != 1.0:

@@ -177,7 +177,8 @@ def _rescaled(
     if scale_b is not None and problem.scale_b == "row" and along != "n":
         scale_b = _of_rows(problem, scale_b.view(problem.shape("scale_b")), offs)
     for scale in (scale_a, scale_b):
-        z = z if scale is None else z * scale
+        if scale is not None:
+            z = z * (scale.reshape(()) if scale.numel() == 1 else scale)
     return z
 
 
@@ -238,7 +239,7 @@ def _scaled_by_torch(
 def _filled(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A scale in that shape; missing, it is one."""
     if scale is None:
-        return torch.ones(shape, device=device)
+        return torch.ones(shape, dtype=torch.float32, device=device)
     return scale.expand(shape).contiguous() if scale.numel() == 1 else scale
 
 

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
-from tmm_core.triton import launcher, target_of
+from tmm_core.triton import launcher, reraise, target_of
 from tmm_triton import anatomy, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
@@ -282,7 +282,8 @@ def missing_toolchain() -> tuple[str, ...]:
         return ()
     try:
         triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
-    except Exception:  # any failed build means the same
+    except Exception as error:  # any failed build means the same
+        reraise(error)
         lacking = "Python.h" if compiler and shutil.which(compiler) else "a C compiler"
         return (f"Triton's driver needs {lacking} to build its launcher",)
     return ()

@@ -52,6 +52,38 @@ def test_a_word_is_cut_only_where_the_width_leaves_no_other_way() -> None:
     assert columns.paragraph("/a/" + "b" * 60, 40, indent=4) == ["    /a/" + "b" * 60]
 
 
+@pytest.mark.parametrize(
+    ("width", "below"),
+    [
+        (20, ["winners", "triton.warp_spe", "cialized=426", "blas=72"]),
+        (34, ["winners", "triton.warp_specialized=426", "blas=72"]),
+        (40, ["winners triton.warp_specialized=426", "blas=72"]),
+    ],
+)
+def test_columns_that_do_not_fit_beside_the_others_are_printed_below(
+    width: int, below: list[str]
+) -> None:
+    rows = [
+        ("nvidia-h200", "573", "triton.warp_specialized=426 blas=72"),
+        ("nvidia-h100", "1", ""),
+    ]
+    lines = columns.table(("gpu", "records", "winners"), rows, width, right=("records",))
+    assert lines[0] == "gpu          records"
+    assert lines[2] == "nvidia-h200      573"
+    assert lines[-1] == "nvidia-h100        1"
+    assert lines[3:-1] == [f"     {line}" for line in below]
+    assert columns.table(("gpu", "records", "winners"), rows, 49)[2].endswith("=426")
+
+
+def test_no_column_is_printed_below_while_folding_suffices() -> None:
+    assert columns.table(("n", "of"), [("a bb", "c dd")], 6) == [
+        "n   of",
+        "──────",
+        "a   c",
+        "bb  dd",
+    ]
+
+
 def test_a_text_among_the_rows_is_a_paragraph() -> None:
     rows = ["weight 64x32 bf16: M 1…9, 3 records", ("a", "b"), "     tile=1 warps=2 stages=three"]
     assert columns.table(("x", "y"), rows, 30)[2:] == [

@@ -30,14 +30,17 @@ FINITE_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
+#: Names may not contain what a terminal would obey.
+PRINTABLE = st.characters(exclude_categories=["C", "Z"])
 SCALARS = (
     st.none()
     | st.booleans()
     | st.integers(min_value=-(2**62), max_value=2**62)
-    | st.text(max_size=20)
+    | st.text(PRINTABLE, max_size=20)
     | st.floats(allow_nan=False, allow_infinity=False)
 )
-CONFIGS = st.dictionaries(st.text(max_size=20), SCALARS, max_size=4)
+NAMES = st.text(PRINTABLE, min_size=1, max_size=20)
+CONFIGS = st.dictionaries(NAMES, SCALARS, max_size=4)
 SIZES = st.integers(min_value=1, max_value=2**40 - 1)
 PROBLEMS = st.builds(
     lambda others, m, n, k, batch: {**others, "m": m, "n": n, "k": k, "batch": batch},
@@ -45,7 +48,6 @@ PROBLEMS = st.builds(
     *[SIZES] * 4,
 )
 MEASURES = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
-NAMES = st.text(min_size=1, max_size=20)
 
 
 def candidates(statuses: st.SearchStrategy[Any]) -> st.SearchStrategy[CandidateResult]:
@@ -213,7 +215,15 @@ def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
         (("problem", "a", "dtype"), 10**400, r"problem: found a number or a text that is huge"),
         (("problem", "a", "dtype"), "x" * 70_000, r"problem: found a number or a text"),
         (("problem", "epilogue"), math.inf, r"problem: found what is not JSON"),
-        (("candidates", 0, "kernel"), "x" * 300, r"kernel: found 'xxx.*a text of 1 to 256"),
+        (
+            ("candidates", 0, "kernel"),
+            "x" * 300,
+            r"kernel: found 'xxx.*a printable text of 1 to 256",
+        ),
+        (("candidates", 0, "kernel"), "x\n", r"kernel: found 'x.*a printable text of 1 to 256"),
+        (("candidates", 0, "version"), "\x1b[2J", r"version: found .*a printable text"),
+        (("candidates", 0, "config"), {"tile": "a\x7f"}, r"tile.*short printable text"),
+        (("candidates", 0, "config"), {"ti\nle": 1}, r"short printable text"),
         (("candidates", 0, "config", "fused"), [1], r"config\.'fused': found a list"),
         (("candidates", 0, "config", "fused"), {}, r"config\.'fused': found an object"),
         (("candidates", 0, "config", "fused"), 10**400, r"config\.'fused': found 1000"),

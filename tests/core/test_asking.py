@@ -41,7 +41,7 @@ from tmm_core import (
     dispatch,
     hookimpl,
 )
-from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
@@ -96,9 +96,9 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("configs", lambda *_: None, "returned None, not configs"),
     ("configs", lambda *_: [None], "gave None, not a FakeConfig"),
     ("configs", lambda *_: (FakeConfig(tile=n) for n in itertools.count(1)), "more than"),
-    ("configs", lambda *_: [WithTensor(weights=torch.ones(2))], "whose weights is tensor"),
+    ("configs", lambda *_: [WithTensor(weights=torch.ones(2))], "whose 'weights' is tensor"),
     ("configs", lambda *_: [WithTensor(weights=[1])], "unhashable"),
-    ("configs", lambda *_: [WithTensor(weights=math.inf)], "whose weights is inf"),
+    ("configs", lambda *_: [WithTensor(weights=math.inf)], "whose 'weights' is inf"),
     ("default_config", lambda *_: None, "gave None"),
     ("default_config", lambda *_: Config(), "not a FakeConfig"),
 ]  # fmt: skip
@@ -133,6 +133,8 @@ def test_nonsense_costs_its_kernel_alone(
     statuses = {c.kernel: c.status for c in found[1].candidates}
     assert statuses.pop("strange", "failed") == "failed"
     assert statuses == {"blas": "ok", "good": "ok"}
+
+    text = text.partition("; later faults of it are not reported")[0]
 
     # From here on it is silent, whatever is asked, and says why it declines.
     assert d.choose(problem(n=64), settings()).candidate.kernel.name == "good"
@@ -291,7 +293,7 @@ def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> 
 
 
 def test_proper_answers_pass() -> None:
-    asked = Asked(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), "plugin 'p'")
+    asked = Asked(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), Source("p"))
     assert asked.reasons_against(problem()) == []
     assert asked.configs(problem()) == [FakeConfig(tile=3), FakeConfig(tile=4)]
     config = asked.default_config(problem())
@@ -329,14 +331,14 @@ def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None
 
     line = inspect.getsourcelines(Lame.bind)[1] + 2
     with pytest.raises(PluginError) as caught:
-        Asked(Lame("lame"), "plugin 'mine'").bind(problem(), FakeConfig())
+        Asked(Lame("lame"), Source("mine")).bind(problem(), FakeConfig())
     assert str(caught.value) == (
         f"kernel 'lame' of plugin 'mine': bind raised KeyError: 'BLOCK_M' ({__file__}:{line})"
     )
     assert isinstance(caught.value.__cause__, KeyError)
     for error in (torch.OutOfMemoryError("no room"), ConfigError("no such tile")):
         with pytest.raises(type(error), match=r"^no "):
-            Asked(FakeKernel("k", bind_error=error), "plugin 'mine'").bind(problem(), FakeConfig())
+            Asked(FakeKernel("k", bind_error=error), Source("mine")).bind(problem(), FakeConfig())
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
@@ -367,7 +369,7 @@ def test_what_would_end_the_process_costs_one_candidate(error: BaseException, wh
             return super().measure(runs, rounds, **chain)
 
     timer = Launching({"blas": 10.0, "leaves": 5.0})
-    leaves = Asked(Leaves("leaves", tiles=(1, 2)), "plugin 'p'")
+    leaves = Asked(Leaves("leaves", tiles=(1, 2)), Source("p"))
     record = Tuner(timer).tune(problem(), [FakeBlas(), leaves], settings())
     mine = {c.config["tile"]: c for c in record.candidates if c.kernel == "leaves"}
     assert leaves.fault is None
@@ -407,7 +409,7 @@ def test_ctrl_c_stops_at_once(question: str) -> None:
 
 
 def test_many_threads_are_told_once() -> None:
-    asked = Asked(strange("estimate_us", lambda *_: -1), "plugin 'p'")
+    asked = Asked(strange("estimate_us", lambda *_: -1), Source("p"))
     ready = threading.Barrier(8)
 
     def ask() -> None:

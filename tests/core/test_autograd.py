@@ -465,7 +465,7 @@ def test_alpha_as_a_tensor_without() -> None:
     torch.testing.assert_close(out, torch.relu(0.5 * (a @ b)))
     got = torch.vmap(lambda s: tmm_core.matmul(a, b, alpha=s))(torch.arange(3.0))
     torch.testing.assert_close(got, torch.arange(3.0)[:, None, None] * (a @ b))
-    with pytest.raises(ValueError, match=r"alpha must be a number or a 0-d tensor, got \(2,\)"):
+    with pytest.raises(TypeError, match=r"'alpha' must be Number or 0-d Tensor, not \(2,\)"):
         tmm_core.matmul(a, b, alpha=torch.ones(2))
     with pytest.raises(ValueError, match="bias must have shape"):
         tmm_core.matmul(a, b, bias=torch.ones(3), alpha=alpha.requires_grad_())

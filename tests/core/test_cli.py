@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tmm_cache
 import torch
 from fakes import FakeKernel, plugin, register
 from hypothesis import HealthCheck, given
 from hypothesis import settings as fuzzed
 from hypothesis import strategies as st
-from tmm_cache import CacheStore
+from tmm_cache import CacheStore, tmm
 
 import tmm_core
 from tmm_core import Epilogue, Traits, dispatch, settings
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.cli import main
-from tmm_core.tools.commands import doctor
+from tmm_core.tools.commands import doctor, variables
 from tmm_core.tools.commands.console import print_json
 
 CPU = ("--device", "cpu")
@@ -55,6 +58,46 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert bare == capsys.readouterr().out
     assert bare.startswith("usage: tmm ")
     assert not err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("explain", "8x8x8", "--plot", "{}/a.png"),
+        ("explain", "--tiles", "3x3", "--plot", "{}/a.svg"),
+        ("bench", "--shapes", "8x8x8", "--output", "results", "--share", "{}/a.zip"),
+        ("bench", "--from", "results", "--share", "{}/a.zip"),
+    ],
+    ids=" ".join,
+)
+def test_a_result_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    absent = tmp_path / "absent"
+    assert main([each.format(absent) for each in argv]) == 2
+    assert capsys.readouterr() == ("", f"tmm: {absent}: there is no such folder\n")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_shared_file_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "a.zip"
+    target.write_text("mine")
+    assert main(["bench", "--from", str(tmp_path), "--share", str(target)]) == 2
+    assert capsys.readouterr().err == f"tmm: --share {target}: there is such a file already\n"
+    assert target.read_text() == "mine"
+
+
+def test_every_command_has_a_module_and_the_line_of_help() -> None:
+    for name, text in tmm.COMMANDS.items():
+        module = importlib.import_module(f"tmm_core.tools.commands.{name.replace('-', '_')}")
+        assert callable(module.run)
+        assert not text.endswith(".")
 
 
 # -- kernels -----------------------------------------------------------------------------
@@ -446,6 +489,95 @@ def test_doctor_names_a_bad_setting(
     (finding,) = problems(found)
     assert finding["text"].startswith("TMM_TUNE_BUDGET='soon'")
     assert {"kernel", "cache"} <= {f["about"] for f in found}  # it went on
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("TMM_CACHE_MAX_SIZE", "lots", "accepted is a size like 64M"),
+        ("TMM_CACHE_MAX_SIZE", "-1", "accepted is a size like 64M"),
+        ("TMM_CACHE_MAX_AGE", "3", "accepted is a number and a unit"),
+        ("TMM_CACHE_SHARED", "yes", "accepted is '1' or '0'"),
+        ("TMM_SHIPPED_RECORDS", "no", "accepted is '1' or '0'"),
+        ("TMM_CACHE_PATH", "~nobody-here/records", "unknown user"),
+        ("TMM_LOCK_FILE", __file__, "is not a lock file"),
+        ("TMM_ON_CACHE_MISS", "never", "on_cache_miss must be"),
+        ("TMM_KERNEL", "triton.nave", "no kernel 'triton.nave' here; known: blas"),
+        ("TMM_DISABLE", "blass,fp8", "no kernel 'blass', 'fp8' here; known: blas"),
+        ("TMM_BATCH_INVARIANT", "maybe", "expected 1 or 0"),
+        ("TMM_STATIC_WEIGHTS", "2", "expected 1 or 0"),
+        ("TMM_ARITHMETIC", "sm90-k61", "no arithmetic 'sm90-k61' here; known: "),
+        ("TMM_TUNE_BUDGET", "inf", "positive seconds"),
+        ("TMM_TUNE_MEMORY", "much", "accepted is a size like 64M"),
+        ("TMM_PROGRESS", "full", "expected 1 or 0"),
+    ],
+)
+def test_doctor_names_a_variable_with_a_bad_value(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    text: str,
+) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))  # takes the time
+    monkeypatch.setenv(name, value)
+    (finding,) = problems(findings(capsys, 1))
+    assert finding["about"] == "variable"
+    assert finding["text"].startswith(f"{name}={value!r}: ")
+    assert text in finding["text"]
+
+
+def test_doctor_names_every_bad_variable_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TMM_ARITHMETIC", "TMM_CACHE_MAX_AGE", "TMM_PROGRESS", "TMM_REQUIRE_LOCKED")
+    for name in (*names, "TMM_UNHEARD_OF", "TMM_TUNE_BUDGET"):
+        monkeypatch.setenv(name, "bogus")
+    monkeypatch.setenv("TMM_CACHE_MAX_SIZE", "2G")
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))
+    named = [f["text"].partition("=")[0] for f in problems(findings(capsys, 1))]
+    # The arithmetic can't be checked while other settings are invalid.
+    assert named == sorted([*names[1:], "TMM_TUNE_BUDGET", "TMM_UNHEARD_OF is not read by tmm"])
+
+
+def test_every_variable_that_the_sources_read_is_known_to_doctor() -> None:
+    packages = (Path(tmm_core.__file__).parent, Path(tmm_cache.__file__).parent)
+    texts = [path.read_text() for package in packages for path in package.rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r"""["'](TMM_[A-Z_]+)["']""", text)}
+    assert len(used) >= 19
+    registry = dispatch.dispatcher().registry
+    told = list(variables.faults(dict.fromkeys(used, ""), registry, lambda: None))
+    assert len(told) == len(used)
+    assert not [text for _, text, _ in told if "not read" in text]
+
+
+@pytest.mark.parametrize("level", [0, 1, 4])
+def test_doctor_names_records_that_others_can_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))
+    store = CacheStore()
+    mine = fingerprint(torch.device("cpu"))
+    x = torch.ones(8, 8)
+    [record] = tmm_core.tune(tmm_core.problem(x, x))
+    path = store.path(mine.gpu, mine.environment, record.problem)
+    assert not problems(findings(capsys, 0))
+    at = [path, *path.parents][level]
+    at.chmod(0o777)
+    (finding,) = problems(findings(capsys, 1))
+    assert finding["text"].startswith(f"{at} can be written by others")
+    assert "TMM_CACHE_SHARED=1" in finding["advice"]
+
+
+def test_doctor_keeps_to_the_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))
+    monkeypatch.setenv("TMM_DISABLE", "triton.naive," * 20 + "x")
+    assert main(["doctor", *CPU]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(" " * 20)]
+    assert not [line for line in lines if len(line) > 100 and " " in line[20:]]
 
 
 def test_doctor_finds_a_cache_that_cannot_be_written(

@@ -465,7 +465,8 @@ def test_an_unwritten_element_is_on_record(tmp_path: Path) -> None:
         return out.index_fill(0, torch.tensor([1]), float("nan"))
 
     d, _ = dispatcher(FakeBlas(), FakeKernel("holes", spoil=forget), times=FAST, root=tmp_path)
-    d.choose(problem(), settings())
+    with pytest.warns(TmmWarning, match="kernel holes failed .*error nan"):
+        d.choose(problem(), settings())
     kept = d.store.load(DEVICE.gpu, DEVICE.environment, problem().to_json())
     assert kept is not None
     (evidence,) = (c for c in kept.candidates if c.kernel == "holes")
@@ -478,7 +479,10 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     wrong = FakeKernel("wrong", spoil=lambda out: out + 1)
     broken = FakeKernel("broken", bind_error=RuntimeError("no compiler"))
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), odd, wrong, broken, times=FAST, root=tmp_path)
-    d.choose(problem(), settings())
+    with pytest.warns(TmmWarning, match="kernel broken failed .*no compiler") as warned:
+        d.choose(problem(), settings())
+    assert len(warned) == 1
+    assert "1 more fault" in str(warned[0].message)
     text = str(explain_problem(d, problem(), settings(on_cache_miss="heuristic")))
     for said in (
         "chosen    fast tile=1",

@@ -259,3 +259,10 @@ def test_the_profilers_command_line_runs_the_chosen_kernel(
     assert events == ["synchronize", "start", "synchronize", "stop"]
     assert names["call"].problem() == case.call(torch.device("cpu")).problem()
     assert names["forced"]["kernel"] == "blas"
+
+
+def test_no_field_is_printed_empty(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
+    for more in ((), ("--why",)):
+        out = printed(capsys, "4096x4096x4096", "--gpu", "H200", *more)
+        assert "triton.warp_specialized" in out
+        assert not [word for word in out.split() if word.endswith("=")]

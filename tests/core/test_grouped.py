@@ -223,7 +223,7 @@ OURS: dict[str, Any] = {
     "gated columns": (
         {"a": randn(3, 4, 16), "b": randn(16, 12), "epilogue": "swiglu"}, ValueError, "are ragged"
     ),
-    "alpha": ({"alpha": torch.ones(())}, TypeError, "must be Number"),
+    "alpha": ({"alpha": torch.ones(1)}, TypeError, "must be Number"),
     "no tensor": ({"a": [1.0]}, TypeError, "argument 'a' must be Tensor, not list"),
     "no tensor of a batch": (
         {"a": [1.0], "offs": None}, TypeError, "argument 'a' must be Tensor, not list"

@@ -169,8 +169,9 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def structure(model: nn.Module) -> list[tuple[str, int]]:
-    return [(name, id(module)) for name, module in model.named_modules(remove_duplicate=False)]
+def structure(model: nn.Module) -> list[tuple[str, int, type]]:
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, id(module), type(module)) for name, module in modules]
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -671,6 +672,10 @@ MODELS = {
 }
 
 
+#: Modules that multiply without a layer.
+LEFT = {"vit": ["blocks.0", "blocks.1"]}
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_convert_keeps_outputs_gradients_and_checkpoints(kind: str, products: Any) -> None:
     make, sample, expected = MODELS[kind]
@@ -681,7 +686,8 @@ def test_convert_keeps_outputs_gradients_and_checkpoints(kind: str, products: An
     report = convert(model)
     kinds = [change.kind for change in report.changes]
     assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == expected
-    assert not report.left
+    assert [item.path for item in report.left] == LEFT.get(kind, [])
+    assert not report.not_fused
     # Parameters are the very objects, under the names they had, in the order they had.
     assert [id(p) for p in model.parameters()] == identities
     assert [name for name, _ in model.named_parameters()] == names
@@ -710,6 +716,8 @@ def test_undo_puts_the_very_modules_back_with_todays_values(kind: str) -> None:
     make, sample, _ = MODELS[kind]
     model, x = make(), sample()
     before, identities = structure(model), [id(p) for p in model.parameters()]
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = [len(m._state_dict_hooks) for m in model.modules()]
     report = convert(model)
     assert structure(model) != before
     model.double().eval()
@@ -723,6 +731,8 @@ def test_undo_puts_the_very_modules_back_with_todays_values(kind: str) -> None:
     assert_close(model.state_dict(), expected, rtol=0, atol=0)
     for parameter in model.parameters():
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert [len(m._state_dict_hooks) for m in model.modules()] == hooks
     assert not report
     report.undo()
     assert structure(model) == before
@@ -739,7 +749,7 @@ def test_converting_again_changes_nothing(kind: str) -> None:
     before = structure(model)
     again = convert(model)
     assert not again
-    assert not again.left
+    assert [item.path for item in again.left] == LEFT.get(kind, [])
     assert structure(model) == before
 
 
@@ -792,27 +802,46 @@ def test_a_converted_model_copies_moves_and_compiles() -> None:
         assert_close(again(ids).float(), model(ids))
 
 
-def test_a_shared_module_is_swapped_in_all_its_places() -> None:
+def test_a_shared_module_is_swapped_in_all_its_places(products: Any) -> None:
     shared = nn.Linear(12, 12)
     model = nn.Sequential(shared, nn.ReLU(), shared, nn.Sequential(shared))
+    original, x = copy.deepcopy(model), randn(5, 12)
     report = convert(model)
-    assert model[0] is model[2] is model[3][0]
-    assert type(model[0]) is Linear
-    # Fusing would have put the activation where it is not called.
-    assert [item.reason for item in report.left] == [
-        "not fused with its activation: it is also called without the activation after it"
-    ]
-    report.undo()
     assert model[0] is model[2] is model[3][0] is shared
+    assert type(shared) is Linear
+    assert [change.path for change in report.changes] == ["0"]
+    assert not report.left
+    with torch.no_grad():
+        assert_close(model(x), original(x))
+    assert products == ["relu", "", ""]
+    report.undo()
+    assert type(shared) is nn.Linear
 
 
-def test_an_activation_shared_by_several_layers_is_fused_into_each() -> None:
+@pytest.mark.parametrize("second", [nn.Identity, nn.Tanh, nn.ReLU])
+def test_a_linear_with_two_parents_gets_the_activation_of_each(second: Any, products: Any) -> None:
+    shared = nn.Linear(12, 12)
+    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, second()))
+    original, x = copy.deepcopy(model), randn(5, 12)
+    report = convert(model)
+    with torch.no_grad():
+        assert_close(model(x), original(x))
+        assert_close(shared(x), original[0][0](x))
+    names = {nn.Identity: "", nn.Tanh: "tanh", nn.ReLU: "relu"}
+    assert products == ["relu", names[second], ""]
+    assert not report.left
+    assert len(report.changes) == 1 + (second is not nn.Identity)
+
+
+def test_an_activation_shared_by_several_layers_is_fused_into_each(products: Any) -> None:
     act = nn.ReLU()
     model = nn.Sequential(nn.Linear(12, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 3))
     original, x = copy.deepcopy(model), randn(5, 12)
     convert(model)
-    assert [type(m) for m in model] == [Linear, nn.Identity, Linear, nn.Identity, Linear]
-    assert_close(model(x), original(x))
+    assert model[1] is model[3] is act
+    with torch.no_grad():
+        assert_close(model(x), original(x))
+    assert products == ["relu", "relu", ""]
 
 
 class Branching(nn.Module):
@@ -838,16 +867,21 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["value", "mode", "twice", "again", "other input"])
-def test_a_pair_that_is_none_is_not_fused(kind: str) -> None:
+def test_a_result_that_is_also_used_without_the_activation_is_not_fused(
+    kind: str, products: Any
+) -> None:
     model = nn.Sequential(Branching(kind))
     original = copy.deepcopy(model)
     report = convert(model)
-    assert [change.kind for change in report.changes] == ["linear"]
-    assert type(model[0].act) is nn.ReLU
-    for x in (randn(5, 12).abs(), -randn(5, 12).abs()):
-        for mode in (True, False):
-            assert_close(model.train(mode)(x), original.train(mode)(x))
-    assert bool(report.left) == (kind in ("value", "again", "other input"))
+    # The layer may be called twice: each result is a product of its own.
+    fused = kind in ("again", "other input")
+    assert [change.kind for change in report.changes] == ["epilogue" if fused else "linear"]
+    assert [item.path for item in report.not_fused] == ["0.act"] * (not fused)
+    with torch.no_grad():
+        for x in (randn(5, 12).abs(), -randn(5, 12).abs()):
+            for mode in (True, False):
+                assert_close(model.train(mode)(x), original.train(mode)(x))
+    assert ("relu" in products) == fused
 
 
 class Clamped(nn.Module):
@@ -870,15 +904,19 @@ class Doubled(LlamaMLP):
 
 
 class Optional(LlamaMLP):
-    """Takes more than x."""
+    """May take more than x."""
 
     def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
-        return super().forward(x)
+        out = super().forward(x)
+        return out if scale is None else out * scale
 
 
 class OwnState(LlamaMLP):
+    saved = 0
+
     def _save_to_state_dict(self, *args: Any) -> None:
         super()._save_to_state_dict(*args)
+        self.saved += 1
 
 
 class QuickGelu(nn.Module):
@@ -891,8 +929,6 @@ class QuickGelu(nn.Module):
     [
         Prefixed,
         Doubled,
-        Optional,
-        OwnState,
         lambda: LlamaMLP(act=Clamped()),
         lambda: LlamaMLP(act=QuickGelu()),
         lambda: LlamaMLP(act=nn.Sigmoid()),
@@ -903,10 +939,33 @@ def test_a_gated_mlp_that_is_none_keeps_its_forward(make: Any) -> None:
     model, x = nn.Sequential(make()), randn(5, 12)
     original = copy.deepcopy(model)
     report = convert(model)
-    assert type(model[0]) is type(original[0])
+    assert isinstance(model[0], type(original[0]))
+    assert not isinstance(model[0], GatedMLP)
     assert type(model[0].up_proj) is Linear
     assert "gated" not in [change.kind for change in report.changes]
     assert_close(model(x), original(x))
+
+
+def test_a_gated_mlp_called_with_more_runs_its_own_forward(products: Any) -> None:
+    model, x = nn.Sequential(Optional()), randn(5, 12)
+    original = copy.deepcopy(model)
+    convert(model)
+    with torch.no_grad():
+        assert_close(model(x), original(x))
+        assert products == ["swiglu", ""]
+        products.clear()
+        assert_close(model[0](x, 3.0), original[0](x, 3.0))
+        assert_close(model[0](x, scale=2.0), original[0](x, scale=2.0))
+    assert "swiglu" not in products
+
+
+def test_methods_of_a_gated_mlps_class_stay_its_own() -> None:
+    model = nn.Sequential(OwnState())
+    convert(model)
+    assert isinstance(model[0], GatedMLP)
+    assert isinstance(model[0], OwnState)
+    model.state_dict()
+    assert model[0].saved == 1
 
 
 def test_weights_that_share_memory_with_others_are_not_moved() -> None:
@@ -914,8 +973,8 @@ def test_weights_that_share_memory_with_others_are_not_moved() -> None:
     model = nn.Sequential(mlp)
     model.alias = nn.Parameter(mlp.gate_proj.weight.data)
     report = convert(model)
-    assert model[0] is mlp
-    assert "share memory" in report.left[0].reason
+    assert not isinstance(mlp, GatedMLP)
+    assert "share memory" in report.not_fused[0].reason
     assert model.alias.data_ptr() == mlp.gate_proj.weight.data_ptr()
 
 
@@ -929,18 +988,24 @@ HOOKS = (
 
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize("name", ["gate_proj", "act_fn", "down_proj", ""])
-def test_hooked_modules_are_left_alone_and_their_hooks_run(register: str, name: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_run_before_and_after_as_in_the_model_itself(
+    register: str, name: str, when: str
+) -> None:
     model, x = nn.Sequential(LlamaMLP()), randn(5, 12)
-    hooked = model[0].get_submodule(name)
-    calls: list[str] = []
-    getattr(hooked, register)(lambda *_: calls.append(name))
-    report = convert(model)
-    assert model[0].get_submodule(name) is hooked
-    # Only a hook on the way out has no say in what happens before it.
-    assert isinstance(model[0], GatedMLP) == (name == "down_proj")
-    assert [item.reason for item in report.left if "hooks are registered on it" in item.reason]
-    model(x.requires_grad_()).sum().backward()
-    assert calls == [name]
+    original, calls = copy.deepcopy(model), []
+    if when == "after":
+        convert(model)
+    for one in (model, original):
+        # Of the results, backward hooks see only gradients.
+        kept = lambda *given: calls.append(given[1:])  # noqa: E731
+        getattr(one[0].get_submodule(name), register)(kept)
+    if when == "before":
+        assert not convert(model).left
+    for one in (model, original):
+        one(x.clone().requires_grad_()).sum().backward()
+    assert len(calls) == 2
+    assert_close(calls[0], calls[1])
 
 
 def test_what_is_not_exactly_a_linear_is_left_alone_with_the_reason() -> None:
@@ -959,22 +1024,24 @@ def test_what_is_not_exactly_a_linear_is_left_alone_with_the_reason() -> None:
     assert not report
     assert structure(model) == before
     assert {item.path: item.reason.split(" (")[0] for item in report.left} == {
-        "adapter": "a subclass of Linear may do more than Linear does",
+        "adapter": "a subclass of Linear may do more than its base does",
         "attention": "it multiplies by in_proj_weight and out_proj.weight itself",
-        "attention.out_proj": "a subclass of Linear may do more than Linear does",
-        "normed": "a subclass of Linear may do more than Linear does",
+        "attention.out_proj": "a subclass of Linear may do more than its base does",
+        "normed": "a subclass of Linear may do more than its base does",
         "patched": "its forward was replaced on the instance",
     }
     assert "normed  ParametrizedLinear left alone: a subclass" in str(report)
     assert '<td style="text-align:left">ParametrizedLinear left alone</td>' in report._repr_html_()
 
 
-def test_the_model_itself_cannot_be_swapped() -> None:
-    report = convert(nn.Linear(3, 4))
-    assert not report
-    assert "it is the model itself" in str(report)
-    report = convert(LlamaMLP())
-    assert [c.kind for c in report.changes] == ["epilogue", "linear", "linear"]
+def test_the_model_itself_is_converted_too(products: Any) -> None:
+    layer, mlp, x = nn.Linear(12, 4), LlamaMLP(), randn(5, 12)
+    expected = layer(x), mlp(x)
+    assert [c.kind for c in convert(layer).changes] == ["linear"]
+    assert [c.kind for c in convert(mlp).changes] == ["gated", "linear", "linear", "linear"]
+    with torch.no_grad():
+        assert_close((layer(x), mlp(x)), expected)
+    assert products == ["", "swiglu", ""]
 
 
 def test_attributes_of_a_fused_mlp_remain() -> None:
@@ -985,13 +1052,15 @@ def test_attributes_of_a_fused_mlp_remain() -> None:
 
 
 def test_undo_leaves_what_somebody_else_put_there() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
     report = convert(model)
-    theirs = model[0] = nn.Linear(3, 4)
-    with pytest.warns(TmmWarning, match="0 no longer holds"):
+    theirs = model[0] = Linear(3, 4)
+    nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    with pytest.warns(TmmWarning, match="1 is now a ParametrizedLinear"):
         report.undo()
     assert model[0] is theirs
-    assert type(model[1]) is nn.Linear
+    assert type(theirs) is Linear
+    assert type(model[2]) is nn.Linear
 
 
 def test_running_out_of_memory_half_way_leaves_the_model_as_it_was(

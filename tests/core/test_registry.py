@@ -151,8 +151,8 @@ def test_allow_and_deny() -> None:
 def test_environment_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(n, plugin(FakeKernel(f"{n}.k"))) for n in ("a", "b", "c")]
     monkeypatch.setattr(importlib.metadata, "entry_points", by_group(*points))
-    assert names(Registry.from_environment({"TMM_PLUGINS": "a, c"})) == ["a.k", "c.k"]
-    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "a"})) == ["b.k", "c.k"]
+    assert names(Registry.from_environment({"TMM_PLUGINS": "a, c"})) == ["a.k", "blas", "c.k"]
+    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "a"})) == ["b.k", "blas", "c.k"]
 
 
 def test_a_plugin_in_the_former_group_is_told_what_to_change(
@@ -164,11 +164,11 @@ def test_a_plugin_in_the_former_group_is_told_what_to_change(
     change = r"'late' \(late-kernels 1.2\).*'tmm', .*\[project.entry-points.tmm_core\]"
     r = Registry.from_environment({})
     with pytest.warns(TmmWarning, match=change) as told:
-        assert names(r) == ["both.k"]
+        assert names(r) == ["blas", "both.k"]
     assert len(told) == 1
     (listed,) = (info for info in kernel_infos(r, settings()) if info.plugin == "late")
     assert "entry-points.tmm_core" in str(listed.disabled)
-    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "late"})) == ["both.k"]
+    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "late"})) == ["blas", "both.k"]
 
 
 def test_declines_that_raises_is_a_reason() -> None:

@@ -57,6 +57,7 @@ def a_plugin_is_broken(patch: pytest.MonkeyPatch) -> None:
         def load(self) -> Any:
             raise ImportError("no such module")
 
+    patch.setenv("TMM_PLUGINS", "broken")
     registry = dispatch.dispatcher().registry
     found = [*registry._entry_points(), Broken()]
     patch.setattr(registry, "_entry_points", lambda: found)
@@ -113,7 +114,7 @@ CAUSES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 def not_interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where kernels are interpreted nothing is tuned."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("TMM_PLUGINS", "blas,broken")  # Triton's may be loaded, to interpret
+    monkeypatch.setenv("TMM_PLUGINS", "blas")  # Triton's may be loaded, to interpret
     monkeypatch.setattr(errors, "_warned", set())
     fingerprint.cache_clear()
     yield

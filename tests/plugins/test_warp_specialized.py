@@ -1129,3 +1129,17 @@ def test_builtin_epilogues_are_served() -> None:
         asked = dataclasses.replace(problem(), epilogue=epilogue)
         special = KERNEL.specialize(asked, KERNEL.default_config(asked))
         assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
+
+
+@pytest.mark.parametrize("sms", [132, 114, 78])
+def test_blocks_need_no_further_wave_and_come_in_fours(sms: int) -> None:
+    """Their number is a multiple of four, or all SMs; a single wave has a block for each tile."""
+    for m in (1, 64, 65, 1000, 4864, 5000, 6000, 8191, 16384):
+        posed = problem(m=m, n=8192, k=512, device=dataclasses.replace(H200, sm_count=sms))
+        for config in list(WarpSpecialized().configs(posed))[:6]:
+            if config.tail_splits > 1:
+                continue
+            (blocks, _, _) = WarpSpecialized().specialize(posed, config).grid
+            tiles = hopper_tiles.most_tiles(posed, config) * config.splits
+            assert -(-tiles // blocks) == -(-tiles // sms)
+            assert blocks == tiles if tiles <= sms else blocks in (sms, blocks // 4 * 4)

@@ -110,7 +110,7 @@ def _scales_each(call: Call) -> bool:
 
 def _row_scales(call: Call) -> tuple[Tensor, Tensor]:
     """Scales for every row and column of ragged rows; a missing one is one."""
-    one = torch.ones((), device=call.a.device)
+    one = torch.ones((), dtype=torch.float32, device=call.a.device)
     scale_a = one if call.scale_a is None else call.scale_a
     scale_b = one if call.scale_b is None else call.scale_b
     columns = call.b.shape[0], call.b.shape[-1]
@@ -153,7 +153,7 @@ def _looped(call: Call, ends: Sequence[int]) -> Tensor:
     m, n, count = a.shape[-2], b.shape[-1], len(ends)
     shape = (count, m, n) if along == "k" else (m, n)
     z = a.new_empty(shape, dtype=None if form is None else call.out_dtype or form.result)
-    one = None if form is None else torch.ones((), device=a.device)
+    one = None if form is None else torch.ones((), dtype=torch.float32, device=a.device)
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         if start == end and along != "k":
             continue

@@ -18,7 +18,7 @@ from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.rotation import Copies
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, levelled, timer_for
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import told
+from tmm_core.errors import error_text
 from tmm_core.launch import warm
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint
@@ -146,7 +146,7 @@ def _judged(
                 brief=winner.is_baseline,
             )
     except Exception as error:  # from a compiler or a launch: affects this record only
-        return {"status": "failed", "reason": told(error)}, None
+        return {"status": "failed", "reason": error_text(error)}, None
     document: Document = {"title": str(winner.problem)}
     if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
         document["error"] = verdict.error
@@ -174,7 +174,7 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
                 blas_us, us = map(median, levelled(timer.measure(runs, 3 * ROUNDS, copies=many)))
             timer.release()
     except Exception as error:  # affects this record only
-        return {"status": "failed", "reason": told(error)}
+        return {"status": "failed", "reason": error_text(error)}
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()

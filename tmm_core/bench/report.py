@@ -16,6 +16,7 @@ from tmm_core.bench.case import Case
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
 from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH, UNTUNED
 from tmm_core.bench.series import told
+from tmm_core.spec.kernel import config_text
 
 #: Below this ratio a problem counts as lost: two series of the same call differ by up to 1 %.
 LOST = 0.99
@@ -283,8 +284,7 @@ def title(document: Document) -> str:
 
 def chosen(document: Mapping[str, Any]) -> str:
     """Kernel and config that tmm chose."""
-    config = " ".join(f"{name}={value}" for name, value in document["config"].items())
-    return f"{document['kernel']} {config}".rstrip()
+    return f"{document['kernel']} {config_text(document['config'])}".rstrip()
 
 
 def times(ratio: float | None) -> str:

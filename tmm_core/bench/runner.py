@@ -37,7 +37,7 @@ from tmm_core.dispatch.timing import (
     timer_for,
 )
 from tmm_core.dispatch.tuning import SETTLE
-from tmm_core.errors import told
+from tmm_core.errors import error_text
 from tmm_core.launch import warm
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
@@ -111,7 +111,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         try:
             document |= _measure(task, device, options, timer, clocks)
         except Exception as error:  # out of memory, a kernel's illegal access, …
-            document["failed"] = told(error)
+            document["failed"] = error_text(error)
         timer.release()
         _release(device)
         document["seconds"] = round(time.monotonic() - started, 2)
@@ -213,7 +213,7 @@ def _other_clocks(
         steady = timer.steady(three, STEADY_ROUNDS, copies=copies, steady_us=STEADY_US)
         found["steady"] = named(steady, statistics.mean)
     else:
-        small = torch.randn(BETWEEN, device=device)
+        small = torch.randn(BETWEEN, dtype=torch.float32, device=device)
         mixed = [_with_between(run, small) for run in both]
         found["between"] = named(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
     return found
@@ -296,7 +296,7 @@ def _runs(
             run = make()
             _once(run, call.a.is_cuda)
         except Exception as error:  # it declines, is not installed, does not compile, …
-            failed[column.removeprefix("kernel ")] = told(error)
+            failed[column.removeprefix("kernel ")] = error_text(error)
         else:
             runs[column] = run
     if configs:

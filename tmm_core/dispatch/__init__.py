@@ -20,7 +20,7 @@ class _Own:
     """The process's own dispatcher, over installed plugins and the user's cache."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call
         #: None before the first call.
         self.made: Dispatcher | None = None
 
@@ -46,7 +46,7 @@ class _Own:
 
     def after_fork(self) -> None:
         """Replace locks in a child: no thread would release those that the parent's held."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call
         if self.made is not None:
             self.made.after_fork()
 

@@ -9,10 +9,12 @@ from statistics import median
 from typing import Literal
 
 from tmm_core.dispatch.compilers import NotCompiledError
+from tmm_core.dispatch.environment import Cause, cause_of, cause_of_text
+from tmm_core.dispatch.findings import refuses
 from tmm_core.dispatch.proposals import group
 from tmm_core.dispatch.rotation import Runner
 from tmm_core.dispatch.standing import MARGIN
-from tmm_core.errors import told
+from tmm_core.errors import error_message, error_text
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate
@@ -34,7 +36,8 @@ class Attempt:
     """The state of one candidate during a tuning."""
 
     candidate: Candidate
-    status: Literal["ok", "slow", "wrong", "failed"] = "slow"
+    #: Records know all of these but "untried".
+    status: Literal["ok", "slow", "wrong", "failed", "untried"] = "slow"
     launcher: Launcher | None = None
     run: Runner | None = None
     samples: list[float] = field(default_factory=list)
@@ -43,6 +46,10 @@ class Attempt:
     inside_us: dict[int, float] = field(default_factory=dict)
     error: float | None = None
     reason: str | None = None
+    #: The exception that was the reason, if one was.
+    raised: BaseException | None = None
+    #: What of the environment left it untried.
+    cause: Cause | None = None
     #: Bytes of scratch memory.
     workspace: int = 0
 
@@ -54,15 +61,30 @@ class Attempt:
     def is_baseline(self) -> bool:
         return self.candidate.kernel.name == BASELINE
 
+    @property
+    def is_faulty(self) -> bool:
+        """Whether its kernel's own code is at fault, which is not said of BLAS and of refusals."""
+        if self.is_baseline:
+            return False
+        raised = self.raised is not None and not refuses(self.raised)
+        own = self.status == "failed" or self.cause in ("hung", "alike")
+        return self.status == "wrong" or (raised and own)
+
     def fail(
         self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed"
     ) -> None:
-        """Take the candidate out of the tuning; the record states the error."""
-        self.status = status
+        """Take the candidate out of the tuning: with a verdict, which the record states with the
+        error, or untried, if the environment failed."""
         self.launcher = self.run = None
+        self.raised, cause = None, None
         if not isinstance(error, str):
-            error = str(error) if isinstance(error, _SELF_EXPLAINING) else told(error)
+            self.raised, cause = error, cause_of(error)
+            explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
+            error = explains or error_text(error)
         self.reason = error.strip()[:500]
+        # As whoever reads the record will judge it.
+        cause = None if status == "wrong" else cause or cause_of_text(self.reason)
+        self.status, self.cause = (status, None) if cause is None else ("untried", cause)
 
     def hold_to_answers(self) -> None:
         """Take it out if its kernel was set aside for an invalid answer; BLAS is always needed."""

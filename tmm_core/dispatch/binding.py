@@ -17,7 +17,8 @@ from concurrent.futures import CancelledError, Future
 
 import torch
 
-from tmm_core.dispatch.unmeasured import BUDGET_ENDED
+from tmm_core.dispatch.environment import BUDGET_ENDED
+from tmm_core.errors import reraise
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -117,12 +118,16 @@ class Binding:
             place = self._ready.popleft()
             if place in self._outcomes:
                 continue
+            if now > self._deadline and self._asked[place][1].kernel.name != BASELINE:
+                self._outcomes[place] = self._bound(place)  # which binds nothing any more
+                continue
             try:
                 threading.Thread(
                     target=self._work, args=(place,), name="tmm-bind", daemon=True
                 ).start()
                 self._begun[place] = time.monotonic()
-            except RuntimeError:  # no thread can be started
+            except RuntimeError as error:  # no thread can be started
+                reraise(error)
                 if self._begun:
                     self._ready.appendleft(place)
                 else:

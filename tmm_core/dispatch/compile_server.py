@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import IO, Any
 
+from tmm_core.dispatch.environment import cause_of, place_of
 from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
-from tmm_core.errors import told
+from tmm_core.errors import error_text
+from tmm_core.spec import watch
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -192,7 +194,7 @@ class Server:
         job, worker.job = worker.job, None
         if line.endswith(b"\n"):
             if job is not None:
-                self._answer(job, json.loads(line)["error"])
+                self._answer(job, **json.loads(line))
             return
         status = self._drop(worker)
         if job is not None:
@@ -222,8 +224,8 @@ class Server:
         self._workers.remove(worker)
         return worker.end()
 
-    def _answer(self, job: Job, error: str | None = None) -> None:
-        text = json.dumps({"id": job["id"], "error": error})
+    def _answer(self, job: Job, error: str | None = None, **more: str | None) -> None:
+        text = json.dumps({"id": job["id"], "error": error, **more})
         self._channel.sendall(text.encode() + b"\n")
 
 
@@ -233,7 +235,8 @@ def _about(job: Job) -> tuple[str, str]:
 
 def compile_job(registry: Registry, job: Job) -> Job:
     """Compile a job. An ``error`` of None also means that it cannot be compiled here and is left to
-    ``bind``: another version, an unregistered epilogue."""
+    ``bind``: another version, an unregistered epilogue. An error comes with its ``cause``, if the
+    environment made it, and with the ``place`` that raised."""
     try:
         problem, candidate = recalled(registry, job)
     except BaseException:
@@ -241,12 +244,14 @@ def compile_job(registry: Registry, job: Job) -> Job:
     try:
         candidate.kernel.compile(problem, candidate.config)
     except BaseException as error:
-        return {"error": told(error).strip()[:2000]}
+        place = place_of(candidate.kernel, error)
+        return {"error": error_text(error).strip()[:2000], "cause": cause_of(error), "place": place}
     return {"error": None}
 
 
 def main() -> None:
     most, channel = opened()
+    watch.enabled = False  # no thread may run beside the forks
     registry = Registry.from_environment()
     registry.kernels()
     if "triton" in sys.modules:

@@ -10,7 +10,6 @@ can be started, the job counts as done and ``bind`` compiles in this process.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -20,13 +19,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from types import MappingProxyType
 from typing import Any
 
+from tmm_cache.errors import suppress
+
+from tmm_core.dispatch.environment import Cause
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, circumstances, ending, startable, tail
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -62,7 +65,16 @@ def compiling_threads() -> int:
 
 
 class NotCompiledError(Exception):
-    """A candidate that did not compile; its text is the reason."""
+    """A candidate that did not compile; its text is the reason.
+
+    Args:
+        cause: What of the environment made it fail, as its process found.
+        place: The file and line that raised, if known.
+    """
+
+    def __init__(self, reason: str, cause: Cause | None = None, place: str = "") -> None:
+        super().__init__(reason)
+        self.cause_elsewhere, self.place = cause, place
 
 
 class Compilers:
@@ -147,6 +159,7 @@ class Compilers:
             try:
                 self._server = _Server(self.workers, found, self._report)
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
+                reraise(error)
                 self._report(f"{type(error).__name__}: {error}")
         return self._server
 
@@ -221,7 +234,7 @@ class _Server(Child):
 
     def close(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         self._end_process()
 
@@ -238,6 +251,7 @@ class _Server(Child):
                 threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
                 fault = self._listen()
             except Exception as error:  # no thread, no memory, not understood
+                reraise(error)
                 fault = f"{type(error).__name__}: {error}"
             status = self._end_process()
             if fault is None and status:
@@ -254,7 +268,7 @@ class _Server(Child):
             self._report(fault)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it ended; the other thread notices
+        with suppress(OSError):  # it ended; the other thread notices
             while text := self._outbox.get():
                 self.channel.sendall(text)
 
@@ -267,7 +281,8 @@ class _Server(Child):
                 received = self.channel.recv(1 << 16)
             except TimeoutError:
                 return f"the server was not ready within {START_LIMIT:.0f} s"
-            except OSError:  # closed, or the server died with jobs unread
+            except OSError as error:  # closed, or the server died with jobs unread
+                reraise(error)
                 return None
             if not received:
                 return None
@@ -284,13 +299,13 @@ class _Server(Child):
         with self._lock:
             future = self._pending.pop(answer["id"], None)
         if future is not None:
-            _resolve(future, answer["error"])
+            _resolve(future, answer)
 
     def _end_process(self) -> int:
         """Wait for the server, which ends when the channel is closed unless it is still importing;
         returns its exit status."""
         child = self.process
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         try:
             return child.wait(_END_LIMIT if self.started.is_set() or child.poll() else 0)
@@ -299,12 +314,13 @@ class _Server(Child):
             return child.wait()
 
 
-def _resolve(future: Future[None], error: str | None = None) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled by its waiter
-        if error is None:
+def _resolve(future: Future[None], answer: Mapping[str, Any] = MappingProxyType({})) -> None:
+    with suppress(InvalidStateError):  # cancelled by its waiter
+        if answer.get("error") is None:
             future.set_result(None)
         else:
-            future.set_exception(NotCompiledError(error))
+            fault = NotCompiledError(answer["error"], answer.get("cause"), answer.get("place", ""))
+            future.set_exception(fault)
 
 
 def _compiles(kernel: Kernel[Any]) -> bool:

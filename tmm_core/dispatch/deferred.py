@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tmm_core.errors import let_through
+from tmm_core.errors import reraise
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
@@ -61,14 +61,14 @@ class Answers:
     def _notes(self) -> Notes | None:
         from tmm_cache import Notes, stamp
 
-        files = own_files()
         try:
+            files = own_files()
             for each in self.deferred.values():
                 files.update(each.files())
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
-        except BaseException as error:  # a plugin failed, or returned no JSON
-            let_through(error)
+        except BaseException as error:  # a plugin failed or returned no JSON, or tmm is in a zip
+            reraise(error)
             return None  # no notes
 
     def get(self, problem: Problem, settings: Settings) -> frozenset[Able] | None:

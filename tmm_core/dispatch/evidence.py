@@ -6,22 +6,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from tmm_cache import CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CacheStore, CandidateResult, RecordError, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
-from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.standing import (
     by_time,
     compared_at,
+    decide,
     fastest_of_blas,
     holds_at,
     identity,
     ranked_around,
 )
-from tmm_core.errors import CacheMissError, PluginError, TmmError, warn
+from tmm_core.dispatch.untried import Noted, Untried
+from tmm_core.errors import (
+    CacheMissError,
+    PluginError,
+    TmmError,
+    error_text,
+    reraise,
+    warn,
+    warn_of_plugin,
+)
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import read_config
+from tmm_core.spec.asking import Asked, read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -34,6 +44,8 @@ class Evidence:
     def __init__(self, registry: Registry, store: CacheStore) -> None:
         self.registry = registry
         self.store = store
+        #: Kernels that the environment left untried.
+        self.untried = Untried(store)
         #: (kernel, bucket) pairs that raised or were wrong at run time, with the message.
         self.quarantined: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
@@ -98,6 +110,7 @@ class Evidence:
                 try:
                     config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a plugin's own
+                    reraise(error)
                     self.warn_once(kernel, error)
                     continue
                 candidate = Candidate(kernel, config)
@@ -182,6 +195,12 @@ class Evidence:
     def note_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
+    def say_untried(self, problem: Problem, noted: Noted) -> None:
+        """Warn, once per process, that kernels are not tried for this problem."""
+        from tmm_core.dispatch.findings import warn_of_environment
+
+        warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))
+
     def chosen_by(
         self,
         candidate: Candidate,
@@ -194,6 +213,24 @@ class Evidence:
         path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
         other = key if key.extent != problem.extent else None
         return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
+
+    def storable(self, record: TuningRecord) -> TuningRecord:
+        """The record without results that no file can hold, whose kernels are reported: they cost
+        themselves, not the other candidates' times."""
+        good = []
+        for result in record.candidates:
+            try:
+                CandidateResult.from_json(result.to_json())
+                good.append(result)
+            except (RecordError, TypeError, ValueError) as error:
+                reraise(error)
+                if result.kernel == BASELINE:
+                    raise
+                kernel = self.registry.kernel(result.kernel)
+                self.warn_of(kernel, f"gave what no record can hold: {error_text(error)}")
+        if len(good) == len(record.candidates):
+            return record
+        return replace(record, candidates=tuple(good), winner=decide(good))
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
@@ -227,11 +264,21 @@ class Evidence:
         differences = "".join(f"\n  {difference}" for difference in near.differences)
         return f"{said}; the nearest key there differs in{differences}"
 
-    def warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
-        if isinstance(fault, PluginError):  # set aside, with a warning
+    def warn_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
+        """Report a kernel whose answer cannot be used."""
+        if isinstance(fault, str):
+            self.say_once(f"kernel {kernel.name}: {fault}")
             return
-        text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
-        self.say_once(f"kernel {kernel.name}: {text}")
+        reraise(fault)
+        if not issubclass(type(fault), PluginError):  # set aside, with a warning
+            self.warn_of(kernel, error_text(fault), fault)
+
+    def warn_of(
+        self, kernel: Kernel[Any], message: str, error: BaseException | None = None
+    ) -> None:
+        """Report a fault of a kernel, as the one warning about its distribution."""
+        source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
+        warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
 
     def say_once(self, note: str) -> None:
         if note not in self._warned:

@@ -17,7 +17,7 @@ from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.dispatch.standing import compared_at, outlasted
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.kernel import Traits
+from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
 
 
@@ -213,7 +213,7 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
         ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
         others = ([result.steady_us] if steady else []) + [result.inside_us.get(m) for m in inside]
         error = f"{result.error:.1e}" if result.error is not None else ""
-        config = " ".join(f"{k}={v}" for k, v in result.config.items())
+        config = config_text(result.config)
         if result is record.best:
             note = "← winner"
         elif result in late:

@@ -7,18 +7,18 @@ candidates that pass are launched here.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 from collections import Counter
 from typing import Any
 
 import torch
+from tmm_cache.errors import suppress
 
-from tmm_core.dispatch.compilers import START_LIMIT
+from tmm_core.dispatch.compilers import START_LIMIT, NotCompiledError
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, empty, ending, startable, tail
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
 
@@ -45,6 +45,13 @@ class FirstLaunches:
         self._broken = False
 
     def fault(self, problem: Problem, candidate: Candidate, memory: int) -> str | None:
+        """The text of :meth:`failure`, if any."""
+        failure = self.failure(problem, candidate, memory)
+        return None if failure is None else str(failure)
+
+    def failure(
+        self, problem: Problem, candidate: Candidate, memory: int
+    ) -> NotCompiledError | None:
         """What went wrong in binding and launching ``candidate`` for ``problem``, with and without
         ``out``; None if nothing did, or if there is no worker.
 
@@ -53,23 +60,30 @@ class FirstLaunches:
         """
         about = candidate.kernel.name, problem
         if self._hung[about] >= MOST_HUNG:
-            return f"not tried: {MOST_HUNG} other configs of it hung in their first launch"
+            why = f"not tried: {MOST_HUNG} other configs of it hung in their first launch"
+            return NotCompiledError(why)
         worker = self._running()
         if worker is None:
             return None
         try:
             answer = worker.ask({**job_of(problem, candidate), "memory": memory}, LAUNCH_LIMIT)
-        except TimeoutError:
-            self._hung[about] += 1
+        except OSError as error:
+            late = issubclass(type(error), TimeoutError)
+            said, status = "" if late else worker.said(), self.close()
+            reraise(error)
+            if late:
+                self._hung[about] += 1
+                return NotCompiledError(f"its first launch did not end within {LAUNCH_LIMIT:g} s")
+            return NotCompiledError(f"its first launch: the process {ending(status, said)}")
+        except BaseException:  # the worker's answer would be taken for another candidate's
             self.close()
-            return f"its first launch did not end within {LAUNCH_LIMIT:g} s"
-        except OSError:  # it has ended
-            said, status = worker.said(), self.close()
-            return f"its first launch: the process {ending(status, said)}"
+            raise
         if answer["ends"]:
             self.close()
-        error: str | None = answer["error"]
-        return None if error is None else f"its first launch raised {error}"
+        if answer["error"] is None:
+            return None
+        why = f"its first launch raised {answer['error']}"
+        return NotCompiledError(why, answer.get("cause"), answer.get("place", ""))
 
     def close(self) -> int:
         """End the worker; returns its exit status, 0 if there is none."""
@@ -84,15 +98,20 @@ class FirstLaunches:
                 self._worker = _Worker(_PROGRAM, str(self._device))
                 self._worker.ask({}, START_LIMIT)
             except OSError as error:  # including TimeoutError
-                worker, self._worker, self._broken = self._worker, None, True
+                worker, self._worker = self._worker, None
                 said = ""
                 if worker is not None:
                     said = f": {worker.said()}"
                     worker.end()
+                reraise(error)
+                self._broken = True
                 warn(
                     "first launches are made in this process, since none can be started: "
                     f"{type(error).__name__}: {error}{said}"
                 )
+            except BaseException:
+                self.close()
+                raise
         return self._worker
 
 
@@ -112,6 +131,6 @@ class _Worker(Child):
 
     def said(self) -> str:
         """The end of its output."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)  # for the rest of its output
         return tail(self.scratch)

@@ -9,11 +9,12 @@ import json
 
 import torch
 
+from tmm_core.dispatch.environment import cause_of, place_of
 from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import end_with_parent, opened
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import told
+from tmm_core.errors import error_text
 from tmm_core.spec.precision import precision
 
 
@@ -45,7 +46,12 @@ class Worker:
                     torch.cuda.synchronize(self._device)
         except BaseException as error:
             # A GPU fault is sticky: it raises again in every later launch of the context.
-            return {"error": told(error)[:2000], "ends": self._device.type == "cuda"}
+            return {
+                "error": error_text(error)[:2000],
+                "cause": cause_of(error),
+                "place": place_of(candidate.kernel, error),
+                "ends": self._device.type == "cuda",
+            }
         return {"error": None, "ends": False}
 
 

@@ -23,6 +23,7 @@ from tmm_core.dispatch.guarded import (
 )
 from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.special import AXES, Special, special
+from tmm_core.errors import reraise
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -52,7 +53,8 @@ def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
         return int(min(free_memory(device) // 4, most))
     try:
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not a POSIX system
+    except (AttributeError, OSError, ValueError) as error:  # not a POSIX system
+        reraise(error)
         return MOST_MEMORY // 4
     return int(min(has // 16, most))
 
@@ -78,7 +80,7 @@ class Expected:
             dimension, size = self.within
             out = out.narrow(dimension, 0, size)
         if not out.numel():
-            return torch.zeros((), device=out.device)
+            return torch.zeros((), dtype=torch.float32, device=out.device)
         if self.rows is None:
             return self._worst(out, self.in_rows, at_once)
         found = self._worst(out[..., self.rows, :], self.in_rows, at_once)
@@ -256,8 +258,12 @@ class Fixture:
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:
     """Indices in ``range(size)``: one per stripe, the first and the last."""
-    edges = torch.linspace(0, size, min(size, SAMPLES) + 1, dtype=torch.float64).long()
-    chance = torch.rand(len(edges) - 1, generator=random_inputs.seeded(torch.device("cpu")))
+    host = torch.device("cpu")
+    count = min(size, SAMPLES) + 1
+    edges = torch.linspace(0, size, count, dtype=torch.float64, device=host).long()
+    generator = random_inputs.seeded(host)
+    chance = torch.rand(count - 1, dtype=torch.float32, generator=generator, device=host)
     inside = edges[:-1] + (chance * (edges[1:] - edges[:-1])).long()
-    places: torch.Tensor = torch.cat([inside, torch.tensor([0, size - 1])]).unique()
+    ends = torch.tensor([0, size - 1], device=host)
+    places: torch.Tensor = torch.cat([inside, ends]).unique()
     return places.to(device)

@@ -9,6 +9,7 @@ from tmm_cache import CLOCK
 from tmm_core.dispatch.evidence import Evidence, fits
 from tmm_core.dispatch.neighbour import Near, Neighbours
 from tmm_core.dispatch.standing import by_time
+from tmm_core.errors import reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -39,6 +40,7 @@ def choose(
             config = kernel.default_config(problem)
             estimate = kernel.estimate_us(problem, config)
         except Exception as error:
+            reraise(error)
             host.warn_once(kernel, error)
             continue
         if estimate is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import pluggy
 
-from tmm_core.errors import let_through, shown
+from tmm_core.errors import reraise, shown
 from tmm_core.spec import hookspecs
 
 #: Hooks, in calling order.
 HOOKS = ("tmm_kernels", "tmm_epilogues")
+#: Maximum number of objects from one plugin; more suggest an endless sequence.
+MOST_BROUGHT = 10_000
 
 #: A plugin and the exception of its wrapper.
 Failed = tuple[object, BaseException]
@@ -80,7 +83,7 @@ class Hooks:
         try:
             return self._call(hook, plugin, wrappers), []
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             if not wrappers:
                 raise
         things = self._call(hook, plugin, ())
@@ -91,7 +94,7 @@ class Hooks:
                 things = self._call(hook, plugin, [*working, wrapper])
                 working.append(wrapper)
             except BaseException as error:
-                let_through(error)
+                reraise(error)
                 failed.append((wrapper, error))
         self._left_out.update((hook, id(wrapper)) for wrapper, _ in failed)
         return things, failed
@@ -108,7 +111,9 @@ class Hooks:
         for brought in results:
             if not isinstance(brought, Sequence) or isinstance(brought, str):
                 raise TypeError(f"{hook} must return a list, got {shown(brought)}")
-            things += brought
+            things += islice(brought, MOST_BROUGHT + 1 - len(things))
+        if len(things) > MOST_BROUGHT:
+            raise TypeError(f"{hook} returned more than {MOST_BROUGHT} objects")
         return things
 
     def _wrappers(self, hook: str, plugin: object) -> list[object]:

@@ -24,7 +24,7 @@ from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
 from tmm_core.dispatch.evidence import Evidence
 from tmm_core.dispatch.standing import behind, by_time, holds_at, identity
-from tmm_core.errors import UnsupportedProblemError
+from tmm_core.errors import UnsupportedProblemError, reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed, inside
@@ -239,6 +239,7 @@ class Invariance:
                         expected = kernel.estimate_us(problem, config) or _NO_IDEA
                         offered.setdefault(name, {})[Candidate(kernel, config)] = expected
             except Exception as error:  # a plugin's kernel; costs only its candidates
+                reraise(error)
                 self._host.warn_once(kernel, error)
         return offered
 

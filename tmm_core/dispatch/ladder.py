@@ -12,24 +12,32 @@ The ladder, top rung first; each choice names its rung:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
+import logging
 import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from tmm_cache import CacheStore, TuningRecord
 
+from tmm_core.dispatch.environment import cause_of, verdicts
 from tmm_core.dispatch.evidence import Evidence
 from tmm_core.dispatch.proposals import CLOSE, NO_HINTS, Hints
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.errors import ConfigError, TmmWarning, UnsupportedProblemError, warn
+from tmm_core.dispatch.untried import Left
+from tmm_core.errors import ConfigError, UnsupportedProblemError, error_text, reraise, warn
+from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
-from tmm_core.settings import Settings
+from tmm_core.settings import Settings, nested
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -51,11 +59,31 @@ LOCK_PATIENCE = 4.0
 #: Seconds to wait for another process that is storing an adopted record.
 ADOPT_PATIENCE = 1.0
 
+#: Seconds between two lines that another process is tuning.
+SAID_EVERY = 60.0
 
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _around_plugins(method: Method) -> Method:
+    """A method that runs plugins' code: compiles, verifies and times kernels."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with nested():
+            return method(*arguments, **named)
+
+    return cast(Method, call)
+
+
 _ALONE = "no other kernel can serve this problem"
+
+
+class _BusyError(Exception):
+    """Another process tunes this problem, or another one on this GPU."""
 
 
 class Dispatcher(Evidence):
@@ -67,8 +95,14 @@ class Dispatcher(Evidence):
             self.tuner = tuner
         self.trust = Trust(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
+        #: Settings whose names of plugins and kernels were looked up.
+        self._named: set[Settings] = set()
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
+        #: Kernels that the environment failed outside of tuning, and their buckets.
+        self._outside: set[tuple[str, Problem]] = set()
+        #: When this process last said that another one is tuning.
+        self._said = -SAID_EVERY
 
     # Created lazily: a process that finds its problems on record imports none of their modules.
 
@@ -95,6 +129,7 @@ class Dispatcher(Evidence):
         self._lock = threading.RLock()
         self.registry.after_fork()
 
+    @_around_plugins
     def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
         """The choice of :meth:`choose`, compiled, and verified if it never was: a kernel that fails
         at either is quarantined, and the next one down the ladder is tried.
@@ -103,15 +138,17 @@ class Dispatcher(Evidence):
             TmmError: Like :meth:`choose`.
             Exception: Raised by binding BLAS or a forced kernel.
         """
+        if settings.nested and settings.kernel is None:
+            choice = self._fallback(problem, "computed inside a plugin's code")
+            return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
         while True:
             choice = self.choose(problem, settings)
             kernel, config = choice.candidate.kernel, choice.candidate.config
             try:
                 launcher = kernel.bind(problem, config)
                 fault = self._doubt(problem, choice, launcher, settings)
-            except TmmWarning:  # a warning made an error, which is not the kernel's fault
-                raise
-            except Exception as error:
+            except BaseException as error:
+                reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
                 self.quarantine(problem, choice, error)
@@ -159,9 +196,10 @@ class Dispatcher(Evidence):
                 config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
-        if settings.disable:
-            for what in self.registry.misnamed(settings.disable):
-                self.say_once(f"TMM_DISABLE or override(disable=…): {what}")
+        if settings not in self._named:
+            self._named.add(settings)
+            if unknown := self.registry.unknown_names(settings):
+                self.say_once("; ".join(unknown))
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant and problem.groups is not None:
@@ -181,11 +219,15 @@ class Dispatcher(Evidence):
 
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
         key = bucketed(problem.bare())
+        if self.untried and self.untried.changed():
+            self._try_again()
         if (replayed := self._replayed(problem, key, settings)) is not None:
             return replayed
+        began = time.monotonic()
         # An exact record may exist beside the bucket's: exact sizes are looked up for each new
         # shape, the bucket's choice is made once.
         able = self.able(problem, settings)
+        spent = time.monotonic() - began
         # If even BLAS declines, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
             return self._fallback(problem, _ALONE)
@@ -204,9 +246,9 @@ class Dispatcher(Evidence):
                 # wait.
                 with self._lock:
                     choice = self._chosen(remembered, settings, able)
-                    choice = choice or self._resolve(problem, key, able, settings)
-        choice = choice or self._resolve(problem, key, able, settings)
-        if not problem.capturing:
+                    choice = choice or self._resolve(problem, key, able, settings, spent)
+        choice = choice or self._resolve(problem, key, able, settings, spent)
+        if choice.lasting and not problem.capturing:
             self._choices[remembered, settings] = choice
         return self.inside(problem, key, choice, settings)
 
@@ -233,26 +275,35 @@ class Dispatcher(Evidence):
             return None
         asked, record = found
         best = record.best
-        if (best.kernel, best.version) not in able or not able <= {
-            (c.kernel, c.version) for c in record.candidates
-        }:
+        known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
+        if (best.kernel, best.version) not in able or not (
+            able <= known or able - known <= self.untried.left(asked)
+        ):
             return None
         candidate = self.able_candidate(best, problem, key, settings)
         if candidate is None:
             return None
         return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
+    @_around_plugins
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
 
         A complete record is returned as it is unless ``force``. Kernels that a record lacks because
-        its budget ended too soon are timed now; a call does not do so, as it would wait for them in
-        every process. If another process is tuning the
-        same problem, waits for its record.
+        its budget ended too soon, or because the environment failed, are timed now; a call does not
+        do so in every process, as it would wait for them. If another process is tuning the same
+        problem, waits for its record.
+
+        Raises:
+            UnsupportedProblemError: Called inside a plugin's code, which may be what is measured.
         """
+        if settings.nested:
+            raise UnsupportedProblemError("a plugin's code cannot tune: it may be what is measured")
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
             record = None
+            if self.untried.changed():
+                self._try_again()
             if problem.batch_invariant:
                 record = self._invariance.tune(problem, settings, force)
             if record is None:
@@ -291,13 +342,33 @@ class Dispatcher(Evidence):
         Args:
             fault: Its exception, or verification's finding.
         """
-        name = choice.candidate.kernel.name
-        raised = isinstance(fault, BaseException)
-        text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
-        self.quarantined[name, bucketed(problem.bare())] = f"it raised {text}" if raised else text
+        kernel, bucket = choice.candidate.kernel, bucketed(problem.bare())
+        raised = not isinstance(fault, str)
+        text = fault if isinstance(fault, str) else error_text(fault)
+        self.quarantined[kernel.name, bucket] = f"it raised {text}" if raised else text
         self._forget()
+        cause = cause_of(fault) if isinstance(fault, BaseException) else None
+        if cause is not None:
+            from tmm_core.dispatch.findings import warn_of_environment
+
+            self._outside.add((kernel.name, bucket))
+            self.untried.watch()
+            left = {(kernel.name, kernel.version): Left(cause, text)}
+            warn_of_environment(left, problem, (cause,))
+            return
         failed = "failed" if raised else "was wrong at its first use"
-        warn(f"kernel {name} {failed} on {problem} and is not used for it any more: {text}")
+        about = f"{failed} on {problem} and is not used for it any more: {text}"
+        self.warn_of(kernel, about, None if isinstance(fault, str) else fault)
+
+    def _try_again(self) -> None:
+        """Choose again, since the toolchain changed: also for calls that have a plan."""
+        for each in self._outside:
+            self.quarantined.pop(each, None)
+        self._outside.clear()
+        if "tuner" in self.__dict__:
+            self.tuner.compilers.close()  # its processes know the toolchain as it was
+        self._forget()
+        warm.forget_plans()
 
     def _forget(self) -> None:
         self._choices.clear()
@@ -322,8 +393,9 @@ class Dispatcher(Evidence):
         """The record of ``key`` for batch-invariant mode, measured now if ``tune``: of the
         batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
-        known = {(c.kernel, c.version) for c in record.candidates} if record else set()
-        complete = all((k.name, k.version) in known for k in able) and bool(known)
+        known = {(c.kernel, c.version) for c in verdicts(record.candidates)} if record else set()
+        missing = {(k.name, k.version) for k in able} - known
+        complete = bool(known) and (not missing or missing <= self.untried.left(key))
         if not tune or (complete and not force):
             return record
         blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
@@ -331,13 +403,19 @@ class Dispatcher(Evidence):
             with self._lock:
                 return self._tune(key, [*able, *blas], settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
-            self.say_once(f"tuning {key} failed: {type(error).__name__}: {error}")
+            reraise(error)
+            self.say_once(f"tuning {key} failed: {error_text(error)}")
             return record
 
     # -- rungs -----------------------------------------------------------------------
 
     def _resolve(
-        self, problem: Problem, key: Problem, able: list[Kernel[Any]], settings: Settings
+        self,
+        problem: Problem,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        spent: float = 0.0,
     ) -> Choice:
         if (choice := self._cached(problem, key, able, settings)) is not None:
             return choice
@@ -345,10 +423,16 @@ class Dispatcher(Evidence):
         self.require_record(problem, key, settings)
         if forbidden is None:
             try:
-                record = self._tune(key, self.able(key, settings), settings)
+                # Bits must not change between two calls where they are asked to be the same.
+                waits = problem.batch_invariant or problem.deterministic
+                at_edge = self.able(key, settings)
+                record = self._tune(key, at_edge, settings, wait=waits, spent=spent)
+            except _BusyError:
+                return self._meanwhile(problem, able)
             except Exception as error:  # tuning is a feature; the matmul must be answered
-                forbidden = f"tuning failed: {type(error).__name__}: {error}"
-                warn(f"{problem}: {forbidden}")
+                reraise(error)
+                forbidden = f"tuning failed: {error_text(error)}"
+                self._warn_of_tuning(problem, error, forbidden)
             else:
                 if (candidate := self.best(record, able, problem)) is not None:
                     return self.chosen_by(candidate, key, problem, "tuned")
@@ -392,9 +476,14 @@ class Dispatcher(Evidence):
         record = self.record_of(key)
         if record is None:
             return None
-        completed = settings is not None and self.forbids_tuning(problem, settings) is None
-        if completed and unmeasured(problem, able, record):
-            return None
+        if settings is not None:
+            noted = self.untried.get(key) if self._lacks(able, record) else None
+            again = self.untried.again(key, noted) if noted is not None else frozenset()
+            completed = self.forbids_tuning(problem, settings) is None
+            if completed and unmeasured(problem, able, record, False, noted, again):
+                return None
+            if noted is not None:
+                self.say_untried(problem, noted)
         candidate = self.best(record, able, problem)
         return None if candidate is None else self.chosen_by(candidate, key, problem)
 
@@ -405,18 +494,92 @@ class Dispatcher(Evidence):
         settings: Settings,
         force: bool = False,
         resume: bool = False,
+        wait: bool = True,
+        spent: float = 0.0,
     ) -> TuningRecord:
+        """Measure a problem, unless its record is complete, and store the record.
+
+        Args:
+            wait: For another process that is tuning it, rather than raising :class:`_BusyError`.
+            spent: Seconds of the budget that finding the kernels took.
+        """
+        from tmm_core.dispatch.findings import Findings
+
         device, document = key.device, key.to_json()
-        patience = settings.tune_budget * LOCK_PATIENCE
-        with self.store.lock(device.gpu, device.environment, document, patience) as _held:
+        patience = settings.tune_budget * LOCK_PATIENCE if wait else 0.0
+        findings = Findings()
+        with (
+            self.store.lock(device.gpu, device.environment, document, patience) as held,
+            self._alone_on(device) as alone,
+        ):
+            if not (wait or (held and alone)):
+                raise _BusyError
             # The lock's previous holder may have stored the record.
             kept = None if force else self.record_of(key)
             hints = self._hints(key) if kept is None else NO_HINTS
-            record = self.tuner.tune(key, able, settings, kept, hints, resume)
+            noted = self.untried.get(key)
+            again = self.untried.again(key, noted) if noted is not None else frozenset()
+            # A record from elsewhere keeps candidates that this machine never verified.
+            found = self.store.locate(device.gpu, device.environment, document)
+            verified = kept is None or (found is not None and found.trusted)
+            record = self.tuner.tune(
+                key, able, settings, kept, hints, resume, noted, again, findings, spent
+            )
             if record is not kept:
-                self.store.save(device.gpu, device.environment, record)
+                record = self.storable(record)
+                self.store.save(device.gpu, device.environment, record, verified=verified)
                 self._neighbours.add(device, record)
-            return record
+                self.untried.note(key, findings.tried, findings.left)
+        findings.report(key)
+        return record
+
+    @contextlib.contextmanager
+    def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:
+        """Hold the right to measure on the current GPU; yields False if another process has it: two
+        that measure there at one time disturb each other."""
+        if device.type != "cuda":
+            yield True
+            return
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        place: dict[str, Any] = {"measured on": uuid}
+        with self.store.lock(device.gpu, device.environment, place, 0.0) as held:
+            yield held
+
+    def _meanwhile(self, problem: Problem, able: list[Kernel[Any]]) -> Choice:
+        """The untuned answer while another process tunes the problem. It is not kept, so that the
+        record answers once it is there; until then this process goes on to its next problem."""
+        why = "another process is tuning it"
+        if time.monotonic() - self._said >= SAID_EVERY:
+            self._said = time.monotonic()
+            logging.getLogger("tmm_core").warning(
+                "another process is tuning; its products are answered untuned until it is done"
+            )
+        try:
+            choice = self._fallback(problem, why)
+        except UnsupportedProblemError:
+            from tmm_core.dispatch import guesses
+
+            guess = guesses.choose(self, self._neighbours, problem, able, why)
+            if guess is None:
+                raise
+            choice = guess
+        return replace(choice, lasting=False)
+
+    def _warn_of_tuning(self, problem: Problem, error: Exception, forbidden: str) -> None:
+        """Warn that a tuning failed; once per process if the environment is to blame."""
+        cause = cause_of(error)
+        if cause is None:
+            warn(f"{problem}: {forbidden}")
+            return
+        from tmm_core.dispatch.findings import warn_of_environment
+
+        warn_of_environment({(BASELINE, ""): Left(cause, forbidden)}, problem, (cause,))
+
+    def _lacks(self, able: list[Kernel[Any]], record: TuningRecord) -> bool:
+        """Whether a note may say more of the kernels than the record."""
+        return bool(self.untried) or not {(k.name, k.version) for k in able} <= {
+            (c.kernel, c.version) for c in verdicts(record.candidates)
+        }
 
     def _hints(self, problem: Problem) -> Hints:
         """Winners of this problem elsewhere, or of near ones, which a tuning tries first."""

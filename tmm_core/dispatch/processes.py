@@ -6,7 +6,6 @@ A forked process inherits a CUDA context that it cannot use, and held locks; one
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +16,10 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from typing import IO, Any
+
+from tmm_cache.errors import suppress
+
+from tmm_core.errors import reraise
 
 #: Variables that would keep a Python process from ending, or change its output.
 _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
@@ -68,7 +71,7 @@ class Child:
     def end(self) -> int:
         """Kill it and its child processes; returns its exit status, its own if it was ending."""
         self.channel.close()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.scratch.close()
         return self.process.wait()
@@ -85,7 +88,8 @@ def circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
 def folder() -> str:
     try:
         return os.getcwd()
-    except OSError:  # removed under this process
+    except OSError as error:  # removed under this process
+        reraise(error)
         return "/"
 
 
@@ -135,7 +139,7 @@ def opened() -> tuple[Any, socket.socket]:
     channel = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    with contextlib.suppress(OSError):  # removed since
+    with suppress(OSError):  # removed since
         os.chdir(folder)
     return argument, channel
 
@@ -145,5 +149,5 @@ def end_with_parent() -> None:
     import resource  # POSIX
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(Exception):  # where there is no prctl, by the channel's end
+    with suppress(Exception):  # where there is no prctl, by the channel's end
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

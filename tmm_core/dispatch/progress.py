@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import threading
 from typing import Any
+
+from tmm_cache.errors import suppress
 
 #: Seconds before the bar appears.
 SILENCE = 1.0
@@ -28,13 +29,13 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._shown is not False:
-            with contextlib.suppress(RuntimeError):  # no thread: nothing is shown
+            with suppress(RuntimeError):  # no thread: nothing is shown
                 self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        with contextlib.suppress(Exception):  # stderr is closed or its reader gone
+        with suppress(Exception):  # stderr is closed or its reader gone
             self._timer.join()  # the bar may be about to appear
             if self._bar is not None:
                 self._bar.stop()
@@ -50,12 +51,12 @@ class Progress:
 
     def _update(self) -> None:
         if self._bar is not None:
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 self._bar.update(self._bar.task_ids[0], completed=self._done, total=self._total)
 
     def _show(self) -> None:
         # A display error must cost neither the tuning nor print a traceback of a thread.
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar

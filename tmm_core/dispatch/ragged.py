@@ -57,23 +57,27 @@ class Rows:
         """Random groups with ``total`` rows (or columns, or terms of sums) in all; see
         :func:`tmm_core.dispatch.random_inputs.make`."""
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
-        chance = torch.Generator().manual_seed(seed)
+        chance = torch.Generator("cpu").manual_seed(seed)
         used = total if whole else total - min(3, total // 4)
         ends = ends_of(groups.count, used, chance, skewed)
 
         def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
-            return torch.as_tensor(numbers).to(device, dtype)
+            return torch.as_tensor(numbers, device="cpu").to(device, dtype)
 
         read, a_index, out_index, out_weights = total, None, None, None
         if groups.a_index is not None:
             read = max(1, total // READS)
-            a_index = place(torch.randint(read, (total,), generator=chance), groups.a_index)
+            drawn = torch.randint(read, (total,), generator=chance, device="cpu")
+            a_index = place(drawn, groups.a_index)
         if groups.out_index is not None:
             # Rows in no group map to each other.
-            there = [torch.randperm(used, generator=chance), torch.arange(used, total)]
+            there = [
+                torch.randperm(used, generator=chance, device="cpu"),
+                torch.arange(used, total, device="cpu"),
+            ]
             out_index = place(torch.cat(there), groups.out_index)
         if groups.out_weights is not None:
-            drawn = torch.rand(total, generator=chance) + 0.5
+            drawn = torch.rand(total, generator=chance, dtype=torch.float32, device="cpu") + 0.5
             drawn[used:] = torch.nan
             out_weights = place(drawn, groups.out_weights)
         draws = [
@@ -144,11 +148,11 @@ class Inputs:
 
 def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> list[int]:
     """Ends of ``count`` groups with ``total`` rows in all; some of several are empty."""
-    shares = torch.ones(count, dtype=torch.float64)
+    shares = torch.ones(count, dtype=torch.float64, device="cpu")
     if skewed:
-        shares /= torch.arange(1, count + 1)
-    shares = shares[torch.randperm(count, generator=chance)]
+        shares /= torch.arange(1, count + 1, device="cpu")
+    shares = shares[torch.randperm(count, generator=chance, device="cpu")]
     empty = -(-count // EMPTY_ONE_IN) if count > 1 else 0
-    shares[torch.randperm(count, generator=chance)[:empty]] = 0
+    shares[torch.randperm(count, generator=chance, device="cpu")[:empty]] = 0
     ends = (shares.cumsum(0) / shares.sum() * total).round().long()
     return ends.tolist()

@@ -42,7 +42,9 @@ def fill(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
     elif t.dtype.itemsize > 1:
         once.normal_(0, spread, generator=generator)
     else:  # torch has no random 8-bit floats
-        numbers = torch.randn(once.shape, generator=generator, device=t.device) * spread
+        numbers = spread * torch.randn(
+            once.shape, generator=generator, dtype=torch.float32, device=t.device
+        )
         form = BY_STORAGE.get(t.dtype)
         once.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
     return t

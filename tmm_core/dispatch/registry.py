@@ -1,8 +1,9 @@
-"""Loads plugins once, validates their kernels and epilogues, and tells which can serve a problem.
+"""Loads plugins once, validates their kernels and epilogues, and lists which can serve a problem.
 
 A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through the
-entry-point group ``tmm_core``. tmm's own kernels are registered the same way. A broken plugin is
-reported once, by name and distribution, and costs only itself.
+entry-point group ``tmm_core``. tmm's own Triton kernels are registered the same way. BLAS is
+registered by the core: it answers where no metadata can be read, and whichever plugins are allowed.
+A broken plugin is reported once, by name and distribution, and costs only itself.
 """
 
 from __future__ import annotations
@@ -16,20 +17,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tmm_cache.errors import suppress
+from tmm_cache.fields import A_NAME, NAME_MAX, is_name
+
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
-from tmm_core.errors import PluginError, UnknownNameError, let_through, shown, told, warn
-from tmm_core.settings import POINTWISE, Settings, names
+from tmm_core.errors import (
+    PluginError,
+    UnknownNameError,
+    error_message,
+    error_text,
+    plain_text,
+    reraise,
+    shown,
+    warn_of_plugin,
+)
+from tmm_core.settings import POINTWISE, Settings, names, nested
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Deferred, Kernel
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.watch import watched
+from tmm_core.version import __version__
 
 #: The distribution of this package.
 DISTRIBUTION = "tmm-core"
 #: The entry-point group of plugins, and its former name.
 GROUP, FORMER_GROUP = "tmm_core", "tmm"
+#: The entry point of BLAS; the core registers its kernel without it.
+_BLAS_PLUGIN = "tmm_blas.plugin"
 
 
 class Source(NamedTuple):
@@ -41,9 +59,13 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, entry_point: importlib.metadata.EntryPoint) -> Source:
-        """The origin of what an entry point yields."""
-        dist = entry_point.dist
-        return cls(entry_point.name, dist.name if dist else "", dist.version if dist else "")
+        """The origin of what an entry point yields, as far as its metadata can be read."""
+        found = {"name": "", "version": ""}
+        with suppress(BaseException):  # damaged metadata: the plugin may still load
+            dist = entry_point.dist
+            for field in found if dist is not None else ():
+                found[field] = _label(getattr(dist, field))
+        return cls(_label(entry_point.name), found["name"], found["version"])
 
     @property
     def is_ours(self) -> bool:
@@ -54,6 +76,11 @@ class Source(NamedTuple):
     def __str__(self) -> str:
         where = f" ({self.distribution} {self.version})" if self.distribution else ""
         return f"plugin {self.plugin!r}{where}"
+
+
+def _label(name: object) -> str:
+    """A name of a plugin or distribution, fit for messages."""
+    return plain_text(name if isinstance(name, str) else shown(name), NAME_MAX)
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,7 @@ class Registry:
         entry_points: Called once, on first use; yields the entry points to load.
         allow: Load only the plugins of these names (``None``: all).
         deny: Do not load these.
+        baseline: Returns the kernel that is always registered; called once, on first use.
     """
 
     def __init__(
@@ -82,10 +110,12 @@ class Registry:
         entry_points: Callable[[], Iterable[importlib.metadata.EntryPoint]] = lambda: (),
         allow: frozenset[str] | None = None,
         deny: frozenset[str] = frozenset(),
+        baseline: Callable[[], Kernel[Any]] | None = None,
     ) -> None:
         self._entry_points = entry_points
         self._allow = allow
         self._deny = deny
+        self._baseline = baseline
         #: The plugins, and pluggy's manager of them (``hooks.manager``).
         self.hooks = Hooks()
         #: With their origins, by id.
@@ -98,7 +128,11 @@ class Registry:
             epilogue.name: (epilogue, Source("tmm_core")) for epilogue in EPILOGUES.values()
         }
         self._faults: list[Fault] = []
-        self._loaded = False
+        #: Faults that no warning has mentioned yet.
+        self._unreported: list[Fault] = []
+        #: Names of all installed plugins, in use or not.
+        self._installed: set[str] = set()
+        self._loaded = self._loading = False
         self._lock = threading.RLock()
 
     @classmethod
@@ -109,6 +143,7 @@ class Registry:
             _installed,
             allow=names(allow) if allow is not None else None,
             deny=names(environ.get("TMM_DISABLE_PLUGINS", "")),
+            baseline=_blas,
         )
 
     def after_fork(self) -> None:
@@ -123,36 +158,102 @@ class Registry:
         Raises:
             PluginError: Its hooks do not match the specs, or return unusable objects.
         """
+        self.load()
         with self._lock:
-            self.load()
-            source = Source(name or str(getattr(plugin, "__name__", type(plugin).__name__)))
-            before = len(self._faults)
-            self._ask([plugin] if self._take(plugin, source) else [])
-            for fault in self._faults[before:]:
-                if fault.source == source:
-                    raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
-                warn(f"{fault.source}: {fault.reason}")
+            with self._all_or_nothing(), nested():
+                source = Source(_label(name or getattr(plugin, "__name__", type(plugin).__name__)))
+                before = len(self._faults)
+                self._ask([plugin] if self._take(plugin, source) else [])
+            found = self._faults[before:]
+            self._unreported += [fault for fault in found if fault.source != source]
+        self._report()
+        for fault in found:
+            if fault.source == source:
+                raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
 
     def load(self) -> None:
-        """Load the entry points, once; called wherever they are needed."""
+        """Load the entry points, once; called wherever they are needed.
+
+        A plugin whose import computes a product gets here again; it is answered by the kernels
+        registered so far. If a signal's exception interrupts loading, the next call starts anew.
+        """
+        if not self._loaded:
+            with self._lock:
+                if self._loading:
+                    return
+                if not self._loaded:
+                    with self._all_or_nothing(), collector_off(), nested():
+                        self._load_all()
+        if self._unreported:
+            self._report()
+
+    def _load_all(self) -> None:
+        self._add_baseline()
+        found: list[tuple[Source, importlib.metadata.EntryPoint]] = []
+        with self._costing(Source(GROUP), "installed plugins cannot be listed"):
+            for each in self._entry_points():
+                # The core registers its baseline itself.
+                if self._baseline is None or getattr(each, "value", "") != _BLAS_PLUGIN:
+                    found.append((Source.of(each), each))
+        self._installed = {source.plugin for source, _ in found}
+        # tmm's own first, so that others cannot take their names.
+        found.sort(key=lambda each: (not each[0].is_ours, each[0].distribution, each[0].plugin))
+        for source, entry_point in found:
+            self._load(source, entry_point)
+        # All are registered before one is asked: wrappers apply to other plugins' hooks.
+        for ours in (True, False):
+            self._ask([each for each, by in self._plugins.values() if by.is_ours is ours])
+        self._unreported += [fault for fault in self._faults if not fault.intended]
+        self._loaded = True
+
+    def _add_baseline(self) -> None:
         with self._lock:
-            if self._loaded:
-                return
-            with collector_off():
-                found = [(Source.of(each), each) for each in self._entry_points()]
-                # tmm's own first, so that others cannot take their names.
-                found.sort(
-                    key=lambda each: (not each[0].is_ours, each[0].distribution, each[0].plugin)
-                )
-                for pair in found:
-                    self._load(*pair)
-                # All are registered before one is asked: wrappers apply to other plugins' hooks.
-                for ours in (True, False):
-                    self._ask([each for each, by in self._plugins.values() if by.is_ours is ours])
-            self._loaded = True
-        for fault in self._faults:
-            if not fault.intended:
-                warn(f"{fault.source} is not used: {fault.reason}")
+            if self._baseline is not None and BASELINE not in self._kernels:
+                source = Source(BASELINE, DISTRIBUTION, __version__)
+                self._kernels[BASELINE] = Asked(self._baseline(), source)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A context after which, if an exception leaves it, the registry is as before."""
+        tables = (self._plugins, self._kernels, self.deferred, self._unloaded, self._epilogues)
+        before = [dict(table) for table in tables]
+        faults, manager = list(self._faults), self.hooks.manager
+        registered = set(map(id, manager.get_plugins()))
+        outer, self._loading = self._loading, True
+        try:
+            yield
+        except BaseException:
+            for plugin in manager.get_plugins():
+                if id(plugin) not in registered:
+                    manager.unregister(plugin)
+            for table, content in zip(tables, before, strict=True):
+                table.clear()  # type: ignore[attr-defined]
+                table.update(content)  # type: ignore[attr-defined]
+            self._faults[:] = faults
+            raise
+        finally:
+            self._loading = outer
+
+    def _report(self) -> None:
+        """Warn once of each distribution with unreported faults, and of how many there are."""
+        while True:
+            with self._lock:
+                if not self._unreported:
+                    return
+                first = self._unreported[0]
+                # Without a distribution, plugins cannot be told apart by their installation.
+                rest = [
+                    fault
+                    for fault in self._unreported
+                    if fault.source.distribution != first.source.distribution
+                ]
+                more = len(self._unreported) - len(rest) - 1
+                # State first: under `-W error` the warning raises, and the next call goes on here.
+                self._unreported = rest
+            used = any(kernel.source == first.source for kernel in self._kernels.values())
+            used = used or first.source in self._unloaded.values()
+            message = f"{first.source} is {'partly' if used else 'not'} used: {first.reason}"
+            warn_of_plugin(first.source, message, first.error, more)
 
     def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> None:
         if source.plugin in self._deny:
@@ -167,7 +268,8 @@ class Registry:
             self._faults.append(Fault(source, reason))
         else:
             with self._costing(source, "import failed"):
-                plugin = entry_point.load()
+                with watched(lambda: f"the import of {source} does not return{_advice(source)}"):
+                    plugin = entry_point.load()
                 self._take(plugin, source)
 
     @contextmanager
@@ -177,11 +279,11 @@ class Registry:
         try:
             yield
         except BaseException as error:
-            let_through(error)
-            if isinstance(error, PluginError):
-                self._faults.append(Fault(source, str(error), error.__cause__))
+            reraise(error)
+            if type(error) is PluginError:
+                self._faults.append(Fault(source, error_message(error), error.__cause__))
             else:
-                self._faults.append(Fault(source, f"{failed}: {told(error)}", error))
+                self._faults.append(Fault(source, f"{failed}: {error_text(error)}", error))
 
     def _take(self, plugin: object, source: Source) -> bool:
         """Register with pluggy, which checks signatures; returns whether the plugin can be
@@ -199,16 +301,22 @@ class Registry:
             for plugin in self.hooks.in_order(hook, plugins):
                 _, source = self._plugins[id(plugin)]
                 with self._costing(source, f"{hook} failed"):
-                    things, failed = self.hooks.ask(hook, plugin)
+                    with watched(lambda: f"{hook} of {source} does not return{_advice(source)}"):  # noqa: B023
+                        things, failed = self.hooks.ask(hook, plugin)
                     for wrapper, failure in failed:
-                        reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                        reason = (
+                            f"its wrapper of {hook} failed around {source}: {error_text(failure)}"
+                        )
                         self._faults.append(Fault(self._plugins[id(wrapper)][1], reason, failure))
                     for thing in things:
                         with self._costing(source, f"{hook} failed"):
                             add(thing, source)
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
-        kernel = brought if isinstance(brought, Deferred) else Asked(brought, source)
+        deferred = type(brought) is Deferred
+        if deferred and not is_name(brought.name):
+            raise PluginError(f"a deferred kernel's name is {shown(brought.name)}, not {A_NAME}")
+        kernel = brought if deferred else Asked(brought, source)
         known = self._kernels.get(kernel.name)
         other = known.source if known is not None else self._unloaded.get(kernel.name)
         if other is not None:
@@ -223,20 +331,25 @@ class Registry:
         """Load a deferred kernel, unless it is loaded."""
         with self._lock:
             source = self._unloaded.get(name)
-            if source is None:
+            if source is None or self._loading:
                 return
-            with self._costing(source, f"kernel {name!r} failed to load"), collector_off():
-                kernel = Asked(self.deferred[name].load(), source)
+            what = f"the import of kernel {name!r} of {source} does not return{_advice(source)}"
+            with self._costing(source, f"kernel {name!r} failed to load"):
+                with collector_off(), nested(), watched(lambda: what):
+                    kernel = Asked(self.deferred[name].load(), source)
                 if kernel.name != name:
                     raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
                 self._kernels[name] = kernel
             if name not in self._kernels:
-                warn(f"{source}: {self._faults[-1].reason}")
+                self._unreported.append(self._faults[-1])
             del self._unloaded[name]
+        self._report()
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
-        if not isinstance(epilogue, Epilogue):
+        if not issubclass(type(epilogue), Epilogue):
             raise PluginError(f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}")
+        if not is_name(epilogue.name):
+            raise PluginError(f"an epilogue's name is {shown(epilogue.name)}, not {A_NAME}")
         if (other := self._epilogues.get(epilogue.name)) is not None:
             raise PluginError(f"epilogue {epilogue.name!r} is already registered by {other[1]}")
         self._epilogues[epilogue.name] = (epilogue, source)
@@ -262,8 +375,11 @@ class Registry:
             UnknownNameError: It is not registered.
             PluginError: Its plugin failed; caused by that failure.
         """
-        self.load()
-        self._fetch(name)
+        if name == BASELINE:
+            self._add_baseline()
+        else:
+            self.load()
+            self._fetch(name)
         if name in self._kernels:
             return self._kernels[name]
         for fault in self._faults:
@@ -273,16 +389,23 @@ class Registry:
                 ) from fault.error
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
 
-    def misnamed(self, names: Iterable[str]) -> list[str]:
-        """An error for each of ``names`` that no kernel has and that cannot belong to an unused
-        plugin."""
+    def unknown_names(self, settings: Settings) -> list[str]:
+        """A message for each name in ``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS`` and ``TMM_DISABLE``
+        that nothing installed has, with the nearest names. A forced kernel's name raises."""
         self.load()
-        known = {*self._kernels, *self._unloaded, POINTWISE}
+        plugins = {*self._installed, BASELINE}
+        kernels = {*self._kernels, *self._unloaded, POINTWISE}
         unused = {fault.source.plugin for fault in self._faults}
         return [
-            str(UnknownNameError("kernel", name, known))
-            for name in sorted(names)
-            if name not in known and name.partition(".")[0] not in unused
+            f"{where}: {UnknownNameError(kind, name, known)}"
+            for where, kind, given, known in (
+                ("TMM_PLUGINS", "plugin", self._allow or frozenset(), plugins),
+                ("TMM_DISABLE_PLUGINS", "plugin", self._deny, plugins),
+                ("TMM_DISABLE or override(disable=…)", "kernel", settings.disable, kernels),
+            )
+            for name in sorted(given)
+            # A kernel of a plugin that is not in use may well exist.
+            if name not in known and (kind == "plugin" or name.partition(".")[0] not in unused)
         ]
 
     def unloaded(self) -> bool:
@@ -337,6 +460,16 @@ class Registry:
             else:
                 able.append(kernel)
         return able, rejected
+
+
+def _advice(source: Source) -> str:
+    return f"; to do without it, set TMM_DISABLE_PLUGINS={source.plugin}"
+
+
+def _blas() -> Kernel[Any]:
+    from tmm_blas.blas import Blas  # imported at the first call
+
+    return Blas()
 
 
 def _installed() -> list[importlib.metadata.EntryPoint]:

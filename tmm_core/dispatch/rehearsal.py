@@ -12,6 +12,7 @@ from tmm_cache import TuningRecord
 from tmm_core.dispatch.invariant import Invariance
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.unmeasured import unmeasured
+from tmm_core.dispatch.untried import Noted
 from tmm_core.errors import CacheMissError
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -73,10 +74,16 @@ class _Rehearsal(Dispatcher):
     def note_miss(self, key: Problem) -> None:
         pass
 
+    def say_untried(self, problem: Problem, noted: Noted) -> None:
+        pass
+
     def _tune(
-        self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any
+        self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any, **__: Any
     ) -> TuningRecord:
         before = self.record_of(key)
-        names = ", ".join(kernel.name for kernel in unmeasured(key, able, before))
+        noted = self.untried.get(key)
+        again = self.untried.again(key, noted) if noted is not None else frozenset()
+        missing = unmeasured(key, able, before, False, noted, again)
+        names = ", ".join(kernel.name for kernel in missing)
         what = "no record" if before is None else "a record without them"
         raise _Measuring(f"{what} at M={key.m}: {names}, for up to {settings.tune_budget:g} s")

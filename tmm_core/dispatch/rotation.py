@@ -17,7 +17,7 @@ import torch
 
 from tmm_core.dispatch import random_inputs
 from tmm_core.dispatch.ragged import DRAWS, Inputs
-from tmm_core.errors import let_through
+from tmm_core.errors import reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.launcher import Launcher
@@ -153,7 +153,7 @@ class Runner:
         try:
             return self.inputs[copy].launch(self.launcher, self.out)
         except BaseException as error:  # a kernel may call sys.exit
-            let_through(error)
+            reraise(error)
             raise LaunchError(self, error) from error
 
 

@@ -194,7 +194,7 @@ def column(problem: Problem, line: int) -> int:
 
 def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     """The special values of the format."""
-    infinite = torch.tensor(math.inf).to(dtype).float().isinf()
+    infinite = torch.tensor(math.inf, device="cpu").to(dtype).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from tmm_core import compat
+from tmm_core.errors import reraise
 
 #: Makes the call on the i-th copy of its operands.
 Run = Callable[[int], object]
@@ -186,7 +187,8 @@ class GraphTimer:
             with unchanged, capture:
                 # Held until the end, so that every call has its own output.
                 outputs = [run(i) for i in range(copies)]
-        except Exception:  # a kernel that synchronises or allocates outside torch
+        except Exception as error:  # a kernel that synchronises or allocates outside torch
+            reraise(error)
             torch.cuda.synchronize(self.device)
             compat.end_failed_capture(self._pool)
             self._pool = None  # torch refuses to record into it again

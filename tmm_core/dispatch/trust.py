@@ -34,7 +34,7 @@ class Trust:
     def holds(self, problem: Problem, choice: Choice) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification."""
         candidate = choice.candidate
-        if candidate.kernel.name == BASELINE or choice.origin in ("forced", "tuned", "fallback"):
+        if candidate.kernel.name == BASELINE or choice.origin in ("forced", "fallback"):
             return True
         if problem.device.interpreted:  # takes seconds, and serves kernel authors
             return True
@@ -42,7 +42,7 @@ class Trust:
         evidence = replace(
             (choice.evidence or problem).bare(), batch_invariant=choice.arithmetic is not None
         )
-        if choice.origin == "cache":
+        if choice.origin in ("cache", "tuned"):
             device = evidence.device
             found = self._store.locate(device.gpu, device.environment, evidence.to_json())
             if found is not None and found.trusted:  # from the user's own tuning

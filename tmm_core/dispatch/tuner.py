@@ -17,11 +17,15 @@ from typing import Any
 from tmm_cache import TuningRecord
 
 from tmm_core.dispatch.attempt import Attempt
+from tmm_core.dispatch.environment import verdicts
+from tmm_core.dispatch.findings import Findings
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals
 from tmm_core.dispatch.standing import decide
 from tmm_core.dispatch.tuning import Equipment, Tuning
 from tmm_core.dispatch.unmeasured import unmeasured
+from tmm_core.dispatch.untried import Able, Noted
+from tmm_core.errors import error_text
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -40,6 +44,10 @@ class Tuner(Equipment):
         before: TuningRecord | None = None,
         hints: Hints = NO_HINTS,
         resume: bool = False,
+        noted: Noted | None = None,
+        again: frozenset[Able] = frozenset(),
+        findings: Findings | None = None,
+        spent: float = 0.0,
     ) -> TuningRecord:
         """Time the kernels missing in ``before``, together with BLAS and its winner.
 
@@ -48,7 +56,12 @@ class Tuner(Equipment):
 
         Args:
             hints: Winners of near problems, or of this one elsewhere, which are tried first.
-            resume: Also time kernels that ``before`` lacks because its budget ended too soon.
+            resume: Also time kernels that ``before`` lacks because its budget ended too soon, or
+                because the environment failed.
+            noted, again: See :func:`unmeasured`.
+            findings: Filled with what the record does not say; to be reported by the caller once
+                the record is saved.
+            spent: Seconds of the budget that finding ``kernels`` took.
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
@@ -56,33 +69,34 @@ class Tuner(Equipment):
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
-        new = unmeasured(problem, kernels, before, resume)
+        deadline = started - spent + settings.tune_budget
+        findings = Findings() if findings is None else findings
+        new = unmeasured(problem, kernels, before, resume, noted, again)
         if before is not None and not new:
             return before
         # Torch refuses some ragged products; then there is no baseline.
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
-        proposals = Proposals(problem, kernels, new, before, hints)
+        proposals = Proposals(problem, kernels, new, before, hints, deadline)
         # The record's BLAS must run at the problem's precision.
         require_posed(problem)
         with Progress(str(problem), settings.progress) as progress:
-            tuning = Tuning(problem, settings, progress, self)
+            tuning = Tuning(problem, settings, progress, self, findings, deadline)
             try:
                 tuning.run(proposals)
             finally:
                 tuning.release()
         for candidate, why in proposals.untried([trial.candidate for trial in tuning.trials]):
             tuning.trials.append(Attempt(candidate))
-            tuning.trials[-1].fail(why)
-        for trial in tuning.trials:
-            trial.hold_to_answers()
-        results = [tuning.result(trial) for trial in tuning.trials]
+            tuning.trials[-1].fail(why if isinstance(why, str) else error_text(why))
+        results = tuning.conclude()
+        findings.tried |= {(k.name, k.version) for k in new}
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
             results += [
                 c
-                for c in before.candidates
+                for c in verdicts(before.candidates)
                 if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
             ]
         return TuningRecord(

@@ -23,8 +23,10 @@ from tmm_core.dispatch.attempt import (
     survivors,
 )
 from tmm_core.dispatch.binding import Binding, Outcome, Posed
-from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
+from tmm_core.dispatch.compilers import Compilers, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
+from tmm_core.dispatch.environment import BUDGET_ENDED, alike, cause_of
+from tmm_core.dispatch.findings import Findings
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.progress import Progress
@@ -33,8 +35,9 @@ from tmm_core.dispatch.rotation import Copies, LaunchError, Runner
 from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
+from tmm_core.dispatch.untried import Left
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import let_through, warn
+from tmm_core.errors import error_text, reraise, warn
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
@@ -70,6 +73,11 @@ RACES = 3
 START_PATIENCE = 20.0
 #: Samples at each other M of the bucket.
 INSIDE = 5
+#: Candidates that are verified and looked at together. The first of a tuning are whatever the time,
+#: so that every kernel of an ordinary machine is tried; the others only within the budget.
+TOGETHER = 24
+#: Kernels that race, and that are verified as reserves, at most: the best. tmm itself has ten.
+MOST_RESERVES = 16
 
 #: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
 #: occurs once in twenty launches with a probability of 4.6 %.
@@ -97,16 +105,23 @@ class Tuning:
     """The tuning of one problem."""
 
     def __init__(
-        self, problem: Problem, settings: Settings, progress: Progress, equipment: Equipment
+        self,
+        problem: Problem,
+        settings: Settings,
+        progress: Progress,
+        equipment: Equipment,
+        findings: Findings,
+        deadline: float,
     ) -> None:
         self.trials: list[Attempt] = []
+        self._findings = findings
         self._problem = problem
         self._device = device_of(problem)
         self._timer: Any = equipment.timer or timer_for(self._device)
         self._equipment, self._compilers = equipment, equipment.compilers
         #: Futures of what is compiled before it is asked for.
         self._ahead: dict[Posed, Future[None]] = equipment.prepared.pop(problem, {})
-        self._deadline = time.monotonic() + settings.tune_budget
+        self._deadline = deadline
         self._progress = progress
         self._memory = settings.tune_memory
         #: A third of the memory for each of the sets held at one time: the operands timed here and
@@ -131,20 +146,33 @@ class Tuning:
                 break
             times = {t.candidate: t.time for t in self.trials if t.samples}
             batch = proposals.promising(times)
+        self._require_baseline()
         racing = [t for t in self.trials if t.run is not None]
-        if not racing:
-            why = next((t.reason for t in self.trials if t.is_baseline), None)
-            raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
         for _ in range(RACES):
             finalists = self._race(racing)
-            for trial in dict.fromkeys([*finalists, *reserves(self._problem, racing)]):
+            spare = reserves(self._problem, racing)[:MOST_RESERVES]
+            for trial in dict.fromkeys([*finalists, *spare]):
                 trial.status = "ok"
                 self._verify(trial, self._verifier, _repeats(trial.time))
             self._inside([trial for trial in finalists if trial.status == "ok"])
+            self._require_baseline()
             # A fast but wrong candidate kept others out of the race.
             racing = [trial for trial in racing if trial.run is not None]
             if not racing or all(trial.status == "ok" for trial in finalists):
                 return
+
+    def _require_baseline(self) -> None:
+        """Refuse a record without BLAS: kernels would win for want of the memory that it needs.
+
+        Raises:
+            RuntimeError: BLAS failed, and the environment may be to blame, or nothing else runs.
+        """
+        for trial in self.trials:
+            if trial.is_baseline and trial.status == "untried":
+                raise RuntimeError(f"{BASELINE} does not run: {trial.reason}") from trial.raised
+        if all(trial.run is None for trial in self.trials):
+            why = next((trial.reason for trial in self.trials if trial.is_baseline), None)
+            raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
 
     def result(self, trial: Attempt) -> CandidateResult:
         """The result of a trial, for the record."""
@@ -153,7 +181,7 @@ class Tuning:
             kernel=kernel.name,
             version=kernel.version,
             config=config.to_json(),
-            status=trial.status,
+            status="failed" if trial.status == "untried" else trial.status,
             samples_us=tuple(round(s, 3) for s in trial.samples),
             inside_us={m: round(us, 3) for m, us in trial.inside_us.items()},
             steady_us=None if trial.steady_us is None else round(trial.steady_us, 3),
@@ -176,13 +204,19 @@ class Tuning:
     def _try(self, trials: list[Attempt], following: Sequence[Candidate]) -> None:
         """Compile, verify and briefly time a batch. Candidates ``following`` are likely to be tried
         next, and are compiled in advance."""
+        must = not self.trials  # a small budget may end as the first batch is compiled
         self.trials += trials
         self._compile(trials, following)
-        for trial in trials:
-            self._verify(trial, self._verifier)
-            if trial.launcher is not None:
-                trial.run = self._copies.runner(trial.launcher)
-        self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
+        for start in range(0, len(trials), TOGETHER):
+            together = trials[start : start + TOGETHER]
+            for trial in together:
+                late = time.monotonic() > self._deadline
+                if late and not (must and start == 0) and trial.launcher is not None:
+                    trial.fail(BUDGET_ENDED)
+                self._verify(trial, self._verifier)
+                if trial.launcher is not None:
+                    trial.run = self._copies.runner(trial.launcher)
+            self._measure([t for t in together if t.run is not None], LOOK, LOOK_US)
 
     def _compile(self, trials: list[Attempt], following: Sequence[Candidate]) -> None:
         """Compile all in other processes, if possible, and bind each here when it is compiled."""
@@ -240,7 +274,7 @@ class Tuning:
             self._compilers.cancel_pending(compiling)  # interrupted, or others hung
         for outcome in found:
             if isinstance(outcome, BaseException):
-                let_through(outcome)
+                reraise(outcome)
         return found
 
     def _launched_first(
@@ -262,11 +296,11 @@ class Tuning:
                 continue
             memory = self._memory or default_limit(self._device)
             started = time.monotonic()
-            if (fault := first.fault(problem, candidate, memory)) is not None:
+            if (failure := first.failure(problem, candidate, memory)) is not None:
                 # Time lost by one candidate is not charged to the others.
                 self._deadline += time.monotonic() - started
                 launched[-1] = Future()
-                launched[-1].set_exception(NotCompiledError(fault))
+                launched[-1].set_exception(failure)
         return launched
 
     def _verify(self, trial: Attempt, verifier: Verifier, repeats: int = 0) -> None:
@@ -283,7 +317,7 @@ class Tuning:
                 brief=not repeats,
             )
         except BaseException as error:  # a kernel may call sys.exit
-            let_through(error)
+            reraise(error)
             trial.fail(error)
             return
         trial.error = verdict.error
@@ -327,6 +361,7 @@ class Tuning:
             next(trial for trial in racing if trial.run is raised.run).fail(raised.error)
             return self._sampled(racing, sample)
         except Exception as error:
+            reraise(error)
             warn(f"timing {self._problem} failed: {error}")
             return []
 
@@ -336,7 +371,7 @@ class Tuning:
         if self._problem.batch_invariant:
             spare = of_each_arithmetic(self._problem, racing, LOOK_KEEPS)
         else:
-            spare = for_the_bucket(self._problem, reserves(self._problem, racing))
+            spare = for_the_bucket(self._problem, reserves(self._problem, racing))[:MOST_RESERVES]
         racing = survivors(self._problem, racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
             self._measure(racing, CLOSER, CLOSER_US)
@@ -418,6 +453,7 @@ class Tuning:
             for trial in trials:
                 guest, launcher = Attempt(trial.candidate), bound[m, trial]
                 if isinstance(launcher, BaseException):  # the edge's config may not fit
+                    self._left_inside(trial, launcher, m)
                     continue
                 guest.launcher = launcher
                 if m in extents:
@@ -427,11 +463,49 @@ class Tuning:
                     there.append((trial, guest))
                 elif guest.status == "wrong" and trial.status == "ok":
                     trial.fail(f"at {problem.along.upper()}={m}: {guest.reason}", "wrong")
+                elif guest.raised is not None:
+                    self._left_inside(trial, guest.raised, m)
+                    if guest.status == "failed":
+                        where = f"at {problem.along.upper()}={m}: {guest.reason}"
+                        self._findings.blame(trial.candidate.kernel, where, guest.raised)
             verifier.release()
             self._measure([guest for _, guest in there], INSIDE, CLOSER_US)
             for trial, guest in there:
                 if guest.samples:
                     trial.inside_us[m] = median(guest.samples)
+
+    def _left_inside(self, trial: Attempt, error: BaseException, m: int) -> None:
+        """Note a kernel that the environment kept from being timed at another M."""
+        cause = cause_of(error)
+        if cause is not None and cause != "budget" and not trial.is_baseline:
+            along = self._problem.along.upper()
+            left = Left(cause, f"at {along}={m}: {error_text(error)}")
+            self._findings.leave(trial.candidate.kernel, left)
+
+    def conclude(self) -> list[CandidateResult]:
+        """The results for the record: verdicts alone. Notes everything else in the findings."""
+        for trial in self.trials:
+            trial.hold_to_answers()
+        self._suspect_the_machine()
+        tried = [trial for trial in self.trials if trial.status != "untried"]
+        known = {trial.candidate.kernel for trial in tried}
+        for trial in self.trials:
+            kernel, reason = trial.candidate.kernel, trial.reason or ""
+            # One config within the budget is evidence enough of a kernel.
+            if trial.cause is not None and not (trial.cause == "budget" and kernel in known):
+                self._findings.leave(kernel, Left(trial.cause, reason))
+            if trial.is_faulty:
+                more = "; every kernel failed so" if trial.cause == "alike" else ""
+                self._findings.blame(kernel, reason + more, trial.raised)
+        return [self.result(trial) for trial in tried]
+
+    def _suspect_the_machine(self) -> None:
+        """Call all candidates untried if every kernel failed in the same way before its launch."""
+        others = [trial for trial in self.trials if not trial.is_baseline]
+        if alike(map(self.result, others)):
+            for trial in others:
+                if trial.status == "failed":
+                    trial.status, trial.cause = "untried", "alike"
 
 
 def _repeats(us: float) -> int:

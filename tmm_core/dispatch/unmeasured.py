@@ -8,13 +8,12 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.errors import ConfigError, PluginError
+from tmm_core.dispatch.environment import BUDGET_ENDED, verdicts
+from tmm_core.dispatch.untried import Able, Noted
+from tmm_core.errors import ConfigError, PluginError, reraise
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
-
-#: The reason of a candidate that had not compiled when the tuning budget ended.
-BUDGET_ENDED = "the tuning budget ended before it"
 
 
 def unmeasured(
@@ -22,27 +21,37 @@ def unmeasured(
     kernels: Sequence[Kernel[Any]],
     record: TuningRecord | None,
     resume: bool = False,
+    noted: Noted | None = None,
+    again: frozenset[Able] = frozenset(),
 ) -> list[Kernel[Any]]:
-    """The kernels of which ``record`` has no result in this version, or none that uses the caller's
-    promises (``Config.assumes``).
+    """The kernels of which ``record`` has no verdict on this version, or none that uses the
+    caller's promises (``Config.assumes``).
 
     Args:
-        resume: Also those all of whose candidates the end of the tuning budget left out.
+        resume: Also those that the environment left untried, and those all of whose candidates the
+            end of the tuning budget left out.
+        noted: The kernels that the environment left untried, which a call does not try now.
+        again: Those of them that it does.
     """
-    known: dict[tuple[str, str], list[CandidateResult]] = {}
-    for result in record.candidates if record is not None else ():
+    if record is None:
+        return list(kernels)
+    known: dict[Able, list[CandidateResult]] = {}
+    for result in verdicts(record.candidates):
         if not (resume and result.reason == BUDGET_ENDED):
             known.setdefault((result.kernel, result.version), []).append(result)
-    return [
-        kernel
-        for kernel in kernels
-        if (kernel.name, kernel.version) not in known
-        or (
+    left = noted.kernels if noted is not None else {}
+
+    def missing(kernel: Kernel[Any]) -> bool:
+        name = kernel.name, kernel.version
+        if name in left:
+            return resume or name in again
+        return name not in known or (
             problem.static_weights
-            and not any(_assumes(kernel, each) for each in known[kernel.name, kernel.version])
+            and not any(_assumes(kernel, each) for each in known[name])
             and _may_assume(kernel, problem)
         )
-    ]
+
+    return [kernel for kernel in kernels if missing(kernel)]
 
 
 def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
@@ -55,5 +64,6 @@ def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
 def _may_assume(kernel: Kernel[Any], problem: Problem) -> bool:
     try:
         return any(config.assumes for config in kernel.configs(problem))
-    except Exception:  # costs only its own candidates
+    except Exception as error:  # costs only its own candidates
+        reraise(error)
         return False

@@ -22,9 +22,10 @@ import torch
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import levels
-from tmm_core.interop.gradients import Product, followed
-from tmm_core.launch.warm import epilogue_of, undisturbed
-from tmm_core.spec.arguments import COMMON, Arguments
+from tmm_core.interop.gradients import Product, Recorded, followed
+from tmm_core.launch.check import check
+from tmm_core.launch.warm import Part, epilogue_of, part_of, undisturbed
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import IDENTITY
 
 Tensor = torch.Tensor
@@ -39,9 +40,9 @@ def matmul(*given: Any) -> Tensor:
             return levels.by_operator(*given)
     if given[0].dtype in BY_STORAGE:
         return levels.record(levels.Underivable, levels.by_operator, *given)
-    given = given[:COMMON]
     below = undisturbed(*tensors, cast=True, shown=True)
-    return in_parts(*given, eager=below and not any(map(compat.is_batched, tensors[:2])))
+    eager = below and not any(map(compat.is_batched, tensors[:2]))
+    return in_parts(*Arguments(*given)[:-1], eager=eager)
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -80,12 +81,17 @@ def in_parts(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
-    transposed: bool = False,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     *,
+    transposed: bool = False,
     eager: bool = True,
 ) -> Tensor:
     """A recorded call: the product with the part of the epilogue that it can fuse (its head); then
     the rest of the epilogue, by kernels where there are any; then the residual.
+
+    The whole call is checked before any of it is computed: with the plan of its product or, if the
+    product needs the dispatcher, here.
 
     Args:
         transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be
@@ -94,18 +100,21 @@ def in_parts(
             without the operator.
     """
     product: Any = Product.apply if eager else functools.partial(levels.record, Product)  # type: ignore[attr-defined]
+    more = (out_dtype, scale_a, scale_b, transposed, eager)
     if not epilogue:
-        return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, transposed, eager)  # type: ignore[no-any-return]
+        return product(a, b, bias, residual, Recorded(alpha, IDENTITY, "", None, *more))  # type: ignore[no-any-return]
     parsed = epilogue_of(epilogue)
-    if parsed.outputs:
-        bare = parsed.bare.interned()
-        more = (alpha, bare, out_dtype, transposed)
-        y = in_parts(a, b, bias, residual, *more, eager=eager)
-        return (y, *parsed.beside(y))  # type: ignore[return-value]  # as the plan's launcher
-    head, rest = parsed.parts
-    inner = residual if rest is None and head is IDENTITY else None
-    y = product(a, b, bias, inner, alpha, head, out_dtype, transposed, eager)
+    part: Part = part_of(parsed)
+    text = part.text
+    if not eager:
+        of_b = b.t() if transposed else b
+        check(Arguments(a, of_b, bias, residual, alpha, epilogue, *more[:3]), parsed)
+        text = levels.head_text(part.head)
+    head, rest, inner = part.head, part.rest, residual if part.takes_residual else None
+    y = product(a, b, bias, inner, Recorded(alpha, head, text, residual, *more))
     if rest is not None:
         rows = b.dim() == 2 <= a.dim()
         y = followed(y, rest, eager=rows and eager)
-    return y if residual is None or residual is inner else (y + residual).to(y.dtype)
+    if residual is not None and residual is not inner:
+        y = (y + residual).to(y.dtype)
+    return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]  # as the plan's launcher

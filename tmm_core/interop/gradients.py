@@ -4,11 +4,12 @@ dispatcher, with the lowest host cost; and the node of the rest of the epilogue.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tmm_core import compat
+from tmm_core.errors import reraise
 from tmm_core.interop import levels
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import run, undisturbed
@@ -60,6 +61,26 @@ class Call:
         self.settings = overridden()
 
 
+class Recorded(NamedTuple):
+    """What a recorded product computes, besides the tensors that it is differentiated in: one
+    argument, since autograd handles each at a cost.
+
+    Attributes:
+        text: The head's, or that of its part (:class:`tmm_core.launch.warm.Part`).
+        outside: The call's residual, which may be added after the product.
+    """
+
+    alpha: float
+    head: Epilogue
+    text: str
+    outside: Tensor | None
+    out_dtype: torch.dtype | None
+    scale_a: Tensor | None
+    scale_b: Tensor | None
+    transposed: bool
+    eager: bool
+
+
 class Product(levels.OneLevel):
     """``head(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the residual
     only where the epilogue is the identity. Without the operator for calls that need no
@@ -72,19 +93,19 @@ class Product(levels.OneLevel):
         b: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
-        alpha: float,
-        head: Epilogue,
-        out_dtype: torch.dtype | None,
-        transposed: bool,
-        eager: bool,
+        how: Recorded,
     ) -> Tensor:
-        text = levels.head_text(head)
-        arguments = a, b.t() if transposed else b, bias, residual, alpha, text, out_dtype
+        alpha, head, text, outside, out_dtype, scale_a, scale_b, transposed, eager = how
+        of_b = b.t() if transposed else b
         if eager:
-            y = levels.owned(run(*arguments))
+            added = residual if outside is None else outside
+            y = levels.owned(run(a, of_b, bias, added, alpha, text, out_dtype, scale_a, scale_b))
         else:
             with levels.below_autograd():
-                y = levels.owned(levels.by_operator(*arguments))
+                y = levels.by_operator(
+                    a, of_b, bias, residual, alpha, text, out_dtype, scale_a, scale_b
+                )
+            y = levels.owned(y)
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
@@ -97,7 +118,7 @@ class Product(levels.OneLevel):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = gradients(ctx.call, ctx.needs_input_grad, *ctx.saved_tensors, grad)
-        return *found, *(None,) * 5
+        return *found, None
 
     @staticmethod
     def jvp(
@@ -242,6 +263,7 @@ class _Following(levels.OneLevel):
             try:
                 return found.forward(z)
             except Exception as error:
+                reraise(error)
                 failed(epilogue, found, error)
         return epilogue.apply(z)
 
@@ -252,6 +274,7 @@ class _Following(levels.OneLevel):
             try:
                 return ctx.found.backward(grad, z), None, None
             except Exception as error:
+                reraise(error)
                 failed(ctx.epilogue, ctx.found, error)
         return ctx.epilogue.vjp(grad, z), None, None
 

@@ -17,7 +17,7 @@ from tmm_core.interop import levels
 from tmm_core.interop.declaration import declare
 from tmm_core.interop.gradients import followed
 from tmm_core.launch.check import result_dtype
-from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
+from tmm_core.launch.grouped import check, ragged_along, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GroupedArguments
@@ -44,27 +44,31 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     if a.dtype in BY_STORAGE:
         return levels.record(levels.Underivable, grouped_matmul, *call[:-1])
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
-    refuse_outputs(parsed)
-    head, rest = parsed.parts if epilogue else (IDENTITY, None)
-    # A weight's gradient sums over its row, and scattering reads all rows.
+    check(call, parsed)  # as a whole, before a part of it is computed
+    head, rest = parsed.parts
+    # A weight's gradient sums over its row, and scattering reads all rows. What lies beyond the last
+    # group is replaced, never multiplied by zero: it may be NaN.
     clean = zeroed or out_weights is not None or out_index is not None
+    along = ragged_along(a, b)
     inner = residual if rest is None and head is IDENTITY and not clean else None
     y = levels.record(
         _Product, a, b, offs, bias, inner, alpha, levels.head_text(head), out_dtype, a_index, clean,
     )  # fmt: skip
     if rest is not None:
         y = followed(y, rest, eager=_is_eager(call))
+    apart = residual is not None and inner is None
+    known = _known(y, offs, along) if clean or apart else None
     if clean and (rest is not None or bias is not None or head is not IDENTITY):
-        y = torch.where(_known(y, offs, ragged_along(a, b)), y, 0)
+        y = torch.where(known, y, 0)  # type: ignore[arg-type]
     if out_weights is not None:
-        y = (y * out_weights[:, None]).to(y.dtype)
+        y = (y * torch.where(known, out_weights[:, None], 0)).to(y.dtype)  # type: ignore[arg-type]
     if out_index is not None:
-        y = torch.zeros_like(y).index_copy(0, out_index.long(), y)
-    if residual is not None and inner is None:
-        known = _known(y, offs, ragged_along(a, b)) if zeroed else None
-        if known is not None and out_index is not None:
-            known = torch.empty_like(known).index_copy(0, out_index.long(), known)
-        y = (y + residual if known is None else torch.where(known, y + residual, 0)).to(y.dtype)
+        places = out_index.long()
+        y = torch.zeros_like(y).index_copy(0, places, y)
+        if apart:
+            known = torch.empty_like(known).index_copy(0, places, known)  # type: ignore[arg-type]
+    if apart:
+        y = (y + torch.where(known, residual, 0)).to(y.dtype)  # type: ignore[arg-type]
     return y
 
 
@@ -109,6 +113,7 @@ class _Product(levels.OneLevel):
             rest = (bias, residual, alpha, epilogue, out_dtype, a_index, None, None, zeroed)
             y: Tensor = grouped_matmul(a, b, offs, *rest)
         ctx.alpha, ctx.epilogue, ctx.out_dtype = alpha, epilogue_of(epilogue), out_dtype
+        ctx.zeroed = zeroed
         kept = None if ctx.epilogue.linear else y
         wants_a, wants_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
@@ -116,6 +121,7 @@ class _Product(levels.OneLevel):
         )  # fmt: skip
         if levels.transformed():
             ctx.save_for_forward(a, b, offs, a_index, kept)
+            ctx.output = levels.form_of(y)
         ctx.along = ragged_along(a, b)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(levels.form_of, (a, b, bias, residual))
         ctx.a_column, ctx.b_column = map(levels.is_column_major, (a, b))
@@ -136,7 +142,8 @@ class _Product(levels.OneLevel):
         if wants_bias:
             dbias = _summed(dz, offs, along, *ctx.bias)
         if wants_residual:
-            dresidual = levels.as_gradient(grad, ctx.residual[1])
+            known = _known(grad, offs, along)
+            dresidual = levels.as_gradient(torch.where(known, grad, 0), ctx.residual[1])
         dz = levels.as_gradient(dz, ctx.a[1])
         if wants_a:
             da = levels.lying_as(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
@@ -156,15 +163,29 @@ class _Product(levels.OneLevel):
         with levels.outer_levels():
             a, b, offs, a_index, y = map(levels.primal, ctx.saved_tensors)
             t = tresidual
-            more = ("", ctx.out_dtype, a_index)
+            more = ("", ctx.out_dtype, a_index, None, None, ctx.zeroed)
             if ta is not None:
                 t, tbias = grouped_matmul(ta, b, offs, tbias, t, ctx.alpha, *more), None
             if tb is not None:
                 t, tbias = grouped_matmul(a, tb, offs, tbias, t, ctx.alpha, *more), None
             if tbias is not None:
-                nothing = torch.zeros_like(a)
-                t = grouped_matmul(nothing, b, offs, tbias, t, 1.0, *more)
+                spread = _spread(tbias, offs, ctx.output[0], ctx.along)
+                t = spread if t is None else t + spread
+            shape, dtype = ctx.output
+            t = t.expand(shape).to(dtype)
             return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
+
+
+def _spread(bias: Tensor, offs: Tensor, shape: torch.Size, along: str) -> Tensor:
+    """A bias that broadcasts to the result: shared, or the one of each row's group. Beyond the last
+    group it is the last group's."""
+    if bias.dim() == 1:
+        return bias
+    if along == "k":
+        return bias[:, None]
+    places = torch.arange(shape[0], device=offs.device, dtype=offs.dtype)
+    group = torch.searchsorted(offs, places, right=True).clamp(max=offs.shape[0] - 1)
+    return bias.index_select(0, group)
 
 
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:

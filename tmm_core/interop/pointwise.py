@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import settings
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 
@@ -35,7 +35,7 @@ def kernels(
     in torch, which second derivatives need; the kernels do not support the dtype; Triton is
     absent, or failed.
     """
-    key = (epilogue.key, width, dtype, like.get_device(), settings.overridden())
+    key = (epilogue.key, width, dtype, like.device, settings.overridden())
     try:
         return _found[key]
     except KeyError:
@@ -48,6 +48,7 @@ def kernels(
             with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
                 made = module.Pointwise(epilogue, width, dtype, like.device)
         except Exception as error:
+            reraise(error)
             tell(epilogue, error)
     _found[key] = made
     return made
@@ -83,7 +84,7 @@ def _serves(epilogue: Epilogue, width: int, dtype: torch.dtype, device: torch.de
     found = fingerprint(device)
     return (
         NAME not in settings.current().disable
-        and (device.type == "cuda" or found.interpreted)
+        and (device.type == "cuda" or (device.type == "cpu" and found.interpreted))
         and bool(found.triton)
         and dtype in _DTYPES
         and width > 0

@@ -1,5 +1,6 @@
-"""Calls that no kernel takes as they are: operands without strides, which torch multiplies, and
-biases with shapes other than ``[N]`` that ``torch.nn.functional.linear`` accepts.
+"""Calls that no kernel takes as they are: operands without strides, which torch multiplies, biases
+with shapes other than ``[N]`` that ``torch.nn.functional.linear`` accepts, and weights of other
+libraries' types, which multiply themselves.
 
 The warm path does not check for them. It raises when it reads their strides or addresses, or
 compares the bias with the product, and the API then calls this module.
@@ -16,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
-from tmm_core.launch.check import broadcasts, check_out, check_tensors, product_shape, strided
+from tmm_core.launch.check import broadcasts, check, check_out, check_tensors, product_shape, strided
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
@@ -47,11 +48,13 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     parsed = epilogue_of(call.epilogue)
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
     if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
-        _refuse_what_torch_cannot(call)
+        _refuse_what_torch_cannot(call, "sparse, nested or mkldnn operands")
         return delivered(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
     shape = product_shape(a, b)
     width = shape[-1] if b.dim() > 1 else 1
+    # All but the bias's shape, as kernels' calls are checked.
+    check(call._replace(bias=bias.new_empty(()).expand(width)), parsed)
     # Torch treats a vector as a row, so a bias of one row fits it.
     one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
     if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
@@ -70,6 +73,30 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     return delivered(y, out, a, b, bias, residual)
 
 
+def foreign(weight: Any) -> bool:
+    """Whether ``weight`` is of another library's type, such as torchao's quantised tensors."""
+    kind = type(weight)
+    if kind is torch.nn.Parameter or kind is Tensor:
+        return False
+    return kind.__module__.partition(".")[0] not in ("torch", "tmm_core")
+
+
+def linear(call: Arguments) -> Tensor:
+    """The result of ``torch.nn.functional.linear`` and of what follows it, by torch and by the
+    types of its arguments.
+
+    Args:
+        call: With the weight ``[N, K]`` as ``b``.
+
+    Raises:
+        UnsupportedProblemError: A kernel is forced.
+        RuntimeError, ValueError, TypeError: As torch raises them.
+    """
+    _refuse_what_torch_cannot(call, f"a weight of type {type(call.b).__name__}")
+    y = _finished(call, epilogue_of(call.epilogue), lambda bias: F.linear(call.a, call.b, bias))
+    return delivered(y, call.out, call.a, call.bias, call.residual)
+
+
 def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
     """Call ``function`` through the ``__torch_function__`` of an argument that is not a tensor,
     which is how ``torch.fx`` records the call.
@@ -83,7 +110,7 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
     return handle_torch_function(function, tuple(given.values()), **given, **rest)
 
 
-def _refuse_what_torch_cannot(call: Arguments) -> None:
+def _refuse_what_torch_cannot(call: Arguments, what: str) -> None:
     # When compiling, torch 2.10 reads the fields of a NamedTuple but not its properties.
     if any(getattr(call, name) is not None for name in EXTRAS):
         raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
@@ -91,23 +118,32 @@ def _refuse_what_torch_cannot(call: Arguments) -> None:
         return  # settings are not part of a graph
     forced = settings.current().kernel
     if forced is not None and forced != BASELINE:
-        raise UnsupportedProblemError(
-            f"kernel {forced!r} cannot serve sparse, nested or mkldnn operands"
-        )
+        raise UnsupportedProblemError(f"kernel {forced!r} cannot serve {what}")
 
 
 def _by_torch(call: Arguments, epilogue: Epilogue) -> Tensor:
-    a, b, bias, residual, alpha, _, out_dtype = call[:7]
-    plain = not isinstance(alpha, Tensor) and alpha == 1.0
+    a, b = call.a, call.b
     if b.dim() == 2 and (a.is_nested or a.is_mkldnn or b.is_mkldnn):
         # Nested and mkldnn tensors multiply by a weight only through F.linear.
-        z = F.linear(a, b.t(), bias if plain else None)
-        bias = None if plain else bias
+        return _finished(call, epilogue, lambda bias: F.linear(a, b.t(), bias))
+    z = torch.matmul(a, b)
+    return _finished(call._replace(bias=None), epilogue, lambda _: z, call.bias)
+
+
+def _finished(
+    call: Arguments,
+    epilogue: Epilogue,
+    product: Callable[[Tensor | None], Tensor],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Alpha, bias, epilogue, residual and dtype, of a product that adds the call's bias."""
+    plain = not isinstance(call.alpha, Tensor) and call.alpha == 1.0
+    if plain:
+        z = product(call.bias)
     else:
-        z = torch.matmul(a, b)
-    z = z if plain else z * alpha
-    y = epilogue.expression(z, bias, residual)
-    return y if out_dtype is None else y.to(out_dtype)
+        z, bias = product(None) * call.alpha, bias if call.bias is None else call.bias
+    y = epilogue.expression(z, bias, call.residual)
+    return y if call.out_dtype is None else y.to(call.out_dtype)
 
 
 def delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tmm_core.launch.check import check
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import Arguments
 
@@ -21,8 +22,9 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     Operands with scales, of which each has its own rows, are multiplied one after another.
     """
     call = Arguments(*given)
+    dims = (*in_dims, *(None,) * (len(given) - len(in_dims)))
+    check(Arguments(*map(_unmapped, given, dims)), epilogue_of(call.epilogue))
     if call.extras:
-        dims = (*in_dims, *(None,) * (len(given) - len(in_dims)))
         each = (
             [t if dim is None else t.select(dim, place) for t, dim in zip(given, dims, strict=True)]
             for place in range(info.batch_size)
@@ -55,6 +57,14 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     # With a vector b the bias has one element, and the result no column to add it to.
     bias = term(bias[:, 0] if ranks[1] == 1 else bias, 0)
     return epilogue_of(epilogue).expression(z, bias, residual).to(z.dtype), 0
+
+
+def _unmapped(value: Any, dim: int | None) -> Any:
+    """An argument as one call of the mapped function has it, without its values."""
+    if dim is None:
+        return value
+    shape = [size for place, size in enumerate(value.shape) if place != dim % value.dim()]
+    return value.new_empty(()).expand(shape)
 
 
 def _products(

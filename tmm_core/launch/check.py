@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 
-from tmm_core import formats
-from tmm_core.compat import internal_overlap
+from tmm_core import compat, formats
 from tmm_core.errors import warn
 from tmm_core.formats import Format
 from tmm_core.launch.beside import check_outputs
@@ -79,6 +80,8 @@ def check_terms(
     if result not in _OUT_DTYPES and (form or result != own):
         wide = " of 16 bits or more" if form else ""
         raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
+    if own.is_complex and not result.is_complex:
+        raise TypeError(f"out_dtype must be {own}, as the operands, got {out_dtype}")
     allowed = {result if form else own, result, torch.float32}
     for name, term in terms.items():
         if term is not None and term.dtype not in allowed:
@@ -117,16 +120,37 @@ def check_tensors(function: str, **tensors: Any) -> None:
             raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {kind}")
 
 
-def check_number(function: str, alpha: Any) -> None:
-    """Check the type of ``alpha`` if it is not a tensor that the function takes.
+def number(function: str, alpha: Any, operand: Any = None) -> Any:
+    """``alpha`` as the number that torch takes it for where it wants a ``Scalar``: Python's and
+    numpy's numbers, and tensors of no dimension without a gradient, which are read.
+
+    Args:
+        function: Its name, for messages.
+        operand: Whose dtype allows a complex number.
 
     Raises:
-        TypeError: It is not a real number.
+        TypeError: It is none of these.
+        OverflowError: It is an integer of more than 64 bits.
+        RuntimeError: It is complex, and the operand is not.
     """
-    if not isinstance(alpha, (float, int, torch.SymFloat, torch.SymInt)):
-        kinds = "Number or Tensor" if function == "matmul" else "Number"
-        kind = type(alpha).__name__
-        raise TypeError(f"{function}(): argument 'alpha' must be {kinds}, not {kind}")
+    if isinstance(alpha, torch.Tensor) and not alpha.dim() and not alpha.requires_grad:
+        alpha = alpha.item()
+    elif not isinstance(alpha, (float, int, complex, torch.SymFloat, torch.SymInt)):
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(alpha, (numpy.number, numpy.bool_)):
+            kind = type(alpha).__name__
+            raise TypeError(f"{function}(): argument 'alpha' must be Number, not {kind}")
+        alpha = alpha.item()
+    elif isinstance(alpha, float):
+        alpha = float(alpha)  # numpy's float64 is one too, whose comparisons give numpy's bool
+    if isinstance(alpha, complex):
+        if not alpha.imag:
+            return alpha.real
+        if not (isinstance(operand, torch.Tensor) and operand.is_complex()):
+            raise RuntimeError("value cannot be converted to type float without overflow")
+    elif isinstance(alpha, int) and not -(2**63) <= alpha < 2**64:
+        raise OverflowError("int too big to convert")
+    return alpha
 
 
 def addressable(*tensors: torch.Tensor | None) -> None:
@@ -216,9 +240,12 @@ def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
         with torch.no_grad():
             torch.matmul(a, b)
         return
-    torch.matmul(
-        *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
-    )
+    fixed = all(type(n) is int for t in (a, b) for n in (*t.shape, *t.stride()))
+    # A mode, such as that of fake tensors, would answer instead.
+    with compat.without_modes() if fixed else nullcontext():
+        torch.matmul(
+            *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
+        )
 
 
 def check_out(
@@ -234,8 +261,9 @@ def check_out(
         RuntimeError: A wrong dtype or device, or ``out`` overlaps an input or itself.
     """
     if out.dtype != dtype:
-        one = torch.empty(1, 1, dtype=dtype)
-        torch.mm(one, one, out=torch.empty(1, 1, dtype=out.dtype))  # raises, in torch's words
+        one = torch.empty(1, 1, dtype=dtype, device="cpu")
+        other = torch.empty(1, 1, dtype=out.dtype, device="cpu")
+        torch.mm(one, one, out=other)  # raises, in torch's words
         raise RuntimeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype}")
     _on_one_device(inputs[0], out)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
@@ -255,7 +283,7 @@ def check_out(
                 UserWarning,
             )
         out.resize_(shape)
-    if internal_overlap(out) == _OVERLAPS:
+    if compat.internal_overlap(out) == _OVERLAPS:
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a "
             "single memory location. Please clone() the tensor before performing the operation."

@@ -12,7 +12,13 @@ import torch
 from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.launch import warm
-from tmm_core.launch.check import addressable, check_scales, check_terms, result_dtype
+from tmm_core.launch.check import (
+    addressable,
+    check_residual,
+    check_scales,
+    check_terms,
+    result_dtype,
+)
 from tmm_core.launch.source import written
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
@@ -54,6 +60,8 @@ def refuse_outputs(epilogue: Epilogue) -> None:
 def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     """Check the arguments of one grouped call against each other; returns the result's shape.
 
+    Without ``offs`` the call is a batch, whose residual may broadcast.
+
     Raises:
         RuntimeError: Shapes, dtypes or devices do not match, as in
             ``torch.nn.functional.grouped_mm``; a scale is not fp32, or is given without 8-bit
@@ -67,9 +75,10 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     form = of_pair(a.dtype, b.dtype)
     if a.dtype != b.dtype and form is None:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
-    if not a.dtype.is_floating_point:
+    along = None if offs is None else ragged_along(a, b)
+    if along is not None and not a.dtype.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
-    along, width = ragged_along(a, b), b.shape[-1]
+    width = b.shape[-1]
     refuse_outputs(epilogue)
     if epilogue.gated and along == "n":
         raise ValueError(f"gated epilogue {epilogue.name!r} pairs columns, which are ragged")
@@ -80,6 +89,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     for name, t in rows:
         if t is None:
             continue
+        if along is None:
+            raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
         if along != "m":
             raise ValueError(f"{name} is for rows that are ragged: a of 2 dimensions, b of 3")
         if t.dim() != 1:
@@ -93,7 +104,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     if a_index is not None and m and not a.shape[0]:
         raise ValueError("a_index gathers rows of an a that has none")
     check_grouped_scales(call, along, count)
-    shape = (count, m, n) if along == "k" else (m, n)
+    shape = (m, n) if along in ("m", "n") else (count, m, n)
     if bias is not None:
         if along == "n":
             raise ValueError("a bias is along columns, which are ragged")
@@ -101,7 +112,9 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             raise ValueError(
                 f"bias must have shape ({width},) or ({count}, {width}), got {tuple(bias.shape)}"
             )
-    if residual is not None and tuple(residual.shape) != shape:
+    if residual is not None and along is None:
+        check_residual(residual, torch.Size(shape))
+    elif residual is not None and tuple(residual.shape) != shape:
         raise ValueError(
             f"residual must have the result's shape {shape}, got {tuple(residual.shape)}"
         )

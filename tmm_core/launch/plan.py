@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tmm_core.compat import tensor_guards
+from tmm_core.errors import reraise
 from tmm_core.launch.check import check_tensors
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import (
@@ -48,6 +49,8 @@ class Choice:
     evidence: Problem | None = None
     #: In batch-invariant mode, the name of the arithmetic of all M of the weight.
     arithmetic: str | None = None
+    #: Whether later calls may replay it; not if it answers only until a record is there.
+    lasting: bool = True
 
 
 class _Callable:
@@ -194,9 +197,9 @@ class Plan(_Callable):
     def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
         problem = self.problem
         count = problem.batch * problem.m * problem.n
-        expected = count, True, 0, problem.out.dtype, a.get_device()
+        expected = count, True, 0, problem.out.dtype, a.device
         offset = out.data_ptr() & 15
-        found = out.numel(), out.is_contiguous(), offset, out.dtype, out.get_device()
+        found = out.numel(), out.is_contiguous(), offset, out.dtype, out.device
         if found != expected:
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
@@ -224,7 +227,7 @@ _OUT_FIELDS = (
     "contiguity",
     "offset from 16 bytes",
     "dtype",
-    "device index",
+    "device",
 )
 
 
@@ -250,7 +253,8 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
     try:
         guards = tensor_guards()(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards.check if guards.check(*given) is True else None
-    except Exception:  # an internal API of torch.compile, which may change
+    except Exception as error:  # an internal API of torch.compile, which may change
+        reraise(error)
         return None
 
 

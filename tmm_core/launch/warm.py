@@ -8,14 +8,16 @@ functions on that path are generated from the table of arguments by :func:`entry
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import PluginError, let_through, told
+from tmm_core.errors import PluginError, error_text, reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -43,7 +45,46 @@ Tensor = torch.Tensor
 #: whose kernel is compiled takes microseconds).
 MAX_PLANS = 65536
 
+#: Seconds between two looks for a record that another process is making.
+_POLL = 0.1
+
 _plans: dict[tuple[Any, ...], Plan] = {}
+
+
+class Part(NamedTuple):
+    """The part of an epilogue that a recorded product computes.
+
+    Attributes:
+        whole: The epilogue.
+        text: The part's name for :func:`run`, which then takes the arguments of the whole call and
+            checks them.
+        head, rest: As :attr:`Epilogue.parts`.
+        takes_residual: Whether the product adds the residual too.
+    """
+
+    whole: Epilogue
+    text: str
+    head: Epilogue
+    rest: Epilogue | None
+    takes_residual: bool
+
+
+#: Parts by the keys of their epilogues, and by their own texts.
+_parts: dict[str, Part] = {}
+_named_parts: dict[str, Part] = {}
+
+
+def part_of(epilogue: Epilogue) -> Part:
+    """The part of ``epilogue`` that a recorded product computes."""
+    return _parts.get(epilogue.key) or _make_part(epilogue)
+
+
+def _make_part(epilogue: Epilogue) -> Part:
+    head, rest = epilogue.bare.parts if epilogue.outputs else epilogue.parts
+    text = f"part of {epilogue.key}"
+    part = Part(epilogue, text, head, rest, head.is_identity and rest is None)
+    _parts[epilogue.key] = _named_parts[text] = part
+    return part
 
 
 class Epilogues(Protocol):
@@ -108,23 +149,60 @@ def _tf32() -> bool:
 
 
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
-    plan = make_plan(call, epilogue_of(call.epilogue), settings.current(), pose)
+    product = _product_of(call)
+    epilogue = epilogue_of(product.epilogue)
+    plan = make_plan(product, epilogue, settings.current(), pose, waits=False)
+    if product.residual is not call.residual:
+        plan = replace(plan, launcher=_without_residual(plan.launcher))
     # Under graph capture the choice is restricted.
-    if not plan.problem.capturing:
+    if plan.choice.lasting and not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
     return plan
 
 
+def _product_of(call: Any) -> Any:
+    """The call itself, or the product of a call that is recorded in parts, checked as a whole."""
+    part = _named_parts.get(call.epilogue)
+    if part is None:
+        return call
+    check(call, part.whole)
+    residual = call.residual if part.takes_residual else None
+    return call._replace(residual=residual, epilogue=part.head.interned())
+
+
+def _without_residual(launcher: Launcher) -> Launcher:
+    def launch(a: Tensor, b: Tensor, bias: Any, _: Any, alpha: float, out: Any) -> Tensor:
+        return launcher(a, b, bias, None, alpha, out)
+
+    return launch
+
+
+def _on_meta(call: Arguments | GroupedArguments) -> Any:
+    """The result of a call of meta tensors, by the operator's own rule for them."""
+    call = _product_of(call)
+    name = "matmul" if isinstance(call, Arguments) else "grouped_matmul"
+    beside = bool(epilogue_of(call.epilogue).outputs)
+    result = getattr(torch.ops.tmm, f"{name}_outputs" if beside else name).default(*call[:-1])
+    if call.out is not None:
+        return call.out
+    return tuple(result) if beside else result
+
+
 def make_plan(
-    call: Arguments | GroupedArguments, epilogue: Epilogue, current: settings.Settings, pose: Pose
+    call: Arguments | GroupedArguments,
+    epilogue: Epilogue,
+    current: settings.Settings,
+    pose: Pose,
+    waits: bool = True,
 ) -> Plan:
     """Check, choose and bind; all errors for bad input are raised here.
 
     Args:
         pose: Checks the call and returns its problem: that of plain calls below, or the one of
             :mod:`tmm_core.launch.grouped`.
+        waits: Until a choice can be made for good, if another process is tuning the problem.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
@@ -135,6 +213,9 @@ def make_plan(
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
+        while waits and not choice.lasting:
+            time.sleep(_POLL)
+            choice, launcher = answerer().bound(problem, current)
     shape: Sequence[int] = (problem.m, problem.n)
     if epilogue.outputs:
         launcher = Bound.of(launcher).run  # its other forms take no outputs
@@ -203,11 +284,12 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
     Raises:
         PluginError: Its exception would end the process.
     """
-    let_through(error)
+    reraise(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    if hopeless or isinstance(error, torch.OutOfMemoryError):
-        if not isinstance(error, Exception):
-            raise PluginError(f"kernel {plan.kernel} raised {told(error)}") from error
+    # Not isinstance, which asks a stranger's exception for its __class__.
+    if hopeless or issubclass(type(error), torch.OutOfMemoryError):
+        if not issubclass(type(error), Exception):
+            raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
     return True
@@ -260,11 +342,14 @@ def _replay(
             part = f"None if {role.name} is None else ({part})"
         yield f"    {part},"
     yield "    overridden(), deterministic(),"
-    yield "    a.dtype is torch.float32 and a.is_cuda and _tf32(),"
+    yield "    a.dtype is float32 and a.is_cuda and _tf32(),"
     yield ")"
     yield "plan = _plans.get(key)"
     yield "if plan is None:"
-    yield f"    plan = _build(key, {arguments.__name__}({', '.join(arguments._fields)}), pose)"
+    call = f"{arguments.__name__}({', '.join(arguments._fields)})"
+    yield "    if a.is_meta:"
+    yield f"        return _on_meta({call})"
+    yield f"    plan = _build(key, {call}, pose)"
     yield "try:"
     yield "    if profiler._is_profiler_enabled:"
     yield "        # Under the kernel's name, for whoever is profiling."
@@ -279,7 +364,8 @@ def _replay(
 
 #: The names that the functions use: queries of torch's state and of the settings, each of which is
 #: one C call of about 50 ns, and this module's.
-NAMES = vars(compat) | {"overridden": settings.overridden} | globals()
+NAMES = vars(compat) | globals()
+NAMES |= {"overridden": settings.overridden, "float32": torch.float32}
 
 undisturbed: Callable[..., bool] = written(
     "undisturbed",

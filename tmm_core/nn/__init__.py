@@ -1,14 +1,14 @@
-"""Layers that call :func:`tmm_core.linear`, and ``convert``, which swaps a model's layers for them.
+"""Layers that call :func:`tmm_core.linear`, and ``convert``, which makes a model's layers do so.
 
 >>> import torch
 >>> from tmm_core.nn import convert
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
 >>> report = convert(model)
->>> model[0]
-Linear(in_features=8, out_features=16, bias=True, epilogue='gelu')
->>> report.undo()
+>>> report.changes[0].after
+"linear(epilogue='gelu')"
 >>> model[0]
 Linear(in_features=8, out_features=16, bias=True)
+>>> report.undo()
 
 Import it explicitly: ``import tmm_core`` alone does not.
 """

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.errors import reraise
 from tmm_core.nn.proof import TOLERANCE, is_elementwise
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -39,7 +40,8 @@ def _proven(layer: nn.Module, gate: Gate, alpha: float, limit: float) -> str | N
         if not _pairs_columns(graph):
             return None
         found = fx.GraphModule({}, graph)(_grid(limit))
-    except Exception:  # third-party code, run on symbols
+    except Exception as error:  # third-party code, run on symbols
+        reraise(error)
         return None
     same = torch.allclose(found, epilogue.apply(_grid(limit)), rtol=TOLERANCE, atol=TOLERANCE)
     return epilogue.interned() if same else None

@@ -1,8 +1,10 @@
-"""Swaps a model's own layers for tmm's, in place and reversibly.
+"""Makes tmm compute the products of a model, in place and reversibly.
 
-All decisions are made before anything changes. A replacement layer holds the same dictionaries of
-parameters, buffers and hooks as the original, so parameters keep their identity (ties,
-optimisers) and ``state_dict`` its keys, and undoing puts the old modules back into their slots.
+All decisions are made before anything changes. What changes is the class of modules: a module, its
+parameters, buffers and hooks are the same objects as before, under the same names. A layer means
+the same to whoever calls, hooks, wraps, slices or replaces it, and activations stay where they are:
+it is the module that calls both which computes them in one product, as long as nothing that was
+proven of it has changed (:mod:`tmm_core.nn.fused`).
 """
 
 from __future__ import annotations
@@ -10,44 +12,47 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
 
-from tmm_core.nn import experts, proof
+from tmm_core.nn import conv1d, experts, fusing, unreached
+from tmm_core.nn.classes import subclass
 from tmm_core.nn.gated import GatedMLP
-from tmm_core.nn.joined import joinable, joined
 from tmm_core.nn.linear import Linear
-from tmm_core.nn.report import Change, Kind, LeftAlone, Report, Slot
+from tmm_core.nn.report import Change, LeftAlone, NotFused, Report, Swap
 
 
 def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = False) -> Report:
-    """Swap the layers of ``model`` for tmm's and fuse what can be proven.
+    """Compute the products of ``model`` by tmm, and fuse what can be proven.
 
-    >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("meta")
     >>> print(convert(mlp))
     Sequential: 0 gated MLPs fused, 1 activations fused, 1 other linears swapped, 0 left alone
-      0  Linear, ReLU → Linear(epilogue='relu')
+      0  Linear, ReLU → linear(epilogue='relu')
       2  Linear → Linear
 
     * Every ``nn.Linear`` becomes a :class:`tmm_core.nn.Linear`, if it is of exactly that type
-      (not quantised, not an adapter), has plain parameters, no hooks, and its own forward.
-    * If all results of a layer go through one activation, it is fused into the layer's kernel and
-      replaced by ``nn.Identity``. This works in ``nn.Sequential`` and in any module whose
-      forward ``torch.fx`` can trace.
+      (not quantised, not an adapter) and has plain parameters. So does every ``Conv1D`` of
+      Transformers.
+    * If a forward applies an activation to a layer's result, and to nothing else of it, the
+      activation is computed by the layer's kernel. This works in ``nn.Sequential`` and in any
+      module whose forward takes one tensor and can be proven to do just that; so does the gate of
+      a product that holds gate and up.
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
-      children are called, becomes a :class:`tmm_core.nn.GatedMLP` around the same children.
+      children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 
-    :mod:`tmm_core.nn.proof` proves fusions from a trace of the forward in both modes and the
-    activation's values in float64. The proof holds for the module as it is now; it does not cover
-    methods other than ``forward`` that call an activation themselves, or attributes that later
-    switch ``forward`` to another path.
+    Modules change their class and nothing else, and stay instances of it. Hooks, adapters,
+    parametrizations and quantised weights may come before or after: a fused module checks at each
+    call that its children, their hooks and the attributes that its forward reads are what was
+    proven (:mod:`tmm_core.nn.trace`), and otherwise runs its own forward over its children.
 
-    The report also lists what cannot be reached: torch modules that multiply by their weights
-    without calling a layer, above all ``nn.MultiheadAttention`` and the fast path of
-    ``nn.TransformerEncoderLayer`` in evaluation mode.
+    The report names every product: those that tmm computes, the activations that are not fused,
+    and what torch computes, each with the reason. Products outside of layers, such as attention's,
+    are found in the code of the forwards.
 
     Parameters are the same objects as before, so ties, optimisers and ``state_dict`` keys
     stay valid; gate and up weights move into one storage. Converting twice changes nothing more.
@@ -55,7 +60,7 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
     model.
 
     Args:
-        model: Its children are swapped; the module itself has no parent to hold a replacement.
+        model: Changed in place.
         inplace: False converts a deep copy, which is the report's ``model``.
         static_weights: Set ``static_weights`` on the new layers and on layers of
             :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
@@ -75,118 +80,91 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
     return _Conversion(model, static_weights).run()
 
 
-#: Nothing to prove: containers without a forward, and layers already fused.
-_SKIP = (nn.ModuleList, nn.ModuleDict, GatedMLP)
+#: The note of a report on a model whose weights are all on a CPU.
+_ON_A_CPU = (
+    "note: its weights are on a CPU, where torch's products are as fast and nothing is to be "
+    "gained; each call costs some µs more, which is 13-21 % of the time of a tiny model"
+)
 
 
 class _Conversion:
     def __init__(self, model: nn.Module, static_weights: bool) -> None:
         self._static_weights = static_weights
         self._report = Report(model)
-        self._slots: dict[nn.Module, list[Slot]] = {model: []}
-        self._walk(model, "")
-        self._linears = {m for m in self._slots if self._swappable(m)}
-        self._activations = {
-            m: name for m in self._slots if (name := self._activation(m)) is not None
-        }
-
-    def _walk(self, parent: nn.Module, prefix: str) -> None:
-        for name, child in parent._modules.items():
-            if child is None:
-                continue
-            slot = Slot(parent, name, prefix + name)
-            if child in self._slots:
-                self._slots[child].append(slot)
-            else:
-                self._slots[child] = [slot]
-                self._walk(child, f"{slot.path}.")
+        #: Every module, with the first of its paths.
+        self._paths = {module: path for path, module in model.named_modules()}
+        #: Classes of layers whose product is, or will be, tmm's.
+        self._layers: dict[nn.Module, Any] = {}
+        #: Classes that other modules get.
+        self._classes: dict[nn.Module, Any] = {}
+        self._fused: dict[nn.Module, list[Change]] = {}
+        #: Layers whose product an epilogue finishes somewhere.
+        self._finished: set[nn.Module] = set()
 
     def run(self) -> Report:
-        gatings = self._gatings()
-        pairs = self._pairs(gatings)
-        for module in self._slots:
-            self._leave(module, _out_of_reach(module))
+        for module in self._paths:
+            if (found := self._layer(module)) is not None:
+                self._layers[module] = found
+        for module in self._paths:
+            if experts.is_theirs(module):
+                self._group(module)
+            else:
+                self._fuse(module)
+            self._leave(module, unreached.out_of_reach(module))
+            if module not in self._layers and not experts.is_theirs(module):
+                self._leave(module, unreached.products(module))
         # All is decided; from here on the model changes, and is restored if memory runs out.
         try:
-            self._change(gatings, pairs)
+            self._change()
         except BaseException:
             self._report.undo()
             raise
+        self._note()
         return self._report
 
     # -- decide --------------------------------------------------------------------------
 
-    def _swappable(self, layer: nn.Module) -> bool:
-        if not isinstance(layer, nn.Linear):
-            return False
-        reason = self._fixed(layer, layer.weight, layer.bias)
-        if type(layer) not in (nn.Linear, Linear):
-            reason = "a subclass of Linear may do more than Linear does"
+    def _layer(self, layer: nn.Module) -> Any:
+        """The class of a layer with a product; None: ``layer`` is none, or stays torch's."""
+        kind = type(layer)
+        if kind is Linear or getattr(kind, "computes_product", None) is kind:
+            return None if layer._text else kind
+        theirs = conv1d.theirs()
+        if not isinstance(layer, nn.Linear) and (theirs is None or not isinstance(layer, theirs)):
+            return None
+        reason = _unfit(layer, *layer._parameters.values())
+        if kind is not nn.Linear and kind is not theirs:
+            reason = f"a subclass of {'Linear' if isinstance(layer, nn.Linear) else 'Conv1D'} "
+            reason += "may do more than its base does"
         if self._leave(layer, reason):
-            return False
-        return type(layer) is nn.Linear or not layer.epilogue
+            return None
+        return Linear if kind is nn.Linear else conv1d.swapped(kind)
 
-    def _groupable(self, layer: nn.Module) -> bool:
-        if not experts.is_theirs(layer):
-            return False
-        reason = self._fixed(layer, *layer.parameters(recurse=False)) or _overrides(layer)
-        return not self._leave(layer, reason)
+    def _group(self, layer: nn.Module) -> None:
+        if not self._leave(layer, _unfit(layer, *layer.parameters(recurse=False))):
+            self._classes[layer] = _grouped(type(layer))
 
-    def _fixed(self, module: nn.Module, *parameters: torch.Tensor | None) -> str | None:
-        """Why a module with these parameters cannot be replaced."""
-        if not self._slots[module]:
-            return "it is the model itself and has no parent"
-        for parameter in parameters:
-            if parameter is not None and not _is_plain(parameter):
-                return f"its parameters are not plain ones ({type(parameter).__name__})"
-        return _hooked(module)
-
-    def _activation(self, module: nn.Module) -> str | None:
-        name = proof.activation(module)
-        return None if name is None or self._leave(module, _hooked(module)) else name
-
-    def _activations_in(self, parent: nn.Module) -> dict[nn.Module, str]:
-        return {m: self._activations[m] for m in parent.children() if m in self._activations}
-
-    def _gatings(self) -> dict[nn.Module, proof.Gating]:
-        found = {}
-        for mlp in self._slots:
-            if isinstance(mlp, GatedMLP):
-                continue
-            children, acts = list(mlp.children()), self._activations_in(mlp)
-            layers = self._linears.intersection(children)
-            if len(layers) < 2 or not 3 <= len(children) <= 3 + len(acts):
-                continue
-            try:
-                gating = proof.gating(mlp, acts)
-            except proof.NotProvenError:
-                continue
-            reason = self._against_gating(mlp, gating)
-            if reason is None:
-                found[mlp] = gating
-            else:
-                self._leave(mlp, f"not fused: {reason}")
-        return found
-
-    def _against_gating(self, mlp: nn.Module, gating: proof.Gating) -> str | None:
-        gate, up, _ = map(mlp.get_submodule, gating.names)
-        if reason := self._fixed(mlp) or _overrides(mlp):
-            return reason
-        if gate not in self._linears or up not in self._linears:
-            return "its gate or up projection is left alone"
-        for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
-            if first is None and second is None:
-                continue
-            if first is None or second is None or first.shape != second.shape:
-                return "gate and up projection differ in shape or bias"
-            assert isinstance(first, torch.Tensor)
-            assert isinstance(second, torch.Tensor)
-            if first.is_meta or joined(first, second) is not None:
-                continue
-            shared = (self._storages[t.untyped_storage().data_ptr()] > 1 for t in (first, second))
-            if not joinable(first, second) or any(shared):
-                return "its weights share memory with others, or differ in dtype or device"
-        return None
+    def _fuse(self, module: nn.Module) -> None:
+        found = fusing.decide(module, self._layers, lambda: self._storages)
+        for name, reason in found.apart:
+            self._apart(module, name, reason)
+        if found.kind is None:
+            return
+        self._classes[module] = found.kind
+        self._fused[module] = []
+        if found.gating is not None:
+            after = f"GatedMLP(epilogue={found.gating.epilogue!r})"
+            change = Change("gated", self._path(module), type(module).__name__, after)
+            self._fused[module].append(change)
+        for fusion in found.fusions:
+            layer: Any = module._modules[fusion.layer]
+            act = module._modules[fusion.activation] if fusion.activation else None
+            before = f"{fusion.epilogue}()" if act is None else type(act).__name__
+            before = f"{type(layer).__name__}, {before}"
+            after = f"linear(epilogue={fusion.epilogue!r})"
+            self._finished.add(layer)
+            change = Change("epilogue", self._within(module, fusion.layer), before, after)
+            self._fused[module].append(change)
 
     @functools.cached_property
     def _storages(self) -> Counter[int]:
@@ -196,124 +174,77 @@ class _Conversion:
         plain = (t for t in tensors if _is_plain(t) and not t.is_meta)
         return Counter(t.untyped_storage().data_ptr() for t in plain)
 
-    def _pairs(self, gatings: dict[nn.Module, proof.Gating]) -> list[proof.Pair]:
-        found: list[proof.Pair] = []
-        for parent in self._slots:
-            acts = self._activations_in(parent)
-            layers = self._linears.intersection(parent.children())
-            if not acts or not layers or parent in gatings or isinstance(parent, _SKIP):
-                continue
-            try:
-                pairs = proof.pairs(parent, layers, acts)
-            except proof.NotProvenError as error:
-                self._leave(parent, f"not fused: {error}")
-                continue
-            refused = set()
-            for pair in pairs:
-                reason = pair.reason
-                if reason is None and len(self._slots[pair.linear]) > 1:
-                    reason = "it is also used elsewhere"
-                if reason is not None:
-                    refused.add(pair.activation)
-                    self._leave(pair.linear, f"not fused with its activation: {reason}")
-            found += [pair for pair in pairs if pair.activation not in refused]
-        return found
-
     # -- apply ---------------------------------------------------------------------------
 
-    def _change(self, gatings: dict[nn.Module, proof.Gating], pairs: list[proof.Pair]) -> None:
-        absorbed = {pair.linear: pair for pair in pairs}
-        for module in self._slots:
-            if module in gatings:
-                gating = gatings[module]
-                self._swap("gated", module, GatedMLP.of(module, gating.names, gating.epilogue))
-            elif module in absorbed:
-                pair = absorbed[module]
-                assert isinstance(module, nn.Linear)
-                self._swap("epilogue", module, Linear.of(module, pair.epilogue), pair.activation)
-            elif module in self._linears and type(module) is nn.Linear:
-                self._swap("linear", module, Linear.of(module))
-            elif self._groupable(module):
-                self._swap("experts", module, experts.TransformersExperts.of(module))
-        for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
-            for slot in self._slots[activation]:
-                if slot.parent is parent:
-                    self._put(slot, activation, nn.Identity())
-        for module in self._report.model.modules() if self._static_weights else ():
-            if isinstance(module, (Linear, GatedMLP)):
+    def _change(self) -> None:
+        changes = self._report.changes
+        for module, path in self._paths.items():
+            before, after = type(module), self._layers.get(module, type(module))
+            if after is not before:
+                self._swap(module, after)
+                if module not in self._finished:
+                    changes.append(Change("linear", path, before.__name__, after.__name__))
+            if module in self._classes:
+                self._swap(module, self._classes[module])
+                changes += self._fused.get(module, [])
+                if isinstance(module, experts.TransformersExperts):
+                    after_text = f"TransformersExperts(epilogue={module.epilogue!r})"
+                    changes.append(Change("experts", path, before.__name__, after_text))
+        for module in self._paths if self._static_weights else ():
+            if hasattr(type(module), "static_weights") and not module.static_weights:
                 module.static_weights = True
+                self._report.static.append(module)
 
-    def _swap(
-        self,
-        kind: Kind,
-        original: nn.Module,
-        replacement: Linear | GatedMLP | experts.TransformersExperts,
-        *absorbed: nn.Module,
-    ) -> None:
-        before = ", ".join(type(module).__name__ for module in (original, *absorbed))
-        epilogue = f"(epilogue={replacement.epilogue!r})" if replacement.epilogue else ""
-        after = f"{type(replacement).__name__}{epilogue}"
-        for slot in self._slots[original]:
-            self._put(slot, original, replacement)
-        self._report.changes.append(Change(kind, self._path(original), before, after))
+    def _swap(self, module: nn.Module, after: Any) -> None:
+        before, module.__class__ = type(module), after
+        self._report.swaps.append(Swap(module, self._path(module), before, after))
+        if isinstance(module, GatedMLP):
+            module._register_hooks()
+            module.merge()
 
-    def _put(self, slot: Slot, original: nn.Module, replacement: nn.Module) -> None:
-        replacement.training = original.training
-        slot.parent._modules[slot.name] = replacement
-        self._report.swaps.append((slot, original, replacement))
+    # -- report --------------------------------------------------------------------------
 
     def _leave(self, module: nn.Module, reason: str | None) -> bool:
-        """Report why a module is left alone, if there is a reason; returns whether there is."""
+        """Report why torch computes the products of a module, if there is a reason; returns
+        whether there is."""
         if reason is not None:
             self._report.left.append(LeftAlone(self._path(module), type(module).__name__, reason))
         return reason is not None
 
+    def _apart(self, module: nn.Module, name: str, reason: str) -> None:
+        """Report why an activation, a child or a function, is not fused."""
+        child = module._modules.get(name)
+        text = f"{name}()" if child is None else type(child).__name__
+        path = self._path(module) if child is None else self._within(module, name)
+        self._report.not_fused.append(NotFused(path, text, reason))
+
+    def _note(self) -> None:
+        devices = {t.device.type for module in self._layers for t in module.parameters()}
+        if self._report and devices == {"cpu"}:
+            self._report.notes.append(_ON_A_CPU)
+
     def _path(self, module: nn.Module) -> str:
-        slots = self._slots[module]
-        return slots[0].path if slots else "the model"
+        return self._paths[module] or "the model"
+
+    def _within(self, module: nn.Module, name: str) -> str:
+        return f"{self._paths[module]}.{name}".lstrip(".")
 
 
-#: Torch's modules that multiply by weights without calling the layers that hold them.
-_OUT_OF_REACH: dict[type[nn.Module], str] = {
-    nn.TransformerEncoderLayer: (
-        "in evaluation mode torch's fast path reads the weights and calls no layer; "
-        "torch.backends.mha.set_fastpath_enabled(False) turns it off"
-    ),
-    nn.MultiheadAttention: "it multiplies by in_proj_weight and out_proj.weight itself",
-    nn.RNNBase: "it multiplies by its weights itself",
-}
+def _grouped(kind: Any) -> Any:
+    """The class of an expert layer of Transformers with grouped products."""
+    base = experts.TransformersExperts
+    return subclass(kind, base, "", (_grouped, kind), gate_kind=kind)
 
 
-def _out_of_reach(module: nn.Module) -> str | None:
-    """Why torch computes the products of ``module``, whatever is swapped inside it."""
-    for kind, reason in _OUT_OF_REACH.items():
-        if isinstance(module, kind) and (
-            kind is nn.RNNBase or type(module).forward is kind.forward
-        ):
-            return reason
-    return None
-
-
-def _hooked(module: nn.Module) -> str | None:
-    """Why calling ``module`` does more than its class's forward."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, kind) for kind in kinds):
-        return "hooks are registered on it"
-    if "forward" in vars(module):
+def _unfit(layer: nn.Module, *parameters: torch.Tensor | None) -> str | None:
+    """Why tmm cannot compute the products of a layer."""
+    if "forward" in vars(layer):
         return "its forward was replaced on the instance"
+    for parameter in parameters:
+        if parameter is not None and not _is_plain(parameter):
+            return f"its parameters are not plain ones ({type(parameter).__name__})"
     return None
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
-
-
-def _overrides(module: nn.Module) -> str | None:
-    """Which methods its class overrides that GatedMLP would replace by nn.Module's."""
-    kind = type(module)
-    own = {"__init__", "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__"}
-    own |= {"forward", "extra_repr", "_get_name", "__static_attributes__", "__firstlineno__"}
-    changed = sorted(
-        n for n in set(vars(nn.Module)) - own if getattr(kind, n) is not getattr(nn.Module, n)
-    )
-    return f"its class has its own {', '.join(changed)}" if changed else None

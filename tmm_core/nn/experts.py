@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import grouped
+from tmm_core import compat, grouped
 from tmm_core.nn import clamped, proof
 from tmm_core.nn.gated import GATED_BY, gated_by
 from tmm_core.spec.epilogue import EpilogueLike
@@ -145,19 +145,26 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     epilogue, follow = _gate_of(self)
     up = "gate_up_proj" if self.has_gate else "up_proj"
     between = _product(self, up, hidden_states, offs, a_index=tokens, epilogue=epilogue)
+    # Rows of experts of other ranks are undefined: parameters' gradients would sum over them.
     if follow is not None:
-        between = follow(between)
+        between = follow(_in_groups(between, offs) if between.requires_grad else between)
     if getattr(self, "has_post_expert_norm", False):
         # The norm comes between the product and the weight.
-        normed = self.post_expert_norm(_product(self, "down_proj", between, offs))
-        known = torch.arange(len(normed), device=normed.device) < offs[-1]
-        normed = torch.where(known[:, None], normed * weights[:, None], 0)
+        product = _in_groups(_product(self, "down_proj", between, offs), offs)
+        normed = self.post_expert_norm(product) * _in_groups(weights[:, None], offs)
+        normed = _in_groups(normed, offs)
         down = torch.zeros_like(normed).index_copy(0, places, normed)
     else:
         rows = {"out_index": places, "out_weights": weights}
         down = _product(self, "down_proj", between, offs, **rows)
     # The rows of each token lie beside each other again.
     return down.view(*top_k_index.shape, down.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
+def _in_groups(t: Tensor, offs: Tensor) -> Tensor:
+    """``t`` with rows of zero beyond the last group."""
+    known = torch.arange(len(t), device=t.device) < offs[-1]
+    return torch.where(known[:, None], t, 0)
 
 
 def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -> Tensor:
@@ -169,7 +176,7 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
     weights = arguments.get("out_weights")
     if weights is not None and weights.dtype not in (weight.dtype, torch.float32):
         arguments["out_weights"] = weights.float()
-    if not torch.is_autocast_enabled(x.device.type):  # which casts both
+    if not compat.autocasts_on(x.device.type):  # which casts both
         x = x.to(weight.dtype)
     return grouped.grouped_matmul(x, weight, offs=offs, bias=bias, **arguments)
 
@@ -209,15 +216,6 @@ class TransformersExperts(nn.Module):
 
     #: The class whose ``_apply_gate`` it uses.
     gate_kind: type[nn.Module]
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> TransformersExperts:
-        """``layer`` with another forward."""
-        made = cls.__new__(cls)
-        made.__dict__ = dict(layer.__dict__)
-        made.gate_kind = type(layer)
-        _gate_of(made)  # in case the model is compiled before it runs
-        return made
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return forward(self, hidden_states, top_k_index, top_k_weights)

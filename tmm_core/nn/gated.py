@@ -8,7 +8,6 @@ until :meth:`GatedMLP.merge` has joined them again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,18 +108,6 @@ class GatedMLP(nn.Module):
         self._register_hooks()
         self.merge()
 
-    @classmethod
-    def of(cls, mlp: nn.Module, names: Sequence[str], epilogue: EpilogueLike) -> GatedMLP:
-        """``mlp`` with this class's forward over its children of these names (gate, up,
-        down); both share all other attributes."""
-        layer = cls.__new__(cls)
-        layer.__dict__ = dict(mlp.__dict__)
-        layer._names = tuple(names)
-        layer._gate_by(epilogue)
-        layer._register_hooks()
-        layer.merge()
-        return layer
-
     def _gate_by(self, epilogue: EpilogueLike) -> None:
         parsed = gated_by(epilogue)
         if parsed.interleaved or parsed.stages:
@@ -196,7 +183,7 @@ class GatedMLP(nn.Module):
         a mode or transform needs to see their calls."""
         if torch.compiler.is_compiling() or _forward_ad._current_level >= 0:
             return None
-        if torch.is_autocast_enabled(x.device.type):
+        if compat.autocasts_on(x.device.type):
             return None
         from tmm_core.nn import sharded
 
@@ -227,11 +214,13 @@ class GatedMLP(nn.Module):
         return [self._modules[name] for name in self._names]
 
     def _register_hooks(self) -> None:
-        # Its own dictionaries: the others may be shared with the module it stands in for.
-        for name in ("_load_state_dict_post_hooks", "_state_dict_hooks"):
-            setattr(self, name, OrderedDict(getattr(self, name)))
         self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
+
+    def _remove_hooks(self) -> None:
+        for hooks in (self._load_state_dict_post_hooks, self._state_dict_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_merge_hook, _apart_hook)]:
+                del hooks[key]
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedMLP:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
@@ -286,7 +275,7 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
     if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
         return False
     kind = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(kind):
+    if not compat.autocasts_on(kind):
         return True
     return torch.get_autocast_dtype(kind) is x.dtype
 

@@ -12,7 +12,10 @@ from tmm_core.interop import flops, levels
 from tmm_core.interop.gradients import Call, follow, gradients
 from tmm_core.interop.pointwise import kernels
 from tmm_core.launch import warm
+from tmm_core.launch.check import check
 from tmm_core.nn.joined import joined
+from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.epilogue import IDENTITY
 
 Tensor = torch.Tensor
 
@@ -136,8 +139,13 @@ library.impl("gated_linear", two_products, "FuncTorchBatched")
 
 
 @torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
-def _fake(x: Tensor, gate: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], gate.shape[0]))
+def _fake(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:  # fmt: skip
+    shape = check(Arguments(x, gate.t(), gate_bias), IDENTITY)
+    check(Arguments(x, up.t(), up_bias, x.new_empty(shape)), IDENTITY)
+    return x.new_empty(shape)
 
 
 flops.count(

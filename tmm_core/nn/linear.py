@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
 
 from tmm_core import api, dispatch
+from tmm_core.interop import unusual
 from tmm_core.settings import with_static_weights
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import EpilogueLike
 
 
@@ -36,6 +38,11 @@ class Linear(nn.Linear):
 
     #: Run the product under the setting ``static_weights``. Assign to change it.
     static_weights = False
+    #: The class of layers whose product can take an epilogue.
+    computes_product: ClassVar[type]
+    # Of the class too: convert changes the class of torch's layers, which lack them.
+    _epilogue: EpilogueLike = None
+    _text = ""
 
     def __init__(
         self,
@@ -49,18 +56,6 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.epilogue = epilogue
-
-    @classmethod
-    def of(cls, linear: nn.Linear, epilogue: EpilogueLike = None) -> Linear:
-        """``linear`` with this class's forward.
-
-        Both hold the same dictionaries of parameters and hooks, so a parameter assigned to one
-        is also the other's.
-        """
-        layer = cls.__new__(cls)
-        layer.__dict__ = dict(linear.__dict__)
-        layer.epilogue = epilogue
-        return layer
 
     @property
     def epilogue(self) -> EpilogueLike:
@@ -93,15 +88,38 @@ class Linear(nn.Linear):
         if type(input) is not torch.Tensor and isinstance(input, fx.Proxy):
             return leaf(self, input)
         if self.static_weights:
-            return with_static_weights(self._product, input)
-        return api.linear(input, self.weight, self.bias, epilogue=self._text)
+            return with_static_weights(self._product, input, self._text)
+        weight = self.weight
+        if type(weight) is not nn.Parameter and unusual.foreign(weight):
+            return by_torch(input, weight, self.bias, self._text)
+        return api.linear(input, weight, self.bias, epilogue=self._text)
 
-    def _product(self, input: torch.Tensor) -> torch.Tensor:
-        return api.linear(input, self.weight, self.bias, epilogue=self._text)
+    def product(self, input: torch.Tensor, epilogue: str) -> torch.Tensor:
+        """``epilogue(input @ weight.T + bias)``, with an epilogue's text."""
+        if self.static_weights:
+            return with_static_weights(self._product, input, epilogue)
+        return self._product(input, epilogue)
+
+    def _product(self, input: torch.Tensor, epilogue: str) -> torch.Tensor:
+        weight = self.weight
+        if unusual.foreign(weight):
+            return by_torch(input, weight, self.bias, epilogue)
+        return api.linear(input, weight, self.bias, epilogue=epilogue)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return f"{text}, epilogue={self._text!r}" if self._text else text
+
+
+Linear.computes_product = Linear
+
+
+def by_torch(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str
+) -> torch.Tensor:
+    """The product as torch and the weight's type compute it, then the epilogue."""
+    call = Arguments(input, weight, bias, epilogue=epilogue)
+    return unusual.linear(call)
 
 
 def leaf(module: nn.Module, input: fx.Proxy) -> Any:

@@ -1,53 +1,55 @@
-"""Proves which layers may be fused, from a trace of ``forward`` and never from names.
+"""Finds, in the trace of a forward, products that an epilogue can finish.
 
-``torch.fx`` runs a forward on symbols with every child module opaque, once in training mode
-and once in evaluation mode. The graph is everything the forward does, whatever the input: a
-forward that depends on its input's values or shape cannot be traced, and stays as it is. An
-activation is recognised by its values: its graph has only elementwise functions and equals a
-known epilogue in float64 over a grid of points.
+The result is a program: the traced graph, with each product and its activation in one call. The
+modules keep their meaning; :mod:`tmm_core.nn.fused` runs the program only while everything that
+the proof assumed still holds.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from tmm_core.epilogues import parse
+from tmm_core.nn import activation as activations
+from tmm_core.nn.activation import TOLERANCE, Activation, is_elementwise, of_node
 from tmm_core.nn.gated import GATED_BY
+from tmm_core.nn.trace import NotProvenError, Trace
 
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus")
-
-_FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
-_OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
-_METHODS = ("relu", "sigmoid", "tanh", "erf", "exp", "add", "sub", "mul", "div", "pow", "square")
-_ELEMENTWISE: frozenset[Any] = frozenset(
-    (*_FUNCTIONS, *_OPERATORS, operator.neg, *(getattr(torch, name) for name in _METHODS))
-)
-
-#: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
-TOLERANCE = 1e-12
+__all__ = ["TOLERANCE", "Gating", "NotProvenError", "Program", "activation", "gating"]
+__all__ += ["is_elementwise", "program"]
 
 
-class NotProvenError(Exception):
-    """Why a layer stays as it is."""
+def activation(module: nn.Module) -> str | None:
+    """The epilogue that ``module`` computes; None if there is none, or it is not proven."""
+    found = activations.recognise(module)
+    return None if found is None else found.epilogue
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A layer whose results all go through an activation and nowhere else; or, with a
-    ``reason``, one for which that does not hold."""
+class Fusion:
+    """A product, and the activation that its epilogue computes."""
 
-    parent: nn.Module
-    linear: nn.Module
-    activation: nn.Module
+    #: Name of the layer among the module's children.
+    layer: str
+    #: Name of the activation among them; None: it is a function, or the layer's own.
+    activation: str | None
     epilogue: str
-    reason: str | None = None
+
+
+@dataclass
+class Program:
+    """A forward with fused products, for training and for evaluation."""
+
+    training: fx.Graph
+    evaluation: fx.Graph
+    fusions: list[Fusion]
+    #: Activations that stay apart: the layer's name, the activation, and why.
+    apart: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,144 +57,154 @@ class Gating:
     """``down(activation(gate(x)) * up(x))``."""
 
     #: Of gate, up and down.
-    names: tuple[str, ...]
+    names: tuple[str, str, str]
+    #: The activation's name among the children; None: it is a function.
+    activation: str | None
     epilogue: str
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+#: Computes a product with an epilogue: ``(layer, x, epilogue)``.
+Product = Callable[[nn.Module, torch.Tensor, str], torch.Tensor]
 
 
-def graphs(module: nn.Module) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of ``module.forward`` over its children, in training and in evaluation.
+def program(
+    traced: Trace, layers: set[str], known: Mapping[str, Activation], product: Product
+) -> Program:
+    """The program of a module.
 
-    Raises:
-        NotProvenError: The forward cannot be traced, or is not the class's own.
+    Args:
+        traced: The module's forward.
+        layers: Names of the children that compute ``product`` with an empty epilogue.
+        known: Its children that are activations.
+        product: What the program calls.
     """
-    if "forward" in vars(module):
-        raise NotProvenError("its forward was replaced on the instance")
-    return _graph(module, training=True), _graph(module, training=False)
+    found = [_Rewriting(graph, layers, known, product) for graph in traced.graphs]
+    training, evaluation = found
+    if set(training.fusions) != set(evaluation.fusions):
+        apart = [(f.layer, f.activation or f.epilogue, "it depends on the mode")
+                 for f in {*training.fusions} ^ {*evaluation.fusions}]  # fmt: skip
+        return Program(*traced.graphs, [], apart)
+    fusions = list(dict.fromkeys(training.fusions))
+    apart = list(dict.fromkeys(training.apart + evaluation.apart))
+    return Program(training.graph, evaluation.graph, fusions, apart)
 
 
-def _graph(module: nn.Module, training: bool) -> fx.Graph:
-    # A stand-in receives the attributes that forward may assign to self.
-    stand_in = module.__class__.__new__(module.__class__)
-    stand_in.__dict__ = dict(module.__dict__, training=training)
-    for name in ("_parameters", "_buffers", "_modules"):
-        stand_in.__dict__[name] = dict(module.__dict__[name])
-    try:
-        return _Tracer().trace(stand_in)
-    except Exception as error:  # third-party code, run on symbols
-        text = str(error).strip().partition("\n")[0]
-        raise NotProvenError(
-            f"its forward cannot be traced ({type(error).__name__}: {text})"
-        ) from None
+class _Rewriting:
+    """A copy of a graph, with fused products."""
 
+    def __init__(
+        self, graph: fx.Graph, layers: set[str], known: Mapping[str, Activation], product: Product
+    ) -> None:
+        self.graph, self.fusions = fx.Graph(), list[Fusion]()
+        self.apart: list[tuple[str, str, str]] = []
+        self.graph.output(self.graph.graph_copy(graph, {}))
+        self._layers, self._known, self._product = layers, known, product
+        for node in list(self.graph.nodes):
+            if (name := self._activation(node)) is not None:
+                self._consider(node, name)
 
-def activation(module: nn.Module) -> str | None:
-    """The epilogue that ``module`` computes; None if there is none, or it is not proven."""
-    if [*module.children(), *module.parameters(), *module.buffers()]:
-        return None
-    candidates: tuple[str, ...] = ACTIVATIONS
-    if isinstance(module, nn.LeakyReLU):
-        candidates = (f"leaky_relu({float(module.negative_slope)!r})",)
-    try:
-        found = {_function(graph, candidates) for graph in graphs(module)}
-    except NotProvenError:
-        return None
-    return found.pop() if len(found) == 1 else None
-
-
-def _function(graph: fx.Graph, candidates: Iterable[str]) -> str | None:
-    first, *middle, last = graph.nodes
-    if first.op != "placeholder" or last.op != "output" or not middle:
-        return None
-    if last.args != (middle[-1],) or not all(map(is_elementwise, middle)):
-        return None
-    return _named(fx.GraphModule({}, graph), candidates)
-
-
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether it calls a function of single elements."""
-    if node.op == "call_function":
-        return node.target in _ELEMENTWISE
-    return node.op == "call_method" and node.target in _METHODS
-
-
-def _named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -> str | None:
-    """The epilogue that ``function`` agrees with, near zero and far from it."""
-    near = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
-    grid = torch.cat([near, near * 250.0])
-    with torch.no_grad():
-        got = function(grid.clone())
-        if not isinstance(got, torch.Tensor) or got.shape != grid.shape or got.dtype != grid.dtype:
-            return None
-        for name in candidates:
-            expected = parse(name).apply(grid)
-            if torch.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
-                return name
-    return None
-
-
-def pairs(
-    module: nn.Module, linears: Iterable[nn.Module], activations: dict[nn.Module, str]
-) -> list[Pair]:
-    """Pairs of a linear layer and its activation among the children of ``module``.
-
-    Raises:
-        NotProvenError: The forward cannot be traced.
-    """
-    training, evaluation = (_pairs(module, g, set(linears), activations) for g in graphs(module))
-    return [pair for pair in training if pair in evaluation]
-
-
-def _pairs(
-    module: nn.Module,
-    graph: fx.Graph,
-    linears: set[nn.Module],
-    activations: dict[nn.Module, str],
-) -> list[Pair]:
-    calls: dict[nn.Module, list[fx.Node]] = {}
-    for node in graph.nodes:
+    def _activation(self, node: fx.Node) -> str | None:
         if node.op == "call_module":
-            calls.setdefault(_child(module, node), []).append(node)
+            found = self._known.get(str(node.target))
+            return found.epilogue if found is not None and _only_argument(node) else None
+        return of_node(node)
 
-    def source(node: fx.Node) -> nn.Module | None:
-        """The layer whose result ``node`` takes, if nothing else takes it."""
-        try:
-            taken = _called(_argument(node))
-        except NotProvenError:
-            return None
-        return _child(module, taken) if len(taken.users) == 1 else None
+    def _consider(self, node: fx.Node, name: str) -> None:
+        (source,) = node.all_input_nodes
+        act = str(node.target) if node.op == "call_module" else None
+        if self._is_product(source):
+            if len(source.users) == 1:
+                self._fuse(source, node, Fusion(str(source.target), act, name))
+            else:
+                reason = "its result is also used without the activation"
+                self.apart.append((str(source.target), act or name, reason))
+        elif source.target is operator.getitem:
+            self._consider_halves(node, source, act, name)
 
-    found = []
-    for activation, epilogue in activations.items():
-        sources = [source(node) for node in calls.get(activation, [])]
+    def _is_product(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and node.target in self._layers and _only_argument(node)
+
+    def _consider_halves(self, node: fx.Node, half: fx.Node, act: str | None, name: str) -> None:
+        """``activation(h[0]) * h[1]`` of the halves of a product, gate first."""
+        whole = half.args[0]
+        if not isinstance(whole, fx.Node) or not _halves(whole):
+            return
+        source = whole.all_input_nodes[0]
+        if not self._is_product(source):
+            return
         reason = None
-        if any(layer not in linears for layer in sources):
-            reason = "the activation after it also takes other results"
-        for layer in dict.fromkeys(layer for layer in sources if layer in linears):
-            assert layer is not None
-            if reason is None and len(calls[layer]) != sources.count(layer):
-                reason = "it is also called without the activation after it"
-            found.append(Pair(module, layer, activation, epilogue, reason))
-    return found
+        others = [user for user in whole.users if user is not half]
+        if name not in GATED_BY:
+            reason = f"no gated epilogue computes {name}"
+        elif half.args[1] != 0:
+            reason = "its gate is the second half of the product"
+        elif len(source.users) != 1 or len(others) != 1 or others[0].args[1:] != (1,):
+            reason = "its halves are also used otherwise"
+        elif not _multiplied(node, others[0]) or len(half.users) != 1:
+            reason = "its halves are not multiplied and nothing else"
+        if reason is not None:
+            self.apart.append((str(source.target), act or name, reason))
+            return
+        (multiplied,) = node.users
+        self._fuse(source, multiplied, Fusion(str(source.target), act, GATED_BY[name]))
+
+    def _fuse(self, source: fx.Node, last: fx.Node, fusion: Fusion) -> None:
+        # In the product's place: its input may be changed in place after it.
+        with self.graph.inserting_before(source):
+            layer = self.graph.create_node("get_attr", fusion.layer)
+            given: Any = (layer, *source.all_input_nodes, fusion.epilogue)
+            fused = self.graph.call_function(self._product, given)
+        last.replace_all_uses_with(fused)
+        for node in _unused(last, source):
+            self.graph.erase_node(node)
+        self.fusions.append(fusion)
 
 
-def gating(module: nn.Module, activations: dict[nn.Module, str]) -> Gating:
-    """Prove that ``module`` is ``down(activation(gate(x)) * up(x))`` and nothing more.
+def _unused(last: fx.Node, source: fx.Node) -> list[fx.Node]:
+    """The nodes from ``source`` to ``last``, users first."""
+    nodes, found, waiting = list(last.graph.nodes), {last}, [last]
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node not in found and nodes.index(node) >= nodes.index(source):
+                found.add(node)
+                waiting.append(node)
+    return sorted(found, key=nodes.index, reverse=True)
+
+
+def _halves(node: fx.Node) -> bool:
+    """Whether it splits its input's last dimension into two."""
+    if (node.op, node.target) == ("call_method", "chunk") or node.target is torch.chunk:
+        given: dict[str, Any] = (
+            dict(zip(("input", "chunks", "dim"), node.args, strict=False)) | node.kwargs
+        )
+        return given.get("chunks") == 2 and given.get("dim") == -1
+    return False
+
+
+def _multiplied(first: fx.Node, second: fx.Node) -> bool:
+    """Whether the product of the two is their only use."""
+    users = [*first.users, *second.users]
+    if len(users) != 2 or users[0] is not users[1]:
+        return False
+    try:
+        return set(_factors(users[0])) == {first, second}
+    except NotProvenError:
+        return False
+
+
+def gating(traced: Trace, known: Mapping[str, Activation]) -> Gating:
+    """Prove that a forward is ``down(activation(gate(x)) * up(x))`` and nothing more.
 
     Raises:
-        NotProvenError: It is not, or its forward cannot be traced.
+        NotProvenError: It is not.
     """
-    training, evaluation = (_gating(module, graph, activations) for graph in graphs(module))
+    training, evaluation = (_gating(graph, known) for graph in traced.graphs)
     if training != evaluation:
         raise NotProvenError("its forward depends on the mode")
     return training
 
 
-def _gating(module: nn.Module, graph: fx.Graph, activations: dict[nn.Module, str]) -> Gating:
+def _gating(graph: fx.Graph, known: Mapping[str, Activation]) -> Gating:
     nodes = list(graph.nodes)
     # x, gate, activation, up, product, down and the output.
     if len(nodes) != 7 or nodes[0].op != "placeholder":
@@ -201,13 +213,18 @@ def _gating(module: nn.Module, graph: fx.Graph, activations: dict[nn.Module, str
     down = _called(nodes[-1].args[0])
     left, right = _factors(_argument(down))
     for gated, factor in ((left, right), (right, left)):
-        name = _gate(module, gated, activations)
+        act = str(gated.target) if gated.op == "call_module" else None
+        name = of_node(gated, GATED_BY) if act is None else _epilogue(known.get(act))
         if name in GATED_BY:
             gate, up = _called(_argument(gated)), _called(factor)
-            names = tuple(str(node.target) for node in (gate, up, down))
+            names = (str(gate.target), str(up.target), str(down.target))
             if _argument(gate) is x and _argument(up) is x and len(set(names)) == 3:
-                return Gating(names, GATED_BY[name])
+                return Gating(names, act, GATED_BY[name])
     raise NotProvenError("its gate is not an activation with a gated epilogue")
+
+
+def _epilogue(found: Activation | None) -> str | None:
+    return None if found is None else found.epilogue
 
 
 def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -223,27 +240,8 @@ def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     raise NotProvenError("the input of its last layer is not a product of two tensors")
 
 
-def _gate(module: nn.Module, node: fx.Node, activations: dict[nn.Module, str]) -> str | None:
-    """The activation that ``node`` applies: a child, or a torch function."""
-    if node.op == "call_module":
-        return activations.get(_child(module, node))
-    if not is_elementwise(node) or not callable(node.target) or len(node.all_input_nodes) != 1:
-        return None
-    function = node.target
-
-    def apply(z: torch.Tensor) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: z)
-        return function(*args, **kwargs)
-
-    return _named(apply, GATED_BY)
-
-
-def _child(module: nn.Module, node: fx.Node) -> nn.Module:
-    return module.get_submodule(str(node.target))
-
-
 def _called(node: Any) -> fx.Node:
-    if not isinstance(node, fx.Node) or node.op != "call_module" or "." in str(node.target):
+    if not isinstance(node, fx.Node) or node.op != "call_module":
         raise NotProvenError("its forward does more than call its children")
     return node
 
@@ -256,3 +254,7 @@ def _argument(node: fx.Node) -> fx.Node:
     if node.op == "call_module" and len(given) != 1:
         raise NotProvenError("its forward passes more than one argument to a child")
     return given[0]
+
+
+def _only_argument(node: fx.Node) -> bool:
+    return len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node)

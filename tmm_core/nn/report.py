@@ -1,5 +1,5 @@
-"""What :func:`tmm_core.nn.convert` changed in a model, what it left alone and why, and the way
-back."""
+"""What :func:`tmm_core.nn.convert` changed in a model, what torch still computes and why, and the
+way back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from tmm_core.errors import warn
 from tmm_core.nn.gated import GatedMLP
 
-#: ``linear``: swapped. ``epilogue``: swapped, with the activation after it in its kernel.
+#: ``linear``: a layer's product is tmm's. ``epilogue``: with the activation after it in the kernel.
 #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
 #: mixtures in grouped products.
 Kind = Literal["linear", "epilogue", "gated", "experts"]
@@ -21,7 +21,7 @@ Kind = Literal["linear", "epilogue", "gated", "experts"]
 
 @dataclass(frozen=True)
 class Change:
-    """A module that was replaced."""
+    """Something that tmm computes now."""
 
     kind: Kind
     path: str
@@ -31,19 +31,29 @@ class Change:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A module that stays as it was, or is not fused, and why."""
+    """Products that torch computes, and why."""
 
     path: str
     module: str
     reason: str
 
 
-class Slot(NamedTuple):
-    """A place in the model's tree; a shared module has several."""
+@dataclass(frozen=True)
+class NotFused:
+    """An activation that is computed apart from the product before it, and why."""
 
-    parent: nn.Module
-    name: str
     path: str
+    activation: str
+    reason: str
+
+
+class Swap(NamedTuple):
+    """A module, where it is, its own class and the one it was given."""
+
+    module: nn.Module
+    path: str
+    before: type[nn.Module]
+    after: type[nn.Module]
 
 
 @dataclass
@@ -53,22 +63,30 @@ class Report:
     model: nn.Module
     changes: list[Change] = field(default_factory=list)
     left: list[LeftAlone] = field(default_factory=list)
-    swaps: list[tuple[Slot, nn.Module, nn.Module]] = field(default_factory=list, repr=False)
+    not_fused: list[NotFused] = field(default_factory=list)
+    #: What else there is to know, a sentence each.
+    notes: list[str] = field(default_factory=list)
+    swaps: list[Swap] = field(default_factory=list, repr=False)
+    #: Modules whose ``static_weights`` was set.
+    static: list[nn.Module] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Put the original modules back, with the current values of their parameters.
+        """Give every module its own class again; parameters keep their current values.
 
-        A slot that holds a third module by now is left as it is, with a warning. A second call
-        does nothing.
+        A module whose class somebody else has changed since is left as it is, with a warning. A
+        second call does nothing.
         """
-        for slot, original, replacement in reversed(self.swaps):
-            if slot.parent._modules.get(slot.name) is not replacement:
-                warn(f"{slot.path} no longer holds convert()'s module; left as it is")
+        for module in self.static:
+            module.__dict__.pop("static_weights", None)
+        for module, path, before, after in reversed(self.swaps):
+            if type(module) is not after:
+                warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
                 continue
-            if isinstance(replacement, GatedMLP):
-                replacement.separate()
-            original.training = replacement.training
-            slot.parent._modules[slot.name] = original
+            if isinstance(module, GatedMLP):
+                module.separate()
+                module._remove_hooks()
+            module.__class__ = before
+        self.static.clear()
         self.swaps.clear()
         self.changes.clear()
 
@@ -79,7 +97,11 @@ class Report:
         from tmm_cache import markup
 
         rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
+        rows += [
+            (item.path, f"{item.activation} not fused", item.reason) for item in self.not_fused
+        ]
         rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
+        rows += [("", "note", note) for note in self.notes]
         return markup.table(("path", "what was done", "because"), rows)
 
     def __str__(self) -> str:
@@ -92,8 +114,9 @@ class Report:
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
         done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
+        apart = [(n.path, f"{n.activation} not fused: {n.reason}") for n in self.not_fused]
         left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
-        return "\n".join(lines + _folded([*done, *left]))
+        return "\n".join(lines + _folded([*done, *apart, *left]) + [f"  {n}" for n in self.notes])
 
 
 def _folded(entries: list[tuple[str, str]]) -> list[str]:

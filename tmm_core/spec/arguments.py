@@ -19,8 +19,9 @@ Tensor = torch.Tensor
 
 #: The properties of a tensor, besides values, that a plan depends on: for one whose strides and
 #: address kernels use, and for one that is passed packed.
-SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.get_device()"
-PACKED = "{0}.shape, {0}.dtype, {0}.get_device()"
+#: The device is whole, since a CPU's index and that of meta tensors are both -1.
+SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.device"
+PACKED = "{0}.shape, {0}.dtype, {0}.device"
 
 
 class Arguments(NamedTuple):
@@ -150,9 +151,6 @@ GROUPED_EXTRAS = tuple(role.name for role in GROUPED_ROLES if role.extra)
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
 ROWS = tuple(name for name in GROUPED_EXTRAS if name not in EXTRAS)
-#: How many arguments the operator has before the first extra.
-COMMON = list(ROLE).index(EXTRAS[0])
-assert COMMON == 7  # as calls are sliced
 #: Positional arguments of a launch.
 LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")
 
@@ -169,8 +167,8 @@ _SIGNATURES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
 }
 #: Names of the fields of a signature in messages.
 FIELDS = {
-    SIGNATURE: ("shape", "strides", "dtype", "offset from 16 bytes", "device index"),
-    PACKED: ("shape", "dtype", "device index"),
+    SIGNATURE: ("shape", "strides", "dtype", "offset from 16 bytes", "device"),
+    PACKED: ("shape", "dtype", "device"),
 }
 
 

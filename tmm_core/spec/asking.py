@@ -1,9 +1,10 @@
 """Calls a plugin's kernel methods in one place, and checks the results.
 
 Whatever a kernel returns or raises must cost only that kernel: not the process (``sys.exit`` in a
-hook), not the call, and not the other kernels' times in the record. A kernel with an invalid answer
-is set aside for the life of the process, with one warning that points at the faulty code. Ctrl-C
-still stops at once.
+hook), not the call, and not the other kernels' times in the record. Answers are checked against the
+limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid answer is set aside for the
+life of the process, with a warning that points at the faulty code. Exceptions of signal handlers
+pass.
 """
 
 from __future__ import annotations
@@ -13,23 +14,49 @@ import math
 import numbers
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from tmm_cache.errors import trace_of
+from tmm_cache.fields import (
+    A_NAME,
+    NAME_MAX,
+    PARAMETERS_MAX,
+    SIZE_MAX,
+    TEXT_MAX,
+    RefusedError,
+    is_name,
+    parameters,
+)
 
-from tmm_core.errors import ConfigError, PluginError, TmmError, let_through, shown, told, warn
+from tmm_core.errors import (
+    ConfigError,
+    PluginError,
+    TmmError,
+    error_message,
+    error_text,
+    plain_text,
+    reraise,
+    shown,
+    warn_of_plugin,
+)
+from tmm_core.settings import nested
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Traits
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
+from tmm_core.spec.watch import COMPILE_PATIENCE, watched
 
 T = TypeVar("T")
 
-#: Maximum number of configs of one kernel for one problem; more suggest an endless generator.
-MOST_CONFIGS = 10_000
+#: Maximum number of configs of one kernel for one problem, and of reasons; more suggest an endless
+#: generator.
+MOST_CONFIGS, MOST_REASONS = 10_000, 100
 
 
 class NonsenseError(ValueError):
@@ -44,15 +71,17 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
         PluginError: The kernel's own parsing failed, and the kernel is set aside.
     """
     try:
-        config = kernel.config_type.from_json(document)
-        return kernel._within(config) if isinstance(kernel, Asked) else config
+        if not isinstance(kernel, Asked):
+            return kernel.config_type.from_json(document)
+        with kernel._running("config_type"):
+            return kernel._within(kernel.config_type.from_json(document))
     except ConfigError:
         raise
     except BaseException as error:
-        let_through(error)
+        reraise(error)
         if isinstance(kernel, Asked):
             raise kernel._set_aside("config_type", error) from error
-        raise PluginError(f"config_type raised {told(error)}") from error
+        raise PluginError(f"config_type raised {error_text(error)}") from error
 
 
 class Asked(Kernel[Any]):
@@ -76,7 +105,7 @@ class Asked(Kernel[Any]):
     config_type: type[Config]  # type: ignore[misc]
 
     def __init__(self, kernel: Any, source: Any) -> None:
-        if not isinstance(kernel, Kernel):
+        if not issubclass(type(kernel), Kernel):  # isinstance would believe its __class__
             hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
             raise PluginError(f"tmm_kernels must return Kernel objects, got {shown(kernel)}{hint}")
         self.kernel: Kernel[Any] = kernel
@@ -84,21 +113,21 @@ class Asked(Kernel[Any]):
         #: Why it is set aside; None if it is not.
         self.fault: str | None = None
         self._lock = threading.Lock()
-        self.name = type(kernel).__qualname__  # until it is known
-        if type(kernel).reasons_against is not Kernel.reasons_against:
-            raise PluginError(
-                f"kernel {kernel.name!r} is written for tmm's first "
-                "protocol: declare `supports = tmm_core.Supports(…)` in place of "
-                "reasons_against(), and yield other reasons from declines(problem)"
-            )
+        self.name = plain_text(type(kernel).__qualname__, NAME_MAX)  # until it is known
         for question, check in _IDENTITY.items():
             try:
                 setattr(self, question, check(getattr(kernel, question, None)))
             except BaseException as error:
-                let_through(error)
+                reraise(error)
                 raise PluginError(
                     f"kernel {self.name!r}: {self._fault(question, error)}"
                 ) from error
+            if type(kernel).reasons_against is not Kernel.reasons_against:
+                raise PluginError(
+                    f"kernel {self.name!r} is written for tmm's first "
+                    "protocol: declare `supports = tmm_core.Supports(…)` in place of "
+                    "reasons_against(), and yield other reasons from declines(problem)"
+                )
 
     def declines(self, problem: Problem) -> list[str]:
         try:
@@ -123,10 +152,11 @@ class Asked(Kernel[Any]):
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
-            return self._within(self.kernel.default_config(problem))
+            with self._running("default_config"):
+                return self._within(self.kernel.default_config(problem))
         except BaseException as error:
-            let_through(error)
-            if isinstance(error, Exception) and not self.configs(problem):
+            reraise(error)
+            if issubclass(type(error), Exception) and not self.configs(problem):
                 raise PluginError("its search space is empty for this problem") from error
             raise self._set_aside("default_config", error) from error
 
@@ -141,11 +171,12 @@ class Asked(Kernel[Any]):
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
-            launcher = self.kernel.bind(problem, config)
+            with self._running("bind", COMPILE_PATIENCE):
+                launcher = self.kernel.bind(problem, config)
         except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
             fault = NonsenseError(f"returned {shown(launcher)}, which is not callable")
@@ -153,7 +184,8 @@ class Asked(Kernel[Any]):
         return launcher
 
     def compile(self, problem: Problem, config: Any) -> None:
-        self.kernel.compile(problem, config)
+        with self._running("compile", COMPILE_PATIENCE):
+            self.kernel.compile(problem, config)
 
     @property
     def compiles(self) -> bool:
@@ -179,11 +211,12 @@ class Asked(Kernel[Any]):
             Exception: Whatever the kernel raised; it is not set aside.
         """
         try:
-            return _resources(self.kernel.resources(problem, config))
+            with self._running("resources", COMPILE_PATIENCE):
+                return _resources(self.kernel.resources(problem, config))
         except Exception:
             raise
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             raise PluginError(f"{self._whose}: {self._fault('resources', error)}") from error
 
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
@@ -196,9 +229,10 @@ class Asked(Kernel[Any]):
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
-            return check(getattr(self.kernel, question)(*about))
+            with self._running(question):
+                return check(getattr(self.kernel, question)(*about))
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             raise self._set_aside(question, error) from error
 
     def _set_aside(self, question: str, error: BaseException) -> PluginError:
@@ -208,43 +242,66 @@ class Asked(Kernel[Any]):
                 self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
         assert self.fault is not None
         if first:
-            warn(self.fault)
+            warn_of_plugin(self.source, self.fault)
         return PluginError(self.fault)
+
+    @contextmanager
+    def _running(self, question: str, patience: float | None = None) -> Iterator[None]:
+        """A context in which the kernel's own code runs: a product that it computes is answered by
+        BLAS, and if it does not return, that is reported."""
+
+        def what() -> str:
+            return (
+                f"{question} of {self._whose} does not return; to do without this kernel, set "
+                f"TMM_DISABLE_PLUGINS={self.source.plugin}"
+            )
+
+        with nested(), watched(what, patience):
+            yield
 
     @property
     def _whose(self) -> str:
         return f"kernel {self.name!r} of {self.source}"
 
     def _fault(self, question: str, error: BaseException) -> str:
-        what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
+        ours = type(error) is NonsenseError
+        what = error_message(error) if ours else f"raised {error_text(error)}"
         where = _where(type(self.kernel), question, error)
         return f"{question} {what}" + (f" ({where})" if where else "")
 
     def _configs(self, answer: Any) -> list[Config]:
-        if isinstance(answer, str) or not isinstance(answer, Iterable):
-            raise NonsenseError(f"returned {shown(answer)}, not configs")
-        found = [self._within(config) for config in islice(answer, MOST_CONFIGS + 1)]
-        if len(found) > MOST_CONFIGS:
-            raise NonsenseError(f"yielded more than {MOST_CONFIGS} configs")
-        return found
+        return [self._within(config) for config in _items(answer, MOST_CONFIGS, "configs")]
 
     def _within(self, config: Any) -> Config:
-        """``config``, checked to be comparable, hashable and serializable."""
-        if not isinstance(config, self.config_type):
+        """``config``, checked to be comparable, hashable and storable in a record."""
+        if not issubclass(type(config), self.config_type):
             raise NonsenseError(f"gave {shown(config)}, not a {self.config_type.__name__}")
         hash(config)
         if not config == config:  # a plugin's __eq__, called here first
             raise NonsenseError(f"gave {shown(config)}, which is not equal to itself")
-        if not all(isinstance(name, str) for name in config.assumes):
-            raise NonsenseError(f"gave a config that assumes {shown(config.assumes)}, not names")
-        for name, value in config.to_json().items():
-            if type(value) not in (int, bool, str) and not (
-                type(value) is float and math.isfinite(value)
-            ):
-                raise NonsenseError(
-                    f"gave a config whose {name} is {shown(value)}, not an int, float, bool or str"
-                )
-        return config
+        for name in _items(config.assumes, PARAMETERS_MAX, "names that a config assumes"):
+            if not is_name(name):
+                raise NonsenseError(f"gave a config that assumes {shown(name)}, not {A_NAME}")
+        try:
+            fields = parameters(config.to_json())
+        except RefusedError as error:
+            found, accepted, place = error.args
+            about = f"a config whose {place.removeprefix('.')}" if place else "a config which"
+            raise NonsenseError(f"gave {about} is {found}, accepted is {accepted}") from None
+        if None in fields.values():
+            raise NonsenseError(f"gave a config with a field that is None: {shown(fields)}")
+        checked: Config = config
+        return checked
+
+
+def _items(answer: Any, most: int, what: str) -> list[Any]:
+    """The items of an answer, which may be a generator without an end."""
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        raise NonsenseError(f"returned {shown(answer)}, not {what}")
+    found = list(islice(answer, most + 1))
+    if len(found) > most:
+        raise NonsenseError(f"yielded more than {most} items, not {what}")
+    return found
 
 
 def _such(holds: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
@@ -258,35 +315,37 @@ def _such(holds: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
     return check
 
 
-def _is_text(answer: Any) -> bool:
-    return isinstance(answer, str) and bool(answer.strip())
+def _is_traits(answer: Any) -> bool:
+    names = [field.name for field in fields(Traits)]
+    return type(answer) is Traits and all(type(getattr(answer, name)) is bool for name in names)
+
+
+def _is_config_type(answer: Any) -> bool:
+    return issubclass(type(answer), type) and issubclass(answer, Config)
 
 
 #: Attributes that are read once, when a kernel is registered.
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
-    "name": _such(_is_text, "is {}: it has no name"),
-    "version": _such(_is_text, "is {}, not a non-empty text"),
-    "supports": _such(lambda x: isinstance(x, Supports), "must be a Supports, got {}"),
-    "traits": _such(lambda x: isinstance(x, Traits), "must be a Traits, got {}"),
-    "config_type": _such(
-        lambda x: isinstance(x, type) and issubclass(x, Config), "must be a Config subclass, got {}"
-    ),
+    "name": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}: it has no name, {A_NAME}"),
+    "version": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}, not {A_NAME}"),
+    "supports": _such(lambda x: issubclass(type(x), Supports), "must be a Supports, got {}"),
+    "traits": _such(_is_traits, "must be a Traits of True and False, got {}"),
+    "config_type": _such(_is_config_type, "must be a Config subclass, got {}"),
 }
 _arithmetic: Callable[[Any], str | None] = _such(
-    lambda x: x is None or _is_text(x), "returned {}, which is not a name"
+    lambda x: x is None or (type(x) is str and x.isprintable() and 0 < len(x) <= TEXT_MAX),
+    f"returned {{}}, not a printable text of 1 to {TEXT_MAX} letters",
 )
 _anatomy: Callable[[Any], Anatomy | None] = _such(
-    lambda x: x is None or isinstance(x, Anatomy), "returned {}, not an Anatomy"
+    lambda x: x is None or issubclass(type(x), Anatomy), "returned {}, not an Anatomy"
 )
 
 
 def _reasons(answer: Any) -> list[str]:
-    if isinstance(answer, str) or not isinstance(answer, Iterable):
-        raise NonsenseError(f"returned {shown(answer)}, not a list of reasons")
-    reasons = list(answer)
-    if not all(isinstance(reason, str) for reason in reasons):
+    reasons = _items(answer, MOST_REASONS, "a list of reasons")
+    if not all(issubclass(type(reason), str) for reason in reasons):
         raise NonsenseError(f"returned {shown(reasons)}, not reasons as text")
-    return reasons
+    return [plain_text(reason) for reason in reasons]
 
 
 def _microseconds(answer: Any) -> float | None:
@@ -295,21 +354,25 @@ def _microseconds(answer: Any) -> float | None:
     if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
         raise NonsenseError(f"returned {shown(answer)}, not µs")
     time = float(answer)
-    if not (math.isfinite(time) and time >= 0):
+    if not (type(time) is float and math.isfinite(time) and time >= 0):
         raise NonsenseError(f"returned {shown(answer)}, which is not a time")
     return time
 
 
 def _bytes(answer: Any) -> int:
-    if isinstance(answer, bool) or not isinstance(answer, numbers.Integral) or answer < 0:
+    if isinstance(answer, bool) or not isinstance(answer, numbers.Integral):
         raise NonsenseError(f"returned {shown(answer)}, not a number of bytes")
-    return int(answer)
+    size = int(answer)
+    if not 0 <= size < SIZE_MAX:
+        raise NonsenseError(f"returned {shown(answer)}, not a number of bytes below 2**40")
+    return size
 
 
 def _resources(answer: Any) -> list[Resources]:
-    if not isinstance(answer, Iterable) or not all(isinstance(r, Resources) for r in answer):
+    found = _items(answer, MOST_REASONS, "Resources")
+    if not all(issubclass(type(each), Resources) for each in found):
         raise NonsenseError(f"returned {shown(answer)}, not Resources")
-    return list(answer)
+    return found
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:
@@ -318,12 +381,13 @@ def _where(kind: type, question: str, error: BaseException) -> str:
     member = inspect.getattr_static(kind, question, None)
     function = getattr(member, "fget", None) or getattr(member, "func", None) or member
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(trace_of(error))
     if code is None:
         # For an attribute, its class.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
-        except (OSError, TypeError):
+        except (OSError, TypeError) as error:
+            reraise(error)
             return ""
     within = [frame for frame in frames if frame.filename == code.co_filename]
     line = within[-1].lineno if within else code.co_firstlineno

@@ -11,7 +11,6 @@ every installation has are in :mod:`tmm_core.epilogues`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -24,6 +23,9 @@ from typing import Any, Union
 
 import torch
 
+from tmm_core.errors import reraise
+from tmm_core.spec.closures import cells_of, frozen
+from tmm_core.spec.identity import Identity, identify
 from tmm_core.spec.port import Port
 
 _Function = Callable[..., torch.Tensor]
@@ -110,7 +112,9 @@ class Epilogue:
 
     @cached_property
     def key(self) -> str:
-        """Identity on disk and in plan keys; changes when a user's source changes."""
+        """Identity on disk: the name, the parameters and, for a user's, a digest of everything that
+        its functions depend on when it is first used. A later change of what they read is not
+        noticed here: the change is another epilogue's."""
         if self.stages:
             return "+".join(stage.key for stage in self.stages)
         text = self.name
@@ -118,22 +122,77 @@ class Epilogue:
             text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
         if self.builtin and not self.outputs:
             return text
-        functions = (
-            *(self.reference, self.device, self.derivative, self.output_vjp),
-            self.device_derivative,
-        )
-        # An absent function leaves a gap, since one function may serve as either derivative.
-        sources = "\n".join("" if f is None else _source(f) for f in functions)
-        if self.interleaved:
-            sources += "\ninterleaved"
+        return f"{text}@{self.identity.digest[:12]}"
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Identity of the functions, which two epilogues of one key may differ in later."""
+        return self._identify()
+
+    def _identify(self) -> Identity:
+        if self.stages:
+            stages = [stage._identify() for stage in self.stages]
+            return Identity(
+                " ".join(stage.digest for stage in stages),
+                all(stage.lasting for stage in stages),
+                tuple(itertools.chain.from_iterable(stage.state for stage in stages)),
+            )
+        if self.builtin and not self.outputs:
+            return identify(self.name)
+        parts: list[Any] = [self.gated, self.interleaved, self.linear]
+        if not self.builtin:
+            functions = (self.reference, self.device, self.derivative, self.output_vjp)
+            parts += map(_source, (*functions, self.device_derivative))
         for port in self.outputs:
-            of, device = ("" if f is None else _source(f) for f in (port.of, port.device))
-            sources += f"\n{port.name} {port.kind} {port.dtype} {port.reduce}\n{of}\n{device}"
-        return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
+            parts += port.name, port.kind, port.dtype, port.reduce
+            parts += _source(port.of), _source(port.device)
+        return identify(*parts)
+
+    @property
+    def lasting(self) -> bool:
+        """Whether other processes can have the same key. None can if a function depends on an
+        object without a description, such as a lock or a large tensor."""
+        return self.identity.lasting
 
     def interned(self) -> str:
-        """The text under which the operator finds this epilogue again."""
-        return INTERNED.setdefault(self.key, self).key
+        """The text under which the operator finds this epilogue again, with the closure variables
+        that its functions have now."""
+        text, kept, cells = self._kept
+        for cell, value in cells:
+            if cell.cell_contents is not value:
+                del self.__dict__["_kept"]
+                return self.interned()
+        if text not in INTERNED:
+            INTERNED[text] = kept
+        return text
+
+    @cached_property
+    def _kept(self) -> tuple[str, Epilogue, list[tuple[Any, Any]]]:
+        """The text, this epilogue with its closure variables as they are, and these variables:
+        plans outlive calls, and equal epilogues share them."""
+        stages = self.stages or (self,)
+        given = [{} if s.builtin else {f: getattr(s, f) for f in _APPLIED} for s in stages]
+        ports = [port.of for stage in stages for port in stage.outputs]
+        cells = cells_of(*(each for fields in given for each in fields.values()), *ports)
+        if not cells:
+            return self._text, self, cells
+        copies = []
+        for stage, fields in zip(stages, given, strict=True):
+            outputs = tuple(replace(port, of=frozen(port.of)) for port in stage.outputs)
+            fields = {name: frozen(value) for name, value in fields.items()}
+            copies.append(replace(stage, outputs=outputs, **fields))
+        kept = functools.reduce(Epilogue.then, copies)
+        return kept._text, kept, cells
+
+    @cached_property
+    def _text(self) -> str:
+        """The key, or the key with a number if another epilogue of that key reads other objects."""
+        for number in itertools.count():
+            text = f"{self.key}#{number}" if number else self.key
+            known = INTERNED.setdefault(text, self)
+            if known is self or (known == self and known.identity.same(known._identify())):
+                return text
+        raise AssertionError("unreachable")
 
     # Like torch.compiler.assume_constant_result, which would import the whole compiler: this runs
     # while a graph is traced and is not part of it.
@@ -182,7 +241,11 @@ class Epilogue:
         return grad
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Epilogue) and self.key == other.key
+        if self is other:
+            return True
+        if not isinstance(other, Epilogue) or self.key != other.key:
+            return False
+        return self.identity.same(other.identity)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -276,6 +339,8 @@ class Epilogue:
         return tuple(port.apply(y) for port in self.outputs)
 
 
+#: The fields with functions that torch applies.
+_APPLIED = ("reference", "derivative", "output_vjp")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
 
@@ -290,22 +355,21 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
         arguments = list(inspect.signature(epilogue.reference).parameters.values())[operands:]
     except (TypeError, ValueError):  # written in C
         return ()
-    defaults = [argument.default for argument in arguments]
+    # Parameters are passed by position.
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = itertools.takewhile(lambda argument: argument.kind in by_position, arguments)
+    defaults = [argument.default for argument in given]
     numbers = tuple(itertools.takewhile(lambda value: type(value) in (int, float), defaults))
     takes = getattr(epilogue.device, "arg_names", None)
     return numbers if takes is None else numbers[: max(0, len(takes) - operands)]
 
 
-def _source(function: Any) -> str:
-    """Source text of a reference or device function, for keys; its name if there is none. For
-    ``"module:attribute"``, the module's source, without importing it."""
+def _source(function: Any) -> Any:
+    """A function; for ``"module:attribute"``, that text and the module's source, without importing
+    it."""
     if isinstance(function, str):
-        return f"{function}\n{_module_source(function.partition(':')[0])}"
-    function = getattr(function, "fn", function)  # a JITFunction wraps a Python function
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return repr(getattr(function, "__qualname__", function))
+        return function, _module_source(function.partition(":")[0])
+    return function
 
 
 @functools.cache
@@ -313,7 +377,8 @@ def _module_source(name: str) -> str:
     try:
         spec = importlib.util.find_spec(name)
         return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
-    except (ImportError, ValueError, OSError):
+    except (ImportError, ValueError, OSError) as error:
+        reraise(error)
         return ""  # reported where it is needed
 
 

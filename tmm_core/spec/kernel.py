@@ -79,7 +79,16 @@ class Config:
             raise ConfigError(f"{cls.__name__}: {error}") from None
 
     def __str__(self) -> str:
-        return " ".join(f"{k}={v}" for k, v in self.to_json().items())
+        return config_text(self.to_json())
+
+
+def config_text(values: Mapping[str, Any]) -> str:
+    """A config in a line, without the fields whose value is an empty text: they are off.
+
+    >>> config_text({"BLOCK_M": 128, "early": "", "FLATTEN": True})
+    'BLOCK_M=128 FLATTEN=True'
+    """
+    return " ".join(f"{name}={value}" for name, value in values.items() if value != "")
 
 
 C = TypeVar("C", bound=Config)

@@ -1,4 +1,4 @@
-"""The ``tmm`` command, for everything that needs torch; ``tmm-cache`` manages the records.
+"""The commands of ``tmm``, which :mod:`tmm_cache.tmm` starts; ``tmm-cache`` manages the records.
 
 Exit statuses: 0 done, 1 something is wrong or was left undone, 2 a usage error.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tmm_cache.console import Parser, argument, guarded
+from tmm_cache.tmm import parsers
 
-import tmm_core
 from tmm_core.bench.case import parse_dtype, parse_shape
 from tmm_core.errors import TmmError
 from tmm_core.tools.commands import options as shared
@@ -42,35 +42,17 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
-    parser.add_argument("--version", action="version", version=f"tmm {tmm_core.__version__}")
-    subparsers = parser.add_subparsers(metavar="command", dest="command", parser_class=Parser)
-
-    def add(name: str, text: str) -> Parser:
-        return subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-
-    kernels = add("kernels", "list kernels, their origin, and why some are not used")
-    kernels.add_json()
-
-    _add_explain(add("explain", "show which kernel a call would run, and why"))
-
-    _add_tune(add("tune", "measure problems ahead of time and store the winners"))
-    _add_bench(add("bench", "time the chosen kernels against torch, side by side"))
-
-    verify = add("verify", "check every record that answers here against a reference")
-    shared.add_device(verify)
-    verify.add_json()
-
-    doctor = add("doctor", "check that this machine is set up for tmm")
-    shared.add_device(doctor)
-    doctor.add_json()
-
-    misses = add("misses", "list problems met while tuning was forbidden")
-    misses.flag("--clear", text="forget them")
-    misses.add_json()
-
-    new = add("new-plugin", "write a package of one kernel and one epilogue to start from")
-    new.add_argument("name", help="name of the distribution and of its folder, like my-kernels")
+    parser, commands = parsers()
+    _add_explain(commands["explain"])
+    _add_tune(commands["tune"])
+    _add_bench(commands["bench"])
+    for name in ("verify", "doctor"):
+        shared.add_device(commands[name])
+    commands["misses"].flag("--clear", text="forget them")
+    for name in ("kernels", "verify", "doctor", "misses"):
+        commands[name].add_json()
+    help_text = "name of the distribution and of its folder, like my-kernels"
+    commands["new-plugin"].add_argument("name", help=help_text)
     return parser
 
 

@@ -7,17 +7,18 @@ the Triton kernels run under Triton's interpreter, in a separate process because
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from tmm_cache import cli as tmm_cache
-from tmm_cache import default_root
 
 import tmm_core
 from tmm_core import dispatch
@@ -48,14 +49,27 @@ INTERPRETED_CASE = Case(m=50, n=72, k=40, layout="nt", epilogue="silu", bias=Tru
 
 def main() -> int:
     """Run the demo; returns 1 if a result was wrong."""
-    # Keep hurried or interpreted timings out of the user's own records.
-    folder = default_root()
-    folder = folder.with_name(f"{folder.name}-demo")
-    os.environ["TMM_CACHE_DIR"] = str(folder)
-    dispatch.dispatcher.cache_clear()
-    with warnings_as_notes():
-        print(f"tmm {tmm_core.__version__}, torch {torch.__version__}; records in {folder}")
+    with temporary_records(), warnings_as_notes():
+        print(f"tmm {tmm_core.__version__}, torch {torch.__version__}")
         return on_gpu() if torch.cuda.is_available() else on_cpu()
+
+
+@contextlib.contextmanager
+def temporary_records() -> Iterator[None]:
+    """A context with a cache folder of its own: hurried and interpreted timings are kept out of the
+    user's records, and nothing is left behind."""
+    before = os.environ.get("TMM_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="tmm-demo-") as folder:
+        os.environ["TMM_CACHE_DIR"] = folder
+        dispatch.dispatcher.cache_clear()
+        try:
+            yield
+        finally:
+            dispatch.dispatcher.cache_clear()
+            if before is None:
+                del os.environ["TMM_CACHE_DIR"]
+            else:
+                os.environ["TMM_CACHE_DIR"] = before
 
 
 def on_cpu() -> int:
@@ -143,7 +157,7 @@ def compare(cases: Sequence[Case], device: torch.device) -> int:
         note(f"{report.title(document)}  {told}")
     measured = [document for document in documents if "times" in document]
     if left := len(tasks) - len(documents):
-        print(f"{left} problems were left out after {GPU_SECONDS:.0f} s. Run it again.")
+        print(f"{left} problems were left out: {GPU_SECONDS:.0f} s were over.")
     print_table(
         ("problem", "kernel", "tmm µs", "torch µs", "torch / tmm", "error"),
         [_row(document) for document in measured],

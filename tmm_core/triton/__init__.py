@@ -6,6 +6,7 @@ It imports Triton, so no other module of ``tmm_core`` imports it at the top.
 from __future__ import annotations
 
 from tmm_core.compat import current_stream
+from tmm_core.errors import reraise
 from tmm_core.spec.device import interpreting
 from tmm_core.triton import epilogues
 from tmm_core.triton.compile import compile_for, pointer, source, supports, target_of
@@ -26,6 +27,7 @@ __all__ = [
     "launcher",
     "pointer",
     "port_function",
+    "reraise",
     "source",
     "supports",
     "target_of",

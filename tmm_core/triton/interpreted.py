@@ -59,7 +59,7 @@ def _mend_dots() -> None:
         data: Any = getattr(block, "data", None)
         if stored is None or data.dtype.kind != "u" or data.dtype.itemsize != stored.itemsize:
             return block
-        numbers = torch.tensor(data).view(stored).float().numpy()
+        numbers = torch.tensor(data, device="cpu").view(stored).float().numpy()
         return interpreter.TensorHandle(numbers, tl.float32)
 
     def create_dot(a: Any, b: Any, *rest: Any, **more: Any) -> Any:

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_manager, triton_key
 
+from tmm_core.errors import reraise
 from tmm_core.triton.ptx import ordinary
 from tmm_core.triton.releases import tested
 
@@ -121,7 +122,8 @@ def _found(
         key = _key(src, target, options, itself, backend)
         group = get_cache_manager(key).get_group(f"{src.name[:150]}.json")
         compiled = CompiledKernel(src, group, key) if group else None
-    except Exception:  # Triton will meet and report it too
+    except Exception as error:  # Triton will meet and report it too
+        reraise(error)
         return None
     if compiled is None or compiled.metadata.hash != key or compiled.metadata.target != target:
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tmm_cache.disk import require_target
 
 from tmm_core import dispatch
 from tmm_core.bench import (
@@ -45,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--plots needs --output, a folder to put them in")
     if options.share and options.output is None and options.read is None:
         raise UsageError("--share packs the results of --output or --from: name a folder")
+    if options.share is not None:
+        if options.share.exists():
+            raise UsageError(f"--share {options.share}: there is such a file already")
+        require_target(options.share)
     if options.read is not None:
         status = _show(_read(options.read), options)
         _share(options.read, options)

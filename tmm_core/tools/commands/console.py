@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,13 +12,9 @@ from tmm_cache.console import FOUND as FOUND
 from tmm_cache.console import INTERRUPTED as INTERRUPTED
 from tmm_cache.errors import UsageError as UsageError
 from tmm_cache.tables import print_table as print_table
+from tmm_cache.tmm import note as note
 
 from tmm_core.errors import TmmWarning
-
-
-def note(text: str) -> None:
-    """Print a message for the user that is not data."""
-    print(f"tmm: {text}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

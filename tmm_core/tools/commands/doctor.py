@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib.util
 import os
 import platform
@@ -21,7 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tmm_cache import CLOCK
+from tmm_cache import CLOCK, columns
+from tmm_cache.layout import VERSION
+from tmm_cache.ownership import foreign, foreign_below
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -31,30 +32,17 @@ from tmm_core.bench.environment import driver_version
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.registry import DISTRIBUTION, Registry
-from tmm_core.errors import PluginError, SettingsError, let_through, told
+from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands import variables
 from tmm_core.tools.commands.console import DONE, FOUND, print_json
 
 #: Free space below which records will soon not be written; one is some 20 kB.
 LEAST_FREE_BYTES = 64 * 2**20
-
-#: Variables that tmm reads in addition to those of its settings.
-OTHER_VARIABLES = (
-    "TMM_CACHE_DIR",
-    "TMM_CACHE_MAX_AGE",
-    "TMM_CACHE_MAX_SIZE",
-    "TMM_CACHE_PATH",
-    "TMM_CACHE_SHARED",
-    "TMM_LOCK_FILE",
-    "TMM_REQUIRE_LOCKED",
-    "TMM_SHIPPED_RECORDS",
-    "TMM_DISABLE_PLUGINS",
-    "TMM_PLUGINS",
-)
 
 #: Memory for a first launch on the probes below.
 LAUNCH_BYTES = 64 * 2**20
@@ -86,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
             # Printed as it is found, so that earlier findings survive whatever ends the process.
             mark = {"ok": "  ", "note": "- ", "problem": "! "}[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
-            print(f"{mark}{finding.about:<18}{finding.text}{advice}", flush=True)
+            line = f"{mark}{finding.about:<18}{finding.text}{advice}"
+            print("\n".join(columns.paragraph(line, columns.width(), hanging=20)), flush=True)
     if options.json:
         print_json([asdict(finding) for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
@@ -99,8 +88,8 @@ def _examine(device: torch.device) -> Iterator[Finding]:
         except BaseException as error:  # a failing check must not stop the others
             if isinstance(error, GeneratorExit):
                 raise
-            let_through(error)
-            yield Finding(look.__name__.strip("_"), "problem", told(error), "report it")
+            reraise(error)
+            yield Finding(look.__name__.strip("_"), "problem", error_text(error), "report it")
 
 
 def _versions(device: torch.device) -> Iterator[Finding]:
@@ -177,23 +166,38 @@ def _plugins(device: torch.device) -> Iterator[Finding]:
 
 
 def _settings(device: torch.device) -> Iterator[Finding]:
-    known = {*OTHER_VARIABLES, *(variable for variable, _ in settings.VARIABLES.values())}
-    for name in sorted(os.environ):
-        if not name.startswith("TMM_"):
-            continue
-        if name in known:
-            yield Finding("variable", "ok", f"{name}={os.environ[name]}")
+    registry = dispatch.dispatcher().registry
+    wrong = False
+    for name, text, advice in variables.faults(
+        os.environ, registry, lambda: _arithmetics(registry, device)
+    ):
+        wrong |= bool(text)
+        if text:
+            yield Finding("variable", "problem", text, advice)
         else:
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
-            yield Finding("variable", "problem", f"{name} is not read by tmm", advice)
+            yield Finding("variable", "ok", f"{name}={os.environ[name]}")
     try:
         current = settings.current()
     except SettingsError as error:
-        yield Finding("settings", "problem", str(error), "correct or unset it")
+        if not wrong:
+            yield Finding("settings", "problem", str(error), "correct or unset it")
         return
     text = ", ".join(f"{f.name}={_shown(getattr(current, f.name))}" for f in fields(current))
     yield Finding("settings", "ok", text)
+
+
+def _arithmetics(registry: Registry, device: torch.device) -> set[str] | None:
+    """The arithmetics by which kernels serve the probes in batch-invariant mode; None if the
+    settings are invalid."""
+    found: set[str | None] = set()
+    try:
+        with settings.override(arithmetic=None, batch_invariant=True) as current:
+            for problem in (probe.call(device).problem() for probe in PROBES):
+                for kernel in registry.candidates(problem, current)[0]:
+                    found |= {kernel.arithmetic(problem, c) for c in kernel.configs(problem)}
+    except SettingsError:
+        return None
+    return {name for name in found if name is not None}
 
 
 def _shown(value: object) -> str:
@@ -208,6 +212,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
             file.write(b"tmm")
         free = shutil.disk_usage(store.root).free
     except OSError as error:
+        reraise(error)
         text = (
             f"{store.root} cannot be written ({error.strerror or error}): each process tunes again"
         )
@@ -219,6 +224,13 @@ def _cache(device: torch.device) -> Iterator[Finding]:
             yield Finding("cache", "problem", f"{store.root}: {size}", advice)
         else:
             yield Finding("cache", "ok", f"{store.root}, {size}")
+    reason = foreign(store.root)
+    others = [f"{store.root} {reason}"] if reason else foreign_below(store.root / VERSION)
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        text = f"{others[0]}{more}: such records are verified before their first use"
+        advice = "chown or chmod them, or set TMM_CACHE_SHARED=1 if all its users are trusted"
+        yield Finding("cache", "problem", text, advice)
     for layer in store.layers:
         if os.access(layer, os.R_OK | os.X_OK):
             yield Finding("cache layer", "ok", str(layer))
@@ -295,6 +307,7 @@ def _wrong(kernel: str, call: Call) -> str | None:
         with torch.no_grad():
             error = call.error(kernel=kernel)
     except Exception as fault:
+        reraise(fault)
         return f"{type(fault).__name__}: {fault}"
     limit = verify.tolerance(call.problem())
     return None if error <= limit else f"wrong, error {error:.2g} exceeds {limit:.2g}"

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from tmm_cache import columns
+from tmm_cache.disk import require_target
 
 from tmm_core import dispatch, settings
 from tmm_core.bench import candidates, tiles
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.explanation import Explanation, explain_problem
+from tmm_core.errors import reraise
 from tmm_core.spec.precision import precision
 from tmm_core.tools.commands import gpus, ncu, why, why_text
 from tmm_core.tools.commands import options as shared
@@ -23,6 +25,8 @@ from tmm_core.tools.commands.console import DONE, UsageError, note, print_json
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        require_target(options.plot)
     if options.shape is None:
         if not options.tiles:
             raise UsageError("give a shape MxNxK, or --tiles RxC")
@@ -145,7 +149,8 @@ def _plot(explanation: Explanation, path: Path) -> None:
             kernel = registry.kernel(result.kernel)
             config = kernel.config_type.from_json(result.config)
             expected.append(kernel.estimate_us(explanation.measured or problem, config))
-        except Exception:  # the kernel is not installed, or has changed: no estimate
+        except Exception as error:  # the kernel is not installed, or has changed: no estimate
+            reraise(error)
             expected.append(None)
     chosen = explanation.choice.candidate
     mark = chosen.kernel.name, chosen.config.to_json()

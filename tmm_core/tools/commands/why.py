@@ -11,7 +11,7 @@ from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
-from tmm_core.errors import ConfigError
+from tmm_core.errors import ConfigError, reraise
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
@@ -139,7 +139,8 @@ def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anato
 def _default_anatomy(kernel: Any, problem: Problem) -> bool:
     try:
         return kernel.anatomy(problem, kernel.default_config(problem)) is not None
-    except Exception:  # a third-party kernel's fault; it is not offered
+    except Exception as error:  # a third-party kernel's fault; it is not offered
+        reraise(error)
         return False
 
 
@@ -153,6 +154,7 @@ def _known(explanation: Explanation, candidate: Candidate) -> dict[str, Any]:
     try:
         used = kernel.resources(problem, config)
     except Exception as error:  # no compiler, or it failed: the rest is still useful
+        reraise(error)
         reason = str(error).splitlines()[0] if str(error) else ""
         return found | {"resources": None, "not_compiled": reason}
     return found | {"resources": [asdict(each) | occupancy(problem.device, each) for each in used]}

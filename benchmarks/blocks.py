@@ -1,0 +1,121 @@
+"""Times the Hopper kernel with different numbers of blocks: `python benchmarks/blocks.py OUT.json`.
+
+A persistent kernel may launch fewer blocks than there are SMs without needing more waves. Each rule
+below rounds that least number up differently. Problems are random, and so none of them is tuned
+for. A problem's ratio is the median over fresh captures, because the same product in two graphs
+differs by up to 4 %.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import replace
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+from tmm_triton import hopper_search, warp_specialized
+from tmm_triton.hopper_tiles import tile_count
+
+import tmm_core
+from tmm_core.dispatch.rotation import Copies
+from tmm_core.dispatch.timing import GraphTimer
+
+#: (schedule, consumers, BLOCK_M, BLOCK_N)
+TILES = (("pingpong", 2, 64, 256), ("cooperative", 2, 128, 256), ("pingpong", 2, 128, 192))
+COLUMNS = (3072, 3584, 4096, 5120, 6144, 8192, 11008, 13824, 14336)
+DEPTHS = (2048, 2560, 3584, 4096, 5120, 6912, 8192)
+CAPTURES, ROUNDS, BURST_US = 3, 8, 5000.0
+
+
+def rules(least: int, sms: int) -> dict[str, int]:
+    """The number of blocks by each rule, from the least number that needs no further wave."""
+    rounded = {f"multiple of {n}": min(sms, math.ceil(least / n) * n) for n in (2, 4, 8)}
+    return {"least": least, **rounded, "all SMs": sms}
+
+
+def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[str, float]:
+    """µs of a call, by number of blocks, and torch's."""
+    device = torch.device("cuda")
+    launchers = {}
+    for count in counts:
+        warp_specialized._blocks = lambda *_, count=count: count
+        launchers[str(count)] = kernel.bind(problem, config)
+    blas = tmm_core.dispatch.dispatcher().registry.kernel("blas")
+    launchers["torch"] = blas.bind(problem, blas.default_config(problem))
+    found: dict[str, list[float]] = {name: [] for name in launchers}
+    for _ in range(CAPTURES):
+        timer, copies = GraphTimer(device), Copies(problem, device, 12e9)
+        runs = [copies.runner(launcher) for launcher in launchers.values()]
+        times = timer.measure(runs, ROUNDS, copies=len(runs[0].inputs), burst_us=BURST_US)
+        for name, samples in zip(launchers, times, strict=True):
+            found[name].append(median(samples))
+        timer.release()
+        del timer, copies, runs
+        torch.cuda.empty_cache()
+    return {name: round(median(each), 2) for name, each in found.items()}
+
+
+def main(out: str, seconds: float) -> None:
+    chance, end = random.Random(20261125), time.monotonic() + seconds
+    kernel: Any = tmm_core.dispatch.dispatcher().registry.kernel("triton.warp_specialized")
+    usual = warp_specialized._blocks
+    rows = []
+    while time.monotonic() < end:
+        m = round(math.exp(chance.uniform(math.log(1500), math.log(9000))))
+        n, k = chance.choice(COLUMNS), chance.choice(DEPTHS)
+        a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).t()
+        problem = tmm_core.problem(a, b)
+        del a, b
+        sms = problem.device.sm_count
+        for schedule, consumers, rows_of, columns in TILES:
+            shape = (schedule, consumers, 4, rows_of, columns, 64)
+            config = next(iter(hopper_search._fitted(problem, shape)))
+            group = chance.choice(hopper_search._groups(problem, config))
+            config = replace(config, GROUP_M=group)
+            tiles = tile_count(problem, config)
+            warp_specialized._blocks = usual
+            least = -(-tiles // -(-tiles // sms))
+            counts = rules(least, sms)
+            times = measured(problem, config, sorted(set(counts.values())), kernel)
+            row = {
+                "mnk": (m, n, k),
+                "tile": f"{schedule} {rows_of}x{columns}",
+                "group_m": group,
+                "tiles": tiles,
+                "counts": counts,
+                "us": times,
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    device = torch.cuda.get_device_name()
+    with open(out, "w") as file:
+        json.dump({"device": device, "rows": rows}, file)
+    print(device, torch.__version__)
+    for tile in (*dict.fromkeys(row["tile"] for row in rows), ""):
+        summarize(tile, [row for row in rows if tile in row["tile"]])
+
+
+def summarize(tile: str, rows: list[dict[str, Any]]) -> None:
+    """Print each rule's gain over the least number of blocks, and over torch."""
+    for rule in rules(1, 1):
+        us = [row["us"][str(row["counts"][rule])] for row in rows]
+        least = [row["us"][str(row["counts"]["least"])] for row in rows]
+        gains = [usual / mine for usual, mine in zip(least, us, strict=True)]
+        odd = [g for g, row in zip(gains, rows, strict=True) if row["counts"]["least"] % 2] or [1.0]
+        torchs = [row["us"]["torch"] / mine for row, mine in zip(rows, us, strict=True)]
+        print(
+            f"{tile or 'all':24} {rule:14} n={len(rows):3} "
+            f"x least: {geometric_mean(gains):.4f} worst {min(gains):.3f} best {max(gains):.3f}; "
+            f"odd least n={len(odd)} {geometric_mean(odd):.4f}; "
+            f"x torch {geometric_mean(torchs):.4f} worst {min(torchs):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 120.0)

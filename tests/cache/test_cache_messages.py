@@ -1,0 +1,348 @@
+"""What the commands say, and where: on closed and full streams, in narrow terminals, about paths
+that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, child, problem, record
+from tmm_cache import CacheStore, CandidateResult, TuningRecord, disk, facets, tables, tmm
+from tmm_cache.cli import main
+from tmm_cache.disk import require_target
+from tmm_cache.errors import UsageError
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def filled(store: CacheStore) -> CacheStore:
+    for m in (16, 2048):
+        store.save(GPU, ENVIRONMENT, record(problem(m=m)))
+    return store
+
+
+# -- streams -----------------------------------------------------------------------------
+
+
+def run_closed(redirect: str, *arguments: str, module: str = "tmm_cache.cli") -> tuple[int, str]:
+    """The exit status of a command with redirected streams, and what it wrote elsewhere."""
+    line = f'exec "$0" -m {module} "$@" {redirect}'
+    done = subprocess.run(
+        ["sh", "-c", line, sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notes"),
+    [
+        (["--version"], ""),
+        (["--help"], ""),
+        (["show"], ""),
+        (["show", "--json"], ""),
+        (["stats"], ""),
+        (["verify"], "tmm-cache: 2 good records, 0 faults\n"),
+        (["clear", "-y"], "tmm-cache: removed 3 of 3 files\n"),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_stdout_is_silence(filled: CacheStore, arguments: list[str], notes: str) -> None:
+    if arguments[0] == "clear":
+        filled.log_miss(GPU, ENVIRONMENT, problem(m=1))
+    assert run_closed(">&-", *arguments) == (0, notes)
+
+
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream(
+    filled: CacheStore, redirect: str, tmp_path: Path
+) -> None:
+    """What is printed must not get into the archive, nor notes among the data."""
+    target = tmp_path / "records.tar.gz"
+    status, text = run_closed(redirect, "export", str(target))
+    assert status == 0
+    assert not text.replace(f"tmm-cache: 2 records written to {target}\n", "")
+    elsewhere = CacheStore(tmp_path / "elsewhere", [])
+    assert main(["--cache-dir", str(elsewhere.root), "import", str(target)]) == 0
+    assert len(list(elsewhere.entries())) == 2
+    assert run_closed("2>&-", "verify") == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["dir"], ["stats", "--json"]], ids=" ".join)
+def test_a_full_disk_below_stdout_is_told_in_a_line(
+    filled: CacheStore, arguments: list[str]
+) -> None:
+    said = "tmm-cache: output cannot be written: No space left on device\n"
+    assert run_closed(">/dev/full", *arguments) == (2, said)
+
+
+# -- paths of results --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["export"], ["freeze", "-o"]], ids=" ".join)
+def test_a_folder_that_is_missing_is_named_before_any_work(
+    filled: CacheStore, tmp_path: Path, capsys: Captured, command: list[str]
+) -> None:
+    [path] = (each for each in filled.root.rglob("*.json") if each.name == "environment.json")
+    path.write_text("{")  # read, it would be reported
+    assert main([*command, str(tmp_path / "absent" / "file")]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"tmm-cache: {tmp_path / 'absent'}: there is no such folder\n",
+    )
+    (tmp_path / "plain").write_text("")
+    assert main([*command, str(tmp_path / "plain" / "file")]) == 2
+    assert capsys.readouterr().err.startswith(f"tmm-cache: {tmp_path / 'plain'}")
+    for special in (tmp_path, Path(os.devnull)):
+        assert main([*command, str(special)]) == 2
+        assert capsys.readouterr().err == f"tmm-cache: {special}: is not a regular file\n"
+
+
+def test_a_target_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_target(tmp_path / "new")
+    (tmp_path / "old").write_text("")
+    require_target(tmp_path / "old")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UsageError, match=r"loop/file: "):
+        require_target(tmp_path / "loop" / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(UsageError, match=f"^{tmp_path}: no file can be written in this folder"):
+        require_target(tmp_path / "new")
+
+
+def test_a_disk_that_fills_up_is_told_with_the_name_of_the_file(
+    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "write", full)
+    target = tmp_path / "records.tar.gz"
+    assert main(["export", str(target)]) == 2
+    said = f"tmm-cache: {target}: cannot be written (No space left on device)\n"
+    assert capsys.readouterr().err == said
+    assert not list(tmp_path.glob("records*"))
+
+
+def test_freeze_makes_the_users_own_root(
+    store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    below.save(GPU, ENVIRONMENT, record())
+    monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
+    assert main(["freeze"]) == 0
+    assert (store.root / "tmm.lock.json").is_file()
+
+
+# -- differences -------------------------------------------------------------------------
+
+KERNELS = [f"triton.kernel_{letter}" for letter in "abcdefghijk"]
+
+
+@pytest.fixture
+def other(filled: CacheStore, tmp_path: Path) -> CacheStore:
+    """A cache with other winners of 60 problems, and other times of one, on one of two GPUs."""
+    other = CacheStore(tmp_path / "other", [])
+    for number in range(60):
+        for store, name in ((filled, "triton.naive"), (other, KERNELS[number % len(KERNELS)])):
+            winner = replace(SPLIT_K, kernel=name)
+            new = record(problem(m=3000 + number), candidates=(BLAS, winner))
+            store.save(GPU, ENVIRONMENT, new)
+    slower = replace(SPLIT_K, samples_us=(13.0,))
+    other.save(GPU, ENVIRONMENT, record(problem(m=16), candidates=(BLAS, slower)))
+    other.save("nvidia-a100", ENVIRONMENT, record(problem(m=1)))
+    return other
+
+
+def test_differences_are_counted_by_kind(
+    filled: CacheStore, other: CacheStore, capsys: Captured
+) -> None:
+    assert main(["diff", str(filled.root), str(other.root)]) == 1
+    out, err = capsys.readouterr()
+    assert err == "tmm-cache: 63 differences in 63 problems\n"
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["difference", "problems", "winner:", "A", "|", "B"]
+    assert lines[2] == ["nvidia-a100:", "1", "difference"]
+    assert lines[3] == ["only", "in", "B", "1", "triton.split_k"]
+    assert lines[4] == [f"{GPU}:", "62", "differences"]
+    assert lines[5] == ["other", "winner", "6", "triton.naive", "|", KERNELS[0]]
+    assert lines[-1] == ["others", "17", "listed", "by", "--each"]
+    assert len(lines) == 5 + 8 + 1
+
+
+def test_each_difference_is_listed_when_asked_for(
+    filled: CacheStore, other: CacheStore, capsys: Captured
+) -> None:
+    assert main(["diff", str(filled.root), str(other.root), "--each"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith("other winner") for line in lines) == 60
+    [times] = [line for line in lines if line.startswith("other times")]
+    assert times.split()[-4:] == ["triton.split_k", "11.50", "|", "13.00"]
+    assert "16x4096x512" in times
+    assert lines[lines.index(times) + 1] == (
+        "     A: BLOCK_M=64 SPLIT_K=4 order=row share=2.5 none=none tma=true"
+    )
+
+
+def test_another_config_of_the_same_kernel_is_another_winner(
+    store: CacheStore, tmp_path: Path, capsys: Captured
+) -> None:
+    other = CacheStore(tmp_path / "other", [])
+    store.save(GPU, ENVIRONMENT, record())
+    mine = replace(SPLIT_K, config={"BLOCK_M": 32})
+    other.save(GPU, ENVIRONMENT, record(candidates=(BLAS, mine)))
+    assert main(["diff", str(store.root), str(other.root)]) == 1
+    assert "other winner         1  triton.split_k, other config" in capsys.readouterr().out
+
+
+def test_a_head_that_repeats_an_older_winner_is_no_difference(
+    store: CacheStore, tmp_path: Path
+) -> None:
+    """The head only serves lists; another program may have changed the candidates."""
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    stale = path.read_text().replace(
+        '"best": {"kernel": "triton.split_k"', '"best": {"kernel": "x"'
+    )
+    path.write_text(stale[: stale.index(', "checksum"')] + "}")
+    other = CacheStore(tmp_path / "other", [])
+    other.save(GPU, ENVIRONMENT, record())
+    assert next(store.summaries()).head.best.kernel == "x"
+    assert main(["diff", str(store.root), str(other.root)]) == 0
+
+
+# -- tables and texts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_stats_break_no_word(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured, width: int
+) -> None:
+    gpu = "nvidia-h100-80gb-hbm3-sm90-132"
+    for m, name in enumerate(("triton.warp_specialized", "triton.fused_epilogue", "blas"), 1):
+        winner = replace(SPLIT_K, kernel=name)
+        for n in range(m):
+            asked = problem(m=m, n=n + 1)
+            store.save(gpu, ENVIRONMENT, record(asked, candidates=(BLAS, winner)))
+    monkeypatch.setattr(tables.layout, "width", lambda: width)
+    assert main(["stats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    assert {gpu, "triton.warp_specialized=1", "triton.fused_epilogue=2", "blas=3"} <= {*words}
+    assert ("schema" in words) == (width >= 200)
+
+
+def test_a_record_prints_as_a_line() -> None:
+    assert repr(record()) == (
+        "<TuningRecord 128x4096x512 bf16 silu: triton.split_k 11.50 µs, 1.83x over blas, "
+        "5 candidates>"
+    )
+    alone = record(candidates=(replace(SPLIT_K, samples_us=()),), winner=0)
+    assert repr(alone).endswith(": triton.split_k not timed, 1 candidate>")
+    assert repr(SPLIT_K) == (
+        "<CandidateResult triton.split_k BLOCK_M=64 SPLIT_K=4 order=row share=2.5 none=none "
+        "tma=true: ok, 11.50 µs>"
+    )
+    assert repr(CandidateResult("a\x1b[31m", "1", {}, "failed")) == (
+        "<CandidateResult a\\x1b[31m: failed, not timed>"
+    )
+    bare = TuningRecord({"m": 1, "n": 2, "k": 3}, 0, (BLAS,), "2026-01-31T12:00:00Z", 1.0)
+    assert repr(bare) == "<TuningRecord 1x2x3 - -: blas 21.00 µs, 1.00x over blas, 1 candidate>"
+
+
+def test_fields_that_are_off_are_not_printed() -> None:
+    config = {"BLOCK_M": 64, "early": "", "splits": 0, "none": None, "tma": False}
+    assert facets.config(config) == "BLOCK_M=64 splits=0 none=none tma=false"
+
+
+# -- the start of `tmm` --------------------------------------------------------------------
+
+
+def test_tmm_answers_without_torch() -> None:
+    code = (
+        "import sys; from tmm_cache.tmm import main; status = main(sys.argv[1:]); "
+        "heavy = {'torch', 'triton', 'rich', 'tmm_core'} & {*sys.modules}; "
+        "sys.exit(heavy or status)"
+    )
+    for arguments, status in ((["--version"], 0), (["--help"], 0), ([], 0), (["bogus"], 2)):
+        command = child("-c", code, *arguments)
+        out, err = command.communicate()
+        assert command.returncode == status, err
+        assert bool(out) == (status == 0)
+
+
+def test_the_version_is_read_from_the_module(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.find_spec("tmm_core")
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).with_name("version.py").read_text()
+    assert tmm.main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("tmm ")
+    assert f'= "{said.split()[1]}"' in text
+    monkeypatch.setattr(tmm, "find_spec", lambda name: None)
+    assert tmm.main(["--version"]) == 0
+    assert capsys.readouterr().out == "tmm of unknown version: tmm_core is not installed\n"
+
+
+def test_a_mistyped_command_is_told_in_a_line(capsys: Captured) -> None:
+    assert tmm.main(["tunes", "1x1x1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tmm: argument command: invalid choice: 'tunes' (choose from ")
+    assert err.count("\n") == 1
+    assert all(name in err for name in tmm.COMMANDS)
+
+
+def test_commands_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Cli:
+        @staticmethod
+        def main(arguments: list[str]) -> int:
+            asked.append(arguments)
+            return 7
+
+    imported: list[str] = []
+    monkeypatch.setattr(tmm.importlib, "import_module", lambda name: imported.append(name) or Cli)
+    assert tmm.main(["tune", "--help"]) == 7
+    assert tmm.main(["--", "tune"]) == 7
+    monkeypatch.setattr(sys, "argv", ["tmm", "doctor"])
+    assert tmm.main() == 7
+    assert asked == [["tune", "--help"], ["--", "tune"], ["doctor"]]
+    assert imported == ["tmm_core.tools.cli"] * 3
+
+
+def test_tmm_starts_at_once() -> None:
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    costs = []
+    for _ in range(5):
+        before = spent()
+        child("-m", "tmm_cache.tmm", "--version", stdout=subprocess.DEVNULL).communicate()
+        costs.append(spent() - before)
+    # Processor time, since others may be at work: 0.06 s; an import of torch costs 0.8 s.
+    assert min(costs) < 0.2
+
+
+def test_tmm_with_a_closed_stdout_is_silent() -> None:
+    for arguments in ("--version", "--help"):
+        assert run_closed(">&-", arguments, module="tmm_cache.tmm") == (0, "")

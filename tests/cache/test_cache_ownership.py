@@ -1,0 +1,248 @@
+"""A record that others may have written is not this user's own: it is verified before its first
+use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, problem, record, warned
+from tmm_cache import CacheStore, Notes, files
+
+#: A user that is neither root nor, most likely, the one who runs the tests.
+STRANGER = 54321
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def trusted(store: CacheStore | None = None) -> bool:
+    found = (store or CacheStore()).locate(GPU, ENVIRONMENT, problem())
+    assert found is not None
+    assert found.record == record()
+    assert found.sealed
+    assert found.own == found.trusted
+    return found.trusted
+
+
+@pytest.fixture
+def path(store: CacheStore) -> Path:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    assert trusted()
+    return path
+
+
+def place(path: Path, level: int) -> Path:
+    """The record itself, or a folder above it: its environment's, its GPU's, its schema's."""
+    return [path, *path.parents][level]
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("bits", [0o002, 0o020, 0o1022])
+def test_a_record_that_others_can_write_is_not_own(path: Path, level: int, bits: int) -> None:
+    at = place(path, level)
+    at.chmod(at.stat().st_mode | bits)
+    with warned(f"{at} can be written by others; .* verified once .*TMM_CACHE_SHARED=1"):
+        assert not trusted()
+        assert not trusted()  # silently
+
+
+@pytest.mark.parametrize("level", range(4))
+@as_root
+def test_a_record_of_another_user_is_not_own(path: Path, level: int) -> None:
+    os.chown(place(path, level), STRANGER, -1)
+    with warned(f"{place(path, level)} belongs to user {STRANGER}; "):
+        assert not trusted()
+
+
+@pytest.mark.parametrize("level", range(4))
+@as_root
+def test_root_is_another_user_too(path: Path, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in (path, *path.parents[:4]):
+        os.chown(each, STRANGER, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    assert trusted()
+    os.chown(place(path, level), 0, -1)
+    with warned("belongs to user 0"):
+        assert not trusted()
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o644, 0o755])
+def test_permissions_to_read_leave_a_record_own(path: Path, mode: int) -> None:
+    path.chmod(mode)
+    for folder in path.parents[:4]:
+        folder.chmod(mode | 0o700)
+    assert trusted()
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_a_link_below_the_root_is_not_own(path: Path, level: int, tmp_path: Path) -> None:
+    at = place(path, level)
+    at.rename(tmp_path / "elsewhere")
+    at.symlink_to(tmp_path / "elsewhere")
+    with warned(f"{at} is a link; "):
+        assert not trusted()
+
+
+def test_a_root_that_is_a_link_is_own(
+    path: Path, store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(store.root)
+    monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "link"))
+    assert trusted()
+
+
+def test_a_hard_link_is_own(path: Path, tmp_path: Path) -> None:
+    """Backups make them; whoever can't write the file can't write it by another name either."""
+    os.link(path, tmp_path / "backup")
+    assert trusted()
+
+
+def test_what_is_shared_on_purpose_is_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.chmod(0o666)
+    path.parent.chmod(0o777)
+    monkeypatch.setenv("TMM_CACHE_SHARED", "1")
+    assert trusted()
+    monkeypatch.setenv("TMM_CACHE_SHARED", "yes")  # nothing but 1 declares it
+    with warned("can be written by others"):
+        assert not trusted()
+
+
+def test_a_record_saved_in_a_shared_folder_is_not_own_in_the_next_process(path: Path) -> None:
+    path.parent.chmod(0o777)
+    store = CacheStore()
+    assert store.save(GPU, ENVIRONMENT, record()) == path
+    with warned("can be written by others"):
+        assert not trusted()
+
+
+@as_root
+def test_a_root_that_another_user_made_meanwhile_is_not_own(tmp_path: Path) -> None:
+    """In `/tmp` anybody may make the folder that `TMM_CACHE_DIR` names."""
+    theirs = CacheStore(tmp_path / "theirs", [])
+    theirs.save(GPU, ENVIRONMENT, record())
+    store = CacheStore(tmp_path / "later", [])
+    assert store.load(GPU, ENVIRONMENT, problem()) is None
+    theirs.root.rename(store.root)
+    os.chown(store.root, STRANGER, -1)
+    with warned(f"later: belongs to user {STRANGER}; it is read as untrusted and not written"):
+        assert not trusted(store)
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
+
+
+def test_a_root_exchanged_during_the_read_is_not_own(
+    path: Path, store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folders are checked by descriptor, and the file opened must be the one in them."""
+    own, forged = store.root, CacheStore(tmp_path / "forged", []).root
+    CacheStore(forged, []).save(GPU, ENVIRONMENT, record())
+    opened = files.opened
+
+    def exchange() -> None:
+        own.rename(tmp_path / "aside")
+        forged.rename(own)
+        (tmp_path / "aside").rename(forged)
+
+    def meanwhile(at: Path, flags: int) -> int:
+        exchange()
+        try:
+            return opened(at, flags)
+        finally:
+            exchange()
+
+    monkeypatch.setattr(files, "opened", meanwhile)
+    assert not trusted()
+
+
+def test_a_record_that_another_process_replaces_during_the_read_is_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = files.foreign_file
+    times: list[int] = []
+
+    def meanwhile(root: Path, at: Path, handle: int) -> str | None:
+        if len(times) < 3:
+            times.append(1)
+            fresh = path.with_suffix(".fresh")
+            fresh.write_bytes(path.read_bytes())
+            fresh.chmod(0o600)
+            fresh.replace(path)
+        return check(root, at, handle)
+
+    monkeypatch.setattr(files, "foreign_file", meanwhile)
+    assert trusted()
+    assert len(times) == 3
+
+
+def test_a_record_removed_during_the_read_is_a_miss(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = files.foreign_file
+
+    def meanwhile(root: Path, at: Path, handle: int) -> str | None:
+        path.unlink(missing_ok=True)
+        return check(root, at, handle)
+
+    monkeypatch.setattr(files, "foreign_file", meanwhile)
+    assert CacheStore().locate(GPU, ENVIRONMENT, problem()) is None
+
+
+def test_folders_that_cannot_be_checked_make_a_record_untrusted_silently(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is at fault, and other calls report that."""
+    stat = os.stat
+
+    def failing(*arguments: Any, **options: Any) -> os.stat_result:
+        if "dir_fd" in options:
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(*arguments, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    assert not trusted()
+
+
+def test_no_descriptor_is_left_open(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for bits in (0o700, 0o702):
+        path.parent.chmod(bits)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            CacheStore().locate(GPU, ENVIRONMENT, problem())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def others_can_write(at: Path) -> None:
+    at.chmod(0o777)
+
+
+def another_user_owns(at: Path) -> None:
+    os.chown(at, STRANGER, -1)
+
+
+@pytest.mark.parametrize("whole_folder", [False, True])
+@pytest.mark.parametrize("make", [others_can_write, pytest.param(another_user_owns, marks=as_root)])
+def test_notes_that_others_may_have_written_are_neither_read_nor_written(
+    store: CacheStore, make: Callable[[Path], None], whole_folder: bool
+) -> None:
+    """A stamp that somebody else noted would pass a wrong kernel as verified."""
+    store.mark_verified(GPU, ENVIRONMENT, "key")
+    assert CacheStore().is_verified(GPU, ENVIRONMENT, "key")
+    [file] = (store.root / "notes").iterdir()
+    make(file.parent if whole_folder else file)
+    before = file.read_bytes()
+    later = CacheStore()
+    assert not later.is_verified(GPU, ENVIRONMENT, "key")
+    later.mark_verified(GPU, ENVIRONMENT, "another")
+    assert later.is_verified(GPU, ENVIRONMENT, "another")  # in this process
+    assert file.read_bytes() == before
+
+
+def test_notes_of_ones_own_are_read(store: CacheStore) -> None:
+    Notes("plugins", [1]).add("key", 2)
+    assert Notes("plugins", [1]).get("key") == 2

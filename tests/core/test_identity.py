@@ -1,0 +1,421 @@
+"""User code is identified by all that its results depend on: pairs that differ in one thing run one
+after the other, and keys are the same in every process where they can be."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tmm_core
+from tmm_core import Epilogue, Port
+from tmm_core.spec.epilogue import INTERNED
+from tmm_core.spec.identity import identify
+
+Function = Callable[..., torch.Tensor]
+
+
+def times(c: Any) -> Function:
+    return lambda z: z * c
+
+
+def nested(c: float) -> Function:
+    def outer(z: torch.Tensor) -> torch.Tensor:
+        def inner(y: torch.Tensor) -> torch.Tensor:
+            return y * c
+
+        return inner(z)
+
+    return outer
+
+
+def default(c: float) -> Function:
+    def scaled(z: torch.Tensor, *, by: float = c) -> torch.Tensor:
+        return z * by
+
+    return scaled
+
+
+def positional(c: Any) -> Function:
+    # Not a parameter of the epilogue, since it is no number.
+    return lambda z, by=(c,): z * by[0]
+
+
+def multiplied(z: torch.Tensor, c: float) -> torch.Tensor:
+    return z * c
+
+
+class Scaled:
+    def __init__(self, c: float) -> None:
+        self.c = c
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        return z * self.c
+
+    def method(self, z: torch.Tensor) -> torch.Tensor:
+        return z * self.c
+
+    @classmethod
+    def of_class(cls, z: torch.Tensor) -> torch.Tensor:
+        return z * cls.factor
+
+    factor = 2.0
+
+
+class Slotted:
+    __slots__ = ("c",)
+
+    def __init__(self, c: float) -> None:
+        self.c = c
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        return z * self.c
+
+
+class Listed(list):  # type: ignore[type-arg]
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        return z * self[0]
+
+
+class Partial(functools.partial):  # type: ignore[type-arg]
+    pass
+
+
+class Tripled(Scaled):
+    factor = 3.0
+
+
+def executed(source: str, **scope: Any) -> Any:
+    exec(source, scope)
+    return scope["f"]
+
+
+def of_module(c: float) -> Function:
+    settings = types.ModuleType("settings")
+    settings.c = c  # type: ignore[attr-defined]
+    return executed("def f(z): return z * settings.c", settings=settings)
+
+
+def of_import(c: float) -> Function:
+    name = "settings_for_import"
+    module = sys.modules.setdefault(name, types.ModuleType(name))
+    setattr(module, f"c{c:.0f}", c)
+    module.c = c  # type: ignore[attr-defined]
+    return executed(f"def f(z):\n    from {name} import c{c:.0f} as c\n    return z * c")
+
+
+def of_class(c: float) -> Function:
+    class Local:
+        def apply(self, z: torch.Tensor) -> torch.Tensor:
+            return z * c
+
+    return Local().apply
+
+
+def wrapped(c: float) -> Function:
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(z: torch.Tensor) -> torch.Tensor:
+            return function(z) * c
+
+        return call
+
+    return decorate(torch.clone)
+
+
+def parameter(c: float) -> nn.Module:
+    layer = nn.PReLU(init=c)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def recursive(c: float) -> Function:
+    def f(z: torch.Tensor, depth: Any = None) -> torch.Tensor:
+        return f(z * c, "once") if depth is None else z
+
+    return f
+
+
+ON_ONE_LINE = {2.0: lambda z: z * 2.0, 3.0: lambda z: z * 3.0}
+
+#: Makes a function that multiplies by its argument, in ways that differ in nothing else.
+MAKERS: dict[str, Callable[[float], Any]] = {
+    "closure": times,
+    "nested": nested,
+    "keyword default": default,
+    "default": positional,
+    "closure over a list": lambda c: (lambda cs: lambda z: z * cs[0])([c]),
+    "closure over a dict": lambda c: (lambda cs: lambda z: z * cs["c"])({"c": c}),
+    "closure over a function": lambda c: (lambda g: lambda z: g(z))(times(c)),
+    "closure over a tensor": lambda c: times(torch.tensor(c)),
+    "closure over bf16": lambda c: times(torch.tensor(c, dtype=torch.bfloat16)),
+    "closure over an array": lambda c: (lambda x: lambda z: z * x.item())(np.array([c])),
+    "numpy scalar": lambda c: (lambda s: lambda z: z * s.item())(np.float32(c)),
+    "sign of zero": lambda c: (lambda zero: lambda z: z * (2.5 + np.copysign(0.5, zero)))(
+        0.0 if c == 3 else -0.0
+    ),
+    "int or float": lambda c: (lambda s: lambda z: z * (3.0 if type(s) is int else 2.0))(
+        1 if c == 3 else 1.0
+    ),
+    "bound method": lambda c: Scaled(c).method,
+    "class method": lambda c: Scaled.of_class if c == 2 else Tripled.of_class,
+    "callable object": Scaled,
+    "slots": Slotted,
+    "list with a call": lambda c: Listed([c]),
+    "module": parameter,
+    "partial": lambda c: functools.partial(multiplied, c=c),
+    "partial of a partial": lambda c: functools.partial(functools.partial(multiplied, c=c)),
+    "subclass of partial": lambda c: Partial(multiplied, c=c),
+    "partial of torch's": lambda c: functools.partial(torch.mul, other=c),
+    "partial's function": lambda c: functools.partial(times(c)),
+    "one line": ON_ONE_LINE.get,
+    "no source": lambda c: executed(f"def f(z): return z * {c}"),
+    "globals": lambda c: executed("def f(z): return z * c", c=c),
+    "globals of a helper": lambda c: executed("def g(z): return z * c\ndef f(z): return g(z)", c=c),
+    "attribute of a module": of_module,
+    "attribute by name": lambda c: executed(
+        "def f(z): return z * getattr(m, 'c')", m=types.SimpleNamespace(c=c)
+    ),
+    "import": of_import,
+    "local class": of_class,
+    "attribute of a function": lambda c: executed(
+        f"def f(z): return z * g.c\ndef g(): pass\ng.c = {c}"
+    ),
+    "decorator": wrapped,
+    "recursive": recursive,
+    "cached": lambda c: (lambda g: lambda z: z * g())(functools.cache(lambda: c)),
+    "property": lambda c: type("P", (), {"__call__": lambda s, z: z * s.c,
+                                         "c": property(lambda s: c)})(),
+    "set": lambda c: (lambda s: lambda z: z * max(s))({1.0, c}),
+    "vmapped": lambda c: torch.vmap(times(c)),
+}  # fmt: skip
+
+
+def z_of(epilogue: Epilogue) -> torch.Tensor:
+    """The result for a product of numbers below zero, where PReLU multiplies."""
+    return tmm_core.matmul(A, B, epilogue=epilogue)
+
+
+A, B = -torch.rand(4, 3) - 0.1, torch.rand(3, 5) + 0.1
+
+
+@pytest.mark.usefixtures("blas_alone")
+@pytest.mark.parametrize("maker", MAKERS)
+def test_functions_that_differ_in_one_thing_give_their_own_answers(maker: str) -> None:
+    make = MAKERS[maker]
+    two, three = (Epilogue("f", make(c)) for c in (2.0, 3.0))
+    assert two.key != three.key
+    assert two != three
+    again = Epilogue("f", make(2.0))
+    for epilogue, c in ((two, 2), (three, 3), (again, 2), (two, 2)):
+        torch.testing.assert_close(z_of(epilogue), c * (A @ B))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_what_is_made_again_alike_has_the_same_key(maker: str) -> None:
+    make = MAKERS[maker]
+    one, other = (Epilogue("f", make(2.0)) for _ in range(2))
+    assert one.lasting
+    assert one.key == other.key
+
+
+def neither(z: torch.Tensor) -> torch.Tensor:
+    return z
+
+
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reference": ({"reference": times(2.0)}, {"reference": times(3.0)}),
+    "derivative": ({"derivative": times(2.0)}, {"derivative": times(3.0)}),
+    "output_vjp": ({"output_vjp": times(2.0)}, {"output_vjp": times(3.0)}),
+    "which derivative": ({"derivative": times(2.0)}, {"output_vjp": times(2.0)}),
+    "device": ({"device": times(2.0)}, {"device": times(3.0)}),
+    "which device": ({"device": times(2.0)}, {"device_derivative": times(2.0)}),
+    "device by name": ({"device": "one:f"}, {"device": "another:f"}),
+    "parameters": ({"parameters": (2.0,)}, {"parameters": (3.0,)}),
+    "gated": ({"gated": True}, {}),
+    "linear": ({"linear": True}, {}),
+    "interleaved": ({"gated": True, "interleaved": True}, {"gated": True}),
+    "outputs": ({"outputs": (Port("p", "tile", of=times(2.0)),)},
+                {"outputs": (Port("p", "tile", of=times(3.0)),)}),
+    "name of an output": ({"outputs": (Port("p", "tile"),)}, {"outputs": (Port("q", "tile"),)}),
+    "dtype of an output": ({"outputs": (Port("p", "tile"),)},
+                           {"outputs": (Port("p", "tile", torch.float16),)}),
+    "name": ({"name": "f"}, {"name": "g"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_that_results_depend_on_is_in_the_key(field: str) -> None:
+    one, other = (
+        Epilogue(**{"name": "f", "reference": neither, **fields}) for fields in FIELDS[field]
+    )
+    assert one.key != other.key
+    chains = [Epilogue("last", neither).then(each) for each in (one, other) if not each.gated]
+    assert len({chain.key for chain in chains}) == len(chains)
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_derivatives_of_one_source_give_their_own_gradients() -> None:
+    for c in (2.0, 3.0, 2.0):
+        a = A.clone().requires_grad_()
+        slope = functools.partial(torch.full_like, fill_value=c)
+        tmm_core.matmul(a, B, epilogue=Epilogue("f", times(c), derivative=slope)).sum().backward()
+        torch.testing.assert_close(a.grad, c * B.sum(1).expand_as(a))
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_outputs_of_one_source_give_their_own_values() -> None:
+    for c in (2.0, 3.0, 2.0):
+        port = Port("p", "tile", of=times(c))
+        _, beside = tmm_core.matmul(A, B, epilogue=Epilogue("f", neither, outputs=(port,)))
+        torch.testing.assert_close(beside, c * (A @ B))
+
+
+@pytest.mark.usefixtures("blas_alone")
+@pytest.mark.parametrize(
+    "thing", [threading.Lock, lambda: (x for x in ()), lambda: torch.empty(2**19)]
+)
+def test_what_has_no_description_stands_for_itself(thing: Any) -> None:
+    """A lock, a generator, a large tensor: its key is of this process, and of this object."""
+
+    def having(c: float, it: Any) -> Function:
+        return lambda z: z * c if it is not None else z
+
+    lone = thing()
+    two, three, other = (
+        Epilogue("f", having(c, it)) for c, it in ((2.0, lone), (3.0, lone), (2.0, thing()))
+    )
+    assert not any(each.lasting for each in (two, three, two.then(three)))
+    assert len({two.key, three.key, other.key}) == 3
+    assert Epilogue("f", having(2.0, lone)).key == two.key
+    for epilogue, c in ((two, 2), (three, 3), (other, 2)):
+        torch.testing.assert_close(z_of(epilogue), c * (A @ B))
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_objects_alike_that_change_later_are_not_one() -> None:
+    """What torch applies reads an object's state in every call; a new epilogue of a changed object
+    has another key."""
+    first, second = Scaled(2.0), Scaled(2.0)
+    one, other = Epilogue("f", first), Epilogue("f", second)
+    assert one.key == other.key
+    assert one != other
+    assert one.interned() != other.interned()
+    for epilogue in (one, other):
+        torch.testing.assert_close(z_of(epilogue), 2 * (A @ B))
+    first.c = 3.0
+    torch.testing.assert_close(z_of(other), 2 * (A @ B))
+    torch.testing.assert_close(z_of(one), 3 * (A @ B))
+    torch.testing.assert_close(z_of(Epilogue("f", first)), 3 * (A @ B))
+    torch.testing.assert_close(z_of(Epilogue("f", Scaled(2.0))), 2 * (A @ B))
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_a_closure_that_changes_later_is_not_taken_for_a_new_one() -> None:
+    def make(c: float) -> tuple[Function, Callable[[float], None]]:
+        def set_c(value: float) -> None:
+            nonlocal c
+            c = value
+
+        return lambda z: z * c, set_c
+
+    function, set_c = make(2.0)
+    changing = Epilogue("f", function)
+    torch.testing.assert_close(z_of(changing), 2 * (A @ B))
+    set_c(3.0)
+    torch.testing.assert_close(z_of(changing), 3 * (A @ B))
+    torch.testing.assert_close(z_of(Epilogue("f", make(2.0)[0])), 2 * (A @ B))
+    torch.testing.assert_close(z_of(Epilogue("f", make(3.0)[0])), 3 * (A @ B))
+    # One that shared its plan does not follow it.
+    another = make(4.0)
+    one, other = Epilogue("f", another[0]), Epilogue("f", make(4.0)[0])
+    for epilogue in (one, other):
+        torch.testing.assert_close(z_of(epilogue), 4 * (A @ B))
+    another[1](5.0)
+    torch.testing.assert_close(z_of(other), 4 * (A @ B))
+    torch.testing.assert_close(z_of(one.then(other)), 20 * (A @ B))
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_a_function_that_writes_its_closure_keeps_it() -> None:
+    calls = 0
+
+    def counted(z: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return z * 2
+
+    epilogue = Epilogue("f", counted)
+    for _ in range(3):
+        before = calls
+        torch.testing.assert_close(z_of(epilogue), 2 * (A @ B))
+        assert calls > before
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_an_epilogue_made_in_every_call_keeps_one_plan() -> None:
+    INTERNED.clear()
+    for _ in range(5):
+        z_of(Epilogue("f", times(2.0)))
+    assert len(INTERNED) == 1
+
+
+def test_two_sets_in_another_order_are_one() -> None:
+    # 0 and 8 collide in a small table, where the first one inserted comes first.
+    assert [*{0, 8}] != [*{8, 0}]
+    for one, other in (({0, 8}, {8, 0}), ({"s": {0, 8}}, {"s": {8, 0}}), (({0, 8},), ({8, 0},))):
+        assert identify(one).digest == identify(other).digest
+    assert identify({0, 8}).digest != identify({0, 9}).digest
+    assert identify({"a": 1, "b": 2}).digest != identify({"b": 2, "a": 1}).digest
+
+
+PROGRAM = """
+import functools, torch
+from tmm_core import Epilogue
+from tmm_core.spec.identity import identify
+
+class Scaled:
+    def __init__(self, c): self.c, self.names = c, {"alpha", "beta", "gamma"}
+    def __call__(self, z): return z * self.c if "alpha" in {"alpha", "delta"} else z
+    def method(self, z): return z * self.c
+
+TABLE = {"rows": {"x", "y", "z"}, "columns": frozenset(("u", "v"))}
+def global_(z): return z * len(TABLE["rows"])
+def constant(z, kind="x"): return z if kind in {"x", "y", "zz"} else -z
+
+functions = [
+    Scaled(2.0), Scaled(2.0).method, functools.partial(Scaled.method, Scaled(1.0)), global_,
+    constant, functools.partial(constant, kind="y"), (lambda s: lambda z: z * len(s))({"p", "q"}),
+    torch.nn.PReLU(),
+]
+print([Epilogue("f", function).key for function in functions])
+print(all(Epilogue("f", function).lasting for function in functions))
+"""
+
+
+def test_keys_are_the_same_in_every_process(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    told = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told.add(done.stdout)
+    (keys,) = told
+    assert keys.endswith("True\n")
+    assert keys.count("@") == 8

@@ -1,0 +1,351 @@
+"""One definition of a valid call: what torch's expression computes, tmm computes on every path, or
+it refuses the call on every path with the same kind of error."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn import (
+    assert_refused_alike,
+    assert_same,
+    on_meta,
+    outcome,
+    recording,
+    result_dtype,
+    tensors,
+    tolerance,
+    wide,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tmm_core
+from tmm_core import dispatch, formats
+
+Tensor = torch.Tensor
+Call = dict[str, Any]
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = [
+    *[FP32] * 4, *[BF16] * 3, FP16, *[FP64] * 2, torch.complex64, torch.int32, torch.int64,
+    torch.uint8, torch.bool, E4M3, E4M3, E5M2,
+]  # fmt: skip
+EPILOGUES = [
+    *[None] * 4, "silu", "relu", "tanh", "softcap(3)", "gelu_tanh+relu", "relu+silu",
+    "swiglu", "geglu", "swiglu+relu", "clamped_swiglu", "leaky_relu", "scale(2)",
+]  # fmt: skip
+ALPHAS: list[Any] = [
+    *[1.0] * 9, 2.0, -0.5, 0.0, 3, True, np.float32(0.5), np.int64(2), np.float64(1.5), 2 + 0j,
+    torch.tensor(2.0),
+]  # fmt: skip
+NO_ALPHAS: list[Any] = [1j, "2", None, np.ones(1), torch.tensor([2.0]), 2**70]
+TERMS = ("bias", "residual", "scale_a", "scale_b")
+
+
+def often(draw: Any, usual: Any, *others: Any) -> Any:
+    """Mostly the usual value."""
+    return draw(st.sampled_from(others)) if seldom(draw) else usual
+
+
+def seldom(draw: Any) -> bool:
+    return bool(draw(st.sampled_from([False] * 14 + [True])))
+
+
+@st.composite
+def calls(draw: Any) -> Call:
+    """Arguments of ``matmul``: most of them fit, some miss in one respect."""
+    size = st.sampled_from([0, 1, 2, 3, 4, 5])
+    m, n, k = draw(size), draw(size), draw(size)
+    epilogue = often(draw, draw(st.sampled_from(EPILOGUES)), "nonsense")
+    gated = epilogue is not None and "glu" in epilogue
+    width = often(draw, 2 * n if gated else n, n)
+    batch = draw(st.sampled_from([(), (), (2,), (1,), (2, 3), (0,)]))
+    shape_a = often(draw, (*batch, m, k), (k,), (m, k), ())
+    fewer = draw(st.sampled_from([(), (), batch, tuple(1 for _ in batch), batch[1:]]))
+    shape_b = often(draw, (*fewer, k, width), (k,), (k + 1, width))
+    dtype = draw(st.sampled_from(DTYPES))
+    eight_bit = dtype in (E4M3, E5M2)
+    of_b = draw(st.sampled_from([E4M3, E5M2])) if eight_bit else often(draw, dtype, FP32, BF16)
+    call: Call = {"a": draw(tensors(shape_a, dtype)), "b": draw(tensors(shape_b, of_b))}
+    call["epilogue"] = epilogue
+    call["out_dtype"] = often(draw, None, FP32, BF16, FP64, torch.int32, E4M3)
+    call["alpha"] = often(draw, draw(st.sampled_from(ALPHAS)), *NO_ALPHAS)
+    own = result_dtype(call["a"], call["out_dtype"])
+    if draw(st.booleans()):
+        kind = often(draw, dtype if not eight_bit else own, FP32, FP64, FP16, own)
+        full = (*shape_a[:-1], width)
+        fitting = draw(st.sampled_from([(width,), (width,), (1, width), (1,), (), full]))
+        shape = often(draw, fitting, (width + 1,))
+        call["bias"] = draw(tensors(shape, kind))
+    if draw(st.booleans()):
+        kind = often(draw, own, FP32, FP64, dtype if not eight_bit else own)
+        narrow = width // 2 if gated else width
+        full = (*shape_a[:-1], narrow)
+        fitting = draw(st.sampled_from([full, (narrow,), (), (1, narrow)]))
+        shape = often(draw, fitting, (2, *full), (7,))
+        call["residual"] = draw(tensors(shape, kind))
+    for name, shape in (("scale_a", (*shape_a[:-1], 1)), ("scale_b", (*shape_b[:-2], 1, width))):
+        if draw(st.booleans()) if eight_bit else seldom(draw):
+            shape = often(draw, draw(st.sampled_from([shape, (), (1, 1, 1)])), (3, 1))
+            call[name] = draw(tensors(shape, often(draw, FP32, BF16, FP64))).abs()
+    return {name: value for name, value in call.items() if name == "alpha" or value is not None}
+
+
+# -- torch's expression --------------------------------------------------------------------
+
+
+def widened(t: Tensor) -> Tensor:
+    found = formats.BY_STORAGE.get(t.dtype)
+    return (t if found is None else found.dequantize(t)).to(wide(t.dtype))
+
+
+def expression(call: Call) -> Tensor:
+    """The call in torch's operators and wide dtypes; raises where torch does."""
+    a, b = widened(call["a"]), widened(call["b"])
+    alpha = call["alpha"]
+    alpha = alpha.item() if isinstance(alpha, (Tensor, np.generic)) else alpha
+    if isinstance(alpha, complex) and not alpha.imag:
+        alpha = alpha.real
+    integers = not (a.is_floating_point() or a.is_complex())
+    whole = integers and not (call.get("out_dtype") or torch.int8).is_floating_point
+    z = torch.matmul(a, b) * (int(alpha) if whole else alpha)
+    for name in ("scale_a", "scale_b"):
+        if name in call:
+            z = z * scale_of(call, name)
+    bias, residual = (widened(call[n]) if n in call else None for n in ("bias", "residual"))
+    if bias is not None and bias.numel() == (b.shape[-1] if b.dim() > 1 else 1):
+        # Vectors are matrices of one row or column, which the result lacks.
+        bias = bias.reshape(()) if b.dim() == 1 else bias.reshape(-1) if a.dim() == 1 else bias
+    epilogue = dispatch.dispatcher().registry.epilogue(call.get("epilogue"))
+    return epilogue.expression(z, bias, residual)
+
+
+def scale_of(call: Call, name: str) -> Tensor:
+    """A scale with the dimensions of the result, which lacks those of vectors."""
+    scale = widened(call[name])
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if call["b"].dim() == 1:
+        return scale[..., 0]
+    return scale[..., 0, :] if call["a"].dim() == 1 and name == "scale_b" else scale
+
+
+# -- the paths of a call -------------------------------------------------------------------
+
+Path = Callable[[Call], Any]
+
+
+def matmul(call: Call) -> Any:
+    rest = {name: value for name, value in call.items() if name not in ("a", "b")}
+    return tmm_core.matmul(call["a"], call["b"], **rest)
+
+
+def each(function: Callable[[Any], Any], call: Call) -> Call:
+    return {name: function(value) for name, value in call.items()}
+
+
+def inference(call: Call) -> Any:
+    with torch.inference_mode():
+        return matmul(call)
+
+
+def recorded(call: Call) -> Any:
+    return matmul({n: recording(t) if n != "alpha" else t for n, t in call.items()})
+
+
+def forced(call: Call) -> Any:
+    return matmul(call | {"kernel": "blas"})
+
+
+def linear(call: Call) -> Any:
+    rest = {name: value for name, value in call.items() if name not in ("a", "b")}
+    return tmm_core.linear(call["a"], call["b"].t(), **rest)
+
+
+def by_operator(call: Call) -> Any:
+    return torch.ops.tmm.matmul(*(call.get(name) for name in POSITIONAL[:4]), *(
+        default if (value := call.get(name)) is None else value
+        for name, default in zip(POSITIONAL[4:], (1.0, "", None, None, None), strict=True)
+    ))  # fmt: skip
+
+
+POSITIONAL = (
+    "a", "b", "bias", "residual", "alpha", "epilogue", "out_dtype", "scale_a", "scale_b",
+)  # fmt: skip
+
+
+def meta(call: Call) -> Any:
+    return matmul({n: t if n == "alpha" else on_meta(t) for n, t in call.items()})
+
+
+def fake(call: Call) -> Any:
+    with FakeTensorMode() as mode:
+        return matmul({
+            n: mode.from_tensor(t) if isinstance(t, Tensor) and n != "alpha" else t
+            for n, t in call.items()
+        })  # fmt: skip
+
+
+def compiled(call: Call) -> Any:
+    torch.compiler.reset()
+    tensors = {n: t for n, t in call.items() if isinstance(t, Tensor)}
+    rest = {n: t for n, t in call.items() if n not in tensors}
+    function = torch.compile(lambda **given: matmul(given | rest), backend="aot_eager")
+    return function(**tensors)
+
+
+def mapped(call: Call) -> Any:
+    """``torch.vmap`` over two equal copies of every tensor; the first result."""
+    tensors = {n: t for n, t in call.items() if isinstance(t, Tensor) and n != "alpha"}
+    rest = {n: t for n, t in call.items() if n not in tensors}
+    twice = {n: torch.stack([t, t]) for n, t in tensors.items()}
+    return torch.vmap(lambda given: matmul(given | rest))(twice)[0]
+
+
+def mapped_one(name: str) -> Path:
+    def path(call: Call) -> Any:
+        if name not in call:
+            return matmul(call)
+        rest = {n: t for n, t in call.items() if n != name}
+        twice = torch.stack([call[name]] * 2)
+        return torch.vmap(lambda t: matmul(rest | {name: t}))(twice)[1]
+
+    return path
+
+
+def to_out(call: Call) -> Any:
+    out = torch.empty(0, dtype=result_dtype(call["a"], call.get("out_dtype")))
+    assert matmul(call | {"out": out}) is out
+    return out
+
+
+def posed(call: Call) -> Any:
+    tmm_core.problem(**call)  # of folded operands
+    return meta(call)
+
+
+def paths(call: Call) -> Iterator[tuple[str, Path]]:
+    """The paths that can take a call, by name."""
+    yield from {
+        "again": matmul, "inference": inference, "recorded": recorded, "forced": forced,
+        "meta": meta, "out": to_out,
+    }.items()  # fmt: skip
+    if not isinstance(call["alpha"], Tensor):  # which would be read
+        yield "fake", fake
+    if call["b"].dim() == 2:
+        yield "linear", linear
+    number = isinstance(call["alpha"], (int, float)) and call["alpha"] != 2**70
+    usual = "bias" not in call or call["bias"].shape == (call["b"].shape[-1] if call["b"].dim() > 1 else 1,)
+    if number and usual:
+        yield "operator", by_operator
+        yield "problem", posed
+    yield "vmap", mapped
+    for name in ("a", "bias", "residual", "scale_b"):
+        if name in call:
+            yield f"vmap of {name}", mapped_one(name)
+
+
+def verify(call: Call, *more: tuple[str, Path]) -> None:
+    """Hold every path of a call against the plain one, and that against torch's expression."""
+    with torch.no_grad():
+        plain = outcome(lambda: matmul(call))
+    dtype = result_dtype(call["a"], call.get("out_dtype"))
+    wanted = outcome(lambda: expression(call))
+    if not isinstance(plain, Exception):
+        assert not isinstance(wanted, Exception), f"plain: {plain}, and torch {wanted!r}"
+        assert plain.dtype == dtype
+        kept = wanted if dtype.is_floating_point or dtype.is_complex else wanted.to(dtype)
+        assert_same(plain, kept, call["a"].dtype, "plain")
+    for name, path in [*paths(call), *more]:
+        found = outcome(functools.partial(path, call))
+        if isinstance(plain, Exception):
+            assert_refused_alike(found, plain, name)
+            continue
+        assert not isinstance(found, Exception), f"{name}: {found!r}"
+        assert (found.dtype, found.shape) == (plain.dtype, plain.shape), name
+        if found.device.type == "cpu" and name != "fake":
+            assert_same(found.detach(), wanted.to(dtype), call["a"].dtype, name)
+    continuous = dtype.is_floating_point or dtype.is_complex
+    stored = call["a"].dtype in formats.BY_STORAGE
+    if not isinstance(plain, Exception) and continuous and not stored:
+        differentiate(call)
+
+
+def differentiate(call: Call) -> None:
+    """Hold the gradients of a call against those of torch's expression, in both modes."""
+    taken = {n: recording(t) for n, t in call.items() if n != "alpha" and isinstance(t, Tensor)}
+    taken = {n: t for n, t in taken.items() if t.requires_grad}
+    if not taken:
+        return
+    coarse = max(call["a"].dtype, matmul(call).dtype, key=tolerance)
+    grads = {}
+    for function in (matmul, expression):
+        inputs = {n: recording(t) for n, t in taken.items()}
+        y = function(call | inputs)
+        if function is matmul:
+            up = torch.ones_like(y)
+        found = torch.autograd.grad(y, list(inputs.values()), up.to(y.dtype))
+        grads[function] = dict(zip(inputs, found, strict=True))
+    for name, found in grads[matmul].items():
+        t = call[name]
+        assert found.dtype == t.dtype
+        wanted = grads[expression][name]
+        assert_same(found.to(wanted.dtype), wanted, coarse, f"gradient of {name}")
+    functional = torch.func.vjp(lambda given: matmul(call | given), taken)[1](up)[0]
+    for name, found in functional.items():
+        wanted = grads[expression][name]
+        assert_same(found.to(wanted.dtype), wanted, coarse, f"vjp of {name}")
+    ones = {n: torch.ones_like(t) for n, t in taken.items()}
+    # Torch has no tangents for expanded tensors.
+    detached = {n: t.detach().contiguous() for n, t in taken.items()}
+    tangents = [
+        torch.func.jvp(lambda given, f=function: f(call | given), (detached,), (ones,))[1]
+        for function in (matmul, expression)
+    ]
+    assert tangents[0].dtype == y.dtype or tangents[0].dtype == up.dtype
+    assert_same(tangents[0].to(tangents[1].dtype), tangents[1], coarse, "jvp")
+
+
+bounded = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck), print_blob=False,
+)  # fmt: skip
+long = settings(bounded, max_examples=20_000, derandomize=False)
+
+
+@pytest.fixture(autouse=True)
+def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
+
+
+@bounded
+@given(call=calls())
+def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
+    verify(call)
+
+
+@settings(bounded, max_examples=12)
+@given(call=calls())
+def test_compiled_too(call: Call) -> None:
+    verify(call, ("compiled", compiled))
+
+
+@pytest.mark.endurance
+@long
+@given(call=calls())
+def test_for_long(call: Call) -> None:
+    verify(call)
+
+
+@pytest.mark.endurance
+@settings(long, max_examples=400)
+@given(call=calls())
+def test_compiled_for_long(call: Call) -> None:
+    verify(call, ("compiled", compiled))

@@ -1,0 +1,105 @@
+"""Every command and option that a page names exists."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tmm_cache import cli as tmm_cache_cli
+
+from tmm_core.tools import cli as tmm_cli
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("docs", "plugins", "examples", "benchmarks")
+#: The changelog also names what is gone.
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(p for name in FOLDERS for p in (ROOT / name).rglob("*.md")))
+    if path.name != "CHANGELOG.md"
+)
+SOURCES = [p for name in ("tmm_core", "plugins", "cache") for p in (ROOT / name).rglob("*.py")]
+#: Inline code, and the lines of fenced blocks; `$ ` may stand before a command.
+CODE = re.compile(r"```.*?^\s*```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:^|[`&;|(]|[A-Z_]+=\S+ )\s*(?:\$ )?(tmm-cache|tmm)(?![\w.-])((?: [^`\n#|;&)]+)?)",
+    re.MULTILINE,
+)
+PARSERS = {"tmm": tmm_cli._parser(), "tmm-cache": tmm_cache_cli._parser()}
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    [action] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(action.choices)
+
+
+def named(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each command that a page's code names, with its words."""
+    for block in CODE.findall(text.replace("\\\n", " ")):
+        for program, rest in COMMAND.findall(block):
+            yield program, rest.split()
+
+
+def unknown(program: str, words: list[str]) -> str | None:
+    """The first word that the command does not know; None if it knows all."""
+    parser = PARSERS[program]
+    words = [word.strip(",.:") for word in words]
+    if words[:1] == ["--cache-dir"]:
+        del words[:2]
+    options = {*parser._option_string_actions}
+    if words and re.fullmatch("[a-z][a-z-]*", words[0]):
+        if words[0] not in subparsers(parser):
+            return words[0]
+        options = {*subparsers(parser)[words.pop(0)]._option_string_actions}
+    used = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return next((option for option in used if option not in options), None)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_that_a_page_names_exists(page: str) -> None:
+    found = list(named((ROOT / page).read_text("utf-8")))
+    wrong = [(program, words) for program, words in found if unknown(program, words)]
+    assert not wrong
+
+
+def test_every_command_that_a_message_or_docstring_names_exists() -> None:
+    found = [
+        (path.name, program, words)
+        for path in SOURCES
+        for span in re.findall(r"`(tmm(?:-cache)? [^`{\n]+)`", path.read_text("utf-8"))
+        for program, words in named(f"`{span}`")
+    ]
+    assert len(found) > 10
+    assert not [each for each in found if unknown(*each[1:])]
+
+
+def test_commands_are_found_in_pages() -> None:
+    """A pattern that matches nothing would hold everything."""
+    found = [each for page in PAGES for each in named((ROOT / page).read_text("utf-8"))]
+    assert len(found) > 60
+    used = {(program, words[0]) for program, words in found if words}
+    assert {("tmm", name) for name in subparsers(PARSERS["tmm"])} <= used
+    assert {("tmm-cache", "freeze"), ("tmm-cache", "--cache-dir")} <= used
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("see `tmm why`", "why"),
+        ("`tmm tune --shapes 1x1x1`", "--shapes"),
+        ("```sh\ncd x && TMM_KERNEL=blas tmm verfy   # all\n```", "verfy"),
+        ("`tmm-cache --cache-dir x stat`", "stat"),
+        ("`tmm-cache --cache-dir x stats --json`", None),
+        ("run `tmm tune --misses`, or", None),
+        ("`tmm-cache clear --older-then 30d`", "--older-then"),
+        ("`tmm explain 4096x4096x4096 --why`", None),
+        ("`tmm`", None),
+        ("`tmm-cache show RECORD`", None),
+        ("`tmm bench --kernel a --sweep GROUP_M=1,2 \\\n  --sqares 1`", "--sqares"),
+    ],
+)
+def test_what_does_not_exist_is_told(text: str, wrong: str | None) -> None:
+    [(program, words)] = named(text)
+    assert unknown(program, words) == wrong

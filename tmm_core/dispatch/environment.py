@@ -1,0 +1,244 @@
+"""Tells what the environment did from what a kernel did.
+
+A candidate's failure is a verdict on its kernel only if the kernel caused it: a wrong result, a
+refusal, an exception of its own. A missing compiler, a full disk or GPU, a killed process and a
+budget that ended say nothing of the kernel: the candidate is *untried*.
+
+Who raised decides: an exception of the operating system or of a memory allocator, or one that comes
+from the part of Triton that finds and runs programs. Other processes report their failures as text,
+and so do old records; there the words of these exceptions decide.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from types import FrameType
+from typing import Any, Literal, get_args
+
+import torch
+from tmm_cache import CandidateResult
+from tmm_cache.errors import trace_of
+
+from tmm_core.errors import error_text, reraise
+from tmm_core.spec.kernel import Kernel
+from tmm_core.spec.launcher import BASELINE
+
+#: Why a candidate is untried.
+#:
+#: ``toolchain``: something is missing or does not work, and stays so until it is repaired.
+#: ``passing``: a lack of memory or space, or a killed process, which a later process may not meet.
+#: ``alike``: all kernels failed in the same way, so that something they share is broken.
+#: ``hung``: it was given up after a time limit, or its compiler crashed.
+#: ``budget``: the tuning budget ended before it.
+Cause = Literal["toolchain", "passing", "alike", "hung", "budget"]
+
+#: The reason of a candidate that had not compiled when the tuning budget ended.
+BUDGET_ENDED = "the tuning budget ended before it"
+
+#: Errors of the operating system that may pass without a repair.
+_PASSING_ERRNO = {
+    *(errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EMFILE, errno.ENFILE),
+    *(errno.EINTR, errno.EBUSY, errno.ETXTBSY, errno.ESTALE, errno.EIO),
+}
+
+#: Modules that find and run programs, load drivers and write files for Triton. What they raise is
+#: about the machine. Those that translate a kernel are not among them.
+_TOOLS = (
+    "triton.knobs",
+    "triton.runtime.build",
+    "triton.runtime.cache",
+    "triton.runtime.driver",
+    "triton.backends.driver",
+    "triton.backends.nvidia.driver",
+    "triton.backends.amd.driver",
+    "subprocess",
+    "tempfile",
+)
+
+#: Words of exceptions that are about the machine, as other processes and old records tell them.
+_WORDS: tuple[tuple[Cause, str], ...] = (
+    ("passing", r"\bout of memory\b"),
+    ("passing", r"\bOutOfMemoryError\b|\bMemoryError\b|ALLOC_FAILED"),
+    ("passing", r"cannot be verified within [\d.]+ MiB"),
+    ("passing", r"\bNo space left on device\b|\bDisk quota exceeded\b"),
+    ("passing", r"\bCannot allocate memory\b|\bToo many open files\b"),
+    ("passing", r"\bResource temporarily unavailable\b|\bInput/output error\b"),
+    ("passing", r"\((?:signal \d+, )SIG(?:KILL|TERM|INT|HUP|QUIT|XCPU)\)"),
+    ("passing", r"`ptxas` failed with error code -(?:1|2|9|15)\b"),
+    ("passing", r"\bBrokenProcessPool\b|\bBrokenExecutor\b"),
+    ("toolchain", r"`ptxas` failed with error code 12[67]\b"),
+    ("toolchain", r"\bCannot find (?:`?)(?:ptxas|cuobjdump|nvdisasm|ld\.lld)"),
+    ("toolchain", r"\bFailed to find C compiler\b|\bneeds (?:a C compiler|Python\.h)\b"),
+    ("toolchain", r"\bFileNotFoundError\b|\bPermissionError\b|\bNotADirectoryError\b"),
+    ("toolchain", r"\bNo such file or directory\b|\bPermission denied\b"),
+    ("toolchain", r"\bRead-only file system\b|\bExec format error\b"),
+    ("toolchain", r"\bNo usable temporary directory\b"),
+    ("toolchain", r"\bModuleNotFoundError\b|\bImportError\b"),
+    ("toolchain", r"cannot open shared object file|libcuda\.so(?:\.\d+)? (?:cannot|not) found"),
+    ("toolchain", r"\bCalledProcessError\b"),
+    ("toolchain", r"\bactive drivers?\b|\bno CUDA-capable device\b"),
+    ("toolchain", r"\bdriver version is insufficient\b"),
+    ("hung", r"\bdid not (?:compile|bind) within\b"),
+    ("hung", r"\bits compiler died \(signal"),
+    ("hung", r"`ptxas` raised SIGSEGV"),
+    ("budget", re.escape(BUDGET_ENDED)),
+)  # fmt: skip
+#: Classes of a kernel that are not its own.
+_BASES = (Kernel, *Kernel.__mro__)
+_PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
+
+
+def cause_of(error: BaseException) -> Cause | None:
+    """What of the environment made ``error`` happen; None if its raiser is to blame."""
+    for each in chain(error):
+        if (found := _read(each, "cause_elsewhere")) in get_args(Cause):  # by another process
+            return found  # type: ignore[no-any-return]
+        if (found := _by_type(each)) is not None:
+            return found  # type: ignore[no-any-return]
+        if issubclass(type(each), RuntimeError | AssertionError | TimeoutError) or _of_triton(each):
+            if _raiser(each).startswith(_TOOLS):
+                return cause_of_text(error_text(each)) or "toolchain"
+            if (found := cause_of_text(error_text(each))) is not None:
+                return found  # type: ignore[no-any-return]
+    return None
+
+
+def cause_of_text(reason: str) -> Cause | None:
+    """What of the environment a reason tells of; None if it tells of the kernel."""
+    return next((cause for cause, pattern in _PATTERNS if pattern.search(reason)), None)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or while they were handled, except by the
+    caller of the code that raised it. Runs no code of an exception's class."""
+    seen: list[BaseException] = []
+    frames: list[FrameType] = []
+    waiting: list[tuple[BaseException | None, bool]] = [(error, True)]
+    while waiting and len(seen) < _MOST_CAUSES:
+        each, explicit = waiting.pop(0)
+        if each is None or any(each is other for other in seen):
+            continue
+        mine = [frame for frame, _ in traceback.walk_tb(trace_of(each))]
+        if not explicit and mine[:1] and mine[0] not in frames:
+            continue  # handled further out
+        seen.append(each)
+        frames += mine
+        yield each
+        waiting.append((_CAUSE(each), True))
+        if not _SUPPRESSED(each):
+            waiting.append((_CONTEXT(each), False))
+        group = _read(each, "exceptions")  # of an ExceptionGroup
+        waiting += [(one, True) for one in group] if type(group) is tuple else []
+
+
+# A stranger's exception may define attributes of these names that raise.
+_CAUSE = BaseException.__dict__["__cause__"].__get__
+_CONTEXT = BaseException.__dict__["__context__"].__get__
+_SUPPRESSED = BaseException.__dict__["__suppress_context__"].__get__
+#: How many exceptions of a chain are looked at.
+_MOST_CAUSES = 16
+
+
+def _read(error: BaseException, name: str) -> Any:
+    """An attribute of an exception; None if it has none, or reading it fails."""
+    try:
+        return getattr(error, name, None)
+    except BaseException as another:
+        reraise(another)
+        return None
+
+
+def _by_type(error: BaseException) -> Cause | None:
+    kind = type(error)
+    if issubclass(kind, MemoryError | torch.OutOfMemoryError | BrokenExecutor):
+        return "passing"
+    if issubclass(kind, subprocess.TimeoutExpired):
+        return "hung"
+    if issubclass(kind, subprocess.CalledProcessError):
+        status = _read(error, "returncode")
+        return "passing" if type(status) is int and status < 0 else "toolchain"
+    if issubclass(kind, OSError) and type(number := _read(error, "errno")) is int:
+        return "passing" if number in _PASSING_ERRNO else "toolchain"
+    return "toolchain" if issubclass(kind, ImportError) else None
+
+
+def _of_triton(error: BaseException) -> bool:
+    return str(type(error).__module__).partition(".")[0] == "triton"
+
+
+def _raiser(error: BaseException) -> str:
+    """The module whose code raised."""
+    frames = list(traceback.walk_tb(trace_of(error)))
+    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+
+
+def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
+    """The file and line of a kernel's packages that raised ``error``, else of its ``bind``; empty
+    if neither is known."""
+    place = None if error is None else _read(error, "place")
+    if place and type(place) is str:  # found by another process
+        return place
+    own: Any = type(getattr(kernel, "kernel", kernel))  # of a registered kernel
+    modules = (sys.modules.get(each.__module__) for each in own.__mro__ if each not in _BASES)
+    files = (getattr(module, "__file__", None) for module in modules)
+    folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
+    code = getattr(inspect.unwrap(own.bind), "__code__", None)
+    found = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    for each in () if error is None else chain(error):
+        for frame, line in traceback.walk_tb(trace_of(each)):
+            if frame.f_code.co_filename.startswith(folders):
+                found = f"{frame.f_code.co_filename}:{line}"
+    return found
+
+
+# -- many failures at once -----------------------------------------------------------------
+
+#: Parts of a reason that differ between kernels and calls: names, paths, numbers, addresses.
+_OWN = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`|\(/[^)\n]*\)|/[^\s:,]+|0x[0-9a-f]+|\d+")
+#: What precedes the reason itself: tmm's own words about whose it is.
+_WHOSE = re.compile(r"^PluginError: kernel .*?: (?:bind|compile) raised |^its first launch raised ")
+#: Kernels that have to fail alike before the machine is suspected.
+LEAST_ALIKE = 2
+#: Reasons of candidates that were never compiled, because others promised more.
+_NOT_TRIED = re.compile(r"^expects to take |^its search space is empty|^not tried: ")
+
+
+def alike(results: Iterable[CandidateResult]) -> bool:
+    """Whether all of at least :data:`LEAST_ALIKE` kernels failed before their first launch, for one
+    and the same reason: then something that they share is broken."""
+    kernels, reasons = set(), set()
+    for result in results:
+        reason = result.reason or ""
+        if result.kernel == BASELINE or _NOT_TRIED.match(reason):
+            continue
+        if result.status != "failed":
+            return False
+        kernels.add(result.kernel)
+        reasons.add(common(reason))
+    return len(kernels) >= LEAST_ALIKE and len(reasons) == 1 and "" not in reasons
+
+
+def common(reason: str) -> str:
+    """A reason's first line without what differs from kernel to kernel."""
+    first = _WHOSE.sub("", reason).strip().partition("\n")[0]
+    return _OWN.sub("…", first)
+
+
+def verdicts(results: Sequence[CandidateResult]) -> list[CandidateResult]:
+    """The results that are verdicts on their kernels, without those of versions that recorded the
+    environment's faults, too. A budget's end stays: a call does not wait for it again."""
+    if alike(results):
+        return [r for r in results if r.kernel == BASELINE or _NOT_TRIED.match(r.reason or "")]
+
+    def counts(result: CandidateResult) -> bool:
+        return result.status != "failed" or cause_of_text(result.reason or "") in (None, "budget")
+
+    return list(filter(counts, results))

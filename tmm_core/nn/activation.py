@@ -1,0 +1,152 @@
+"""Recognises activations by their values: the graph of a forward has only elementwise functions and
+equals a known epilogue in float64 over a grid of points."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from tmm_core.epilogues import parse
+from tmm_core.nn.trace import NotProvenError, trace
+
+ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus")
+
+_FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
+_OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+_METHODS = ("relu", "sigmoid", "tanh", "erf", "exp", "add", "sub", "mul", "div", "pow", "square")
+_ELEMENTWISE: frozenset[Any] = frozenset(
+    (*_FUNCTIONS, *_OPERATORS, operator.neg, *(getattr(torch, name) for name in _METHODS))
+)
+
+#: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
+TOLERANCE = 1e-12
+
+
+class Activation(NamedTuple):
+    """A module that was proven to compute an epilogue, and what the proof assumed."""
+
+    kind: type[nn.Module]
+    forward: Any
+    reads: tuple[tuple[str, Any], ...]
+    epilogue: str
+
+    def is_(self, module: Any) -> bool:
+        """Whether calling ``module`` does what was proven, and nothing more."""
+        return (
+            type(module) is self.kind
+            and self.kind.forward is self.forward
+            and not interposed(module)
+            and unchanged(module, self.reads)
+        )
+
+
+def interposed(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def unchanged(module: Any, reads: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether the attributes of ``module`` have these values."""
+    for name, value in reads:
+        found = getattr(module, name, _ABSENT)
+        if found is value:
+            continue
+        if isinstance(value, functools.partial):
+            if not isinstance(found, functools.partial) or _parts(found) != _parts(value):
+                return False
+        elif type(found) is not type(value) or found != value:
+            return False
+    return True
+
+
+_ABSENT = object()
+
+
+def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
+    return function.func, function.args, function.keywords
+
+
+def recognise(module: nn.Module) -> Activation | None:
+    """What ``module`` computes; None if that is no known epilogue, or is not proven."""
+    if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
+        return None
+    candidates: tuple[str, ...] = ACTIVATIONS
+    if isinstance(module, nn.LeakyReLU):
+        candidates = (f"leaky_relu({float(module.negative_slope)!r})",)
+    try:
+        traced = trace(module)
+    except NotProvenError:
+        return None
+    found = {_function(graph, candidates) for graph in traced.graphs}
+    name = found.pop() if len(found) == 1 else None
+    if name is None:
+        return None
+    return Activation(type(module), type(module).forward, traced.reads, name)
+
+
+def is_activation(module: Any) -> bool:
+    """Whether ``module`` looks like an activation, for a report: by the file of its class."""
+    file = type(module).__module__.rpartition(".")[2]
+    return file in ("activation", "activations") and not [*module.children(), *module.parameters()]
+
+
+def _function(graph: fx.Graph, candidates: Iterable[str]) -> str | None:
+    first, *middle, last = graph.nodes
+    if first.op != "placeholder" or last.op != "output" or not middle:
+        return None
+    if last.args != (middle[-1],) or not all(map(is_elementwise, middle)):
+        return None
+    return named(fx.GraphModule({}, graph), candidates)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether it calls a function of single elements."""
+    if node.op == "call_function":
+        return node.target in _ELEMENTWISE
+    return node.op == "call_method" and node.target in _METHODS
+
+
+def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | None:
+    """The epilogue that a node applies to its only input by calling a function of torch's."""
+    if not is_elementwise(node) or len(node.all_input_nodes) != 1:
+        return None
+    source = node.all_input_nodes[0]
+
+    def apply(z: torch.Tensor) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: z)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    if node.target is F.leaky_relu and node.args == (source,):
+        slope = node.kwargs.get("negative_slope", 0.01)
+        candidates = (f"leaky_relu({float(slope)!r})",) if isinstance(slope, float) else ()
+    return named(apply, candidates)
+
+
+def named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -> str | None:
+    """The epilogue that ``function`` agrees with, near zero and far from it."""
+    near = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
+    grid = torch.cat([near, near * 250.0])
+    with torch.no_grad():
+        got = function(grid.clone())
+        if not isinstance(got, torch.Tensor) or got.shape != grid.shape or got.dtype != grid.dtype:
+            return None
+        for name in candidates:
+            expected = parse(name).apply(grid)
+            if torch.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
+                return name
+    return None

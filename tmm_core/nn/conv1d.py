@@ -1,0 +1,55 @@
+"""Transformers' ``Conv1D``: a linear layer whose weight is ``[in, out]``, as in GPT-2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tmm_core import api
+from tmm_core.interop import unusual
+from tmm_core.nn.classes import subclass
+from tmm_core.nn.linear import leaf
+from tmm_core.settings import with_static_weights
+
+Tensor = torch.Tensor
+
+#: The module of Transformers that defines it.
+_THEIRS = "transformers.pytorch_utils"
+
+
+def theirs() -> Any:
+    """Transformers' class; None while no model can have such a layer."""
+    return getattr(sys.modules.get(_THEIRS), "Conv1D", None)
+
+
+class _Product(nn.Module):
+    static_weights = False
+    _text = ""
+
+    def product(self, x: Tensor, epilogue: str) -> Tensor:
+        """``epilogue(x @ weight + bias)``."""
+        if self.static_weights:
+            return with_static_weights(self._product, x, epilogue)
+        return self._product(x, epilogue)
+
+    def _product(self, x: Tensor, epilogue: str) -> Tensor:
+        weight: Any = self.weight
+        bias: Any = self.bias
+        return api.matmul(x, weight, bias=bias, epilogue=epilogue)
+
+    def forward(self, x: Tensor) -> Any:
+        if type(x) is not Tensor and isinstance(x, fx.Proxy):
+            return leaf(self, x)
+        if unusual.foreign(self.weight):
+            return super().forward(x)  # Conv1D's
+        return self.product(x, "")
+
+
+def swapped(kind: type[nn.Module]) -> Any:
+    """The subclass of Transformers' class that calls :func:`tmm_core.matmul`."""
+    made = subclass(kind, _Product, "", (swapped, kind))
+    made.computes_product = made
+    return made

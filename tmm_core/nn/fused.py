@@ -1,0 +1,145 @@
+"""Modules whose forward computes several of its steps in one product.
+
+``convert`` changes the class of a module to a subclass of it, made here. The children stay as they
+are and keep their meaning for whoever calls, hooks, wraps or replaces them. Each call checks that
+everything the proof assumed still holds, and otherwise runs the module's own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from tmm_core import compat
+from tmm_core.interop import unusual
+from tmm_core.nn.activation import Activation, interposed, unchanged
+from tmm_core.nn.classes import itself, subclass
+from tmm_core.nn.gated import GatedMLP
+
+Tensor = torch.Tensor
+
+
+class Assumed(NamedTuple):
+    """What the proof of a module's forward assumed."""
+
+    #: The module's own class, and the forward it had.
+    kind: Any
+    forward: Any
+    #: Attributes that the forward reads, with their values.
+    reads: tuple[tuple[str, Any], ...]
+    #: Children and parameters that it uses.
+    present: tuple[str, ...]
+    #: Children whose products get an epilogue.
+    layers: tuple[str, ...]
+    #: Children that the epilogues stand for.
+    activations: tuple[tuple[str, Activation], ...]
+
+    def hold(self, module: nn.Module) -> bool:
+        if self.kind.forward is not self.forward or compat.global_hooks():
+            return False
+        children = module._modules
+        for name in self.layers:
+            if not computes_product(children.get(name)):
+                return False
+        for name, activation in self.activations:
+            if not activation.is_(children.get(name)):
+                return False
+        for name in self.present:
+            if getattr(module, name, None) is None:
+                return False
+        return unchanged(module, self.reads)
+
+
+def computes_product(layer: Any) -> bool:
+    """Whether calling ``layer`` computes one product that takes an epilogue, and nothing else."""
+    kind = type(layer)
+    if getattr(kind, "computes_product", None) is not kind or layer._text:
+        return False
+    # A plain attribute under FullyShardedDataParallel and torch.nn.utils.prune.
+    weight = layer._parameters.get("weight")
+    return weight is not None and not unusual.foreign(weight) and not interposed(layer)
+
+
+def product(layer: Any, x: Tensor, epilogue: str) -> Tensor:
+    """The product of a layer that :func:`computes_product`, finished by ``epilogue``."""
+    found: Tensor = layer.product(x, epilogue)
+    return found
+
+
+def _forward(assumed: Assumed, fused: Any, symbols: bool = False) -> Any:
+    """A forward that calls ``fused`` while all that is ``assumed`` holds, else the class's own.
+
+    Args:
+        symbols: Also call ``fused`` with a symbol of ``torch.fx``.
+    """
+    kind = assumed.kind
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            (x,) = args
+            fits = isinstance(x, Tensor) or (symbols and isinstance(x, fx.Proxy))
+            if fits and assumed.hold(self):
+                return fused(self, x)
+        return kind.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def programmed(assumed: Assumed, training: fx.Graph, evaluation: fx.Graph) -> Any:
+    """The class of modules that run one of these graphs."""
+    sources = [graph.python_code("self") for graph in (training, evaluation)]
+    in_training, in_evaluation = map(_compiled, sources)
+
+    def fused(self: Any, x: Tensor) -> Any:
+        return in_training(self, x) if self.training else in_evaluation(self, x)
+
+    kind = assumed.kind
+    key = assumed, *(source.src for source in sources)
+    # A graph cannot be pickled: a module that is read from a pickle runs its own forward.
+    return subclass(kind, None, key, (itself, kind), forward=_forward(assumed, fused))
+
+
+def _compiled(source: Any) -> Any:
+    scope = dict(source.globals)
+    exec(compile(source.src, "<tmm_core.nn.fused>", "exec"), scope)
+    return scope["forward"]
+
+
+def gated(assumed: Assumed, names: tuple[str, str, str], epilogue: str) -> Any:
+    """The class of modules that are ``down(activation(gate(x)) * up(x))``: GatedMLPs too."""
+    origin = gated, assumed, names, epilogue
+    forward = _forward(assumed, GatedMLP.forward, symbols=True)
+    facts = {"_names": names, "_epilogue": epilogue, "_text": epilogue}
+    return subclass(assumed.kind, GatedMLP, origin, origin, forward=forward, **facts)
+
+
+def sequential(kind: Any, known: tuple[Activation, ...]) -> Any:
+    """The class of ``nn.Sequential`` whose products are finished by the activations after them."""
+
+    def forward(self: Any, input: Any) -> Any:
+        if kind.forward is not nn.Sequential.forward or compat.global_hooks():
+            return kind.forward(self, input)
+        modules = list(self)
+        following = [*modules[1:], None]
+        absorbed = False
+        for module, after in zip(modules, following, strict=True):
+            if absorbed:
+                absorbed = False
+                continue
+            epilogue = ""
+            if isinstance(input, Tensor) and computes_product(module):
+                for activation in known:
+                    if activation.is_(after):
+                        epilogue = activation.epilogue
+                        break
+            if epilogue:
+                input, absorbed = product(module, input, epilogue), True
+            else:
+                input = module(input)
+        return input
+
+    return subclass(kind, None, known, (sequential, kind, known), forward=forward)

@@ -1,0 +1,154 @@
+"""Decides what a module computes in one product, and which class makes it do so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core.nn import activation, fused, proof, unreached
+from tmm_core.nn.activation import Activation
+from tmm_core.nn.classes import own
+from tmm_core.nn.gated import GatedMLP
+from tmm_core.nn.joined import joinable, joined
+from tmm_core.nn.linear import Linear
+from tmm_core.nn.trace import NotProvenError, Trace, trace
+
+#: Each layer whose product is tmm's, with the class it has or gets.
+Layers = Mapping[nn.Module, Any]
+#: How many of the model's tensors lie in each storage.
+Storages = Callable[[], Mapping[int, int]]
+
+_UNKNOWN = "no epilogue computes it"
+
+
+@dataclass
+class Decision:
+    """What becomes of a module."""
+
+    #: The class it gets; None: it keeps its own.
+    kind: Any = None
+    fusions: list[proof.Fusion] = field(default_factory=list)
+    gating: proof.Gating | None = None
+    #: Activations that stay apart, children or functions, and why.
+    apart: list[tuple[str, str]] = field(default_factory=list)
+
+
+def decide(module: nn.Module, layers: Layers, storages: Storages) -> Decision:
+    """What the forward of ``module`` can compute in one product."""
+    decision = Decision()
+    names = {name for name, child in module._modules.items() if child in layers}
+    converted = own(type(module)) is not type(module) or isinstance(module, GatedMLP)
+    if not names or converted or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return decision
+    known, others = {}, []
+    for name, child in module._modules.items():
+        if child is not None and (found := activation.recognise(child)) is not None:
+            known[name] = found
+        elif child is not None and activation.is_activation(child):
+            others.append(name)
+    if type(module).forward is nn.Sequential.forward:
+        _sequence(module, names, known, others, decision)
+        return decision
+    functions = unreached.activations(module)
+    if not known and not functions and not others:
+        return decision
+    try:
+        traced = trace(module)
+    except NotProvenError as error:
+        decision.apart += [(name, str(error)) for name in (*known, *functions, *others)]
+        return decision
+    if not _gate(module, traced, layers, storages, known, decision):
+        _pairs(module, traced, names, known, decision)
+    decision.apart += [(name, _UNKNOWN) for name in others]
+    return decision
+
+
+def _sequence(
+    module: nn.Module,
+    layers: set[str],
+    known: Mapping[str, Activation],
+    others: list[str],
+    decision: Decision,
+) -> None:
+    """``nn.Sequential`` looks for its pairs at each call, since all of its forward is known."""
+    for name, after in itertools.pairwise(module._modules):
+        if name in layers and after in known:
+            decision.fusions.append(proof.Fusion(name, after, known[after].epilogue))
+        elif name in layers and after in others:
+            decision.apart.append((after, _UNKNOWN))
+    if decision.fusions:
+        found = tuple(dict.fromkeys(known.values()))
+        decision.kind = fused.sequential(type(module), found)
+
+
+def _pairs(
+    module: nn.Module,
+    traced: Trace,
+    layers: set[str],
+    known: Mapping[str, Activation],
+    decision: Decision,
+) -> None:
+    program = proof.program(traced, layers, known, fused.product)
+    decision.apart += [(name, f"{reason} ({layer})") for layer, name, reason in program.apart]
+    if program.fusions:
+        finished = tuple(dict.fromkeys(fusion.layer for fusion in program.fusions))
+        assumed = _assumed(module, traced, finished, known)
+        decision.kind = fused.programmed(assumed, program.training, program.evaluation)
+        decision.fusions += program.fusions
+
+
+def _gate(
+    module: nn.Module,
+    traced: Trace,
+    layers: Layers,
+    storages: Storages,
+    known: Mapping[str, Activation],
+    decision: Decision,
+) -> bool:
+    """Whether ``module`` is a gated MLP."""
+    try:
+        gating = proof.gating(traced, known)
+    except NotProvenError:
+        return False
+    if reason := _against(module, gating, layers, storages):
+        decision.apart.append((f"{gating.epilogue} of gate and up projection", reason))
+        return False
+    decision.gating = gating
+    assumed = _assumed(module, traced, (), known)
+    decision.kind = fused.gated(assumed, gating.names, gating.epilogue)
+    return True
+
+
+def _against(
+    mlp: nn.Module, gating: proof.Gating, layers: Layers, storages: Storages
+) -> str | None:
+    """Why gate and up cannot be one product."""
+    gate, up, _ = map(mlp.get_submodule, gating.names)
+    if not all(layers.get(layer) is Linear for layer in (gate, up)):
+        return "one of them is left alone"
+    for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
+        if first is None and second is None:
+            continue
+        if first is None or second is None or first.shape != second.shape:
+            return "they differ in shape or bias"
+        assert isinstance(first, torch.Tensor)
+        assert isinstance(second, torch.Tensor)
+        if first.is_meta or joined(first, second) is not None:
+            continue
+        shared = (storages()[t.untyped_storage().data_ptr()] > 1 for t in (first, second))
+        if not joinable(first, second) or any(shared):
+            return "their weights share memory with others, or differ in dtype or device"
+    return None
+
+
+def _assumed(
+    module: nn.Module, traced: Trace, layers: tuple[str, ...], known: Mapping[str, Activation]
+) -> fused.Assumed:
+    kind: Any = type(module)
+    used = tuple((name, found) for name, found in known.items() if name in traced.present)
+    return fused.Assumed(kind, kind.forward, traced.reads, traced.present, layers, used)

@@ -1,0 +1,254 @@
+"""Traces a forward, and proves that its graph is everything the forward can do.
+
+``torch.fx`` runs the forward on a symbol with every child module opaque, once in training and once
+in evaluation. A symbol cannot show what decided the path that was taken, so the names in the
+forward's code are checked too: each must be a child that the graph calls, an attribute whose value
+is recorded, a function that the graph calls, or a constant. A forward that asks for anything else
+(a global mode, a random number, a type, a child's attributes) stays as it is.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tmm_core.errors import error_message, reraise
+
+#: Values that cannot change in place; a comparison tells whether the attribute was assigned anew.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+#: Steps of Python's bytecode that handle exceptions, of the tracer too, or enter contexts.
+_HANDLERS = {"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO", "BEFORE_WITH", "LOAD_SPECIAL"}
+#: Where torch's functions are; ``nn.functional`` and ``torch.functional`` have one name.
+_TORCH = (torch, torch.nn, torch.nn.functional, torch.functional, torch.special)
+
+
+class NotProvenError(Exception):
+    """Why a forward stays as it is."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a forward does with one tensor, and what the proof assumed."""
+
+    training: fx.Graph
+    evaluation: fx.Graph
+    #: Attributes of the module that the forward reads, with their values.
+    reads: tuple[tuple[str, Any], ...]
+    #: Children and parameters of the module that the forward uses.
+    present: tuple[str, ...]
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
+        return self.training, self.evaluation
+
+
+def trace(module: nn.Module) -> Trace:
+    """The trace of ``module.forward``, called with one tensor.
+
+    Raises:
+        NotProvenError: The forward cannot be traced, or may do more than its trace shows.
+    """
+    if "forward" in vars(module):
+        raise NotProvenError("its forward was replaced on the instance")
+    _check_parameters(_code_of(type(module).forward))
+    graphs = _graph(module, training=True), _graph(module, training=False)
+    names = _Names(module, graphs)
+    return Trace(*graphs, names.reads, names.present)
+
+
+def _code_of(function: Any) -> types.CodeType:
+    if not isinstance(function, types.FunctionType):
+        raise NotProvenError("its forward is not a plain function")
+    if set(function.__code__.co_freevars) - {"__class__"}:
+        raise NotProvenError("its forward is decorated or closes over variables")
+    return function.__code__
+
+
+def _check_parameters(code: types.CodeType) -> None:
+    """Defaults are part of the trace: a call with more than one argument runs the forward."""
+    if code.co_argcount < 2:
+        raise NotProvenError("its forward does not take one tensor")
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+class _Child(nn.Module):
+    """Stands for a child: it can be called, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __getattribute__(self, name: str) -> Any:
+        # The tracer uses what nn.Module defines; a forward that does is refused for the name.
+        if name.startswith("_") or hasattr(nn.Module, name):
+            return super().__getattribute__(name)
+        raise NotProvenError(f"its forward reads {self._name}.{name}")
+
+    def __iter__(self) -> Any:
+        raise NotProvenError(f"its forward calls the children of {self._name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        return iter(self)
+
+    def __len__(self) -> Any:
+        return iter(self)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _graph(module: nn.Module, training: bool) -> fx.Graph:
+    kind = type(module)
+
+    def forward(self: nn.Module, input: Any) -> Any:
+        return kind.forward(self, input)
+
+    try:
+        # A stand-in receives the attributes that forward may assign to self.
+        stand_in: Any = kind.__new__(type(kind.__name__, (kind,), {"forward": forward}))
+        stand_in.__dict__ = dict(module.__dict__, training=training)
+        for name in ("_parameters", "_buffers", "_modules"):
+            stand_in.__dict__[name] = dict(module.__dict__[name])
+        for name, child in module._modules.items():
+            stand_in._modules[name] = None if child is None else _Child(name)
+        before = dict(stand_in.__dict__)
+        graph = _Tracer().trace(stand_in)
+        after = stand_in.__dict__
+    except NotProvenError:
+        raise
+    except fx.proxy.TraceError:
+        raise NotProvenError(
+            "its forward depends on the values or the shape of its input"
+        ) from None
+    except Exception as error:  # third-party code, run on symbols
+        reraise(error)
+        raise NotProvenError(_shortly(error)) from None
+    if any(before.get(name, stand_in) is not value for name, value in after.items()):
+        raise NotProvenError("its forward assigns attributes")
+    return graph
+
+
+def _shortly(error: Exception) -> str:
+    text = error_message(error).strip().partition("\n")[0]
+    if "required positional argument" in text:
+        return "its forward takes more than one argument"
+    text = f"{type(error).__name__}: {text}"
+    return f"its forward cannot be traced ({text if len(text) <= 80 else text[:77] + '...'})"
+
+
+class _Names:
+    """Resolves every name in a forward's code."""
+
+    def __init__(self, module: nn.Module, graphs: tuple[fx.Graph, ...]) -> None:
+        self._module = module
+        self._seen: set[types.CodeType] = set()
+        self._reads: dict[str, Any] = {}
+        self._present: dict[str, None] = {}
+        self._targets: set[Any] = set()
+        #: An attribute of a tensor that the forward reads.
+        self._attribute = ""
+        for node in (node for graph in graphs for node in graph.nodes):
+            self._targets.add(node.target)
+            if node.target is getattr:
+                self._targets.add(node.args[1])
+                self._attribute = str(node.args[1])
+            if node.op == "call_function":
+                self._targets.add(getattr(node.target, "__name__", ""))
+        forwards = [
+            vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)
+        ]
+        # The last is nn.Module's own; those between are reached through super().
+        self._scan(forwards[0])
+        if "super" in forwards[0].__code__.co_names:
+            for forward in forwards[1:-1]:
+                self._scan(forward)
+
+    @property
+    def reads(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(self._reads.items())
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        return tuple(self._present)
+
+    def _scan(self, function: Any) -> None:
+        for code in _nested(_code_of(function)):
+            if code in self._seen:
+                continue
+            self._seen.add(code)
+            steps = {step.opname for step in dis.get_instructions(code)}
+            if steps & _HANDLERS:
+                raise NotProvenError("its forward handles exceptions or enters contexts")
+            if "IS_OP" in steps and self._attribute:
+                raise NotProvenError(f"its forward may depend on its input's {self._attribute}")
+            for name in code.co_names:
+                self._resolve(name, function.__globals__)
+
+    def _resolve(self, name: str, scope: dict[str, Any]) -> None:
+        module, kind = self._module, type(self._module)
+        if name in ("super", "forward", "training") or name in self._present:
+            return
+        if module._modules.get(name) is not None:
+            if name not in self._targets:
+                raise NotProvenError(f"its forward uses {name} without calling it")
+            self._present[name] = None
+        elif module._parameters.get(name) is not None or module._buffers.get(name) is not None:
+            self._present[name] = None
+        elif hasattr(kind, name) and isinstance(getattr(kind, name), types.FunctionType):
+            if getattr(nn.Module, name, None) is getattr(kind, name):
+                raise NotProvenError(f"its forward calls nn.Module.{name}")
+            if name in vars(module):
+                raise NotProvenError(f"its method {name} was replaced on the instance")
+            self._scan(getattr(kind, name))
+        elif hasattr(module, name):
+            self._reads[name] = self._constant(name, getattr(module, name))
+        elif name not in self._targets and not _is_pure(name, scope, self._targets):
+            raise NotProvenError(f"its forward uses {name}, which its trace does not show")
+
+    def _constant(self, name: str, value: Any) -> Any:
+        parts: tuple[Any, ...] = (value,)
+        if isinstance(value, functools.partial):
+            parts = value.func, *value.args, *value.keywords.values()
+        for part in parts:
+            called = isinstance(part, _FUNCTIONS) and part in self._targets
+            if not called and not isinstance(part, _CONSTANTS):
+                raise NotProvenError(f"its forward reads {name}, which may change unnoticed")
+        return value
+
+
+def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
+    """Whether ``name`` can only be a constant, torch or one of its modules, ``math`` or what it
+    holds, a global function that the graph calls, or what a tensor has: the trace shows it if it
+    was reached."""
+    if name in scope:
+        value = scope[name]
+        pure = any(value is module for module in (*_TORCH, math))
+        called = isinstance(value, _FUNCTIONS) and value in targets
+        return pure or called or isinstance(value, _CONSTANTS)
+    if hasattr(math, name):
+        return True
+    found = [getattr(owner, name) for owner in _TORCH if hasattr(owner, name)]
+    constant = all(
+        isinstance(value, _CONSTANTS) or any(value is owner for owner in _TORCH) for value in found
+    )
+    return constant if found and not hasattr(torch.Tensor, name) else hasattr(torch.Tensor, name)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

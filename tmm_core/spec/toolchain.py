@@ -1,0 +1,195 @@
+"""Describes the toolchain: what Triton needs of this machine to compile, load and launch a kernel.
+
+Its fingerprint changes when someone repairs, replaces or breaks a part. It is read anew each time,
+without importing Triton (0.3 ms), and only where some candidate could not be tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tmm_cache.errors import suppress
+
+from tmm_core.errors import reraise
+from tmm_core.spec.device import version_of
+
+if TYPE_CHECKING:
+    from tmm_cache import JSON
+
+#: Space below which a disk counts as full: a compiled kernel takes some 200 kB, a linker more.
+LEAST_FREE_BYTES = 16 * 2**20
+
+#: Triton's files that decide whether it compiles, beside its programs.
+_BACKENDS = ("backends/nvidia", "backends/amd")
+_FILES = (
+    *("__init__.py", "knobs.py", "_C/libtriton.so", "compiler/compiler.py"),
+    *(f"{backend}/{name}.py" for backend in _BACKENDS for name in ("compiler", "driver")),
+)
+#: Variables that name a place for output: jobs give each process another.
+_OUTPUTS = ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_HOME")
+#: Other variables that tell Triton which programs and libraries to use.
+_VARIABLES = ("CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def fingerprint() -> str:
+    """A digest of :func:`toolchain`."""
+    text = json.dumps(toolchain(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def toolchain() -> dict[str, JSON]:
+    """The parts of the toolchain as they are now, by name; a file with its size and times."""
+    return {
+        "triton": _version(),
+        "files": [_file(path) for path in _triton_files()],
+        "ptxas": _file(ptxas()),
+        "compiler": _file(c_compiler()),
+        "python.h": python_header().exists(),
+        "driver": _read(_DRIVER),
+        "packages": [_file(Path(path)) for path in _site_packages()],
+        "variables": _variables(),
+        "folders": {name: usable(path) for name, path in folders().items()},
+    }
+
+
+def ptxas() -> Path | None:
+    """The assembler that Triton runs; None if there is none."""
+    given = os.environ.get("TRITON_PTXAS_PATH")
+    if given and os.path.exists(given):
+        return Path(given)
+    top = _triton()
+    own = None if top is None else top / "backends" / "nvidia" / "bin" / "ptxas"
+    return own if own is not None and own.exists() else None
+
+
+def c_compiler() -> Path | None:
+    """The C compiler that builds Triton's launcher; None if there is none."""
+    given = os.environ.get("CC")
+    found = shutil.which(given) if given else shutil.which("gcc") or shutil.which("clang")
+    return None if found is None else Path(found)
+
+
+def python_header() -> Path:
+    """Where ``Python.h`` has to be."""
+    # Debian's default scheme points to /usr/local, which has no headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    return Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+
+
+def folders() -> dict[str, Path]:
+    """The folders that Triton writes into."""
+    found = {}
+    with suppress(OSError):  # none is usable
+        found["temporary"] = Path(tempfile.gettempdir())
+    given = os.environ.get("TRITON_CACHE_DIR")
+    with suppress(RuntimeError):  # no home
+        home = Path(os.environ.get("TRITON_HOME") or Path.home())
+        found["triton cache"] = Path(given) if given else home / ".triton" / "cache"
+    return found
+
+
+def usable(folder: Path) -> str:
+    """``yes``, or why nothing can be written into a folder, which need not exist yet."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        return "not writable"
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        reraise(error)
+        return error.strerror or "unreadable"
+    return "yes" if free >= LEAST_FREE_BYTES else "full"
+
+
+@functools.cache
+def _version() -> str:
+    # Read once: the process has imported this release, and reading takes 1 ms.
+    return version_of("triton") or version_of("pytorch-triton-rocm")
+
+
+def _triton() -> Path | None:
+    """Triton's folder."""
+    try:
+        found = importlib.util.find_spec("triton")
+    except (ImportError, ValueError):
+        return None
+    return Path(found.origin).parent if found is not None and found.origin else None
+
+
+def _triton_files() -> list[Path]:
+    top = _triton()
+    if top is None:
+        return []
+    programs = [path for backend in _BACKENDS for path in sorted((top / backend / "bin").glob("*"))]
+    return [*(top / name for name in _FILES), *programs]
+
+
+def _site_packages() -> list[str]:
+    """Folders whose times change when a package is installed or removed."""
+    paths = sysconfig.get_paths()
+    found = {paths["purelib"], paths["platlib"]}
+    found |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    return sorted(found)
+
+
+def _variables() -> dict[str, JSON]:
+    """The variables that decide what Triton uses; with the file, where one names a path."""
+    found: dict[str, JSON] = {}
+    for name, value in sorted(os.environ.items()):
+        if name in _OUTPUTS or not (name.startswith("TRITON_") or name in _VARIABLES):
+            continue
+        found[name] = [value, _file(Path(value))] if os.path.isabs(value) else value
+    return found
+
+
+def _file(path: Path | None) -> list[JSON]:
+    """The path, size, permissions and times of a file; its path alone if it is not there."""
+    if path is None:
+        return []
+    try:
+        of = os.stat(path)
+    except (OSError, ValueError) as error:
+        reraise(error)
+        return [str(path)]
+    return [str(path), of.st_size, of.st_mode, of.st_mtime_ns, of.st_ctime_ns]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:500]
+    except OSError as error:
+        reraise(error)
+        return ""
+
+
+#: Functions of Triton that remember what they found of its programs, by module.
+_REMEMBERED = {
+    "triton.knobs": ("NvidiaTool.from_path",),
+    "triton.backends.nvidia.compiler": ("get_ptxas_version",),
+}
+
+
+def forget_programs() -> None:
+    """Make Triton look for its programs again, if it is imported: it also remembers that one was
+    missing."""
+    for module, names in _REMEMBERED.items():
+        for name in names:
+            found: object = sys.modules.get(module)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            clear = getattr(found, "cache_clear", None)
+            if callable(clear):
+                clear()

@@ -1,0 +1,76 @@
+"""Finds what is wrong with the ``TMM_*`` variables of an environment, for ``tmm doctor``: misspelt
+names, and values that are not accepted."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+
+from tmm_cache.variables import CHECKS
+
+from tmm_core.dispatch.registry import Registry
+from tmm_core.errors import SettingsError
+from tmm_core.settings import POINTWISE, VARIABLES, Settings, names
+
+#: Variables with names of plugins, which are checked where plugins are loaded.
+OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
+
+#: Names that a finding lists: an arithmetic's has a hundred letters.
+_MOST_NAMES = 12
+
+
+def faults(
+    environ: Mapping[str, str], registry: Registry, arithmetics: Callable[[], set[str] | None]
+) -> Iterator[tuple[str, str, str]]:
+    """For each variable its name, what is wrong with it, and advice; both empty if nothing is.
+
+    Args:
+        arithmetics: Returns the names of the arithmetics of this machine's kernels; None if they
+            are unknown.
+    """
+    of_settings = {variable for variable, _ in VARIABLES.values()}
+    known = {*CHECKS, *OF_PLUGINS, *of_settings}
+    for name in sorted(environ):
+        if not name.startswith("TMM_"):
+            continue
+        text, wrong = environ[name], ""
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            yield name, f"{name} is not read by tmm", advice
+            continue
+        try:
+            if name in of_settings:
+                Settings.from_environ({name: text})
+            CHECKS.get(name, str)(text)
+            wrong = _unknown(name, text, registry, arithmetics)
+        except SettingsError as error:  # it names the variable
+            wrong = str(error)
+        except ValueError as error:
+            wrong = f"{name}={text!r}: {error}"
+        yield name, wrong, "correct or unset it" if wrong else ""
+
+
+def _unknown(
+    name: str, text: str, registry: Registry, arithmetics: Callable[[], set[str] | None]
+) -> str:
+    """The names of kernels, or of an arithmetic, that this machine does not have."""
+    known: set[str] | None
+    if name == "TMM_ARITHMETIC":
+        asked, what = {text.strip()} - {""}, "arithmetic"
+        if not asked or (known := arithmetics()) is None:
+            return ""
+    elif name in ("TMM_KERNEL", "TMM_DISABLE"):
+        known = {kernel.name for kernel in registry.kernels()}
+        if name == "TMM_DISABLE":
+            known.add(POINTWISE)
+        asked, what = set(names(text)), "kernel"
+    else:
+        return ""
+    missing = sorted(asked - known)
+    if not missing:
+        return ""
+    listed = ", ".join(sorted(known)[:_MOST_NAMES]) or "none"
+    if len(known) > _MOST_NAMES:
+        listed += f" and {len(known) - _MOST_NAMES} more"
+    return f"{name}={text!r}: no {what} {', '.join(map(repr, missing))} here; known: {listed}"
