@@ -300,9 +300,8 @@ class Dispatcher(Evidence):
         asked, record = found
         best = record.best
         known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
-        if (best.kernel, best.version) not in able or not (
-            able <= known or able - known <= self.untried.left(asked)
-        ):
+        left, again = self.untried.left(asked)
+        if (best.kernel, best.version) not in able or able & again or not able <= known | left:
             return None
         candidate = self.able_candidate(best, problem, key, settings)
         if candidate is None:
@@ -418,8 +417,9 @@ class Dispatcher(Evidence):
         batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
         known = {(c.kernel, c.version) for c in verdicts(record.candidates)} if record else set()
-        missing = {(k.name, k.version) for k in able} - known
-        complete = bool(known) and (not missing or missing <= self.untried.left(key))
+        left, again = self.untried.left(key)
+        names = {(k.name, k.version) for k in able}
+        complete = bool(known) and not names & again and names <= known | left
         if not tune or (complete and not force):
             return record
         blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
@@ -449,7 +449,8 @@ class Dispatcher(Evidence):
             try:
                 # Bits must not change between two calls where they are asked to be the same.
                 waits = problem.batch_invariant or problem.deterministic
-                at_edge = self.able(key, settings)
+                asked = key == problem.bare() or spent > settings.tune_budget
+                at_edge = able if asked else self.able(key, settings)
                 record = self._tune(key, at_edge, settings, wait=waits, spent=spent)
             except _BusyError:
                 return self._meanwhile(problem, able)
@@ -503,7 +504,7 @@ class Dispatcher(Evidence):
         if record is None:
             return None
         if settings is not None:
-            noted = self.untried.get(key) if self._lacks(able, record) else None
+            noted = self.untried.get(key)
             again = self.untried.again(key, noted) if noted is not None else frozenset()
             completed = self.forbids_tuning(problem, settings) is None
             if completed and unmeasured(problem, able, record, False, noted, again):
@@ -600,12 +601,6 @@ class Dispatcher(Evidence):
         from tmm_core.dispatch.findings import warn_of_environment
 
         warn_of_environment({(BASELINE, ""): Left(cause, forbidden)}, problem, (cause,))
-
-    def _lacks(self, able: list[Kernel[Any]], record: TuningRecord) -> bool:
-        """Whether a note may say more of the kernels than the record."""
-        return bool(self.untried) or not {(k.name, k.version) for k in able} <= {
-            (c.kernel, c.version) for c in verdicts(record.candidates)
-        }
 
     def _hints(self, problem: Problem) -> Hints:
         """Winners of this problem elsewhere, or of near ones, which a tuning tries first."""

@@ -48,6 +48,8 @@ class Trust:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
+        #: Keys verified by this process, of kernels whose code may change unseen.
+        self._verified: set[str] = set()
 
     def holds(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification.
@@ -60,7 +62,7 @@ class Trust:
             return True
         if choice.origin == "forced" and not forced:
             return True
-        if self._tuned_at(problem, choice) == problem.extent:
+        if _certain(candidate) and self._tuned_at(problem, choice) == problem.extent:
             return True  # verified there in every way
         return self.is_verified(problem, candidate)
 
@@ -81,17 +83,22 @@ class Trust:
 
     def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether this candidate was verified for a size of this problem's class."""
-        return self._stamped(problem, _key(problem, candidate, sized=True))
+        return self._stamped(problem, candidate, sized=True)
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
         """Record that this candidate was verified for a size of this problem's class."""
         device = problem.device
         for sized in (False, True):
             key = _key(problem, candidate, sized)
-            self._store.mark_verified(device.gpu, device.environment, key)
+            if _certain(candidate):
+                self._store.mark_verified(device.gpu, device.environment, key)
+            else:
+                self._verified.add(key)
 
-    def _stamped(self, problem: Problem, key: str) -> bool:
-        device = problem.device
+    def _stamped(self, problem: Problem, candidate: Candidate, sized: bool) -> bool:
+        key, device = _key(problem, candidate, sized), problem.device
+        if not _certain(candidate):
+            return key in self._verified
         return self._store.is_verified(device.gpu, device.environment, key)
 
     def verify(
@@ -113,8 +120,8 @@ class Trust:
         from tmm_core.dispatch.verifier import Extent, Verdict, Verifier  # only needed here
 
         candidate = choice.candidate
-        known = self._tuned_at(problem, choice) is not None
-        known = known or self._stamped(problem, _key(problem, candidate, sized=False))
+        known = _certain(candidate) and self._tuned_at(problem, choice) is not None
+        known = known or self._stamped(problem, candidate, sized=False)
         extent: Extent = "brief" if known else "first use"
         try:
             device = device_of(problem)
@@ -125,6 +132,11 @@ class Trust:
         if verdict.ok:
             self.stamp(problem, candidate)
         return verdict
+
+
+def _certain(candidate: Candidate) -> bool:
+    """Whether every edit of the kernel's code changes its version."""
+    return getattr(candidate.kernel, "certain", True)
 
 
 def device_of(problem: Problem) -> torch.device:
