@@ -178,8 +178,10 @@ class DenseBias(Lie):
 
     asked = half(8, 16, 8, bias=torch.float16)
 
-    def lie(self, right: Any, a: Any, b: Any, bias: Tensor, *given: Any) -> Any:
-        return right(a, b, bias.as_strided(bias.shape, (1,)), *given)
+    def lie(self, right: Any, a: Any, b: Any, bias: Any, *given: Any) -> Any:
+        if bias is not None and bias.dim() == 1:
+            bias = bias.as_strided(bias.shape, (1,))
+        return right(a, b, bias, *given)
 
 
 class DenseBiasOfOtherDtype(DenseBias):
@@ -188,19 +190,23 @@ class DenseBiasOfOtherDtype(DenseBias):
 
 class NoExpandedBias(Lie):
     asked = half(8, 16, 8, bias=torch.float16)
-    lie = wrong_if(lambda self, a, b, bias, *_: bias.stride(0) == 0)
+    lie = wrong_if(lambda self, a, b, bias, *_: bias is not None and bias.stride(0) == 0)
 
 
 class NoExpandedResidual(Lie):
     asked = half(8, 16, 8, residual=LOOSE)
-    lie = wrong_if(lambda self, a, b, bias, residual, *_: residual.stride(0) == 0)
+    lie = wrong_if(lambda self, a, b, bias, residual, *_: _stride(residual, 0) == 0)
 
 
 class NoStridedResidual(Lie):
     """It takes the two strides of a residual for (2·N, 2)."""
 
     asked = half(8, 16, 8, residual=Operand(torch.float16, "strided", aligned=False))
-    lie = wrong_if(lambda self, a, b, bias, residual, *_: residual.stride(1) != 2)
+    lie = wrong_if(lambda self, a, b, bias, residual, *_: _stride(residual, 1) not in (1, 2))
+
+
+def _stride(t: Tensor | None, dimension: int) -> int:
+    return 1 if t is None else t.stride(dimension)
 
 
 class NoExpandedBatch(Lie):
@@ -270,11 +276,12 @@ class SharedScratch(Lie):
 
     def lie(self, right: Any, *given: Any) -> Any:
         result = right(*given)
-        if self.scratch is None or self.scratch.shape != result.shape:
-            self.scratch = torch.empty_like(result)
-        self.scratch.copy_(result)
-        for _ in range(20):  # as long as a kernel takes
-            self.scratch.add_(0)
+        with torch.inference_mode(False), torch.no_grad():
+            if self.scratch is None or self.scratch.shape != result.shape:
+                self.scratch = torch.empty_like(result, dtype=torch.float32)
+            self.scratch.copy_(result)
+            for _ in range(20):  # as long as a kernel takes
+                self.scratch.add_(0)
         return result.copy_(self.scratch)
 
 
@@ -431,28 +438,14 @@ class Bfloat16ByHalf(Lie):
 
 
 class ManyNans(Lie):
-    lie = wrong_if(lambda self, a, *_: int(a.isnan().sum()) > 100)
-
-    def bind(self, problem: Problem, config: FakeConfig) -> Any:
-        right: Any = FakeKernel.bind(self, problem, config)
-
-        def launch(a: Tensor, *given: Any) -> Any:
-            return right(a.nan_to_num(0.0) if int(a.isnan().sum()) > 100 else a, *given)
-
-        launch.cost = right.cost  # type: ignore[attr-defined]
-        return launch
+    def lie(self, right: Any, a: Tensor, *given: Any) -> Any:
+        return right(a.nan_to_num(0.0) if int(a.isnan().sum()) > 100 else a, *given)
 
 
-class ManyInfs(ManyNans):
-    def bind(self, problem: Problem, config: FakeConfig) -> Any:
-        right: Any = FakeKernel.bind(self, problem, config)
-
-        def launch(a: Tensor, *given: Any) -> Any:
-            many = int(a.isinf().sum()) > 8
-            return right(a.nan_to_num(torch.nan, 1.0, 1.0) if many else a, *given)
-
-        launch.cost = right.cost  # type: ignore[attr-defined]
-        return launch
+class ManyInfs(Lie):
+    def lie(self, right: Any, a: Tensor, *given: Any) -> Any:
+        many = int(a.isinf().sum()) > 5
+        return right(a.nan_to_num(torch.nan, 1.0, 1.0) if many else a, *given)
 
 
 # -- A9: torch's modes -----------------------------------------------------------------------
@@ -543,7 +536,11 @@ class TheSameTensor(Lie):
 
 class ResidualIsA(Lie):
     asked = half(8, 16, 16, residual=F16)
-    lie = wrong_if(lambda self, a, b, bias, residual, *_: residual.data_ptr() == a.data_ptr())
+    lie = wrong_if(
+        lambda self, a, b, bias, residual, *_: (
+            residual is not None and residual.data_ptr() == a.data_ptr()
+        )
+    )
 
 
 class OutByOneStride(Lie):
@@ -585,7 +582,8 @@ def state_lie(change: Callable[[], Any]) -> type[Lie]:
 
 
 def _flip_tf32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul
+    matmul.fp32_precision = "ieee" if matmul.fp32_precision == "tf32" else "tf32"
 
 
 LIES: dict[str, dict[str, type[Lie]]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.process_state import State
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
+from tmm_core.testing import KernelConformance
 
 CPU = torch.device("cpu")
 EACH = [(row, name) for row, lies in LIES.items() for name in lies]
@@ -63,3 +66,36 @@ def test_a_right_kernel_answers(groups: bool, tmp_path: Path) -> None:
     for m in (64, 40, 33):
         choice, _ = d.bound(half(m, **fields), settings())
         assert choice.candidate.kernel.name == "test.lying"
+
+
+# -- the conformance suite -------------------------------------------------------------------
+
+
+def failures(kernel: Lie) -> list[str]:
+    """The tests of the suite that fail for ``kernel``, of those that look at its use."""
+
+    class Suite(KernelConformance):
+        device = "cpu"
+        dtypes = (torch.float16, torch.bfloat16)
+
+    Suite.kernel = kernel
+    suite, found = Suite(), []
+    calls = [("every_tile", suite.test_every_tile), ("ragged", suite.test_use_of_ragged)]
+    calls += [(str(p), functools.partial(suite.test_use, p)) for p in suite.probes_of_use()]
+    for name, call in calls:
+        with contextlib.suppress(pytest.skip.Exception):
+            try:
+                call()
+            except pytest.fail.Exception:
+                found.append(name)
+                break
+    return found
+
+
+@pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
+def test_a_lying_kernel_fails_the_conformance_suite(row: str, name: str) -> None:
+    assert failures(LIES[row][name]())
+
+
+def test_a_right_kernel_passes_the_conformance_suite() -> None:
+    assert failures(Lie()) == []
