@@ -402,7 +402,7 @@ def test_override_nests_and_ends() -> None:
     dispatch.dispatcher().registry.register(
         plugin(FakeKernel("test.plus", spoil=lambda out: out + 1)), "p"
     )
-    with tmm_core.override(kernel="test.plus"):
+    with tmm_core.override(kernel="test.plus", verify=False):
         torch.testing.assert_close(tmm_core.matmul(a, b), a @ b + 1)
         with tmm_core.override(kernel="blas"):
             torch.testing.assert_close(tmm_core.matmul(a, b), a @ b)

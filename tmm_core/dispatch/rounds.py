@@ -37,8 +37,9 @@ _SHIFTS = {torch.float16: (16, 8), torch.bfloat16: (60, 60), torch.float32: (60,
 _SUBNORMAL = 2.0**-18
 #: The distance of two subnormal numbers of fp16.
 _STEP = 2.0**-24
-#: Share of a memory limit that the tensors of one round may take.
-_SHARE = 8
+#: Shares of a memory limit that the tensors of one round may take, and its reference for it to be
+#: kept.
+_SHARE, _KEPT = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,16 @@ class Round:
         fixture = self._fixture
         if self.plan.flooded:
             return self._kinds_differ(inputs, result)
-        if self._expected is None:
-            self._expected = fixture.expect(inputs, whole=False)
-            if fixture.problem.out.dtype == torch.float16:
-                self.slack = _STEP / float(self._expected.rms)
-        return self._expected.error(result, fixture.at_once).item()
+        expected = self._expected or fixture.expect(inputs, whole=False)
+        if fixture.problem.out.dtype == torch.float16:
+            self.slack = _STEP / float(expected.rms)
+        if self._is_kept(expected.in_rows):
+            self._expected = expected
+        return expected.error(result, fixture.at_once).item()
+
+    def _is_kept(self, reference: torch.Tensor) -> bool:
+        """Whether a reference of that size is kept for the next launcher."""
+        return reference.nbytes <= self._fixture.limit // _KEPT
 
     def _kinds_differ(self, inputs: Inputs, result: torch.Tensor) -> float:
         problem = self._fixture.problem
@@ -133,8 +139,10 @@ class Round:
             of = functools.partial(marks, problem)
             room = self._fixture.limit // 16
             kinds, free = split(reference(problem, inputs, rows, cols, room, of))
+        else:
+            rows, kinds, free = self._kinds
+        if self._is_kept(kinds):
             self._kinds = rows, kinds, free
-        rows, kinds, free = self._kinds
         found = kinds_of(result[..., rows, :][..., cols])
         return math.nan if bool(((found != kinds) & ~free).any()) else 0.0
 

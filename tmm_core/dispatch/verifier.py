@@ -161,7 +161,7 @@ class _Trial(Ways):
         errors, same = [], []
         by_bits = self._deterministic and not self._baseline
         # A ring of buffers shows when more results are in use than it has.
-        held, room = [first], self._fixture.limit // 8
+        held, room = [first], self._fixture.limit // 32
         for _ in range(repeats):
             if self._fixture.allocates:
                 result = self._launch(of, held, soil=False, watched=False)

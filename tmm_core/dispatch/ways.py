@@ -147,7 +147,7 @@ class Ways(Trial):
         if self._fixture.problem.device.interpreted:
             _interpret_one_at_a_time()
         out = max(1, self._fixture.problem.empty_out("meta").untyped_storage().nbytes())
-        held = max(1, min(MOST_TOGETHER, self._fixture.limit // (8 * out)))
+        held = max(1, min(MOST_TOGETHER, self._fixture.limit // (64 * out)))
         busy = set(range(len(sets)))
         workers = [_Worker(self, of, place, busy, held) for place, of in enumerate(sets)]
         with _switching():
