@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 import torch
+from tmm_cache import CacheStore
 from torch import nn
 
 import tmm_core
@@ -419,3 +421,15 @@ def test_keys_are_the_same_in_every_process(tmp_path: Path) -> None:
     (keys,) = told
     assert keys.endswith("True\n")
     assert keys.count("@") == 8
+
+
+def test_no_record_of_an_epilogue_of_one_process_is_saved(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    kernels = fakes.FakeBlas(), fakes.FakeKernel("fast")
+    d, _ = fakes.dispatcher(*kernels, times={"blas": 2.0, "fast": 1.0}, root=tmp_path)
+    given = fakes.problem(epilogue=Epilogue("f", lambda z: z if lock else -z))
+    assert d.choose(given, fakes.settings()).candidate.kernel.name == "fast"
+    assert d.record(given) is not None
+    assert not [*CacheStore(tmp_path).entries()]
+    d.choose(fakes.problem(epilogue=Epilogue("f", neither)), fakes.settings())
+    assert len([*CacheStore(tmp_path).entries()]) == 1

@@ -7,6 +7,7 @@ from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from fresh import FRESH
 from grouped import GROUPED
+from kernels import KERNELS
 from mutant import Mutant
 from outputs import OUTPUTS
 
@@ -21,4 +22,5 @@ MUTANTS: list[Mutant] = [
     *OUTPUTS,
     *GROUPED,
     *FRESH,
+    *KERNELS,
 ]

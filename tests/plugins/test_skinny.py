@@ -183,7 +183,7 @@ def padded(rows: int, columns: int, seed: int) -> tuple[Pointer, np.ndarray, int
     ("z", "m", "n", "k"),
     [
         (1, 16, 64, 1024), (1, 13, 50, 520), (1, 1, 33, 72), (1, 8, 32, 512), (1, 20, 40, 264),
-        (1, 5, 40, 512), (3, 7, 33, 264),
+        (1, 5, 40, 512), (3, 7, 33, 264), (1, 16, 64, 264), (1, 16, 40, 264),
     ],
 )  # fmt: skip
 def test_arithmetic_addresses_masks(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tmm_core.errors import reraise
 from tmm_core.settings import Settings
+from tmm_core.spec.code import files_of
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
 
@@ -64,7 +65,8 @@ class Answers:
         try:
             files = own_files()
             for each in self.deferred.values():
-                files.update(each.files())
+                # Its author may have forgotten one.
+                files.update(each.files(), files_of(each.load))
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
         except BaseException as error:  # a plugin failed or returned no JSON, or tmm is in a zip

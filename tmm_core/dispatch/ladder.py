@@ -554,7 +554,10 @@ class Dispatcher(Evidence):
             )
             if record is not kept:
                 record = self.storable(record)
-                self.store.save(device.gpu, device.environment, record, verified=verified)
+                if key.epilogue.lasting:
+                    self.store.save(device.gpu, device.environment, record, verified=verified)
+                else:  # no other process can have this epilogue
+                    self.store.hold(device.gpu, device.environment, record, verified=verified)
                 self._neighbours.add(device, record)
                 self.untried.note(key, findings.tried, findings.left)
         findings.report(key)

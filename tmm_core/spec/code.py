@@ -94,8 +94,13 @@ def _short(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def files_of(module: str) -> set[Path]:
-    """The files that the code of a loaded module may be in."""
+def files_of(function: Any) -> set[Path]:
+    """The files of the package that a third party's function is in, and of what it uses."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(function).__module__
+    if _top(module) in LIBRARIES | OWN:
+        return set()
     files, _, _ = _sources({module})
     return {Path(path) for path in files}
 

@@ -69,12 +69,28 @@ def reached(kernel: type, config: type) -> dict[str, str]:
 
 def _constant(value: Any) -> str | None:
     """A text that is the same in every process; None if the value is not a constant."""
-    if isinstance(value, (set, frozenset)):
-        return repr(sorted(map(repr, value)))
-    if not isinstance(value, (int, float, str, bool, tuple, list, dict, type(None))):
+    if not isinstance(
+        value, (int, float, str, bool, tuple, list, dict, set, frozenset, type(None))
+    ):
         return None
-    text = repr(value)
+    text = _repr(value)
     return None if " at 0x" in text else text
+
+
+def _repr(value: Any) -> str:
+    """Like ``repr``, with the elements of sets in an order that does not depend on the process's
+    hash seed."""
+    kind = type(value)
+    if kind in (set, frozenset):
+        return repr(sorted(map(_repr, value)))
+    if kind is dict:
+        return "{" + ", ".join(f"{_repr(k)}: {_repr(v)}" for k, v in value.items()) + "}"
+    if kind in (tuple, list):
+        inside = ", ".join(map(_repr, value))
+        if kind is list:
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    return repr(value)
 
 
 def _is_ours(module: str, own: str) -> bool:
@@ -170,7 +186,7 @@ def _text(of: Any) -> str:
 
 def _bytecode(code: types.CodeType) -> str:
     constants = (
-        _bytecode(each) if isinstance(each, types.CodeType) else repr(each)
+        _bytecode(each) if isinstance(each, types.CodeType) else _repr(each)
         for each in code.co_consts
     )
     return " ".join((code.co_code.hex(), *code.co_names, *constants))

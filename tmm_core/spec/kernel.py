@@ -18,7 +18,7 @@ from tmm_core.spec.digest import digest
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
-from tmm_core.spec.versions import SAME_MACHINE_CODE
+from tmm_core.spec.versions import kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,7 @@ class Kernel(abc.ABC, Generic[C]):
         it is a digest of the code reached from ``bind`` and ``compile``."""
         if not is_own(type(self)):
             return code_of(self).digest
-        found = digest(type(self), self.config_type)
-        return SAME_MACHINE_CODE.get(found, found)
+        return kept(self.name, digest(type(self), self.config_type))
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Why this kernel cannot serve ``problem``; empty if it can. Not to be overridden: the
