@@ -16,7 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, Faulty, dispatcher, problem, settings
+from fakes import (
+    DEVICE,
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    Faulty,
+    dispatcher,
+    plugin,
+    problem,
+    settings,
+)
 from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
 
 from tmm_core import Traits
@@ -24,9 +35,13 @@ from tmm_core.dispatch import environment, findings, untried
 from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.environment import BUDGET_ENDED, alike, cause_of, cause_of_text, verdicts
 from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import ConfigError, PluginError, TmmWarning
 from tmm_core.launch import warm
 from tmm_core.spec import toolchain
+from tmm_core.spec.kernel import Deferred
 
 FAST = {"fast": 10.0, "blas": 20.0}
 #: Changes the toolchain's fingerprint, as whoever repairs it does.
@@ -544,6 +559,40 @@ def test_programs_are_looked_for_again() -> None:
     assert not found.cache_info().currsize
     assert os.path.exists(str(toolchain.python_header())) in (True, False)
     assert environment.LEAST_ALIKE == 2
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "header", "nothing"])
+def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_call(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no candidates, so that no tuning finds out."""
+
+    def declining() -> FakeKernel:
+        return FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
+
+    registry = Registry()
+    deferred = Deferred("triton.one", declining, lambda: [Path(__file__)])
+    registry.register(plugin(FakeBlas(), deferred), "fakes")
+    d = Dispatcher(registry, Tuner(FakeTimer({})), CacheStore(tmp_path))
+    if lacks == "compiler":
+        monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    else:
+        monkeypatch.setattr(toolchain, "c_compiler", lambda: tmp_path)
+        header = Path(__file__) if lacks == "nothing" else tmp_path / "Python.h"
+        monkeypatch.setattr(toolchain, "python_header", lambda: header)
+    gpu = replace(DEVICE, type="cuda")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for device in (DEVICE, gpu, gpu):
+            assert d.choose(problem(device=device), settings()).origin == "fallback"
+            assert explain_problem(d, problem(device=device), settings()).kernel == "blas"
+    texts = [str(each.message) for each in said]
+    if lacks == "nothing":
+        assert texts == []
+    else:
+        (text,) = texts
+        assert ("C compiler" if lacks == "compiler" else "Python.h") in text
+        assert "tmm doctor" in text
 
 
 # -- faults of plugins ----------------------------------------------------------------------

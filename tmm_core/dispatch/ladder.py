@@ -33,11 +33,12 @@ from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.dispatch.untried import Left
+from tmm_core.dispatch.untried import Left, Noted
 from tmm_core.errors import ConfigError, UnsupportedProblemError, error_text, reraise, warn
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings, nested
+from tmm_core.spec import toolchain
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -230,7 +231,7 @@ class Dispatcher(Evidence):
         spent = time.monotonic() - began
         # If even BLAS declines, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
-            return self._fallback(problem, _ALONE)
+            return self._alone(problem)
         if key.extent != problem.extent:
             exact = self._cached(problem, problem.bare(), able)
             if exact is not None:
@@ -268,7 +269,7 @@ class Dispatcher(Evidence):
             return None
         at_hand, _ = self.registry.candidates(problem, settings, deferred=False)
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
-            return self._fallback(problem, _ALONE)
+            return self._alone(problem)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
         found = self.record(problem)
         if found is None:
@@ -565,6 +566,17 @@ class Dispatcher(Evidence):
                 raise
             choice = guess
         return replace(choice, lasting=False)
+
+    def _alone(self, problem: Problem) -> Choice:
+        """BLAS, where every other kernel declines; says why if this machine cannot build them."""
+        choice = self._fallback(problem, _ALONE)
+        if problem.device.type == "cuda" and self.registry.deferred:
+            lacking = toolchain.lacking()
+            if lacking is not None:
+                about = {(next(iter(self.registry.deferred)), ""): Left("toolchain", lacking)}
+                self.untried.watch()
+                self.say_untried(problem, Noted(about))
+        return choice
 
     def _warn_of_tuning(self, problem: Problem, error: Exception, forbidden: str) -> None:
         """Warn that a tuning failed; once per process if the environment is to blame."""
