@@ -30,7 +30,7 @@ from fakes import (
 )
 from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
 
-from tmm_core import Traits
+from tmm_core import Traits, dispatch
 from tmm_core.dispatch import environment, findings, untried
 from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.environment import BUDGET_ENDED, alike, cause_of, cause_of_text, verdicts
@@ -42,6 +42,7 @@ from tmm_core.errors import ConfigError, PluginError, TmmWarning
 from tmm_core.launch import warm
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Deferred
+from tmm_core.tools.commands import doctor_toolchain, tune
 
 FAST = {"fast": 10.0, "blas": 20.0}
 #: Changes the toolchain's fingerprint, as whoever repairs it does.
@@ -593,6 +594,67 @@ def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_c
         (text,) = texts
         assert ("C compiler" if lacks == "compiler" else "Python.h") in text
         assert "tmm doctor" in text
+
+
+def test_the_doctor_shows_what_is_untried_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(doctor_toolchain, "fingerprint", lambda _: DEVICE)
+    d, _ = process(tmp_path, Broken("fast", no_memory), Broken("two", no_ptxas))
+    dispatch.dispatcher.made = d
+    assert list(doctor_toolchain.untried(cpu)) == []
+    with pytest.warns(TmmWarning, match="Cannot find ptxas"):
+        assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
+    (said,) = doctor_toolchain.untried(cpu)
+    assert said.state == "problem"
+    assert said.text.startswith("2 kernels are untried for 2 problems: PluginError")
+    assert "Cannot find ptxas" in said.text  # rather than what may pass
+    assert "repair" in said.advice
+    late, _ = process(tmp_path, Broken("fast", lambda: TimeoutError(BUDGET_ENDED)))
+    assert chosen(late, n=64) == "blas"
+    said, budget = doctor_toolchain.untried(cpu)
+    assert said.text.startswith("2 kernels are untried for 2 problems")
+    assert (budget.state, "of 1 problems" in budget.text) == ("note", True)
+
+
+def test_the_doctor_shows_the_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    gpu = torch.device("cuda")
+    assert list(doctor_toolchain.parts(torch.device("cpu"))) == []
+
+    def said(about: str) -> Any:
+        return next(each for each in doctor_toolchain.parts(gpu) if about in each.text)
+
+    assert said("fingerprint").text.endswith(toolchain.fingerprint())
+    assert said("missing").state == "problem"  # Triton then uses its own
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\nexit 127\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv(PTXAS, str(tool))
+    assert said("does not run").state == "problem"
+    tool.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    assert said("release 12.9").state == "ok"
+    monkeypatch.setattr(toolchain, "ptxas", lambda: None)
+    assert said("no ptxas").state == "problem"
+    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    assert "install gcc" in said("C compiler").advice
+    monkeypatch.setattr(toolchain, "c_compiler", lambda: tool)
+    monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")
+    assert "python3-dev" in said("Python.h").advice
+    monkeypatch.setattr(toolchain, "usable", lambda _: "full")
+    assert "free some space" in said("temporary folder").advice
+
+
+def test_the_tune_command_counts_what_is_untried() -> None:
+    outcome = {
+        "problem": "p", "status": "tuned", "kernel": "blas", "config": {}, "median_us": 10.0,
+        "blas_us": 10.0, "candidates": {"ok": 1}, "seconds": 1.0,
+        "untried": {"fast": "RuntimeError: Cannot\nfind ptxas", "two": "RuntimeError"},
+    }  # fmt: skip
+    assert "2 untried: RuntimeError: Cannot find ptxas" in tune._line(outcome)
+    del outcome["untried"]
+    assert "untried" not in tune._line(outcome)
 
 
 # -- faults of plugins ----------------------------------------------------------------------
