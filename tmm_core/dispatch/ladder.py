@@ -34,7 +34,14 @@ from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.untried import Left, Noted
-from tmm_core.errors import ConfigError, UnsupportedProblemError, error_text, reraise, warn
+from tmm_core.errors import (
+    ConfigError,
+    PluginError,
+    UnsupportedProblemError,
+    error_text,
+    reraise,
+    warn,
+)
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings, nested
@@ -137,7 +144,8 @@ class Dispatcher(Evidence):
 
         Raises:
             TmmError: Like :meth:`choose`.
-            Exception: Raised by binding BLAS or a forced kernel.
+            PluginError: A forced kernel is wrong.
+            Exception: Raised by binding BLAS, or by binding or verifying a forced kernel.
         """
         if settings.nested and settings.kernel is None:
             choice = self._fallback(problem, "computed inside a plugin's code")
@@ -165,20 +173,36 @@ class Dispatcher(Evidence):
     ) -> str | Choice | None:
         """Verify a choice at its first use. Returns None if it is right, a text if it is wrong, or
         a replacement if it cannot be verified now."""
-        if self.trust.holds(problem, choice):
+        if self.trust.holds(problem, choice, settings.verify):
             return None
-        untried = f"{choice.candidate.kernel.name} was never verified on this machine"
+        size = f"{problem.along.upper()}={problem.extent}"
+        untried = f"{choice.candidate.kernel.name} was never verified on this machine for {size}"
         if problem.capturing:
-            return self._instead(problem, f"{untried}, and a CUDA graph is being captured")
+            return self._unverified(
+                problem, choice, f"{untried}, and a CUDA graph is being captured"
+            )
         with self._lock:  # not during timing
-            if self.trust.holds(problem, choice):
+            if self.trust.holds(problem, choice, settings.verify):
                 return None
             verdict = self.trust.verify(
-                problem, choice.candidate, launcher, memory_limit=settings.tune_memory
+                problem, choice, launcher, memory_limit=settings.tune_memory
             )
         if verdict.unknown:
-            return self._instead(problem, f"{untried}: it {verdict.reason}")
+            return self._unverified(problem, choice, f"{untried}: it {verdict.reason}")
+        if verdict.reason is not None and choice.origin == "forced":
+            raise PluginError(
+                f"kernel {choice.candidate.kernel.name!r} is forced and wrong for {problem}: "
+                f"{verdict.reason}; TMM_VERIFY=0 or override(verify=False) uses it unverified"
+            )
         return verdict.reason
+
+    def _unverified(self, problem: Problem, choice: Choice, why: str) -> Choice | None:
+        """The replacement of a choice that cannot be verified now; None, with a warning, if the
+        kernel is forced."""
+        if choice.origin != "forced":
+            return self._instead(problem, why)
+        self.say_once(f"a forced kernel is used unverified: {why}")
+        return None
 
     def _instead(self, problem: Problem, why: str) -> Choice | None:
         """BLAS in place of an unverifiable choice; None if BLAS cannot serve the problem."""
@@ -449,6 +473,7 @@ class Dispatcher(Evidence):
     def _forced(self, problem: Problem, settings: Settings) -> Choice:
         assert settings.kernel is not None
         kernel = self.registry.kernel(settings.kernel)
+        unverified = "" if settings.verify else ", never verified (verify=False)"
         if reasons := self.registry.reasons_against(kernel, problem, settings):
             raise UnsupportedProblemError(
                 f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
@@ -460,11 +485,12 @@ class Dispatcher(Evidence):
                     f"kernel {kernel.name!r} with config {config} relies on what was not said of "
                     f"{problem}: {', '.join(unsaid)}"
                 )
-            return Choice(Candidate(kernel, config), "forced", "config given")
+            return Choice(Candidate(kernel, config), "forced", f"config given{unverified}")
         found = self.record(problem)
         if found is not None and (best := self.best(found[1], [kernel], problem)) is not None:
-            return Choice(best, "forced", "its best config on record")
-        return Choice(Candidate(kernel, kernel.default_config(problem)), "forced", "default config")
+            return Choice(best, "forced", f"its best config on record{unverified}")
+        usual = Candidate(kernel, kernel.default_config(problem))
+        return Choice(usual, "forced", f"default config{unverified}")
 
     def _cached(
         self,

@@ -36,7 +36,7 @@ from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.untried import Left
-from tmm_core.dispatch.verifier import Verifier
+from tmm_core.dispatch.verifier import Extent, Verifier
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import between, inside
@@ -154,7 +154,7 @@ class Tuning:
             spare = reserves(self._problem, racing)[: self._most_reserves()]
             for trial in dict.fromkeys([*finalists, *spare]):
                 trial.status = "ok"
-                self._verify(trial, self._verifier, _repeats(trial.time))
+                self._verify(trial, self._verifier, "whole", _repeats(trial.time))
             self._inside([trial for trial in finalists if trial.status == "ok"])
             self._require_baseline()
             # A fast but wrong candidate kept others out of the race.
@@ -313,9 +313,10 @@ class Tuning:
                 launched[-1].set_exception(failure)
         return launched
 
-    def _verify(self, trial: Attempt, verifier: Verifier, repeats: int = 0) -> None:
-        """Fail a trial whose launcher raises or is wrong: by two launches, or, with ``repeats``, in
-        every way it is used."""
+    def _verify(
+        self, trial: Attempt, verifier: Verifier, extent: Extent = "brief", repeats: int = 1
+    ) -> None:
+        """Fail a trial whose launcher raises or is wrong, as far as ``extent`` shows."""
         if trial.launcher is None:
             return
         try:
@@ -324,7 +325,7 @@ class Tuning:
                 repeats=repeats,
                 deterministic=trial.candidate.kernel.traits.deterministic,
                 baseline=trial.is_baseline,
-                brief=not repeats,
+                extent=extent,
             )
         except BaseException as error:  # a kernel may call sys.exit
             reraise(error)
@@ -468,7 +469,7 @@ class Tuning:
                     continue
                 guest.launcher = launcher
                 if m in extents:
-                    self._verify(guest, verifier, repeats=1)
+                    self._verify(guest, verifier, "repeated")
                 if guest.launcher is not None:
                     guest.run = copies.runner(guest.launcher)
                     there.append((trial, guest))

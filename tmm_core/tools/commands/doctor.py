@@ -171,7 +171,8 @@ def _settings(device: torch.device) -> Iterator[Finding]:
         if not wrong:
             yield Finding("settings", "problem", str(error), "correct or unset it")
         return
-    text = ", ".join(f"{f.name}={_shown(getattr(current, f.name))}" for f in fields(current))
+    shown = [field.name for field in fields(current) if field.name != "nested"]
+    text = ", ".join(f"{name}={_shown(getattr(current, name))}" for name in shown)
     yield Finding("settings", "ok", text)
 
 
