@@ -283,7 +283,7 @@ def missing_toolchain() -> tuple[str, ...]:
 
 @functools.cache
 def _undriven(compiles: bool) -> tuple[str, ...]:
-    """Why Triton's driver does not load without a complete toolchain; a failed build takes 50 ms."""
+    """Why Triton's driver does not load, which a failed build takes 50 ms to find."""
     try:
         triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
     except Exception as error:  # any failed build means the same

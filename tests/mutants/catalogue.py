@@ -5,6 +5,7 @@ from __future__ import annotations
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
+from environ import ENVIRON
 from fresh import FRESH
 from grouped import GROUPED
 from mutant import Mutant
@@ -18,6 +19,7 @@ MUTANTS: list[Mutant] = [
     *SPEC,
     *CORNERS,
     *ELSEWHERE,
+    *ENVIRON,
     *OUTPUTS,
     *GROUPED,
     *FRESH,

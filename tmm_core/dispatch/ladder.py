@@ -40,7 +40,6 @@ from tmm_core.errors import (
     UnsupportedProblemError,
     error_text,
     reraise,
-    warn,
 )
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
@@ -422,6 +421,8 @@ class Dispatcher(Evidence):
         names = {(k.name, k.version) for k in able}
         complete = bool(known) and not names & again and names <= known | left
         if not tune or (complete and not force):
+            if names & left:
+                self.say_untried(key, self.untried.get(key))
             return record
         blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
         try:
@@ -429,7 +430,7 @@ class Dispatcher(Evidence):
                 return self._tune(key, [*able, *blas], settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
             reraise(error)
-            self.say_once(f"tuning {key} failed: {error_text(error)}")
+            self._warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")
             return record
 
     # -- rungs -----------------------------------------------------------------------
@@ -510,8 +511,7 @@ class Dispatcher(Evidence):
             completed = self.forbids_tuning(problem, settings) is None
             if completed and unmeasured(problem, able, record, False, noted, again):
                 return None
-            if noted is not None:
-                self.say_untried(problem, noted)
+            self.say_untried(problem, noted)
         candidate = self.best(record, able, problem)
         return None if candidate is None else self.chosen_by(candidate, key, problem)
 
@@ -608,7 +608,7 @@ class Dispatcher(Evidence):
         """Warn that a tuning failed; once per process if the environment is to blame."""
         cause = cause_of(error)
         if cause is None:
-            warn(f"{problem}: {forbidden}")
+            self.say_once(f"{problem}: {forbidden}")
             return
         from tmm_core.dispatch.findings import warn_of_environment
 
