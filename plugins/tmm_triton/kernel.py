@@ -266,7 +266,6 @@ def without_gluon(problem: Problem) -> Iterable[str]:
         yield f"is written for the Gluon of Triton {known}, not {triton.__version__}"
 
 
-@functools.cache
 def missing_toolchain() -> tuple[str, ...]:
     """Why Triton's driver cannot build its launcher on this machine, if so.
 
@@ -278,12 +277,17 @@ def missing_toolchain() -> tuple[str, ...]:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    if compiler and shutil.which(compiler) and header.exists():
-        return ()
+    found = bool(compiler and shutil.which(compiler))
+    return () if found and header.exists() else _undriven(found)
+
+
+@functools.cache
+def _undriven(compiles: bool) -> tuple[str, ...]:
+    """Why Triton's driver does not load, which a failed build takes 50 ms to find."""
     try:
         triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
     except Exception as error:  # any failed build means the same
         reraise(error)
-        lacking = "Python.h" if compiler and shutil.which(compiler) else "a C compiler"
+        lacking = "Python.h" if compiles else "a C compiler"
         return (f"Triton's driver needs {lacking} to build its launcher",)
     return ()

@@ -16,17 +16,33 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, Faulty, dispatcher, problem, settings
+from fakes import (
+    DEVICE,
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    Faulty,
+    dispatcher,
+    plugin,
+    problem,
+    settings,
+)
 from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
 
-from tmm_core import Traits
+from tmm_core import Traits, dispatch
 from tmm_core.dispatch import environment, findings, untried
 from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.environment import BUDGET_ENDED, alike, cause_of, cause_of_text, verdicts
 from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import ConfigError, PluginError, TmmWarning
 from tmm_core.launch import warm
 from tmm_core.spec import toolchain
+from tmm_core.spec.kernel import Deferred
+from tmm_core.tools.commands import doctor_toolchain, tune
 
 FAST = {"fast": 10.0, "blas": 20.0}
 #: Changes the toolchain's fingerprint, as whoever repairs it does.
@@ -544,6 +560,101 @@ def test_programs_are_looked_for_again() -> None:
     assert not found.cache_info().currsize
     assert os.path.exists(str(toolchain.python_header())) in (True, False)
     assert environment.LEAST_ALIKE == 2
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "header", "nothing"])
+def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_call(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no candidates, so that no tuning finds out."""
+
+    def declining() -> FakeKernel:
+        return FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
+
+    registry = Registry()
+    deferred = Deferred("triton.one", declining, lambda: [Path(__file__)])
+    registry.register(plugin(FakeBlas(), deferred), "fakes")
+    d = Dispatcher(registry, Tuner(FakeTimer({})), CacheStore(tmp_path))
+    if lacks == "compiler":
+        monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    else:
+        monkeypatch.setattr(toolchain, "c_compiler", lambda: tmp_path)
+        header = Path(__file__) if lacks == "nothing" else tmp_path / "Python.h"
+        monkeypatch.setattr(toolchain, "python_header", lambda: header)
+    gpu = replace(DEVICE, type="cuda")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for device in (DEVICE, gpu, gpu):
+            assert d.choose(problem(device=device), settings()).origin == "fallback"
+            assert explain_problem(d, problem(device=device), settings()).kernel == "blas"
+    texts = [str(each.message) for each in said]
+    if lacks == "nothing":
+        assert texts == []
+    else:
+        (text,) = texts
+        assert ("C compiler" if lacks == "compiler" else "Python.h") in text
+        assert "tmm doctor" in text
+
+
+def test_the_doctor_shows_what_is_untried_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(doctor_toolchain, "fingerprint", lambda _: DEVICE)
+    d, _ = process(tmp_path, Broken("fast", no_memory), Broken("two", no_ptxas))
+    dispatch.dispatcher.made = d
+    assert list(doctor_toolchain.untried(cpu)) == []
+    with pytest.warns(TmmWarning, match="Cannot find ptxas"):
+        assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
+    (said,) = doctor_toolchain.untried(cpu)
+    assert said.state == "problem"
+    assert said.text.startswith("2 kernels are untried for 2 problems: PluginError")
+    assert "Cannot find ptxas" in said.text  # rather than what may pass
+    assert "repair" in said.advice
+    late, _ = process(tmp_path, Broken("fast", lambda: TimeoutError(BUDGET_ENDED)))
+    assert chosen(late, n=64) == "blas"
+    said, budget = doctor_toolchain.untried(cpu)
+    assert said.text.startswith("2 kernels are untried for 2 problems")
+    assert (budget.state, "of 1 problems" in budget.text) == ("note", True)
+
+
+def test_the_doctor_shows_the_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    gpu = torch.device("cuda")
+    assert list(doctor_toolchain.parts(torch.device("cpu"))) == []
+
+    def said(about: str) -> Any:
+        return next(each for each in doctor_toolchain.parts(gpu) if about in each.text)
+
+    assert said("fingerprint").text.endswith(toolchain.fingerprint())
+    assert said("missing").state == "problem"  # Triton then uses its own
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\nexit 127\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv(PTXAS, str(tool))
+    assert said("does not run").state == "problem"
+    tool.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    assert said("release 12.9").state == "ok"
+    monkeypatch.setattr(toolchain, "ptxas", lambda: None)
+    assert said("no ptxas").state == "problem"
+    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    assert "install gcc" in said("C compiler").advice
+    monkeypatch.setattr(toolchain, "c_compiler", lambda: tool)
+    monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")
+    assert "python3-dev" in said("Python.h").advice
+    monkeypatch.setattr(toolchain, "usable", lambda _: "full")
+    assert "free some space" in said("temporary folder").advice
+
+
+def test_the_tune_command_counts_what_is_untried() -> None:
+    outcome = {
+        "problem": "p", "status": "tuned", "kernel": "blas", "config": {}, "median_us": 10.0,
+        "blas_us": 10.0, "candidates": {"ok": 1}, "seconds": 1.0,
+        "untried": {"fast": "RuntimeError: Cannot\nfind ptxas", "two": "RuntimeError"},
+    }  # fmt: skip
+    assert "2 untried: RuntimeError: Cannot find ptxas" in tune._line(outcome)
+    del outcome["untried"]
+    assert "untried" not in tune._line(outcome)
 
 
 # -- faults of plugins ----------------------------------------------------------------------

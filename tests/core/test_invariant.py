@@ -359,7 +359,7 @@ def test_a_rung_that_cannot_be_tuned_costs_the_rung(tmp_path: Path) -> None:
         return tune(key, *rest)
 
     d.tuner.tune = failing  # type: ignore[method-assign]
-    with pytest.warns(TmmWarning, match="tuning 8192×.* failed: OutOfMemoryError: no room"):
+    with pytest.warns(TmmWarning, match="for 8192×.*tuning failed: OutOfMemoryError: no room"):
         assert chosen(d, 16) == ("k", 1, "one")
 
 

@@ -91,7 +91,7 @@ PLANS = [
     Mutant("extra-strided", "plan.py", 'return f"{name} = {name}.contiguous()"', 'return "pass"',
            "a scale with gaps is read as if it had none",
            ("tests/core/test_fp8.py::test_scales_of_any_stride",)),
-    Mutant("capture-plan-kept", "launch/warm.py", "    if not plan.problem.capturing:\n", "    if True:\n",
+    Mutant("capture-plan-kept", "launch/warm.py", "if plan.choice.lasting and not plan.problem.capturing:\n", "if plan.choice.lasting:\n",
            "what was chosen under capture is used ever after",
            ("tests/core/test_call_state.py::test_a_plan_made_under_capture_is_made_anew_after",)),
     Mutant("quarantined-plan-kept", "launch/warm.py",

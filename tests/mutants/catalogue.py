@@ -5,6 +5,7 @@ from __future__ import annotations
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
+from environ import ENVIRON
 from fresh import FRESH
 from grouped import GROUPED
 from kernels import KERNELS
@@ -19,6 +20,7 @@ MUTANTS: list[Mutant] = [
     *SPEC,
     *CORNERS,
     *ELSEWHERE,
+    *ENVIRON,
     *OUTPUTS,
     *GROUPED,
     *FRESH,

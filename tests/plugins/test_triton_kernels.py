@@ -429,19 +429,27 @@ def test_declines_without_a_toolchain(
     lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
-    if lacking == "a C compiler":
-        monkeypatch.setattr(kernel_module.shutil, "which", lambda name: None)
-    else:
-        paths = {"include": str(tmp_path)}
-        monkeypatch.setattr(kernel_module.sysconfig, "get_paths", lambda scheme: paths)
-    # A driver that is loaded, or cached on disk, needs neither.
-    monkeypatch.setattr(kernel_module.triton.runtime, "driver", None)
-    kernel_module.missing_toolchain.cache_clear()
-    try:
-        reasons = Grouped().reasons_against(ask())
-    finally:
-        kernel_module.missing_toolchain.cache_clear()
+    kernel_module._undriven.cache_clear()
+    with monkeypatch.context() as missing:
+        if lacking == "a C compiler":
+            missing.setattr(kernel_module.shutil, "which", lambda name: None)
+        else:
+            paths = {"include": str(tmp_path)}
+            missing.setattr(kernel_module.sysconfig, "get_paths", lambda scheme: paths)
+        # A driver that is loaded, or cached on disk, needs neither.
+        missing.setattr(kernel_module.triton.runtime, "driver", None)
+        try:
+            reasons = Grouped().reasons_against(ask())
+        finally:
+            kernel_module._undriven.cache_clear()
     assert reasons == [f"Triton's driver needs {lacking} to build its launcher"]
+    # Once it is installed, this process finds it.
+    header = tmp_path / "Python.h"
+    header.write_text("")
+    paths = {"include": str(tmp_path)}
+    monkeypatch.setattr(kernel_module.sysconfig, "get_paths", lambda scheme: paths)
+    monkeypatch.setattr(kernel_module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert not kernel_module.missing_toolchain()
 
 
 def test_without_triton_every_kernel_declines() -> None:

@@ -195,8 +195,10 @@ class Evidence:
     def note_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
-    def say_untried(self, problem: Problem, noted: Noted) -> None:
+    def say_untried(self, problem: Problem, noted: Noted | None) -> None:
         """Warn, once per process, that kernels are not tried for this problem."""
+        if noted is None or not noted.kernels:
+            return
         from tmm_core.dispatch.findings import warn_of_environment
 
         warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))

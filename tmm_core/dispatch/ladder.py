@@ -33,18 +33,18 @@ from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.dispatch.untried import Left
+from tmm_core.dispatch.untried import Left, Noted
 from tmm_core.errors import (
     ConfigError,
     PluginError,
     UnsupportedProblemError,
     error_text,
     reraise,
-    warn,
 )
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings, nested
+from tmm_core.spec import toolchain
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -254,7 +254,7 @@ class Dispatcher(Evidence):
         spent = time.monotonic() - began
         # If even BLAS declines, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
-            return self._fallback(problem, _ALONE)
+            return self._alone(problem)
         if key.extent != problem.extent:
             exact = self._cached(problem, problem.bare(), able)
             if exact is not None:
@@ -292,7 +292,7 @@ class Dispatcher(Evidence):
             return None
         at_hand, _ = self.registry.candidates(problem, settings, deferred=False)
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
-            return self._fallback(problem, _ALONE)
+            return self._alone(problem)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
         found = self.record(problem)
         if found is None:
@@ -421,6 +421,8 @@ class Dispatcher(Evidence):
         names = {(k.name, k.version) for k in able}
         complete = bool(known) and not names & again and names <= known | left
         if not tune or (complete and not force):
+            if names & left:
+                self.say_untried(key, self.untried.get(key))
             return record
         blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
         try:
@@ -428,7 +430,7 @@ class Dispatcher(Evidence):
                 return self._tune(key, [*able, *blas], settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
             reraise(error)
-            self.say_once(f"tuning {key} failed: {error_text(error)}")
+            self._warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")
             return record
 
     # -- rungs -----------------------------------------------------------------------
@@ -509,8 +511,7 @@ class Dispatcher(Evidence):
             completed = self.forbids_tuning(problem, settings) is None
             if completed and unmeasured(problem, able, record, False, noted, again):
                 return None
-            if noted is not None:
-                self.say_untried(problem, noted)
+            self.say_untried(problem, noted)
         candidate = self.best(record, able, problem)
         return None if candidate is None else self.chosen_by(candidate, key, problem)
 
@@ -595,11 +596,22 @@ class Dispatcher(Evidence):
             choice = guess
         return replace(choice, lasting=False)
 
+    def _alone(self, problem: Problem) -> Choice:
+        """BLAS, where every other kernel declines; says why if this machine cannot build them."""
+        choice = self._fallback(problem, _ALONE)
+        if problem.device.type == "cuda" and self.registry.deferred:
+            lacking = toolchain.lacking()
+            if lacking is not None:
+                about = {(next(iter(self.registry.deferred)), ""): Left("toolchain", lacking)}
+                self.untried.watch()
+                self.say_untried(problem, Noted(about))
+        return choice
+
     def _warn_of_tuning(self, problem: Problem, error: Exception, forbidden: str) -> None:
         """Warn that a tuning failed; once per process if the environment is to blame."""
         cause = cause_of(error)
         if cause is None:
-            warn(f"{problem}: {forbidden}")
+            self.say_once(f"{problem}: {forbidden}")
             return
         from tmm_core.dispatch.findings import warn_of_environment
 

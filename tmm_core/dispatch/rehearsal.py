@@ -74,7 +74,7 @@ class _Rehearsal(Dispatcher):
     def note_miss(self, key: Problem) -> None:
         pass
 
-    def say_untried(self, problem: Problem, noted: Noted) -> None:
+    def say_untried(self, problem: Problem, noted: Noted | None) -> None:
         pass
 
     def _tune(

@@ -63,6 +63,14 @@ def toolchain() -> dict[str, JSON]:
     }
 
 
+def lacking() -> str | None:
+    """What this machine lacks to build Triton's launcher, at a process's first launch."""
+    if c_compiler() is None:
+        return f"Triton needs a C compiler ({os.environ.get('CC') or 'gcc or clang'} not found)"
+    header = python_header()
+    return None if header.exists() else f"Triton needs Python.h (no {header})"
+
+
 def ptxas() -> Path | None:
     """The assembler that Triton runs; None if there is none."""
     given = os.environ.get("TRITON_PTXAS_PATH")

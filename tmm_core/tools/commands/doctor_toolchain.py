@@ -73,12 +73,9 @@ def _advice(first: Left) -> str:
 
 def _compiler() -> Said:
     """The C compiler and header, with which Triton builds its launcher at the first launch."""
-    compiler, header = toolchain.c_compiler(), toolchain.python_header()
-    if compiler is not None and header.exists():
-        return Said("ok", f"{compiler}, {header}")
-    lacking = f"no {header}"
-    if compiler is None:
-        lacking = f"no C compiler ({os.environ.get('CC') or 'gcc, clang'} not found)"
+    compiler, lacking = toolchain.c_compiler(), toolchain.lacking()
+    if lacking is None:
+        return Said("ok", f"{compiler}, {toolchain.python_header()}")
     text = f"{lacking}: Triton kernels decline, unless Triton's cache holds its launcher"
     advice = "install gcc, or set CC" if compiler is None else "install python3-dev"
     return Said("problem", text, advice)
