@@ -27,7 +27,7 @@ from uninterpreted import Uninterpreted
 from tmm_core import dispatch, errors, settings
 from tmm_core.dispatch import findings
 from tmm_core.interop import pointwise
-from tmm_core.launch import warm
+from tmm_core.launch import nesting, warm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,4 +94,5 @@ def forget() -> None:
     warm.forget_plans()
     pointwise._found.clear()
     errors._faults.clear()
+    nesting.NESTING.clear()
     settings._from_environment.cache_clear()
