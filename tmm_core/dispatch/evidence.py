@@ -266,7 +266,7 @@ class Evidence:
 
     def warn_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
         """Report a kernel whose answer cannot be used."""
-        if isinstance(fault, str):
+        if not isinstance(fault, BaseException):
             self.say_once(f"kernel {kernel.name}: {fault}")
             return
         reraise(fault)

@@ -21,7 +21,7 @@ from tmm_core import dispatch
 from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.errors import reraise
+from tmm_core.errors import error_text, reraise
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision
@@ -137,7 +137,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             [record] = tmm_core.tune(problem, force=options.force, budget=options.budget)
     except Exception as error:
         reraise(error)
-        outcome |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        outcome |= {"status": "failed", "reason": error_text(error)}
     else:
         outcome |= {
             "status": "on record" if record == before else "tuned",
@@ -147,6 +147,8 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "blas_us": blas_us(record),
             "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
+        if (noted := dispatch.dispatcher().untried.get(problem.bare())) and noted.kernels:
+            outcome["untried"] = {name: why.reason for (name, _), why in noted.kernels.items()}
     outcome["seconds"] = round(time.monotonic() - started, 2)
     return outcome
 
@@ -162,5 +164,7 @@ def _line(outcome: Mapping[str, Any]) -> str:
         f"{sum(tried.values())} tried",
         *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
     ]
+    if left := outcome.get("untried"):
+        notes.append(f"{len(left)} untried: {' '.join(next(iter(left.values())).split())[:160]}")
     chosen = report.chosen(outcome)
     return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"
