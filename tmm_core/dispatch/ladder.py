@@ -549,11 +549,18 @@ class Dispatcher(Evidence):
             # A record from elsewhere keeps candidates that this machine never verified.
             found = self.store.locate(device.gpu, device.environment, document)
             verified = kept is None or (found is not None and found.trusted)
-            record = self.tuner.tune(
-                key, able, settings, kept, hints, resume, noted, again, findings, spent
-            )
+
+            def tuned() -> TuningRecord:
+                return self.tuner.tune(
+                    key, able, settings, kept, hints, resume, noted, again, findings, spent
+                )
+
+            record = tuned()
+            while record is not kept and (bad := self.unstorable(record)):
+                # Others may have left the race because of theirs.
+                able = [kernel for kernel in able if kernel.name not in bad]
+                record = tuned()
             if record is not kept:
-                record = self.storable(record)
                 self.store.save(device.gpu, device.environment, record, verified=verified)
                 self._neighbours.add(device, record)
                 self.untried.note(key, findings.tried, findings.left)

@@ -243,10 +243,14 @@ class Asked(Kernel[Any]):
             raise self._set_aside(question, error) from error
 
     def _set_aside(self, question: str, error: BaseException) -> PluginError:
+        return self.set_aside(self._fault(question, error))
+
+    def set_aside(self, why: str) -> PluginError:
+        """Decline every problem from now on; the first reason is kept and reported."""
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
+                self.fault = f"{self._whose} is set aside: {why}"
         assert self.fault is not None
         if first:
             warn_of_plugin(self.source, self.fault)
