@@ -29,7 +29,7 @@ from uninterpreted import Uninterpreted
 from tmm_core import dispatch, errors, settings
 from tmm_core.dispatch import findings
 from tmm_core.interop import pointwise
-from tmm_core.launch import warm
+from tmm_core.launch import nesting, warm
 from tmm_core.spec import asking, code
 
 
@@ -103,4 +103,5 @@ def forget() -> None:
     warm.forget_plans()
     pointwise._found.clear()
     errors._faults.clear()
+    nesting.NESTING.clear()
     settings._from_environment.cache_clear()

@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 #: Torch's factories, and whether their dtype depends on the default if nothing tells it.

@@ -77,7 +77,7 @@ class Attempt:
         error, or untried, if the environment failed."""
         self.launcher = self.run = None
         self.raised, cause = None, None
-        if not isinstance(error, str):
+        if isinstance(error, BaseException):  # not str: that asks for its __class__
             self.raised, cause = error, cause_of(error)
             explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
             error = explains or error_text(error)

@@ -29,7 +29,7 @@ from tmm_cache.errors import suppress
 from tmm_core.dispatch.environment import Cause
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, circumstances, ending, startable, tail
-from tmm_core.errors import reraise, warn
+from tmm_core.errors import error_text, reraise, warn
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -160,7 +160,7 @@ class Compilers:
                 self._server = _Server(self.workers, found, self._report)
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
                 reraise(error)
-                self._report(f"{type(error).__name__}: {error}")
+                self._report(error_text(error))
         return self._server
 
     def _report(self, fault: str) -> None:
@@ -252,7 +252,7 @@ class _Server(Child):
                 fault = self._listen()
             except Exception as error:  # no thread, no memory, not understood
                 reraise(error)
-                fault = f"{type(error).__name__}: {error}"
+                fault = error_text(error)
             status = self._end_process()
             if fault is None and status:
                 fault = f"the server {ending(status, tail(self.scratch))}"

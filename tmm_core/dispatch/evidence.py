@@ -13,7 +13,6 @@ from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.standing import (
     by_time,
     compared_at,
-    decide,
     fastest_of_blas,
     holds_at,
     identity,
@@ -216,23 +215,23 @@ class Evidence:
         other = key if key.extent != problem.extent else None
         return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
 
-    def storable(self, record: TuningRecord) -> TuningRecord:
-        """The record without results that no file can hold, whose kernels are reported: they cost
-        themselves, not the other candidates' times."""
-        good = []
+    def unstorable(self, record: TuningRecord) -> set[str]:
+        """The kernels with results in ``record`` that no file can hold. They are set aside: they
+        cost themselves, not the other kernels' times."""
+        bad: dict[str, BaseException] = {}
         for result in record.candidates:
             try:
                 CandidateResult.from_json(result.to_json())
-                good.append(result)
             except (RecordError, TypeError, ValueError) as error:
                 reraise(error)
                 if result.kernel == BASELINE:
                     raise
-                kernel = self.registry.kernel(result.kernel)
-                self.warn_of(kernel, f"gave what no record can hold: {error_text(error)}")
-        if len(good) == len(record.candidates):
-            return record
-        return replace(record, candidates=tuple(good), winner=decide(good))
+                bad.setdefault(result.kernel, error)
+        for name, error in bad.items():
+            kernel = self.registry.kernel(name)
+            if isinstance(kernel, Asked):
+                kernel.set_aside(f"gave what no record can hold: {error_text(error)}")
+        return set(bad)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
@@ -268,7 +267,7 @@ class Evidence:
 
     def warn_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
         """Report a kernel whose answer cannot be used."""
-        if isinstance(fault, str):
+        if not isinstance(fault, BaseException):
             self.say_once(f"kernel {kernel.name}: {fault}")
             return
         reraise(fault)

@@ -41,18 +41,21 @@ class Hooks:
         hash(plugin)
         self.manager.register(plugin, name=name)
         known = " and ".join(HOOKS)
-        found, unknown = [], []
+        found, unknown, hooks = [], [], 0
         for name in dir(plugin):
             if not name.startswith("tmm_"):
                 continue
             options = self.manager.parse_hookimpl_opts(plugin, name)
             if options is not None:
+                hooks += 1
                 unknown += [name] if (options.get("specname") or name) not in HOOKS else []
             elif inspect.isroutine(inspect.getattr_static(plugin, name)):
                 found.append(
                     f"its function {name} lacks @tmm_core.hookimpl: nothing calls it; hooks are "
                     f"{known}"
                 )
+        if not hooks and not found:
+            found.append(f"it is no plugin: {shown(plugin)} has no hooks; hooks are {known}")
         if unknown:
             found.append(f"implements unknown hooks {unknown}; hooks are {known}")
         return found

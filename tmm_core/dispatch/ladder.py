@@ -366,8 +366,8 @@ class Dispatcher(Evidence):
             fault: Its exception, or verification's finding.
         """
         kernel, bucket = choice.candidate.kernel, bucketed(problem.bare())
-        raised = not isinstance(fault, str)
-        text = fault if isinstance(fault, str) else error_text(fault)
+        raised = isinstance(fault, BaseException)
+        text = error_text(fault) if isinstance(fault, BaseException) else fault
         self.quarantined[kernel.name, bucket] = f"it raised {text}" if raised else text
         self._forget()
         cause = cause_of(fault) if isinstance(fault, BaseException) else None
@@ -381,7 +381,7 @@ class Dispatcher(Evidence):
             return
         failed = "failed" if raised else "was wrong at its first use"
         about = f"{failed} on {problem} and is not used for it any more: {text}"
-        self.warn_of(kernel, about, None if isinstance(fault, str) else fault)
+        self.warn_of(kernel, about, fault if isinstance(fault, BaseException) else None)
 
     def _try_again(self) -> None:
         """Choose again, since the toolchain changed: also for calls that have a plan."""
@@ -550,11 +550,18 @@ class Dispatcher(Evidence):
             # A record from elsewhere keeps candidates that this machine never verified.
             found = self.store.locate(device.gpu, device.environment, document)
             verified = kept is None or (found is not None and found.trusted)
-            record = self.tuner.tune(
-                key, able, settings, kept, hints, resume, noted, again, findings, spent
-            )
+
+            def tuned() -> TuningRecord:
+                return self.tuner.tune(
+                    key, able, settings, kept, hints, resume, noted, again, findings, spent
+                )
+
+            record = tuned()
+            while record is not kept and (bad := self.unstorable(record)):
+                # Others may have left the race because of theirs.
+                able = [kernel for kernel in able if kernel.name not in bad]
+                record = tuned()
             if record is not kept:
-                record = self.storable(record)
                 if key.epilogue.lasting:
                     self.store.save(device.gpu, device.environment, record, verified=verified)
                 else:  # no other process can have this epilogue

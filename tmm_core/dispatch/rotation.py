@@ -17,7 +17,7 @@ import torch
 
 from tmm_core.dispatch import random_inputs
 from tmm_core.dispatch.ragged import DRAWS, Inputs
-from tmm_core.errors import reraise
+from tmm_core.errors import error_message, reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.launcher import Launcher
@@ -161,5 +161,5 @@ class LaunchError(Exception):
     """A launch that raised during timing, with its runner."""
 
     def __init__(self, run: Runner, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__(error_message(error))
         self.run, self.error = run, error

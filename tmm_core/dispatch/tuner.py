@@ -88,7 +88,7 @@ class Tuner(Equipment):
                 tuning.release()
         for candidate, why in proposals.untried([trial.candidate for trial in tuning.trials]):
             tuning.trials.append(Attempt(candidate))
-            tuning.trials[-1].fail(why if isinstance(why, str) else error_text(why))
+            tuning.trials[-1].fail(error_text(why) if isinstance(why, BaseException) else why)
         results = tuning.conclude()
         findings.tried |= {(k.name, k.version) for k in new}
         measured = {(r.kernel, r.version) for r in results}

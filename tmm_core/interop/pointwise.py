@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import settings
-from tmm_core.errors import reraise, warn
+from tmm_core.errors import error_text, reraise, warn
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 
@@ -65,7 +65,7 @@ def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
     Raises:
         OutOfMemoryError: ``error`` is one, which torch would not avoid.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    if issubclass(type(error), torch.OutOfMemoryError):
         raise error
     tell(epilogue, error)
     for key, value in list(_found.items()):
@@ -76,7 +76,7 @@ def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
 def tell(epilogue: Epilogue, error: Exception) -> None:
     warn(
         f"{NAME} failed for epilogue {epilogue}, which torch applies from now on in training: "
-        f"{type(error).__name__}: {error}"
+        f"{error_text(error)}"
     )
 
 

@@ -19,6 +19,7 @@ from tmm_core.launch.check import (
     check_terms,
     result_dtype,
 )
+from tmm_core.launch.nesting import ENTRIES
 from tmm_core.launch.source import written
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
@@ -225,3 +226,4 @@ run: Callable[..., Tensor] = written(
     warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH),
     warm.NAMES | globals(),
 )
+ENTRIES.add(run.__code__)

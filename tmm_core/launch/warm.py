@@ -21,6 +21,7 @@ from tmm_core.errors import PluginError, error_text, reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
+from tmm_core.launch.nesting import ENTRIES, NESTING, announced, launching
 from tmm_core.launch.plan import Choice, Plan
 from tmm_core.launch.source import written
 from tmm_core.spec.arguments import (
@@ -149,17 +150,34 @@ def _tf32() -> bool:
 
 
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
-    product = _product_of(call)
-    epilogue = epilogue_of(product.epilogue)
-    plan = make_plan(product, epilogue, settings.current(), pose, waits=False)
-    if product.residual is not call.residual:
-        plan = replace(plan, launcher=_without_residual(plan.launcher))
+    if not settings.current().nested and (outer := launching()) is not None:
+        _nest(outer)
+        with settings.nested():
+            return _planned(call, pose)
+    plan = _planned(call, pose)
     # Under graph capture the choice is restricted.
     if plan.choice.lasting and not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def _planned(call: Arguments | GroupedArguments, pose: Pose) -> Plan:
+    product = _product_of(call)
+    epilogue = epilogue_of(product.epilogue)
+    plan = make_plan(product, epilogue, settings.current(), pose, waits=False)
+    if product.residual is not call.residual:
+        plan = replace(plan, launcher=_without_residual(plan.launcher))
+    return plan
+
+
+def _nest(kernel: str) -> None:
+    """From now on a product that the launch of ``kernel`` computes is answered by BLAS."""
+    NESTING.add(kernel)
+    for key, plan in list(_plans.items()):
+        if plan.kernel == kernel:
+            del _plans[key]
 
 
 def _product_of(call: Any) -> Any:
@@ -217,6 +235,8 @@ def make_plan(
             time.sleep(_POLL)
             choice, launcher = answerer().bound(problem, current)
     shape: Sequence[int] = (problem.m, problem.n)
+    if choice.candidate.kernel.name in NESTING:
+        launcher = announced(launcher)
     if epilogue.outputs:
         launcher = Bound.of(launcher).run  # its other forms take no outputs
     if fold is not None:
@@ -285,6 +305,12 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
         PluginError: Its exception would end the process.
     """
     reraise(error)
+    if issubclass(type(error), RecursionError) and plan.kernel != BASELINE:
+        if launching(skipped=1) == plan.kernel:  # it computes its own problem
+            _nest(plan.kernel)
+            return False
+        if plan.kernel in NESTING and not any(each is plan for each in _plans.values()):
+            return True  # this plan did not announce it yet
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     # Not isinstance, which asks a stranger's exception for its __class__.
     if hopeless or issubclass(type(error), torch.OutOfMemoryError):
@@ -360,6 +386,7 @@ def _replay(
     yield "    if not _quarantine(plan, error):"
     yield "        raise"
     yield "    _plans.pop(key, None)"
+    yield "    plan = None  # its launch has ended"
 
 
 #: The names that the functions use: queries of torch's state and of the settings, each of which is
@@ -384,3 +411,4 @@ run: Callable[..., Tensor] = written(
     ),
     NAMES,
 )
+ENTRIES.add(run.__code__)

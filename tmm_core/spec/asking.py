@@ -178,12 +178,14 @@ class Asked(Kernel[Any]):
         try:
             with self._running("bind", COMPILE_PATIENCE):
                 launcher = self.kernel.bind(problem, config)
+                # Callers ask for its class, which runs code of an odd one.
+                launches = callable(launcher) and not isinstance(launcher, BaseException)
         except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
             reraise(error)
             raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
-        if not callable(launcher):
+        if not launches:
             fault = NonsenseError(f"returned {shown(launcher)}, which is not callable")
             raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
         return launcher
@@ -241,10 +243,14 @@ class Asked(Kernel[Any]):
             raise self._set_aside(question, error) from error
 
     def _set_aside(self, question: str, error: BaseException) -> PluginError:
+        return self.set_aside(self._fault(question, error))
+
+    def set_aside(self, why: str) -> PluginError:
+        """Decline every problem from now on; the first reason is kept and reported."""
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
+                self.fault = f"{self._whose} is set aside: {why}"
         assert self.fault is not None
         if first:
             warn_of_plugin(self.source, self.fault)
@@ -289,6 +295,8 @@ class Asked(Kernel[Any]):
                 raise NonsenseError(f"gave a config that assumes {shown(name)}, not {A_NAME}")
         try:
             fields = parameters(config.to_json())
+            if fields != parameters(config.to_json()):
+                raise NonsenseError(f"gave {shown(config)}, whose fields change")
         except RefusedError as error:
             found, accepted, place = error.args
             about = f"a config whose {place.removeprefix('.')}" if place else "a config which"

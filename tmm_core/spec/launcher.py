@@ -62,4 +62,4 @@ class Bound:
     @classmethod
     def of(cls, launcher: Launcher | Bound) -> Bound:
         """The result of ``bind`` as a Bound, whether it is a function or not."""
-        return launcher if isinstance(launcher, Bound) else cls(launcher)
+        return launcher if type(launcher) is Bound else cls(launcher)

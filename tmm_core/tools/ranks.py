@@ -29,7 +29,7 @@ from tmm_cache import TuningRecord
 from tmm_core import api, dispatch, settings
 from tmm_core.dispatch.compilers import COMPILE_LIMIT
 from tmm_core.dispatch.ladder import LOCK_PATIENCE
-from tmm_core.errors import reraise, warn
+from tmm_core.errors import error_text, reraise, warn
 from tmm_core.interop import sharding  # noqa: F401  # registers its rules
 from tmm_core.launch import warm
 from tmm_core.spec.problem import Problem
@@ -143,7 +143,7 @@ def _measure(problem: Problem, current: settings.Settings, force: bool) -> dict[
         return {"record": dispatch.dispatcher().tune(problem, current, force=force).to_json()}
     except Exception as error:  # the other ranks wait for a result, even a failure
         reraise(error)
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": error_text(error)}
 
 
 def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> dict[str, Any]:

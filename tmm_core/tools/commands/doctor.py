@@ -298,6 +298,6 @@ def _wrong(kernel: str, call: Call) -> str | None:
             error = call.error(kernel=kernel)
     except Exception as fault:
         reraise(fault)
-        return f"{type(fault).__name__}: {fault}"
+        return error_text(fault)
     limit = verify.tolerance(call.problem())
     return None if error <= limit else f"wrong, error {error:.2g} exceeds {limit:.2g}"

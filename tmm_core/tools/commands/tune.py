@@ -21,7 +21,7 @@ from tmm_core import dispatch
 from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.errors import reraise
+from tmm_core.errors import error_text, reraise
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision
@@ -137,7 +137,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             [record] = tmm_core.tune(problem, force=options.force, budget=options.budget)
     except Exception as error:
         reraise(error)
-        outcome |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        outcome |= {"status": "failed", "reason": error_text(error)}
     else:
         outcome |= {
             "status": "on record" if record == before else "tuned",

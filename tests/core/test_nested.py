@@ -1,0 +1,330 @@
+"""A product computed inside a plugin's code is answered by BLAS at once: it waits for no lock,
+tunes nothing, and its plan serves no other call."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, hookimpl, plugin
+from tmm_cache import CacheStore
+
+import tmm_core
+from tmm_core import TmmWarning, UnsupportedProblemError, dispatch, settings
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.launch import nesting, warm
+from tmm_core.spec import watch
+from tmm_core.spec.device import fingerprint
+
+A, B = torch.randn(60, 16), torch.randn(16, 32)
+TIMES = {"inner": 1.0, "blas": 10.0}
+
+
+@pytest.fixture(autouse=True)
+def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where kernels are interpreted nothing is tuned."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TMM_PROGRESS", "0")
+    fingerprint.cache_clear()
+    yield
+    fingerprint.cache_clear()
+
+
+def install(*kernels: Any) -> Dispatcher:
+    registry = Registry()
+    registry.register(plugin(*kernels), "fakes")
+    made = Dispatcher(registry, Tuner(FakeTimer(TIMES)), CacheStore())
+    dispatch.dispatcher.made = made
+    warm.forget_plans()
+    return made
+
+
+def padded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    rows = -a.shape[0] % 16
+    wide = torch.cat([a, a.new_zeros(rows, a.shape[1])])
+    return tmm_core.matmul(wide, b)[: a.shape[0]]
+
+
+class Inner(FakeKernel):
+    """A kernel that calls ``tmm_core.matmul`` in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("inner", estimate=1.0)
+        self.where = where
+        self.calls = 0
+
+    def at(self, where: str) -> None:
+        if where == self.where:
+            self.calls += 1
+            assert torch.allclose(padded(A, B), A @ B, atol=1e-4)
+            assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)  # the same problem
+
+    def declines(self, problem: Any) -> list[str]:
+        self.at("declines")
+        return []
+
+    def configs(self, problem: Any) -> Any:
+        self.at("configs")
+        yield FakeConfig()
+
+    def default_config(self, problem: Any) -> Any:
+        self.at("default_config")
+        return FakeConfig()
+
+    def estimate_us(self, problem: Any, config: Any) -> float:
+        self.at("estimate_us")
+        return 1.0
+
+    def workspace_bytes(self, problem: Any, config: Any) -> int:
+        self.at("workspace_bytes")
+        return 0
+
+    def bind(self, problem: Any, config: Any) -> Any:
+        self.at("bind")
+        launcher: Any = super().bind(problem, config)
+
+        def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            if self.where == "launch" and bias is None and residual is None and a.dim() == 2:
+                self.calls += 1
+                result = padded(a, b) * alpha
+                return result if out is None else out.copy_(result)
+            return launcher(a, b, bias, residual, alpha, out)
+
+        launch.cost = launcher.cost  # type: ignore[attr-defined]
+        return launch
+
+
+QUESTIONS = ["declines", "configs", "default_config", "estimate_us", "workspace_bytes"]
+
+
+@pytest.mark.parametrize("where", [*QUESTIONS, "bind", "launch"])
+def test_a_first_call_is_answered_without_waiting(where: str) -> None:
+    kernel = Inner(where)
+    made = install(FakeBlas(estimate=10.0), kernel)
+    began = time.monotonic()
+    assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+    assert time.monotonic() - began < 10
+    assert kernel.calls > 0
+    assert tmm_core.plan(A, B).kernel == "inner"
+    assert not made.quarantined
+
+
+def test_the_plan_of_a_nested_call_serves_no_other() -> None:
+    """The same product, called by the user, is tuned like any other."""
+    install(FakeBlas(estimate=10.0), Inner("bind"))
+    tmm_core.matmul(A, B)
+    with settings.nested():
+        assert tmm_core.plan(A, B).kernel == "blas"
+    assert tmm_core.plan(A, B).kernel == "inner"
+    origins = {plan.choice.reason for plan in warm._plans.values()}
+    assert "computed inside a plugin's code" in origins
+
+
+def rounds(origin: str) -> None:
+    """Calls, first and warm, of products that a kernel pads, and of one that it pads no further."""
+    for rows in (60, 64, 61, 60):
+        a = torch.randn(rows, 16)
+        for _ in range(2):
+            assert torch.allclose(tmm_core.matmul(a, B), a @ B, atol=1e-4)
+            assert tmm_core.plan(a, B).kernel == "inner"
+            assert tmm_core.plan(a, B).choice.origin in (origin, "cache")
+
+
+def test_warm_launches_that_compute_products() -> None:
+    """The kernel is also the choice of the product that it asks for."""
+    made = install(FakeBlas(estimate=10.0), Inner("launch"))
+    rounds("tuned")
+    assert not made.quarantined
+
+
+def test_forced_launches_that_compute_products() -> None:
+    install(FakeBlas(), Inner("launch"))
+    with tmm_core.override(kernel="inner"):
+        rounds("forced")
+
+
+def test_a_launch_that_recurses_without_end_is_a_fault() -> None:
+    class Endless(FakeKernel):
+        def bind(self, problem: Any, config: Any) -> Any:
+            def launch(*arguments: Any) -> Any:
+                return launch(*arguments)
+
+            return launch
+
+    made = install(FakeBlas(estimate=10.0), Endless("endless", estimate=1e-9))
+    with (
+        tmm_core.override(on_cache_miss="heuristic"),
+        pytest.warns(TmmWarning, match="endless.*RecursionError"),
+    ):
+        assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+    assert [name for name, _ in made.quarantined] == ["endless"]
+
+
+def test_an_epilogue_that_computes_a_product_is_the_callers_code() -> None:
+    """BLAS runs it; the product in it is chosen like any other."""
+    install(FakeBlas(estimate=10.0), FakeKernel("inner", estimate=1.0))
+    square = torch.randn(32, 32)
+    within = tmm_core.Epilogue("within", lambda z: tmm_core.matmul(z, square))
+    with tmm_core.override(kernel="blas"):
+        result = tmm_core.matmul(A, B, epilogue=within)
+    assert torch.allclose(result, A @ B @ square, atol=1e-3)
+    assert not nesting.NESTING
+
+
+@pytest.mark.parametrize("where", ["declines", "bind"])
+def test_a_forced_kernel_is_not_forced_inside_itself(where: str) -> None:
+    install(FakeBlas(), Inner(where))
+    with tmm_core.override(kernel="inner"):
+        assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+
+
+def test_a_plugins_code_cannot_tune() -> None:
+    made = install(FakeBlas(), FakeKernel("k"))
+    with settings.nested(), pytest.raises(UnsupportedProblemError, match="cannot tune"):
+        made.tune(tmm_core.problem(A, B), settings.current())
+
+
+def test_what_a_plugin_forces_itself_is_used() -> None:
+    """Its own second kernel, for instance."""
+    install(FakeBlas(), FakeKernel("second"))
+    with settings.nested(), tmm_core.override(kernel="second"):
+        assert tmm_core.plan(A, B).kernel == "second"
+
+
+def test_nesting_ends_with_its_context() -> None:
+    before = settings.overridden()
+    with settings.nested():
+        inner = settings.overridden()
+        assert inner is not None
+        assert inner.nested
+        with settings.nested():
+            assert settings.overridden() is inner
+    assert settings.overridden() is before
+    with tmm_core.override(deterministic=True) as outer, settings.nested():
+        inner = settings.current()
+        assert (inner.deterministic, inner.nested) == (True, True)
+        assert inner is not outer
+
+
+def test_callers_cannot_set_it() -> None:
+    with (
+        pytest.raises(tmm_core.SettingsError, match="unknown setting nested"),
+        tmm_core.override(nested=True),
+    ):
+        pass
+
+
+def test_a_product_at_a_plugins_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading is not re-entrant: BLAS answers, and nobody is blamed."""
+    seen: list[Any] = []
+
+    class Hooks:
+        @hookimpl
+        def tmm_kernels(self) -> list[Any]:
+            seen.append(tmm_core.matmul(A, B, epilogue="relu"))
+            return [FakeKernel("late.k")]
+
+    def load() -> Any:
+        seen.append(tmm_core.matmul(A, B))
+        seen.append(tmm_core.explain(A, B))
+        return Hooks()
+
+    entry = types.SimpleNamespace(name="late", value="late", group="tmm_core", load=load)
+    entry.dist = types.SimpleNamespace(name="late", version="1")
+    found = importlib.metadata.entry_points(group="tmm_core")
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda group: [*found, entry] if group == "tmm_core" else [],
+    )
+    monkeypatch.setenv("TMM_PLUGINS", "late")
+    assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
+    product, explanation, rectified = seen
+    assert torch.allclose(product, A @ B, atol=1e-4)
+    assert torch.allclose(rectified, torch.relu(A @ B), atol=1e-4)
+    assert explanation.kernel == "blas"
+    registry = dispatch.dispatcher().registry
+    assert [kernel.name for kernel in registry.kernels()] == ["blas", "late.k"]
+    assert [fault for fault in registry.faults() if not fault.intended] == []
+
+
+# -- code that does not return -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("declines", "declines"), ("configs", "configs"), ("estimate_us", "estimate_us")],
+)
+def test_code_that_does_not_return_is_named_on_stderr(
+    method: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    ended: list[str] = []
+
+    def slow(self: Any, *about: Any) -> Any:
+        while not ended:
+            if text := capsys.readouterr().err:
+                ended.append(text)
+            time.sleep(0.01)
+        return getattr(FakeKernel, method)(self, *about)
+
+    kernel: Any = type("Slow", (FakeKernel,), {method: slow})("slow", estimate=1.0)
+    install(FakeBlas(estimate=10.0), kernel)
+    tmm_core.matmul(A, B)
+    (text,) = ended
+    assert text.startswith(f"tmm: {said} of kernel 'slow' of plugin 'fakes' does not return")
+    assert "TMM_DISABLE_PLUGINS=fakes" in text
+
+
+def test_an_import_that_does_not_return_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    ended: list[str] = []
+
+    def load() -> Any:
+        while not ended:
+            if text := capsys.readouterr().err:
+                ended.append(text)
+            time.sleep(0.01)
+        return plugin()
+
+    entry: Any = types.SimpleNamespace(name="slow", value="slow", load=load)
+    entry.dist = types.SimpleNamespace(name="slow-kernels", version="1")
+    Registry(lambda: [entry]).load()
+    assert ended[0].startswith("tmm: the import of plugin 'slow' (slow-kernels 1) does not return")
+
+
+def test_what_returns_in_time_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    with watch.watched(lambda: "too slow", patience=60.0):
+        with watch.watched(lambda: "too slow"):
+            pass
+        time.sleep(0.5)
+    assert capsys.readouterr().err == ""
+    assert not watch._running
+
+
+def test_its_thread_ends_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.2)
+    with watch.watched(str):
+        thread = watch._thread
+    assert thread is not None
+    thread.join(5.0)
+    assert not thread.is_alive()
+    with watch.watched(str):
+        assert watch._thread is not None
+        assert watch._thread is not thread
+    monkeypatch.setattr(watch, "enabled", False)
+    monkeypatch.setattr(watch, "_thread", None)
+    with watch.watched(str):
+        assert watch._thread is None
