@@ -468,6 +468,35 @@ def test_compiled_models_see_what_changes(kind: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", [Pair, Gated, Joint])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_wrapped_for_several_ranks(kind: Any, how: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    converted, original = twins(kind)
+    x = randn(5, 12)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = []
+        for model in (converted, original):
+            if how == "ddp":
+                models.append(nn.parallel.DistributedDataParallel(model))
+            else:
+                mesh = dist.init_device_mesh("cpu", (1,))
+                models.append(fully_shard(model, mesh=mesh))
+        for model in models:
+            model(x).square().sum().backward()
+        mine, theirs = ([p.grad for p in model.parameters()] for model in models)
+        whole = [
+            [g.full_tensor() if how == "fsdp2" else g for g in each] for each in (mine, theirs)
+        ]
+        assert_close(whole[0], whole[1])
+        assert_close(models[0](x), models[1](x))
+    finally:
+        dist.destroy_process_group()
+
+
 # -- what a trace does not show ----------------------------------------------------------
 
 

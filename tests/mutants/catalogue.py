@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
+from convert import CONVERTED
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from fresh import FRESH
 from grouped import GROUPED
@@ -21,4 +22,5 @@ MUTANTS: list[Mutant] = [
     *OUTPUTS,
     *GROUPED,
     *FRESH,
+    *CONVERTED,
 ]
