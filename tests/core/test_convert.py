@@ -248,6 +248,19 @@ def wrap_in_place(model: Any) -> None:
     layer.forward = forward
 
 
+class Special(Linear):
+    """A subclass of the very layer that is fused."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+def special(model: Any) -> None:
+    layer = Special(*reversed(model.fc1.weight.shape))
+    layer.load_state_dict(model.fc1.state_dict())
+    model.fc1 = layer
+
+
 def replace_activation(model: Any) -> None:
     model.act = nn.ReLU()
 
@@ -325,7 +338,7 @@ def state(model: Any) -> None:
 
 
 CHANGES = (
-    wrap, wrap_in_place, replace_activation, other_gelu, change_gelu, remove_activation,
+    wrap, wrap_in_place, special, replace_activation, other_gelu, change_gelu, remove_activation,
     activation_of_ones_own, hook("register_forward_hook"), hook("register_forward_pre_hook"),
     weight_norm, parametrized, pruned, new_weight, without_bias, tied, moved, frozen, state,
 )  # fmt: skip
@@ -706,8 +719,13 @@ def test_halves_that_are_no_gate_and_up_stay_apart(kind: Any, products: list[str
     with torch.no_grad():
         assert_close(converted(x), original(x))
     assert products == ["", ""]
-    if kind is not OtherDimension:
-        assert [item.path for item in report.not_fused] == ["act"]
+    reasons = {
+        SecondHalf: "its gate is the second half of the product (fc1)",
+        ThirdUse: "its halves are not multiplied and nothing else (fc1)",
+        Same: "its halves are not multiplied and nothing else (fc1)",
+    }
+    found = {item.path: item.reason for item in report.not_fused}
+    assert found == ({"act": reasons[kind]} if kind in reasons else {})
 
 
 # -- the report --------------------------------------------------------------------------
@@ -813,3 +831,13 @@ def test_a_layer_with_an_epilogue_of_its_own_is_not_given_another(products: list
     with torch.no_grad():
         assert_close(converted(x), original(x))
     assert products[:2] == ["relu", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epilogue_that_is_assigned_later_comes_before_the_activation(kind: Any) -> None:
+    converted, original = twins(kind)
+    x = randn(5, 12)
+    converted.fc1.epilogue = "relu"
+    original.fc1.register_forward_hook(lambda module, given, out: torch.relu(out))
+    with torch.no_grad():
+        assert_close(converted(x), original(x))

@@ -30,7 +30,7 @@ CONVERTED = [
            "a parametrized layer's own weight is read", (CHANGED,)),
     Mutant("convert-own-epilogue", "nn/fused.py", "is not kind or layer._text:", "is not kind:",
            "a layer's own epilogue is replaced by the next module's",
-           (f"{CONVERT}::test_a_layer_with_an_epilogue_of_its_own_is_not_given_another",)),
+           (f"{CONVERT}::test_an_epilogue_that_is_assigned_later_comes_before_the_activation",)),
     Mutant("convert-reads", "nn/fused.py",
            "return not self.reads or unchanged(module, self.reads)", "return True",
            "attributes that a forward reads stay what they were",
