@@ -143,6 +143,63 @@ def sharded_gated_mlp(device: str, dtype: torch.dtype, learns: bool, sequence: b
     return ShardedMLP(asked, spy.get_total_counts(), _error(y, part(expected)), errors)
 
 
+def gated_mlp_of_sharded_input() -> tuple[list[str], float]:
+    """A GatedMLP with column-sharded gate and up, whose input stays sharded by rows: the products
+    that it asks for, and its error."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    from tmm_core.nn import GatedMLP
+
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    alone = GatedMLP(8, 12, dtype=torch.float64)
+    mlp = copy.deepcopy(alone)
+    plan: dict[str, Any] = {"down_proj": RowwiseParallel(output_layouts=Shard(0))}
+    for name in ("gate_proj", "up_proj"):
+        plan[name] = ColwiseParallel(input_layouts=Shard(0))
+        plan[name].desired_input_layouts = (Shard(0),)
+    parallelize_module(mlp, init_device_mesh("cpu", (ranks,)), plan)
+    whole = torch.randn(2 * ranks, 8, dtype=torch.float64)
+    asked: list[str] = []
+    linear = tmm_core.api.linear
+
+    def spied(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
+        asked.append(epilogue or "")
+        return linear(*args, epilogue=epilogue, **kwargs)
+
+    tmm_core.api.linear = spied
+    try:
+        with torch.no_grad():
+            y = mlp(whole.chunk(ranks)[dist.get_rank()])
+            expected = alone(whole).chunk(ranks)[dist.get_rank()]
+    finally:
+        tmm_core.api.linear = linear
+    return asked, _error(y, expected)
+
+
+def integers_split_along_k() -> tuple[str, float]:
+    """A product of integers whose operands are sharded along K, with a residual and a bias that
+    every rank has: where the result lies, and its error."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    a, b, residual, bias = (
+        torch.randint(-9, 9, shape, generator=generator) for shape in ((5, 8), (8, 6), (5, 6), (6,))
+    )
+    given: dict[str, Any] = {"a": Shard(1), "b": Shard(0), "residual": Replicate()}
+    given["bias"] = Replicate()
+    parts = {"a": a, "b": b, "residual": residual, "bias": bias}
+    sharded = {name: distribute_tensor(parts[name], mesh, [given[name]]) for name in parts}
+    y = tmm_core.matmul(**sharded)
+    return spell(y.placements), _error(y, a @ b + bias + residual)
+
+
 def _serve(rank: int, size: int, port: int, backend: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -170,6 +170,20 @@ def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
 
 # -- grouped ------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("epilogue", [None, "relu"])
+def test_mapped_residuals_of_fp32_leave_a_products_dtype(epilogue: str | None) -> None:
+    a, b = torch.randn(4, 6).bfloat16(), torch.randn(6, 5).bfloat16()
+    terms = torch.randn(3, 4, 5)
+
+    def ours(term: Tensor) -> Tensor:
+        return tmm_core.matmul(a, b, residual=term, epilogue=epilogue)
+
+    got = torch.vmap(ours)(terms)
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got, torch.stack([ours(term) for term in terms]))
+
+
 OFFS = torch.tensor([3, 3, 10], dtype=torch.int32)
 
 

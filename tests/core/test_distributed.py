@@ -26,6 +26,8 @@ from ranks import (
     Lost,
     Outcome,
     World,
+    gated_mlp_of_sharded_input,
+    integers_split_along_k,
     placements,
     product,
     sharded_gated_mlp,
@@ -187,6 +189,18 @@ def test_a_sharded_gated_mlp_is_one_gated_product(
         assert outcome.communications == 1 + sequence
         assert outcome.error < 1e-14
         assert all(error < 1e-13 for error in outcome.gradient_errors), outcome.gradient_errors
+
+
+def test_a_sharded_gated_mlp_of_a_sharded_input(world: World) -> None:
+    for asked, error in world.run(gated_mlp_of_sharded_input):
+        assert "swiglu" not in asked[:3]  # the last are of the layer that is not sharded
+        assert error < 1e-14
+
+
+def test_terms_of_integers_are_not_divided_among_ranks(world: World) -> None:
+    for placed, error in world.run(integers_split_along_k):
+        assert placed != "P"
+        assert error == 0
 
 
 def epilogues_in_turn() -> list[tuple[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
+from convert import CONVERTED
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
 from fresh import FRESH
@@ -25,4 +26,5 @@ MUTANTS: list[Mutant] = [
     *GROUPED,
     *FRESH,
     *KERNELS,
+    *CONVERTED,
 ]

@@ -160,13 +160,13 @@ class _Names:
         self.present: dict[str, None] = {}
         self.tensors: dict[str, None] = {}
         self._targets: set[Any] = set()
-        #: An attribute of a tensor that the forward reads.
+        #: An attribute of a tensor that the code names: its symbol shows no use of it until then.
         self._attribute = ""
+        self._compares = False
         for node in (node for graph in graphs for node in graph.nodes):
             self._targets.add(node.target)
             if node.target is getattr:
                 self._targets.add(node.args[1])
-                self._attribute = str(node.args[1])
             if node.op == "call_function":
                 self._targets.add(getattr(node.target, "__name__", ""))
         forwards = [
@@ -177,6 +177,8 @@ class _Names:
         if "super" in forwards[0].__code__.co_names:
             for forward in forwards[1:-1]:
                 self._scan(forward)
+        if self._compares and self._attribute:
+            raise NotProvenError(f"its forward may depend on its input's {self._attribute}")
 
     def _scan(self, function: Any) -> None:
         for code in _nested(_code_of(function)):
@@ -186,8 +188,7 @@ class _Names:
             steps = {step.opname for step in dis.get_instructions(code)}
             if steps & _HANDLERS:
                 raise NotProvenError("its forward handles exceptions or enters contexts")
-            if "IS_OP" in steps and self._attribute:
-                raise NotProvenError(f"its forward may depend on its input's {self._attribute}")
+            self._compares |= any(map(_compares_identity, steps))
             for name in code.co_names:
                 self._resolve(name, function.__globals__)
 
@@ -213,6 +214,8 @@ class _Names:
             self.reads[name] = self._constant(name, getattr(module, name))
         elif name not in self._targets and not _is_pure(name, scope, self._targets):
             raise NotProvenError(f"its forward uses {name}, which its trace does not show")
+        elif hasattr(torch.Tensor, name) and not callable(getattr(torch.Tensor, name)):
+            self._attribute = name
 
     def _constant(self, name: str, value: Any) -> Any:
         parts: tuple[Any, ...] = (value,)
@@ -223,6 +226,11 @@ class _Names:
             if not called and not isinstance(part, _CONSTANTS):
                 raise NotProvenError(f"its forward reads {name}, which may change unnoticed")
         return value
+
+
+def _compares_identity(step: str) -> bool:
+    """Whether a step of bytecode compares without asking the symbol: by identity, or by hash."""
+    return step in ("IS_OP", "CONTAINS_OP") or step.endswith(("_NONE", "_NOT_NONE"))
 
 
 def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
