@@ -280,7 +280,7 @@ def test_an_empty_cache_is_a_note_and_no_error(root: Path, capsys: Captured) -> 
 def test_problems_of_another_make_are_listed_all_the_same(
     store: CacheStore, capsys: Captured
 ) -> None:
-    odd = CandidateResult("odd\x1b[31m.kernel", "v", {"a": None}, "ok")
+    odd = CandidateResult("odd[red].kernel", "v", {"a": "\x1b[31m"}, "ok")
     sizes = {"m": 1, "n": 2, "k": 3, "batch": 1}
     store.save(GPU, ENVIRONMENT, record(sizes, candidates=(odd,), winner=0))
     strange = {"batch": 7, "a": 7, "b": [], "epilogue": {"name": "silu", "x": 1}}
@@ -291,13 +291,15 @@ def test_problems_of_another_make_are_listed_all_the_same(
     assert main(["show"]) == 0
     text = capsys.readouterr().out
     assert "weight 2x3 in 4 groups along m" in text
-    assert "odd\\x1b[31m.kernel" in text  # a stranger's record gives the terminal no orders
-    assert "\x1b" not in text
+    assert "odd[red].kernel" in text
     assert "weight 7*2x3 " in text
     assert " silu " in text
     assert "int8 -> int32" in text
     for entry in store.entries():
         assert main(["show", entry.digest]) == 0
+        text = capsys.readouterr().out
+        assert "\x1b" not in text  # a stranger's record gives the terminal no orders
+        assert ("a=\\x1b[31m" in text) == ("odd[red].kernel" in text)
 
 
 def test_faults_are_noted_on_stderr_and_the_rest_is_shown(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caching import CACHE
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
@@ -21,4 +22,5 @@ MUTANTS: list[Mutant] = [
     *OUTPUTS,
     *GROUPED,
     *FRESH,
+    *CACHE,
 ]
