@@ -12,6 +12,7 @@ import pytest
 import torch
 from fakes import FakeKernel, register
 from test_bench import document, small_problems
+from tmm_cache import CandidateResult
 
 from tmm_core.bench import host, regret, report, share
 from tmm_core.bench.case import Case
@@ -72,12 +73,15 @@ def test_the_choice_is_held_against_the_fastest_of_those_on_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register(FakeKernel("fake.a", tiles=range(1, 10)))
+    # How many of them a tuning times to the end, its clock decides.
+    timed = [CandidateResult("fake.a", "1", {"tile": tile}, "ok", (1.0,)) for tile in range(1, 9)]
+    monkeypatch.setattr(regret, "by_time", lambda record: timed)
     timer, (point,) = measured(monkeypatch, [30.0, 20.0, 25.0, 10.0, 40.0, 50.0, 60.0, 70.0])
     assert (point["torch_us"], point["us"], point["best_us"]) == (30.0, 20.0, 10.0)
     assert point["best"] != point["chosen"]
     # Torch and the choice, and the fastest of the record, of which the choice may be one.
     (count,) = timer.counts
-    assert 1 + regret.MOST_KNOWN <= count <= 2 + regret.MOST_KNOWN
+    assert count in (1 + regret.MOST_KNOWN, 2 + regret.MOST_KNOWN)
 
 
 def test_every_problem_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,17 @@ def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
     assert near(store, problem(m=0), problem(m=2)) == [2]
 
 
+def test_where_blas_cannot_serve_the_least_estimate_answers(tmp_path: Path) -> None:
+    """And where it can but has no estimate, nothing is chosen over it."""
+    guess = settings(on_cache_miss="heuristic")
+    kernels = FakeKernel("slow", estimate=9.0), FakeKernel("fast", estimate=5.0)
+    for against, origin, name in ((["not here"], "heuristic", "fast"), ([], "fallback", "blas")):
+        blas = FakeBlas(against=lambda problem, against=against: against)
+        d, _ = dispatcher(blas, *kernels, root=tmp_path)
+        choice = d.choose(problem(), guess)
+        assert (choice.origin, choice.candidate.kernel.name) == (origin, name)
+
+
 # -- chains of calls ----------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,6 +253,31 @@ def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: boo
     expected = torch.zeros(12, 4, dtype=FP64)
     expected[rows[:10]] = torch.nn.functional.silu(z).detach() + residual[rows[:10]]
     torch.testing.assert_close(y.detach(), expected)
+
+
+# -- sharding -----------------------------------------------------------------------------
+
+
+def test_flat_scales_of_a_ragged_sum_keep_their_rows_together_unless_they_are_one() -> None:
+    """The rows of all groups are side by side in them: no shard has those of its rows."""
+    from torch.distributed.tensor import Shard
+
+    from tmm_core.interop import sharding
+
+    def given(*shape: int) -> Any:
+        meta = SimpleNamespace(dtype=FP32)
+        return SimpleNamespace(shape=torch.Size(shape), ndim=len(shape), tensor_meta=meta)
+
+    def sharded(scale_a: Any, scale_b: Any) -> set[int]:
+        a, b, offs = given(8, 12), given(12, 4), given(3)
+        rules = sharding.grouped_shardings(a, b, offs, scale_a=scale_a, scale_b=scale_b)
+        return {out[0].dim for out, _ in rules if isinstance(out[0], Shard)}
+
+    assert sharded(None, None) == {1, 2}
+    assert sharded(given(1), given(1)) == {1, 2}
+    assert sharded(given(24), given(1)) == {2}
+    assert sharded(given(1), given(12)) == {1}
+    assert sharded(given(3, 8), given(3, 4)) == {1, 2}
 
 
 # -- outputs ------------------------------------------------------------------------------

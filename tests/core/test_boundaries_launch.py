@@ -135,6 +135,30 @@ def test_of_nothing_no_operand_is_in_place() -> None:
     assert fold.in_place(transposed, b, None) is None
 
 
+def test_a_kernel_sees_a_residual_of_the_results_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the call's is broadcast: kernels index it by row and column."""
+    monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
+    seen: list[Any] = []
+
+    class Noting(FakeBlas):
+        def bind(self, problem: Any, config: Any) -> Any:
+            right: Any = super().bind(problem, config)
+
+            def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+                seen.append(tuple(residual.shape))
+                return right(a, b, bias, residual, alpha, out)
+
+            launch.cost = right.cost  # type: ignore[attr-defined]
+            return launch
+
+    installed(Noting())
+    for residual in (torch.randn(4, 6), torch.randn(1, 6), torch.randn(4, 1), torch.randn(6),
+                     torch.randn(())):  # fmt: skip
+        y = tmm_core.matmul(A, B, residual=residual)
+        torch.testing.assert_close(y, A @ B + residual)
+    assert seen == [(4, 6)] * 5
+
+
 def test_scales_of_a_batch_that_shares_them_are_packed() -> None:
     a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 6)
     fold = Fold.of(a, b, None, torch.Size((2, 4, 6)))

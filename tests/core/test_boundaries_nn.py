@@ -44,6 +44,7 @@ def test_what_does_not_follow_in_memory_is_two() -> None:
     storage = torch.randn(48)
     wrong: dict[str, tuple[Any, Any]] = {
         "the other way round": (second, first),
+        "the other way round, with more behind": (three[4:8], three[:4]),
         "with rows between": (three[:4], three[8:]),
         "overlapping": (three[:4], three[2:6]),
         "the same": (first, first),

@@ -106,6 +106,14 @@ def test_there_is_at_least_one_group() -> None:
             Groups(count, "m")
 
 
+def test_groups_are_read_as_they_were_written() -> None:
+    for groups in (
+        Groups(3, "k"), Groups(1, "m", zeroed=True), Groups(2, "m", torch.int32),
+        Groups(2, "m", None, torch.int64, BF16, True),
+    ):  # fmt: skip
+        assert Groups.from_json(groups.to_json()) == groups
+
+
 def test_an_unaligned_result_is_part_of_what_a_problem_says() -> None:
     for name in ("a", "b", "out"):
         change: dict[str, Any] = {name: Operand(FP32, aligned=False)}

@@ -129,6 +129,17 @@ def test_the_grouped_8_bit_product_of_torch_has_its_own_limits(
     assert (not list(grouped_mm.reasons_against(asked))) is able
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_a_narrow_result_is_of_operands_as_wide_as_they_are(batch: tuple[int, ...]) -> None:
+    """1e5 and 1e-5 are not numbers of fp16; their product is."""
+    a, b = torch.full((*batch, 3, 8), 1e5), torch.full((*batch, 8, 4), 1e-5)
+    y = tmm_core.matmul(a, b, out_dtype=FP16, kernel="blas")
+    assert torch.equal(y, torch.full((*batch, 3, 4), 8.0, dtype=FP16))
+    wide = tmm_core.matmul(a.bfloat16(), b.bfloat16(), out_dtype=torch.float64, kernel="blas")
+    expected = a.bfloat16().double() @ b.bfloat16().double()
+    torch.testing.assert_close(wide, expected, rtol=1e-14, atol=0)
+
+
 # -- estimates ----------------------------------------------------------------------------
 
 

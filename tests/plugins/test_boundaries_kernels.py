@@ -16,7 +16,7 @@ from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of
 from tmm_triton.hopper_search import configs as hopper_configs
 from tmm_triton.partials import MOST_WORKSPACE
-from tmm_triton.realigned import Misaligned, bind_copy
+from tmm_triton.realigned import Misaligned, Realigned, bind_copy
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 from triton.runtime import interpreter
@@ -218,6 +218,16 @@ def test_a_lone_row_of_any_stride_is_copied() -> None:
     assert torch.equal(copied, a)
     assert same is b
     assert Operand.of(copied).aligned
+
+
+def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
+    """One that is not copied is at rest, and the copy of a is waited for."""
+    whole = Operand(torch.bfloat16)
+    odd = replace(whole, aligned=False)
+    asked = ask(16, 4096, 4096)
+    for a, b, early in ((odd, asked.b, True), (whole, replace(asked.b, aligned=False), False)):
+        found = Realigned().configs(replace(asked, a=a, b=b))
+        assert any(getattr(each.config, "early", "") for each in found) is early
 
 
 # -- the search of the Hopper kernel ------------------------------------------------------
