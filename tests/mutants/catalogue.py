@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caching import CACHE
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from convert import CONVERTED
@@ -27,4 +28,5 @@ MUTANTS: list[Mutant] = [
     *FRESH,
     *KERNELS,
     *CONVERTED,
+    *CACHE,
 ]
