@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # numpy's threads, fighting over two cores for tiles of 64, cost the interpreter four times the
 # CPU time that its work does. Before numpy and torch are imported.
@@ -22,12 +23,14 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 
+from fakes import FakeKernel
 from uninterpreted import Uninterpreted
 
 from tmm_core import dispatch, errors, settings
 from tmm_core.dispatch import findings
 from tmm_core.interop import pointwise
 from tmm_core.launch import warm
+from tmm_core.spec import asking, code
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +51,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.delenv(name)
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
+    monkeypatch.setattr(asking, "version_of", stated)
     forget()
     yield
     forget()
@@ -85,6 +89,11 @@ def uninterpreted_amd(compiler_folder: Path) -> Iterator[Uninterpreted]:
     process = Uninterpreted(compiler_folder, amd=True)
     yield process
     process.close()
+
+
+def stated(kernel: Any, version: str) -> tuple[str, bool]:
+    """A fake's version is what its test states: a test file is not the code of one kernel."""
+    return (version, True) if isinstance(kernel, FakeKernel) else code.version_of(kernel, version)
 
 
 def forget() -> None:

@@ -157,6 +157,8 @@ def _current_stream(device: int) -> int:
 empty_strided_cuda = _empty_strided_cuda
 current_device: Any = torch.cuda.current_device
 current_stream: Any = _current_stream
+#: Makes the current stream wait for so many GPU cycles.
+gpu_sleep: Any = private("torch.cuda._sleep", _always(None))
 if torch.backends.cuda.is_built():
     empty_strided_cuda = private("torch._C._dynamo.guards._empty_strided_cuda", _empty_strided_cuda)
     current_device = private("torch._C._cuda_getDevice", torch.cuda.current_device)

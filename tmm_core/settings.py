@@ -3,6 +3,7 @@
 ======================  =========================================================
 ``TMM_ON_CACHE_MISS``   ``tune`` (default), ``heuristic`` or ``error``
 ``TMM_KERNEL``          force one kernel, e.g. ``triton.split_k``
+``TMM_VERIFY``          ``0``: a forced kernel is not verified at its first use
 ``TMM_DISABLE``         kernel names not to use, comma-separated
 ``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on the number of rows
 ``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is called writes
@@ -62,6 +63,7 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "arithmetic": (_is(str, NoneType), "an arithmetic's name"),
     "tune_budget": (lambda s: isinstance(s, Real) and 0 < float(s) < math.inf, "positive seconds"),
     "tune_memory": (lambda n: n is None or (type(n) is int and n > 0), "positive bytes"),
+    "verify": (_is(bool), "True or False"),
     "progress": (_is(bool, NoneType), "True, False or None"),
 }
 
@@ -75,6 +77,8 @@ class Settings:
     #: Force this kernel, and this config of it (a JSON object as text, hashable).
     kernel: str | None = None
     config: str | None = None
+    #: Verify a forced kernel at its first use; all others always are.
+    verify: bool = True
     disable: frozenset[str] = frozenset()
     deterministic: bool = False
     batch_invariant: bool = False
@@ -144,6 +148,7 @@ POINTWISE = "triton.pointwise"
 VARIABLES: dict[str, tuple[str, Any]] = {
     "on_cache_miss": ("TMM_ON_CACHE_MISS", str),
     "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
+    "verify": ("TMM_VERIFY", _flag),
     "disable": ("TMM_DISABLE", names),
     "batch_invariant": ("TMM_BATCH_INVARIANT", _flag),
     "static_weights": ("TMM_STATIC_WEIGHTS", _flag),
@@ -253,12 +258,12 @@ def override(
     use the settings under which it was computed, as under autocast.
 
     Args:
-        kernel: Force this kernel.
+        kernel: Force this kernel, which is verified at its first use unless ``verify`` is False.
         config: Force this config of it; a mapping of its fields will do.
         disable: Kernels not to use, in addition to those disabled already.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``.
         changes: ``deterministic``, ``batch_invariant``, ``arithmetic``,
-            ``static_weights``, ``tune_budget``, ``tune_memory``, ``progress``.
+            ``static_weights``, ``tune_budget``, ``tune_memory``, ``verify``, ``progress``.
 
     Raises:
         SettingsError: An unknown name or a value that is not accepted.

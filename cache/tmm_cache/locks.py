@@ -24,26 +24,31 @@ with suppress(ImportError):  # on Windows
 _POLL_SECONDS: Final = 0.05
 #: A longer wait is logged: another rank tunes for seconds to minutes.
 _SILENT_SECONDS: Final = 1.0
+#: Interval between two such lines of this process: it may wait for one problem after another.
+_SAID_EVERY_SECONDS: Final = 60.0
+
+#: When this process last said that it waits.
+_said = -_SAID_EVERY_SECONDS
 
 
 def acquire(path: Path, timeout: float) -> int | None:
     """Acquire the lock at `path`; returns the descriptor that holds it, or None if that took more
-    than `timeout` seconds. Waiting is logged.
+    than `timeout` seconds. Waiting is logged, at most once a minute.
 
     Raises OSError if the file can't be opened, is not a regular file or can't be locked.
     """
+    global _said
     start = time.monotonic()
-    told = False
     while (handle := _attempt(path)) is None:
         waited = time.monotonic() - start
         if waited >= timeout:
             break
-        if waited >= _SILENT_SECONDS and not told:
-            told = True
+        if waited >= _SILENT_SECONDS and time.monotonic() - _said >= _SAID_EVERY_SECONDS:
+            _said = time.monotonic()
             import logging  # 5 ms, only needed when waiting
 
             logging.getLogger("tmm_cache").warning(
-                "waiting up to %.0f s for %s, which another process holds", timeout, path
+                "waiting for another process that tunes the same problem, at most %.0f s", timeout
             )
         time.sleep(min(_POLL_SECONDS, timeout - waited))
     return handle

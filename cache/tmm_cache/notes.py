@@ -38,7 +38,7 @@ class Notes:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
         root = default_root() if root is None else root
         self._root = root
-        self._path = root / NOTES / f"{name}-{digest}.jsonl"
+        self.path = root / NOTES / f"{name}-{digest}.jsonl"
         self._kept = foreign(root) is None
         self._read: dict[str, JSON] | None = None if self._kept else {}
 
@@ -64,11 +64,11 @@ class Notes:
             return
         line = canonical([about, value]).encode("ascii")
         with suppress(OSError):
-            make_folder(self._path.parent)
-            append_line(self._path, line, MAX_BYTES)
+            make_folder(self.path.parent)
+            append_line(self.path, line, MAX_BYTES)
 
     def _lines(self) -> dict[str, JSON]:
-        read = read_own(self._root, self._path)
+        read = read_own(self._root, self.path)
         notes: dict[str, JSON] = {}
         if not isinstance(read, Read):
             return notes

@@ -8,13 +8,12 @@ same user forged are out of scope, and so is whatever root does.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.errors import reraise
+from tmm_cache.errors import reraise, suppress
 
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 #: A folder that may be entered and not listed can be opened with O_PATH only, which Linux has.
@@ -68,7 +67,7 @@ def foreign_below(root: Path) -> list[str]:
     for folder, folders, names in os.walk(root):
         for name in (*folders, *names):
             path = os.path.join(folder, name)
-            with contextlib.suppress(OSError):  # gone by now
+            with suppress(OSError):  # gone by now
                 status = os.lstat(path)
                 reason = "is a link" if stat.S_ISLNK(status.st_mode) else foreign_status(status)
                 found += [f"{path} {reason}"] if reason else []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
 
 def reasons_against(problem: Problem) -> Iterable[str]:
     """Why torch cannot serve a ragged problem without waiting for the GPU."""
+    problem = gathered(problem)
     device, dtype = problem.device, problem.a.dtype
     if device.type == "cpu":
         return
@@ -52,6 +54,15 @@ def reasons_against(problem: Problem) -> Iterable[str]:
         yield "torch's grouped product needs operands whose rows are aligned to 16 bytes"
     if 0 in (problem.m, problem.n, problem.k):
         yield "nothing to multiply: a dimension is 0"
+
+
+def gathered(problem: Problem) -> Problem:
+    """The problem that torch gets: rows that an index names are copied, side by side."""
+    if problem.groups is None or problem.groups.a_index is None:
+        return problem
+    pitch = problem.k * problem.a.dtype.itemsize
+    copy = Operand(problem.a.dtype, "row", problem.m <= 1 or pitch % ALIGNMENT == 0)
+    return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))
 
 
 def _splits_rows(problem: Problem) -> bool:
@@ -86,7 +97,7 @@ def bind(problem: Problem) -> Launcher:
     """The whole expression, in torch's own roundings."""
     groups = problem.groups
     assert groups is not None
-    multiply = _product(problem)
+    multiply = _product(gathered(problem))
     out_dtype, strides = problem.out.dtype, problem.out_strides
     packed = problem.empty_out("meta").is_contiguous()
     # Torch's operators pack padded rows, except in place. An epilogue's result may not be ours.

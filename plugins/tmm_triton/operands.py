@@ -154,6 +154,7 @@ def build(
     constants: Mapping[str, Any] | None = None,
     own: Typed | None = None,
     flat: str = "",
+    indexed: str = "",
     **options: Any,
 ) -> Build:
     """``fn`` specialised to ``problem`` and ``config``, with those of the following arguments that
@@ -167,8 +168,10 @@ def build(
 
     Args:
         flat: First letters of the operands that a batch does not have one of for each product.
+        indexed: First letters of the operands whose rows an index names, so that they have any
+            number of rows.
     """
-    shared, shared_constants, divisible = _convention(problem, flat)
+    shared, shared_constants, divisible = _convention(problem, flat, indexed)
     fields = config.to_json()
     shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
     if group := shared_constants.pop("GROUP_M", None):
@@ -204,7 +207,9 @@ def _operands(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str],
         yield "residual", problem.residual, ("m", "n"), (m, n)
 
 
-def _convention(problem: Problem, flat: str) -> tuple[Typed, dict[str, Any], dict[str, int]]:
+def _convention(
+    problem: Problem, flat: str, indexed: str
+) -> tuple[Typed, dict[str, Any], dict[str, int]]:
     """Types and values, constants, and divisibility of the shared arguments. Strides are read in
     every call: the problem fixes only their class."""
     given: Typed = {
@@ -229,7 +234,7 @@ def _convention(problem: Problem, flat: str) -> tuple[Typed, dict[str, Any], dic
             name = f"stride_{letter}{dim}"
             if i == contiguous:
                 constants[name] = 1
-            elif extents[i] <= 1:
+            elif extents[i] <= 1 and (i or letter not in indexed):
                 # A single row's stride is arbitrary and may not fit its type.
                 constants[name] = 0
             else:

@@ -331,7 +331,8 @@ class Ragged(TritonKernel[RaggedConfig]):
         # As if each group were a product of a batch, in which flat operands have no batch stride.
         batch = replace(problem, groups=None, batch=max(2, groups.count))
         flat, programs = _FLAT[groups.ragged], grid(problem, config)
-        return [build(ragged_kernel, batch, config, programs, constants, own, flat)]
+        indexed = "a" if groups.a_index is not None else ""
+        return [build(ragged_kernel, batch, config, programs, constants, own, flat, indexed)]
 
 
 def _spills(problem: Problem, config: RaggedConfig) -> bool:

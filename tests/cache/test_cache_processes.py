@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
-from tmm_cache import CacheStore
+from tmm_cache import CacheStore, locks
 from tmm_cache import store as store_module
 from tmm_cache.locks import acquire, release
 
@@ -270,19 +270,21 @@ def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
         assert store.save(GPU, ENVIRONMENT, record()) is None
 
 
-def test_a_long_wait_names_the_lock_file_once(
-    store: CacheStore, caplog: pytest.LogCaptureFixture
+def test_long_waits_are_told_in_one_line(
+    store: CacheStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(locks, "_said", -locks._SAID_EVERY_SECONDS)
     holder = child("-c", HOLDER)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "True\n"
     with store.lock(GPU, ENVIRONMENT, problem(), timeout=0.5) as mine:
         assert mine is False
     assert caplog.messages == []  # a short wait is nobody's business
-    with store.lock(GPU, ENVIRONMENT, problem(), timeout=1.6) as mine:
-        assert mine is False
-    lock = f"{store.path(GPU, ENVIRONMENT, problem())}.lock"
-    assert [lock in message for message in caplog.messages] == [True]
+    for _ in range(2):
+        with store.lock(GPU, ENVIRONMENT, problem(), timeout=1.2) as mine:
+            assert mine is False
+    (message,) = caplog.messages
+    assert message == "waiting for another process that tunes the same problem, at most 1 s"
     holder.communicate("\n")
 
 

@@ -23,6 +23,7 @@ import tmm_core
 from tmm_core import Epilogue, Traits, dispatch, settings
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.spec.device import fingerprint
+from tmm_core.tools import cli
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import doctor, variables
 from tmm_core.tools.commands.console import print_json
@@ -435,6 +436,29 @@ def test_a_miss_is_listed_tuned_and_cleared(capsys: pytest.CaptureFixture[str]) 
 
     assert main(["misses", "--clear"]) == 0
     assert run_json(capsys, "misses") == []
+
+
+def test_a_miss_whose_environment_is_unknown_is_listed_as_not_tuned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store, mine = CacheStore(), fingerprint(torch.device("cpu"))
+    asked = tmm_core.problem(torch.ones(8, 8), torch.ones(8, 8)).to_json()
+    store.log_miss(mine.gpu, mine.environment, asked)
+    environment = store.path(mine.gpu, mine.environment, asked).with_name("environment.json")
+    environment.unlink()
+    [miss] = run_json(capsys, "misses")
+    assert (miss["environment"], miss["tuned"], miss["count"]) == (None, False, 1)
+    environment.write_text("{}")
+    assert main(["misses"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["1", "no"]
+
+
+def test_squares_may_be_a_single_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._squares("8:8:4") == [8]
+    assert cli._squares("8:15:4") == [8, 12]
+    assert cli._squares("8:16:4") == [8, 12, 16]
+    assert main(["bench", "--squares", "8:7:1"]) == 2
+    assert "the last size is below the first" in capsys.readouterr().err
 
 
 # -- doctor ------------------------------------------------------------------------------

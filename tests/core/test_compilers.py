@@ -22,9 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeBlas, FakeKernel, FakeTimer, imported, install, problem, settings
+from fakes import (
+    FakeBlas,
+    FakeKernel,
+    FakeTimer,
+    dispatcher,
+    imported,
+    install,
+    problem,
+    settings,
+)
 
-from tmm_core.dispatch import compilers
+from tmm_core.dispatch import compilers, findings
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
 from tmm_core.dispatch.findings import Findings
 from tmm_core.dispatch.registry import Source
@@ -36,7 +45,7 @@ from tmm_core.spec.kernel import Candidate
 
 HERE = Path(__file__).parent.parent
 PLUGIN = """
-import os, signal, sys, time
+import errno, os, signal, subprocess, sys, time
 from pathlib import Path
 from fakes import FakeConfig, FakeKernel, plugin
 
@@ -60,6 +69,9 @@ class Compiled(FakeKernel):
                 print("to whom it may concern")
                 os.system("echo from a child; echo and another >&2")
             case 8: time.sleep(0.5)
+            case 9: subprocess.run([os.environ["TRITON_PTXAS_PATH"], "--version"], check=True)
+            case 10: os.kill(os.getpid(), signal.SIGKILL)
+            case 11: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 kernel = Compiled("compiled.one", tiles=range(1, 9))
 two = Compiled("compiled.two", tiles=range(1, 9))
@@ -387,6 +399,53 @@ def test_the_tuner_binds_what_compiled_and_records_why_not(
     assert mine[3].reason == "its compiler ended with exit code 3"
     assert mine[5].reason == "ValueError: no such layout"
     assert [p.m for p in kernel.bound].count(64) == 2  # and what is left at other M of the bucket
+
+
+def test_a_broken_toolchain_leaves_kernels_untried_until_it_is_repaired(
+    server: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels' compiler is missing, then fails, then works: each time in a new dispatcher."""
+    tool = tmp_path / "ptxas"
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
+    kernels = [installed.Compiled(name, tiles=(9,)) for name in ("compiled.one", "compiled.two")]
+    times = {"compiled.one": 5.0, "blas": 10.0}
+
+    def answers(n: int = 32) -> tuple[str, bool]:
+        """The kernel that a new process chooses, and whether anything was compiled for it."""
+        findings._warned.clear()
+        before = len(compiled())
+        d, _ = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path / "cache")
+        d.tuner.compilers = server
+        name = d.choose(problem(n=n), settings(tune_budget=60.0)).candidate.kernel.name
+        return name, len(compiled()) > before
+
+    with pytest.warns(TmmWarning, match=r"compiled.one and 1 more .*FileNotFoundError.*doctor"):
+        assert answers() == ("blas", True)
+    with pytest.warns(TmmWarning, match="FileNotFoundError"):
+        assert answers() == ("blas", False)
+    tool.write_text("#!/bin/sh\nexit 3\n")
+    tool.chmod(0o755)
+    with pytest.warns(TmmWarning, match="returned non-zero exit status 3"):
+        assert answers() == ("blas", True)
+    tool.write_text("#!/bin/sh\nexit 0\n")
+    assert answers() == ("compiled.one", True)
+    assert answers() == ("compiled.one", False)
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"), [(10, "SIGKILL"), (11, "No space left"), (4, "SIGSEGV")]
+)
+def test_no_verdict_of_a_killed_compiler_or_a_full_disk(
+    tile: int, words: str, server: Compilers, installed: Any
+) -> None:
+    kernel = installed.Compiled("compiled.one", tiles=(tile,))
+    tuner, found = Tuner(FakeTimer({"blas": 10.0}), compilers=server), Findings()
+    kernels = [FakeBlas(), kernel]
+    record = tuner.tune(problem(), kernels, settings(tune_budget=60.0), findings=found)
+    assert [c.kernel for c in record.candidates] == ["blas"]
+    left = found.left["compiled.one", "1"]
+    assert words in left.reason
+    assert left.cause == ("hung" if tile == 4 else "passing")
 
 
 def test_what_is_prepared_is_compiled_once(server: Compilers, installed: Any) -> None:

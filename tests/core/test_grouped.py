@@ -806,19 +806,19 @@ def test_buckets_are_of_the_ragged_dimension() -> None:
     assert bucketed(replace(POSED, m=3)).m == 4
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-def test_distributions_have_empty_groups(skewed: bool) -> None:
+@pytest.mark.parametrize("distribution", ["even", "skewed"])
+def test_distributions_have_empty_groups(distribution: ragged.Sizes) -> None:
     chance = torch.Generator().manual_seed(0)
     for count, total in ((8, 512), (128, 64), (128, 8192), (2, 100)):
-        made = ragged.ends_of(count, total, chance, skewed)
+        made = ragged.ends_of(count, total, chance, distribution)
         sizes = torch.tensor(made).diff(prepend=torch.zeros(1, dtype=torch.long))
         assert made[-1] == total
         assert (sizes >= 0).all()
         assert (sizes == 0).sum() >= count // 5
         mean = total / count
         if total >= count > 2:
-            assert (sizes.max() > 2 * mean) == skewed
-    assert ragged.ends_of(1, 7, chance, skewed) == [7]
+            assert (sizes.max() > 2 * mean) == (distribution == "skewed")
+    assert ragged.ends_of(1, 7, chance, distribution) == [7]
 
 
 def test_both_distributions_are_timed_and_verified() -> None:
@@ -866,8 +866,8 @@ def test_wrong_launchers_are_found(fault: Any, sampled: bool) -> None:
         return y if out is None else out.copy_(y)
 
     verifier = Verifier(problem, torch.device("cpu"), sampled=sampled)
-    assert verifier.verdict(right, brief=sampled).ok
-    assert "exceeds" in str(verifier.verdict(wrong, brief=sampled).reason)
+    assert verifier.verdict(right, extent="brief" if sampled else "whole").ok
+    assert "exceeds" in str(verifier.verdict(wrong, extent="brief" if sampled else "whole").reason)
 
 
 def test_what_is_to_be_zero_is_verified() -> None:

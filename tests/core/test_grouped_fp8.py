@@ -274,7 +274,8 @@ def test_inputs_to_measure_with(form: str) -> None:
         index_dtype = torch.int32 if form == "m" and scale_b else None
         groups = Groups(3, form, a_index=index_dtype)  # type: ignore[arg-type]
         problem = replace(posed, scale_b=scale_b, groups=groups)
-        inputs: Any = random_inputs.make(problem, torch.device("cpu"), seed=3, whole=False)
+        recipe = random_inputs.Recipe(whole=False)
+        inputs: Any = random_inputs.make(problem, torch.device("cpu"), seed=3, recipe=recipe)
         given = inputs.rows.given
         again = tmm_core.problem(
             inputs.a, inputs.b, scale_a=inputs.scale_a, scale_b=inputs.scale_b, **given

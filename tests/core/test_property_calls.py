@@ -242,7 +242,9 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
     if call["b"].dim() == 2:
         yield "linear", linear
     number = isinstance(call["alpha"], (int, float)) and call["alpha"] != 2**70
-    usual = "bias" not in call or call["bias"].shape == (call["b"].shape[-1] if call["b"].dim() > 1 else 1,)
+    usual = "bias" not in call or call["bias"].shape == (
+        call["b"].shape[-1] if call["b"].dim() > 1 else 1,
+    )
     if number and usual:
         yield "operator", by_operator
         yield "problem", posed

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeKernel, FakeTimer, Faulty, plugin, problem, settings
-from tmm_cache import CacheStore
+from fakes import (
+    DEVICE,
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    Faulty,
+    plugin,
+    problem,
+    settings,
+)
+from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
-from tmm_core import TmmWarning, Traits
+from tmm_core import Groups, PluginError, TmmWarning, Traits
 from tmm_core.dispatch import fixture, trust
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
+from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
 
 FAST = {"fast": 10.0, "blas": 20.0}
 GUESS = settings(on_cache_miss="heuristic")
+#: Launches of a verification at first use, and at further sizes.
+FIRST, BRIEF = 3, 2
 
 
 class Counting(Faulty):
     """Right, and counts its launches."""
 
-    def __init__(self, name: str = "fast", wrong: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, name: str = "fast", wrong: bool = False, wrong_at: Sequence[int] = (), **fields: Any
+    ) -> None:
         super().__init__(self._count, name, estimate=1.0, **fields)
-        self.launches, self.wrong = 0, wrong
+        self.launches, self.wrong, self.wrong_at = 0, wrong, wrong_at
 
     def _count(self, right: Any, *rest: Any) -> Any:
         self.launches += 1
         result = right(*rest)
-        return result.add_(1) if self.wrong else result
+        return result.add_(1) if self.wrong or len(rest[0]) in self.wrong_at else result
 
 
 def dispatcher(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
@@ -79,10 +95,13 @@ def test_a_right_guess_is_verified_once(tmp_path: Path) -> None:
     assert d.choose(problem(), GUESS).candidate.kernel.kernel is kernel
     assert kernel.launches == 0  # explain() launches nothing
     assert name(d, problem()) == "fast"
-    assert kernel.launches == 2 + 1
+    assert kernel.launches == FIRST + 1
     assert name(d, problem()) == "fast"
-    assert name(d, problem(m=50)) == "fast"  # of the same bucket
-    assert kernel.launches == 2 + 3
+    assert kernel.launches == FIRST + 2
+    assert name(d, problem(m=50)) == "fast"  # another size of the bucket
+    assert kernel.launches == FIRST + 2 + BRIEF + 1
+    assert name(d, problem(m=50)) == "fast"
+    assert kernel.launches == FIRST + 2 + BRIEF + 2
 
 
 def test_stamps_last(tmp_path: Path) -> None:
@@ -90,7 +109,7 @@ def test_stamps_last(tmp_path: Path) -> None:
     assert name(dispatcher(kernel, CacheStore(tmp_path, [])), problem()) == "fast"
     again = Counting()
     assert name(dispatcher(again, CacheStore(tmp_path, [])), problem()) == "fast"
-    assert (kernel.launches, again.launches) == (3, 1)
+    assert (kernel.launches, again.launches) == (FIRST + 1, 1)
     edited = Counting(version="2", wrong=True)
     with pytest.warns(TmmWarning, match="wrong at its first use"):
         assert name(dispatcher(edited, CacheStore(tmp_path, [])), problem()) == "blas"
@@ -101,7 +120,7 @@ def test_a_record_from_elsewhere_is_verified(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path / "own", [layer]))
     assert name(d, problem(), settings()) == "fast"
-    assert kernel.launches == 3
+    assert kernel.launches == FIRST + 1
     again = Counting()  # the stamp of the first
     assert name(dispatcher(again, CacheStore(tmp_path / "own", [layer])), problem()) == "fast"
     assert again.launches == 1
@@ -138,7 +157,7 @@ def test_under_capture_blas_answers(tmp_path: Path) -> None:
     capturing = problem(capturing=True)
     choice, _ = d.bound(capturing, settings())
     assert choice.candidate.kernel.name == "blas"
-    assert "never verified on this machine, and a CUDA graph" in choice.reason
+    assert "never verified on this machine for M=64, and a CUDA graph" in choice.reason
     assert kernel.launches == 0
     assert name(d, problem(), settings()) == "fast"
     assert d.bound(capturing, settings())[0].candidate.kernel.kernel is kernel
@@ -173,18 +192,104 @@ def test_what_raises_at_its_first_use_costs_itself(tmp_path: Path) -> None:
     d = dispatcher(Faulty(explode, "fast", estimate=1.0), CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning, match="fast failed on .*illegal address"):
         assert name(d, problem()) == "blas"
-    choice, launcher = d.bound(problem(), settings(kernel="fast"))  # the caller's word
+    with pytest.raises(RuntimeError, match="illegal address"):
+        d.bound(problem(), settings(kernel="fast"))
+    # The caller's word.
+    choice, launcher = d.bound(problem(), settings(kernel="fast", verify=False))
     assert choice.origin == "forced"
     with pytest.raises(RuntimeError, match="illegal address"):
         launcher(*[torch.empty(0)] * 2, None, None, 1.0, None)
 
 
-def test_interpreted_kernels_are_left_to_their_authors(tmp_path: Path) -> None:
-    kernel = Counting(wrong=True)
-    d = dispatcher(kernel, CacheStore(tmp_path, []))
+def test_interpreted_kernels_are_verified_too(tmp_path: Path) -> None:
+    d = dispatcher(Counting(wrong=True), CacheStore(tmp_path, []))
     asked = problem(device=replace(DEVICE, interpreted=True))
-    assert d.bound(asked, GUESS)[0].candidate.kernel.kernel is kernel
+    with pytest.warns(TmmWarning, match="wrong at its first use"):
+        assert name(d, asked) == "blas"
+
+
+def test_a_forced_kernel_is_verified_at_its_first_use(tmp_path: Path) -> None:
+    right, forced = Counting(), settings(kernel="fast")
+    d = dispatcher(right, CacheStore(tmp_path / "right", []))
+    for launches in (FIRST + 1, FIRST + 2):
+        assert name(d, problem(), forced) == "fast"
+        assert right.launches == launches
+    wrong = Counting(wrong=True)
+    d = dispatcher(wrong, CacheStore(tmp_path / "wrong", []))
+    for _ in range(2):  # again, as long as it is forced
+        with pytest.raises(PluginError, match=r"'fast' is forced and wrong .* exceeds .*TMM_V"):
+            d.bound(problem(), forced)
+    launches = wrong.launches
+    choice, _ = d.bound(problem(), settings(kernel="fast", verify=False))
+    assert (choice.origin, wrong.launches) == ("forced", launches)
+    assert "never verified" in choice.reason
+    # A guess is verified all the same.
+    with pytest.warns(TmmWarning, match="wrong at its first use"):
+        assert name(d, problem(), settings(on_cache_miss="heuristic", verify=False)) == "blas"
+
+
+def test_a_forced_kernel_that_cannot_be_verified_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, forced = Counting(), settings(kernel="fast")
+    d = dispatcher(kernel, CacheStore(tmp_path, []))
+    with pytest.warns(TmmWarning, match="used unverified: .* for M=64, and a CUDA graph"):
+        assert d.bound(problem(capturing=True), forced)[0].origin == "forced"
+    monkeypatch.setattr(fixture, "default_limit", lambda device, most=0: 1000)
+    with pytest.warns(TmmWarning, match="used unverified: .* MiB of memory"):
+        assert d.bound(problem(), forced)[0].origin == "forced"
     assert kernel.launches == 0
+
+
+@pytest.mark.parametrize("origin", ["own record", "record from elsewhere", "tuned", "forced"])
+def test_every_size_of_a_bucket_is_verified_at_its_first_use(tmp_path: Path, origin: str) -> None:
+    """The tuning saw the edge and odd sizes only."""
+    root = shipped(tmp_path / "records")
+    kernel = Counting(wrong_at=(40, 56))
+    layers = [root] if origin == "record from elsewhere" else []
+    own = root if origin == "own record" else tmp_path / "own"
+    d = dispatcher(kernel, CacheStore(own, layers))
+    how = settings(kernel="fast") if origin == "forced" else settings()
+    assert name(d, problem(), how) == "fast"
+    assert name(d, problem(m=44), how) == "fast"
+    if origin == "forced":
+        for m in (40, 56):
+            with pytest.raises(PluginError, match=rf"wrong for {m}×"):
+                d.bound(problem(m=m), how)
+        return
+    # Under capture it cannot be verified.
+    assert d.bound(problem(m=40, capturing=True), how)[0].candidate.kernel.name == "blas"
+    assert d.bound(problem(m=44, capturing=True), how)[0].candidate.kernel.kernel is kernel
+    with pytest.warns(TmmWarning, match="fast was wrong at its first use on 40×"):
+        assert name(d, problem(m=40), how) == "blas"
+    assert name(d, problem(m=56), how) == "blas"  # it is not used in this bucket any more
+
+
+def test_large_sizes_are_verified_by_class(tmp_path: Path) -> None:
+    kernel = Counting()
+    d = dispatcher(kernel, CacheStore(tmp_path, []))
+    small = {"n": 8, "k": 8}
+    for m, launches in ((1025, FIRST + 1), (1153, 1), (1026, BRIEF + 1), (1154, 1)):
+        before = kernel.launches
+        assert name(d, problem(m=m, **small)) == "fast"
+        assert kernel.launches - before == launches, m
+
+
+def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
+    """Groups without one reduction order for all sizes use the bucket's plain record."""
+    asked = problem(m=128, groups=Groups(2, "m"))
+    store, candidate = CacheStore(tmp_path, []), Candidate(FakeKernel("fast"), FakeConfig(tile=1))
+    record = TuningRecord(
+        problem=asked.to_json(), winner=0, created="2026-01-01T00:00:00+00:00",
+        candidates=(CandidateResult("fast", "1", {"tile": 1}, "ok", (1.0,)),), tuning_seconds=1.0,
+    )  # fmt: skip
+    store.save(DEVICE.gpu, DEVICE.environment, record)
+    invariant = replace(asked, batch_invariant=True)
+    choice = Choice(candidate, "cache", evidence=asked)
+    assert trust.Trust(store).holds(invariant, choice)
+    # Its own record would be another one.
+    assert not trust.Trust(store).holds(invariant, replace(choice, arithmetic="k"))
+    assert not trust.Trust(store).holds(replace(invariant, m=100), choice)
 
 
 def test_batch_invariant_mode_is_no_way_around(tmp_path: Path) -> None:
@@ -242,13 +347,25 @@ def test_a_warning_made_an_error_is_not_the_kernels_fault(tmp_path: Path) -> Non
 def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:
     kernel = FakeKernel("k", tiles=(1, 2))
     one, two = (Candidate(kernel, config) for config in kernel.configs(problem()))
-    key = trust._key(problem(), one)
-    assert key == trust._key(problem(m=50, deterministic=True), one)
-    others = [
-        trust._key(problem(), two),
-        trust._key(problem(m=65), one),
-        trust._key(problem(bias=torch.float32), one),
-        trust._key(problem(), Candidate(FakeKernel("other"), one.config)),
-        trust._key(problem(), Candidate(FakeKernel("k", version="2"), one.config)),
-    ]
-    assert len({key, *others}) == 6
+    for sized in (False, True):
+        key = trust._key(problem(), one, sized)
+        assert key == trust._key(problem(deterministic=True), one, sized)
+        assert (key == trust._key(problem(m=50), one, sized)) is not sized
+        others = [
+            trust._key(problem(), two, sized),
+            trust._key(problem(m=65), one, sized),
+            trust._key(problem(bias=torch.float32), one, sized),
+            trust._key(problem(), Candidate(FakeKernel("other"), one.config), sized),
+            trust._key(problem(), Candidate(FakeKernel("k", version="2"), one.config), sized),
+        ]
+        assert len({key, *others}) == 6
+
+
+def test_classes_of_sizes() -> None:
+    """Up to 1024 each size is one; beyond, every alignment up to the tallest tile is."""
+    assert len({trust.size_class(m) for m in range(1, 1025)}) == 1024
+    assert trust.size_class(1024) != trust.size_class(1152)
+    assert len({trust.size_class(m) for m in range(1025, 4096)}) == 128
+    for unit in (2, 4, 8, 16, 32, 64, 128):
+        aligned = {trust.size_class(m) for m in range(2048, 4096, unit)}
+        assert aligned.isdisjoint(trust.size_class(m) for m in range(2048, 4096) if m % unit)

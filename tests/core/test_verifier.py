@@ -266,7 +266,9 @@ def test_a_race_that_is_wrong_once_in_twenty(deterministic: bool) -> None:
     def misses(repeats: int) -> int:
         launchers = [Faulty(race(seed)).bind(asked, ANY) for seed in range(100)]
         found = [
-            verifier.verdict(launcher, repeats=repeats, deterministic=deterministic)
+            verifier.verdict(
+                launcher, repeats=repeats, deterministic=deterministic, extent="repeated"
+            )
             for launcher in launchers
         ]
         return sum(each.ok for each in found)
@@ -540,7 +542,7 @@ def test_samples_where_memory_is_short() -> None:
         launcher = Faulty(fault).bind(asked, ANY)
         found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)
         assert found.ok is fine
-        assert Verifier(asked, CPU, sampled=True).verdict(launcher, brief=True).ok is fine
+        assert Verifier(asked, CPU, sampled=True).verdict(launcher, extent="brief").ok is fine
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.complex64])
@@ -558,8 +560,8 @@ def test_integers_and_complex_numbers(dtype: torch.dtype) -> None:
         return launch
 
     verifier = Verifier(asked, CPU)
-    assert verifier.verdict(off_by(0 * one), brief=True).ok
-    assert "error" in str(verifier.verdict(off_by(one), brief=True).reason)
+    assert verifier.verdict(off_by(0 * one), extent="brief").ok
+    assert "error" in str(verifier.verdict(off_by(one), extent="brief").reason)
 
 
 def test_without_memory_nothing_is_known() -> None:

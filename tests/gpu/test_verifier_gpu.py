@@ -110,7 +110,7 @@ def test_what_it_costs() -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        assert Verifier(asked, device(), sampled=True).verdict(launcher, brief=True).ok
+        assert Verifier(asked, device(), sampled=True).verdict(launcher, extent="brief").ok
         took = 1e3 * (time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() - before
     print(f"8192³ by samples: {took:.1f} ms, {peak / 2**20:.0f} MiB")

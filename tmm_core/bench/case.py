@@ -20,7 +20,7 @@ from tmm_cache.facets import SHORT_DTYPES
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.ragged import Inputs, Rows
+from tmm_core.dispatch.ragged import Inputs, Rows, Sizes
 from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.formats import wide
 from tmm_core.launch import grouped, warm
@@ -122,8 +122,8 @@ class Case:
 
     def _rows(self, groups: Groups, size: int, device: torch.device) -> Rows:
         """The ends of the groups; the same for each measurement of a case."""
-        skewed = self.routing != "even"
-        rows = Rows.of(groups, size, device, seeded(device, 0), skewed=skewed, whole=True)
+        sizes: Sizes = "even" if self.routing == "even" else "skewed"
+        rows = Rows.of(groups, size, device, seeded(device, 0), sizes=sizes, whole=True)
         return rows if self.routing == "both" else replace(rows, draws=())
 
     def to_json(self) -> dict[str, Any]:

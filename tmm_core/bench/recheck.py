@@ -143,7 +143,7 @@ def _judged(
                 repeats=REPEATS,
                 deterministic=winner.candidate.kernel.traits.deterministic,
                 baseline=winner.is_baseline,
-                brief=winner.is_baseline,
+                extent="brief" if winner.is_baseline else "whole",
             )
     except Exception as error:  # from a compiler or a launch: affects this record only
         return {"status": "failed", "reason": error_text(error)}, None

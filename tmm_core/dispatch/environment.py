@@ -98,16 +98,18 @@ _PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
 
 def cause_of(error: BaseException) -> Cause | None:
     """What of the environment made ``error`` happen; None if its raiser is to blame."""
-    for each in chain(error):
-        if (found := _read(each, "cause_elsewhere")) in get_args(Cause):  # by another process
-            return found  # type: ignore[no-any-return]
+    raised = list(chain(error))
+    for each in raised:
+        elsewhere: Cause | None = _read(each, "cause_elsewhere")  # found by another process
+        if elsewhere in get_args(Cause):
+            return elsewhere
         if (found := _by_type(each)) is not None:
-            return found  # type: ignore[no-any-return]
-        if issubclass(type(each), RuntimeError | AssertionError | TimeoutError) or _of_triton(each):
-            if _raiser(each).startswith(_TOOLS):
-                return cause_of_text(error_text(each)) or "toolchain"
-            if (found := cause_of_text(error_text(each))) is not None:
-                return found  # type: ignore[no-any-return]
+            return found
+    for each in raised:
+        if (found := cause_of_text(error_text(each))) is not None:
+            return found
+        if _raiser(each).startswith(_TOOLS):
+            return "toolchain"
     return None
 
 
@@ -168,10 +170,6 @@ def _by_type(error: BaseException) -> Cause | None:
     if issubclass(kind, OSError) and type(number := _read(error, "errno")) is int:
         return "passing" if number in _PASSING_ERRNO else "toolchain"
     return "toolchain" if issubclass(kind, ImportError) else None
-
-
-def _of_triton(error: BaseException) -> bool:
-    return str(type(error).__module__).partition(".")[0] == "triton"
 
 
 def _raiser(error: BaseException) -> str:

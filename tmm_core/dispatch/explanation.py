@@ -15,8 +15,10 @@ from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.dispatch.standing import compared_at, outlasted
+from tmm_core.dispatch.untried import Left
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
+from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
 
@@ -90,6 +92,8 @@ class Explanation:
     rejected: Mapping[str, list[str]]
     #: Kernels that are candidates.
     able: tuple[str, ...]
+    #: Those of them that the environment left untried, and what failed.
+    untried: Mapping[str, str]
     store: str
 
     @property
@@ -114,6 +118,7 @@ class Explanation:
             "measured": self.measured.to_json() if self.measured else None,
             "record": self.record.to_json() if self.record else None,
             "able": list(self.able),
+            "untried": dict(self.untried),
             "rejected": dict(self.rejected),
             "cache": self.store,
         }
@@ -170,7 +175,9 @@ class Explanation:
     def _others(self) -> Iterator[tuple[str, str]]:
         timed = {c.kernel for c in self.record.candidates} if self.record else set()
         for name in self.able:
-            if name not in timed:
+            if name in self.untried:
+                yield "untried", f"{name}: {self.untried[name]}"
+            elif name not in timed:
                 yield "able", f"{name} (not measured)"
         for name in sorted(self.rejected):
             yield "rejected", f"{name}: {'; '.join(self.rejected[name])}"
@@ -182,6 +189,8 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
     able = [k.name for k in dispatcher.registry.kernels() if k.name not in rejected]
+    noted = dispatcher.untried.get(found[0] if found else bucketed(problem.bare()))
+    left = {} if noted is None else {name: why for (name, _), why in noted.kernels.items()}
     return Explanation(
         problem=problem,
         choice=choice,
@@ -190,8 +199,20 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
         measured=found[0] if found else None,
         rejected=rejected,
         able=tuple(able),
+        untried={name: _left(left[name]) for name in able if name in left},
         store=str(dispatcher.store.root),
     )
+
+
+def _left(left: Left) -> str:
+    """What kept a kernel from being tried, in one line, and when it is tried again."""
+    when = {
+        "passing": "by later processes, and by `tmm tune`",
+        "budget": "by `tmm tune`, or when the toolchain changes",
+    }
+    usual = "when the toolchain changes (`tmm doctor` shows it), and by `tmm tune`"
+    reason = " ".join(left.reason.split())
+    return f"{reason}; tried again {when.get(left.cause, usual)}"
 
 
 def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

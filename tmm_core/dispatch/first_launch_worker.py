@@ -41,7 +41,7 @@ class Worker:
             with precision(problem.tf32):
                 launcher = candidate.kernel.bind(problem, candidate.config)
                 # Checks only that both kinds of launch end, not their results.
-                self._verifier.verdict(launcher, brief=True)
+                self._verifier.verdict(launcher, extent="brief")
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
         except BaseException as error:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +20,10 @@ from tmm_core.dispatch.guarded import (
     footprint,
     guarded,
     lie,
+    strided_vector,
 )
 from tmm_core.dispatch.ragged import Inputs
+from tmm_core.dispatch.random_inputs import Recipe
 from tmm_core.dispatch.special import AXES, Special, special
 from tmm_core.errors import reraise
 from tmm_core.spec.device import free_memory
@@ -41,6 +43,10 @@ SAMPLES = 64
 #: Floating-point operations up to which the whole result is compared: for 16-bit operands on CUDA
 #: (7 ms on an H100), in fp64 there, and on a CPU, at about 10 GFLOPS per core.
 FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, verify.FP64_FLOPS, 2**33
+
+#: How the values of both sets are drawn.
+FIRST = Recipe(alpha=-0.75, poisoned=True)
+SECOND = Recipe(alpha=1.625, sizes="even", whole=False, poisoned=True)
 
 #: Elements that are compared at a time, with up to five intermediates of that size.
 COMPARED = 1 << 24
@@ -106,6 +112,9 @@ class InputSet:
     inputs: Inputs
     checksums: Checksums
     expected: Expected
+    #: How the values were drawn, and from which seed; None: they were given.
+    recipe: Recipe | None = None
+    seed: int = 0
 
 
 class Fixture:
@@ -139,6 +148,8 @@ class Fixture:
         self._sets: list[InputSet] | None = None
         self._outs: list[Guarded] = []
         self._special: list[Special] | None = None
+        #: Further inputs (:mod:`tmm_core.dispatch.rounds`), made on first use.
+        self.rounds: list[Any] | None = None
 
     @classmethod
     def given(
@@ -152,7 +163,7 @@ class Fixture:
         into which every launch writes."""
         device = inputs.a.device
         fixture = cls(problem, device)
-        expected = fixture._expected(inputs, whole=True)
+        expected = fixture.expect(inputs, whole=True)
         fixture._sets = [InputSet(inputs, Checksums.of(memory), expected)]
         fixture._outs, fixture.allocates = [out], False
         return fixture
@@ -194,7 +205,7 @@ class Fixture:
 
     def release(self) -> None:
         """Release all tensors; they are made again with other values on the next use."""
-        self._sets, self._outs, self._special = None, [], None
+        self._sets, self._outs, self._special, self.rounds = None, [], None, None
 
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs fit, and whether their whole results do."""
@@ -231,20 +242,38 @@ class Fixture:
         memory: dict[str, Guarded] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-            memory[name] = guarded(lie(spec, shape, padded=padded), self.device, UNREADABLE)
+            placed = lie(spec, shape, padded=padded)
+            if name == "bias" and padded:  # a call's bias may have any stride
+                placed = strided_vector(spec, shape, 2)
+            memory[name] = guarded(placed, self.device, UNREADABLE)
             return memory[name].tensor
 
         # One set of ragged products is skewed, the other even and does not fill its rows.
-        groups = {"skewed": not padded, "whole": not padded}
-        inputs = random_inputs.make(self.problem, self.device, allocate=allocate, **groups)
-        return InputSet(inputs, Checksums.of(memory), self._expected(inputs, whole))
+        recipe = SECOND if padded else FIRST
+        seed = random_inputs.new_seed()
+        inputs = random_inputs.make(
+            self.problem, self.device, seed=seed, allocate=allocate, recipe=recipe
+        )
+        expected = self.expect(inputs, whole)
+        return InputSet(inputs, Checksums.of(memory), expected, recipe, seed)
 
-    def _expected(self, inputs: Inputs, whole: bool) -> Expected:
+    def sampled(self, inputs: Inputs) -> tuple[torch.Tensor, slice]:
+        """Rows to compare, samples if there are many, and the columns that are defined."""
+        m, n, _ = self._defined(inputs)
+        rows = torch.arange(m, device=self.device)
+        return rows if m <= SAMPLES + 2 else _sample(m, self.device), slice(n)
+
+    def _defined(self, inputs: Inputs) -> tuple[int, int, tuple[int, int] | None]:
+        """The rows and columns of the result that are defined, and a limit along a dimension."""
         p = self.problem
         within = inputs.rows.defined(p) if inputs.rows else None
-        m, n = p.m, p.n
-        if within is not None:
-            m, n = (within[1], n) if within[0] == 0 else (m, within[1])
+        if within is None:
+            return p.m, p.n, None
+        return (within[1], p.n, within) if within[0] == 0 else (p.m, within[1], within)
+
+    def expect(self, inputs: Inputs, whole: bool) -> Expected:
+        """The expected result, whole or in samples."""
+        m, n, within = self._defined(inputs)
         rows = None if whole or m <= SAMPLES + 2 else _sample(m, self.device)
         in_rows = self._reference(inputs, slice(m) if rows is None else rows, slice(n))
         cols = None if rows is None else _sample(n, self.device)

@@ -54,15 +54,19 @@ def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
         return replace(flipped, shape=shape, strides=(*outer, inner, leading))
     unit = max(1, ALIGNMENT // spec.dtype.itemsize)
     gap = unit if padded else 0
-    offset = 0
+    offset, inner = 0, 1
     if spec.layout == "strided":
-        leading, inner = 2 * cols + gap, 2
+        if padded:  # columns lie closer together than rows
+            return _strided_by_columns(spec, shape)
+        leading, inner = 2 * cols, 2
     else:
-        inner = 1
         natural = cols % unit == 0 or rows == 1
         leading = cols + gap
         if spec.aligned:
             leading = -(-leading // unit) * unit if rows > 1 else leading
+        elif padded:
+            # An even leading stride and an odd address; or, for a single row, the address alone.
+            leading, offset = leading + leading % 2, 1
         elif natural and rows > 1:
             leading += 1  # misaligned to 16 bytes
         elif natural:
@@ -76,6 +80,43 @@ def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
     length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
     strides = (*([matrix] if batch else []), leading, inner)
     return Lie(shape, spec.dtype, strides, offset, length)
+
+
+def _strided_by_columns(spec: Operand, shape: tuple[int, ...]) -> Lie:
+    """A layout of the class ``strided`` whose rows are interleaved: strides 3 and 3·rows + 1."""
+    *batch, rows, cols = shape
+    leading, inner = 3, 3 * rows + 1
+    reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
+    if not spec.wide and reach > _INT32_MAX:
+        return lie(spec, shape)
+    matrix = cols * inner
+    length = max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
+    return Lie(shape, spec.dtype, (*([matrix] if batch else []), leading, inner), 0, length)
+
+
+def expanded(spec: Operand, shape: tuple[int, ...]) -> Lie:
+    """A layout of that class with strides of zero, as far as it allows them; only for inputs."""
+    placed = lie(spec, shape, padded=True)
+    *batch, rows, cols = shape
+    leading, inner = placed.strides[-2:]
+    if not spec.wide and not spec.aligned:
+        if spec.layout == "row" and rows > 1 and cols > 1:
+            leading = 0
+        elif spec.layout == "col" and cols > 1 and rows > 1:
+            inner = 0
+        elif spec.layout == "strided":
+            leading = 0
+    length = placed.offset + max(0, rows - 1) * leading + max(0, cols - 1) * inner + 1
+    strides = (0, leading, inner) if batch else (leading, inner)
+    return Lie(shape, spec.dtype, strides, placed.offset, length)
+
+
+def strided_vector(spec: Operand, shape: tuple[int, ...], step: int) -> Lie:
+    """Rows of a matrix, or one vector, whose elements are ``step`` apart; zero: they are one."""
+    rows, cols = shape
+    leading = 0 if step == 0 else step * cols + 1
+    length = max(0, rows - 1) * leading + max(0, cols - 1) * step + 1
+    return Lie(shape, spec.dtype, (leading, step), 0, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +174,8 @@ def guarded(placed: Lie, device: torch.device, filler: int) -> Guarded:
 
 def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
     """Maximum bytes of :func:`guarded`, padded or not."""
-    inside, band = _extent(lie(spec, shape, padded=True))
-    return inside + 2 * band
+    extents = (_extent(lie(spec, shape, padded=padded)) for padded in (False, True))
+    return max(inside + 2 * band for inside, band in extents)
 
 
 def _extent(placed: Lie) -> tuple[int, int]:

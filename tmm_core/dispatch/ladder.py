@@ -34,7 +34,14 @@ from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.untried import Left
-from tmm_core.errors import ConfigError, UnsupportedProblemError, error_text, reraise, warn
+from tmm_core.errors import (
+    ConfigError,
+    PluginError,
+    UnsupportedProblemError,
+    error_text,
+    reraise,
+    warn,
+)
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings, nested
@@ -136,7 +143,8 @@ class Dispatcher(Evidence):
 
         Raises:
             TmmError: Like :meth:`choose`.
-            Exception: Raised by binding BLAS or a forced kernel.
+            PluginError: A forced kernel is wrong.
+            Exception: Raised by binding BLAS, or by binding or verifying a forced kernel.
         """
         if settings.nested and settings.kernel is None:
             choice = self._fallback(problem, "computed inside a plugin's code")
@@ -164,20 +172,36 @@ class Dispatcher(Evidence):
     ) -> str | Choice | None:
         """Verify a choice at its first use. Returns None if it is right, a text if it is wrong, or
         a replacement if it cannot be verified now."""
-        if self.trust.holds(problem, choice):
+        if self.trust.holds(problem, choice, settings.verify):
             return None
-        untried = f"{choice.candidate.kernel.name} was never verified on this machine"
+        size = f"{problem.along.upper()}={problem.extent}"
+        untried = f"{choice.candidate.kernel.name} was never verified on this machine for {size}"
         if problem.capturing:
-            return self._instead(problem, f"{untried}, and a CUDA graph is being captured")
+            return self._unverified(
+                problem, choice, f"{untried}, and a CUDA graph is being captured"
+            )
         with self._lock:  # not during timing
-            if self.trust.holds(problem, choice):
+            if self.trust.holds(problem, choice, settings.verify):
                 return None
             verdict = self.trust.verify(
-                problem, choice.candidate, launcher, memory_limit=settings.tune_memory
+                problem, choice, launcher, memory_limit=settings.tune_memory
             )
         if verdict.unknown:
-            return self._instead(problem, f"{untried}: it {verdict.reason}")
+            return self._unverified(problem, choice, f"{untried}: it {verdict.reason}")
+        if verdict.reason is not None and choice.origin == "forced":
+            raise PluginError(
+                f"kernel {choice.candidate.kernel.name!r} is forced and wrong for {problem}: "
+                f"{verdict.reason}; TMM_VERIFY=0 or override(verify=False) uses it unverified"
+            )
         return verdict.reason
+
+    def _unverified(self, problem: Problem, choice: Choice, why: str) -> Choice | None:
+        """The replacement of a choice that cannot be verified now; None, with a warning, if the
+        kernel is forced."""
+        if choice.origin != "forced":
+            return self._instead(problem, why)
+        self.say_once(f"a forced kernel is used unverified: {why}")
+        return None
 
     def _instead(self, problem: Problem, why: str) -> Choice | None:
         """BLAS in place of an unverifiable choice; None if BLAS cannot serve the problem."""
@@ -276,9 +300,8 @@ class Dispatcher(Evidence):
         asked, record = found
         best = record.best
         known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
-        if (best.kernel, best.version) not in able or not (
-            able <= known or able - known <= self.untried.left(asked)
-        ):
+        left, again = self.untried.left(asked)
+        if (best.kernel, best.version) not in able or able & again or not able <= known | left:
             return None
         candidate = self.able_candidate(best, problem, key, settings)
         if candidate is None:
@@ -394,8 +417,9 @@ class Dispatcher(Evidence):
         batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
         known = {(c.kernel, c.version) for c in verdicts(record.candidates)} if record else set()
-        missing = {(k.name, k.version) for k in able} - known
-        complete = bool(known) and (not missing or missing <= self.untried.left(key))
+        left, again = self.untried.left(key)
+        names = {(k.name, k.version) for k in able}
+        complete = bool(known) and not names & again and names <= known | left
         if not tune or (complete and not force):
             return record
         blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
@@ -425,7 +449,8 @@ class Dispatcher(Evidence):
             try:
                 # Bits must not change between two calls where they are asked to be the same.
                 waits = problem.batch_invariant or problem.deterministic
-                at_edge = self.able(key, settings)
+                asked = key == problem.bare() or spent > settings.tune_budget
+                at_edge = able if asked else self.able(key, settings)
                 record = self._tune(key, at_edge, settings, wait=waits, spent=spent)
             except _BusyError:
                 return self._meanwhile(problem, able)
@@ -447,6 +472,7 @@ class Dispatcher(Evidence):
     def _forced(self, problem: Problem, settings: Settings) -> Choice:
         assert settings.kernel is not None
         kernel = self.registry.kernel(settings.kernel)
+        unverified = "" if settings.verify else ", never verified (verify=False)"
         if reasons := self.registry.reasons_against(kernel, problem, settings):
             raise UnsupportedProblemError(
                 f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
@@ -458,11 +484,12 @@ class Dispatcher(Evidence):
                     f"kernel {kernel.name!r} with config {config} relies on what was not said of "
                     f"{problem}: {', '.join(unsaid)}"
                 )
-            return Choice(Candidate(kernel, config), "forced", "config given")
+            return Choice(Candidate(kernel, config), "forced", f"config given{unverified}")
         found = self.record(problem)
         if found is not None and (best := self.best(found[1], [kernel], problem)) is not None:
-            return Choice(best, "forced", "its best config on record")
-        return Choice(Candidate(kernel, kernel.default_config(problem)), "forced", "default config")
+            return Choice(best, "forced", f"its best config on record{unverified}")
+        usual = Candidate(kernel, kernel.default_config(problem))
+        return Choice(usual, "forced", f"default config{unverified}")
 
     def _cached(
         self,
@@ -477,7 +504,7 @@ class Dispatcher(Evidence):
         if record is None:
             return None
         if settings is not None:
-            noted = self.untried.get(key) if self._lacks(able, record) else None
+            noted = self.untried.get(key)
             again = self.untried.again(key, noted) if noted is not None else frozenset()
             completed = self.forbids_tuning(problem, settings) is None
             if completed and unmeasured(problem, able, record, False, noted, again):
@@ -574,12 +601,6 @@ class Dispatcher(Evidence):
         from tmm_core.dispatch.findings import warn_of_environment
 
         warn_of_environment({(BASELINE, ""): Left(cause, forbidden)}, problem, (cause,))
-
-    def _lacks(self, able: list[Kernel[Any]], record: TuningRecord) -> bool:
-        """Whether a note may say more of the kernels than the record."""
-        return bool(self.untried) or not {(k.name, k.version) for k in able} <= {
-            (c.kernel, c.version) for c in verdicts(record.candidates)
-        }
 
     def _hints(self, problem: Problem) -> Hints:
         """Winners of this problem elsewhere, or of near ones, which a tuning tries first."""

@@ -1,16 +1,16 @@
 """Group sizes and indices for launches of a ragged problem, to verify and to time them.
 
-Group sizes are drawn on the host, so that a reference can compute one product per group. There are
-two distributions, since the fastest kernel for one need not be the fastest for the other: a
-*skewed* one, where few groups have most of the rows, as from a router, and an *even* one. Both have
-empty groups.
+Group sizes are drawn on the host, so that a reference can compute one product per group. Timing
+uses two distributions (:data:`Sizes`), since the fastest kernel for one need not be the fastest for
+the other: a *skewed* one, where few groups have most of the rows, as from a router, and an *even*
+one. Both have empty groups. Verification also uses the extremes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,18 @@ EMPTY_ONE_IN = 5
 DRAWS = 6
 #: How often each gathered row is read: ``a`` has fewer rows by this factor.
 READS = 2
+#: Least rows of ``a`` where rows are gathered: with one row, every index would be zero.
+LEAST_READ = 8
+#: Most rows of ``a`` beyond those of the result.
+MOST_MORE = 1024
+
+#: Distributions of group sizes: ``skewed`` and ``even`` have some empty groups. ``single``: groups
+#: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
+#: groups are empty, the first and the last too.
+Sizes = Literal["skewed", "even", "single", "one", "sparse"]
+#: Rows of ``a`` where they are gathered: ``fewer`` than those of the result, ``more``, or only
+#: ``one``.
+Reads = Literal["fewer", "more", "one"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +63,26 @@ class Rows:
         device: torch.device,
         generator: torch.Generator,
         *,
-        skewed: bool,
+        sizes: Sizes,
         whole: bool,
+        reads: Reads = "fewer",
     ) -> Rows:
         """Random groups with ``total`` rows (or columns, or terms of sums) in all; see
-        :func:`tmm_core.dispatch.random_inputs.make`."""
+        :class:`tmm_core.dispatch.random_inputs.Recipe`."""
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
         chance = torch.Generator("cpu").manual_seed(seed)
         used = total if whole else total - min(3, total // 4)
-        ends = ends_of(groups.count, used, chance, skewed)
+        ends = ends_of(groups.count, used, chance, sizes)
 
         def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
             return torch.as_tensor(numbers, device="cpu").to(device, dtype)
 
         read, a_index, out_index, out_weights = total, None, None, None
         if groups.a_index is not None:
-            read = max(1, total // READS)
+            read = _read(total, reads)
             drawn = torch.randint(read, (total,), generator=chance, device="cpu")
+            if total:  # one row is not the first, and one is the last
+                drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
             a_index = place(drawn, groups.a_index)
         if groups.out_index is not None:
             # Rows in no group map to each other.
@@ -80,10 +95,8 @@ class Rows:
             drawn = torch.rand(total, generator=chance, dtype=torch.float32, device="cpu") + 0.5
             drawn[used:] = torch.nan
             out_weights = place(drawn, groups.out_weights)
-        draws = [
-            ends_of(groups.count, used, chance, skewed == (draw % 2 == 0))
-            for draw in range(1, DRAWS)
-        ]
+        pair: tuple[Sizes, Sizes] = ("skewed", "even") if sizes == "skewed" else ("even", "skewed")
+        draws = [ends_of(groups.count, used, chance, pair[draw % 2]) for draw in range(1, DRAWS)]
         offs, *others = (place(each, torch.int32) for each in (ends, *draws))
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
 
@@ -111,6 +124,24 @@ class Rows:
         for t, dimension in beyond[problem.along]:
             if t is not None:
                 t.narrow(dimension, end, t.shape[dimension] - end).fill_(torch.nan)
+
+    def spoil_unread(self, problem: Problem, given: Inputs) -> None:
+        """Put NaN into rows of ``a`` that no group reads, and into operands of empty groups."""
+        end = self.ends[-1]
+        if self.a_index is not None:
+            unread = torch.ones(self.read, dtype=torch.bool, device=given.a.device)
+            unread[self.a_index[:end].long()] = False
+            _spoil(given.a, unread)
+            if problem.scale_a == "row" and given.scale_a is not None:
+                _spoil(given.scale_a, unread)
+        starts = (0, *self.ends[:-1])
+        empty = [start == end for start, end in zip(starts, self.ends, strict=True)]
+        if not any(empty) or problem.along == "k":
+            return
+        at = torch.tensor(empty, device=given.a.device)
+        _spoil(given.b if problem.along == "m" else given.a, at)
+        if given.bias is not None:
+            _spoil(given.bias, at)
 
     def defined(self, problem: Problem) -> tuple[int, int] | None:
         """The dimension along which the result is defined only up to the last group, and that
@@ -146,13 +177,44 @@ class Inputs:
         return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **given)
 
 
-def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> list[int]:
+def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> list[int]:
     """Ends of ``count`` groups with ``total`` rows in all; some of several are empty."""
+    order = torch.randperm(count, generator=chance, device="cpu")
+    if sizes == "single":
+        rows = torch.zeros(count, dtype=torch.long, device="cpu")
+        rows[order[: min(count, total)]] = 1
+        rows[order[0]] += max(0, total - count)
+        ends: list[int] = rows.cumsum(0).tolist()
+        return ends
     shares = torch.ones(count, dtype=torch.float64, device="cpu")
-    if skewed:
-        shares /= torch.arange(1, count + 1, device="cpu")
-    shares = shares[torch.randperm(count, generator=chance, device="cpu")]
-    empty = -(-count // EMPTY_ONE_IN) if count > 1 else 0
-    shares[torch.randperm(count, generator=chance, device="cpu")[:empty]] = 0
-    ends = (shares.cumsum(0) / shares.sum() * total).round().long()
-    return ends.tolist()
+    if sizes == "one":
+        shares[order[1:]] = 0
+    elif sizes == "sparse":
+        shares[order[: count // 2]] = 0
+        if count > 2:
+            shares[0] = shares[-1] = 0
+            shares[1 + order[0] % (count - 2)] = 1
+    else:
+        if sizes == "skewed":
+            shares /= torch.arange(1, count + 1, device="cpu")
+        shares = shares[order]
+        empty = -(-count // EMPTY_ONE_IN) if count > 1 else 0
+        shares[torch.randperm(count, generator=chance, device="cpu")[:empty]] = 0
+    found: list[int] = (shares.cumsum(0) / shares.sum() * total).round().long().tolist()
+    return found
+
+
+def _read(total: int, reads: Reads) -> int:
+    """Rows of ``a`` of which ``total`` are gathered."""
+    if reads == "one":
+        return 1
+    if reads == "more":
+        return total + min(3 * total, MOST_MORE) + LEAST_READ
+    return max(LEAST_READ, total // READS)
+
+
+def _spoil(t: torch.Tensor, at: torch.Tensor) -> None:
+    """Put NaN where ``at`` is true along the first dimension."""
+    wide = t.float() if t.dtype.itemsize == 1 else t  # torch indexes no 8-bit floats
+    nan = torch.full((), torch.nan, dtype=wide.dtype, device=t.device)
+    t.copy_(torch.where(at.view(-1, *[1] * (t.dim() - 1)), nan, wide).to(t.dtype))

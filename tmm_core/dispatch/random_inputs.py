@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from tmm_core.dispatch.guarded import lie
-from tmm_core.dispatch.ragged import Inputs, Rows
+from tmm_core.dispatch.ragged import Inputs, Reads, Rows, Sizes
 from tmm_core.formats import BY_STORAGE, ScaleKind
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -24,7 +26,58 @@ Tensor = torch.Tensor
 Empty = Callable[[str, Operand, tuple[int, ...]], Tensor]
 
 
-def fill(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The numbers of a set of inputs, relative to the usual ones.
+
+    Attributes:
+        a, b, terms: Factors on the operands, and on the bias and the residual.
+        cancelling: Sums grow beyond fp16's range and return: the first half of a's columns are
+            positive, the others negative, and b is positive.
+    """
+
+    a: float = 1.0
+    b: float = 1.0
+    terms: float = 1.0
+    cancelling: bool = False
+
+    def factor(self, name: str) -> float:
+        return {"a": self.a, "b": self.b, "bias": self.terms, "residual": self.terms}.get(name, 1.0)
+
+
+USUAL = Values()
+
+#: The largest partial sum of inputs that cancel: four times fp16's largest number.
+PEAK = 2.0**18
+#: And the spread of their results.
+_RESULT = 4e3
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How inputs are made.
+
+    Attributes:
+        sizes, reads: Of the groups of a ragged problem.
+        whole: Groups cover everything; else there is NaN beyond the last one.
+        poisoned: There is NaN in all that no group reads.
+        alpha: If the problem has one.
+    """
+
+    values: Values = USUAL
+    alpha: float = 0.5
+    sizes: Sizes = "skewed"
+    reads: Reads = "fewer"
+    whole: bool = True
+    poisoned: bool = False
+
+
+DEFAULT = Recipe()
+
+
+def fill(
+    name: str, t: Tensor, k: int, generator: torch.Generator, values: Values = USUAL
+) -> Tensor:
     """Fill ``t``, the argument ``name`` of a product that sums ``k`` terms, with random numbers.
 
     They are normally distributed, because zeros and constants run faster on real hardware and hide
@@ -36,7 +89,9 @@ def fill(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
     if name in ("scale_a", "scale_b"):
         once.uniform_(0.5, 1.5, generator=generator)
         return t
-    spread = 1.0 if name == "bias" else max(1, k) ** -0.25
+    if values.cancelling and name in ("a", "b"):
+        return _cancel(name, t, k, generator)
+    spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
     if not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
     elif t.dtype.itemsize > 1:
@@ -50,29 +105,35 @@ def fill(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
     return t
 
 
+def _cancel(name: Literal["a", "b"], t: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """Fill an operand with numbers around one; see :class:`Values`."""
+    size = (2 * PEAK / k) ** 0.5
+    vary = min(0.25, _RESULT * math.sqrt(k) / (2 * PEAK))
+    t.uniform_((1 - vary) * size, (1 + vary) * size, generator=generator)
+    if name == "a":
+        t.narrow(-1, t.shape[-1] // 2, t.shape[-1] - t.shape[-1] // 2).neg_()
+    return t
+
+
 def make(
     problem: Problem,
     device: torch.device,
     *,
     seed: int | None = None,
     allocate: Empty | None = None,
-    skewed: bool = True,
-    whole: bool = True,
+    recipe: Recipe = DEFAULT,
 ) -> Inputs:
     """Random inputs of the problem's sizes and stride classes.
 
     Args:
         seed: By default another one each time.
         allocate: Allocates the tensors; by default each separately.
-        skewed: Groups of a ragged problem differ much in size; else they are equal except for empty
-            ones.
-        whole: Groups cover everything; else there is NaN beyond the last one.
     """
     generator = seeded(device, seed)
 
     def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
         t = allocate(name, spec, shape) if allocate else empty(spec, shape, device)
-        return fill(name, t, problem.k, generator)
+        return fill(name, t, problem.k, generator, recipe.values)
 
     def scale(name: str, kind: ScaleKind | None, shape: tuple[int, ...]) -> Tensor | None:
         if kind is None:
@@ -83,8 +144,9 @@ def make(
     rows, a_shape, scale_a_shape = None, problem.a_shape, problem.shape("scale_a")
     if problem.groups is not None:
         rows = Rows.of(
-            problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
-        )
+            problem.groups, problem.extent, device, generator,
+            sizes=recipe.sizes, whole=recipe.whole, reads=recipe.reads,
+        )  # fmt: skip
         if problem.groups.a_index is not None:
             a_shape, scale_a_shape = (rows.read, problem.k), (rows.read,)
     a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
@@ -94,12 +156,14 @@ def make(
         bias = bias if problem.groups else bias[0]
     if problem.residual is not None:
         residual = drawn("residual", problem.residual, problem.out_shape)
-    alpha = 0.5 if problem.scaled else 1.0
+    alpha = recipe.alpha if problem.scaled else 1.0
     scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
     scale_b = scale("scale_b", problem.scale_b, problem.shape("scale_b"))
     given = Inputs(a, b, bias, residual, alpha, scale_a, scale_b, rows)
     if rows is not None:
         rows.soil(problem, given)
+        if recipe.poisoned:
+            rows.spoil_unread(problem, given)
     elif problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b
     return given
@@ -108,8 +172,12 @@ def make(
 def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
     """A generator that starts from ``seed``, or from another number each time; torch's own, which
     the user may have seeded, stays as it is."""
-    seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device).manual_seed(new_seed() if seed is None else seed)
+
+
+def new_seed() -> int:
+    """A random seed."""
+    return int.from_bytes(os.urandom(4), "little")
 
 
 def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -389,11 +389,15 @@ class Registry:
                 ) from fault.error
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
 
+    def plugins(self) -> set[str]:
+        """The names of all installed plugins, in use or not, and the baseline's."""
+        self.load()
+        return {*self._installed, BASELINE}
+
     def unknown_names(self, settings: Settings) -> list[str]:
         """A message for each name in ``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS`` and ``TMM_DISABLE``
         that nothing installed has, with the nearest names. A forced kernel's name raises."""
-        self.load()
-        plugins = {*self._installed, BASELINE}
+        plugins = self.plugins()
         kernels = {*self._kernels, *self._unloaded, POINTWISE}
         unused = {fault.source.plugin for fault in self._faults}
         return [

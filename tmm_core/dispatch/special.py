@@ -99,8 +99,7 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
     rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
     with planted(changes):
         marked = reference(problem, inputs, rows, cols, room, functools.partial(marks, problem))
-    free = marked > _FREE / 2
-    return Special(axis, changes, places, marked - _FREE * free, free, within)
+    return Special(axis, changes, places, *split(marked), within)
 
 
 @contextmanager
@@ -210,6 +209,12 @@ def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         gate, up = problem.epilogue.inputs(undefined)
         undefined = gate | up
     return kinds_of(y) + _FREE * (problem.epilogue.apply(z).isnan() & ~undefined)
+
+
+def split(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kinds in :func:`marks`, and where anything is accepted."""
+    free = marked > _FREE / 2
+    return marked - _FREE * free, free
 
 
 def kinds_of(t: torch.Tensor) -> torch.Tensor:

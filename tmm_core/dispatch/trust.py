@@ -1,9 +1,10 @@
 """Decides which choices are trusted, and verifies all others at their first use.
 
-A record is evidence only on the machine that measured it. Candidates verified by the user's own
-tuning, BLAS and forced kernels are trusted. A guess, or a winner that came with a package, an image
-or an archive, is compared with samples of a reference before its first result is used, once per
-machine and version of tmm.
+A tuning verifies its winner at one size, the edge of a bucket, and a record is evidence only on the
+machine that measured it. So a kernel is compared with samples of a reference before its first
+result is used: if it is forced or a guess, if its record came with a package, an image or an
+archive, and for every size (:func:`size_class`) at which it was not verified before. Stamps in the
+cache tell later processes, for one version of tmm.
 """
 
 from __future__ import annotations
@@ -25,66 +26,117 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.verifier import Verdict
 
 
+#: Sizes up to this one are verified each; above it, one of those that fill the last tile alike.
+EACH_SIZE = 1024
+#: Rows of the tallest tile.
+TALLEST = 128
+
+
+def size_class(extent: int) -> str:
+    """The class of the sizes within a bucket for which a kernel is verified once: each size by
+    itself, and beyond :data:`EACH_SIZE` those with the same remainder in a tile and so with the
+    same alignment.
+
+    >>> size_class(264), size_class(2056), size_class(2312)
+    ('264', '8 of 128', '8 of 128')
+    """
+    return str(extent) if extent <= EACH_SIZE else f"{extent % TALLEST} of {TALLEST}"
+
+
 class Trust:
     """The candidates known to be right on this machine, under this version of tmm."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
+        #: Keys verified by this process, of kernels whose code may change unseen.
+        self._verified: set[str] = set()
 
-    def holds(self, problem: Problem, choice: Choice) -> bool:
-        """Whether ``choice`` may be launched for ``problem`` without verification."""
+    def holds(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
+        """Whether ``choice`` may be launched for ``problem`` without verification.
+
+        Args:
+            forced: Forced kernels are verified too.
+        """
         candidate = choice.candidate
-        if candidate.kernel.name == BASELINE or choice.origin in ("forced", "fallback"):
+        if candidate.kernel.name == BASELINE or choice.origin == "fallback":
             return True
-        if problem.device.interpreted:  # takes seconds, and serves kernel authors
+        if choice.origin == "forced" and not forced:
             return True
-        # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
-        evidence = replace(
-            (choice.evidence or problem).bare(), batch_invariant=choice.arithmetic is not None
-        )
-        if choice.origin in ("cache", "tuned"):
-            device = evidence.device
-            found = self._store.locate(device.gpu, device.environment, evidence.to_json())
-            if found is not None and found.trusted:  # from the user's own tuning
-                return True
+        if _certain(candidate) and self._tuned_at(problem, choice) == problem.extent:
+            return True  # verified there in every way
         return self.is_verified(problem, candidate)
 
+    def _tuned_at(self, problem: Problem, choice: Choice) -> int | None:
+        """The size at which the user's own tuning verified the choice, if one did."""
+        if choice.origin not in ("tuned", "cache"):
+            return None
+        # A choice that is remembered for its bucket may have been made for the edge.
+        places = [choice.evidence] if choice.evidence else [problem, bucketed(problem)]
+        for each in places:
+            # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
+            evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
+            device = evidence.device
+            found = self._store.locate(device.gpu, device.environment, evidence.to_json())
+            if found is not None and found.trusted:
+                return evidence.extent
+        return None
+
     def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
-        """Whether this candidate was verified for a problem of this bucket."""
-        key, device = _key(problem, candidate), problem.device
-        return self._store.is_verified(device.gpu, device.environment, key)
+        """Whether this candidate was verified for a size of this problem's class."""
+        return self._stamped(problem, candidate, sized=True)
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
-        """Record that this candidate was verified for a problem of this bucket."""
-        key, device = _key(problem, candidate), problem.device
-        self._store.mark_verified(device.gpu, device.environment, key)
+        """Record that this candidate was verified for a size of this problem's class."""
+        device = problem.device
+        for sized in (False, True):
+            key = _key(problem, candidate, sized)
+            if _certain(candidate):
+                self._store.mark_verified(device.gpu, device.environment, key)
+            else:
+                self._verified.add(key)
+
+    def _stamped(self, problem: Problem, candidate: Candidate, sized: bool) -> bool:
+        key, device = _key(problem, candidate, sized), problem.device
+        if not _certain(candidate):
+            return key in self._verified
+        return self._store.is_verified(device.gpu, device.environment, key)
 
     def verify(
         self,
         problem: Problem,
-        candidate: Candidate,
+        choice: Choice,
         launcher: Launcher,
         *,
         memory_limit: int | None = None,
     ) -> Verdict:
-        """Compare one launch without ``out`` and one with against samples of rows and columns,
-        within a memory limit: about 5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the
-        launches. Stamps the candidate if it is right.
+        """Compare a few launches against samples of rows and columns, within a memory limit: about
+        5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the launches. Two launches do where
+        the candidate was verified for another size of the bucket. Stamps the candidate if it is
+        right.
 
         Raises:
             Exception: Whatever the launcher raises, except for lack of memory.
         """
-        from tmm_core.dispatch.verifier import Verdict, Verifier  # only needed here
+        from tmm_core.dispatch.verifier import Extent, Verdict, Verifier  # only needed here
 
+        candidate = choice.candidate
+        known = _certain(candidate) and self._tuned_at(problem, choice) is not None
+        known = known or self._stamped(problem, candidate, sized=False)
+        extent: Extent = "brief" if known else "first use"
         try:
             device = device_of(problem)
             verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)
-            verdict = verifier.verdict(launcher, brief=True)
+            verdict = verifier.verdict(launcher, extent=extent)
         except torch.OutOfMemoryError as error:
             return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
         if verdict.ok:
             self.stamp(problem, candidate)
         return verdict
+
+
+def _certain(candidate: Candidate) -> bool:
+    """Whether every edit of the kernel's code changes its version."""
+    return getattr(candidate.kernel, "certain", True)
 
 
 def device_of(problem: Problem) -> torch.device:
@@ -94,15 +146,15 @@ def device_of(problem: Problem) -> torch.device:
     return torch.device(problem.device.type)
 
 
-def _key(problem: Problem, candidate: Candidate) -> str:
-    """The key of a stamp: the kernel's current version, its config and the bucket's problem."""
+def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
+    """The key of a stamp: the kernel's current version, its config, the bucket's problem and, if
+    ``sized``, the class of its size."""
     kernel = candidate.kernel
-    return digest(
-        {
-            "kernel": kernel.name,
-            "version": kernel.version,
-            "config": candidate.config.to_json(),
-            "problem": bucketed(problem.bare()).to_json(),
-            "tmm": __version__,
-        }
-    )
+    document = {
+        "kernel": kernel.name,
+        "version": kernel.version,
+        "config": candidate.config.to_json(),
+        "problem": bucketed(problem.bare()).to_json(),
+        "tmm": __version__,
+    }
+    return digest(document | ({"size": size_class(problem.extent)} if sized else {}))

@@ -36,7 +36,7 @@ from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.untried import Left
-from tmm_core.dispatch.verifier import Verifier
+from tmm_core.dispatch.verifier import Extent, Verifier
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import between, inside
@@ -76,8 +76,9 @@ INSIDE = 5
 #: Candidates that are verified and looked at together. The first of a tuning are whatever the time,
 #: so that every kernel of an ordinary machine is tried; the others only within the budget.
 TOGETHER = 24
-#: Kernels that race, and that are verified as reserves, at most: the best. tmm itself has ten.
-MOST_RESERVES = 16
+#: Kernels that race, and that are verified as reserves, at most: the best. tmm itself has ten. And
+#: how many of them after the budget's end.
+MOST_RESERVES, LATE_RESERVES = 16, 4
 
 #: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
 #: occurs once in twenty launches with a probability of 4.6 %.
@@ -150,16 +151,19 @@ class Tuning:
         racing = [t for t in self.trials if t.run is not None]
         for _ in range(RACES):
             finalists = self._race(racing)
-            spare = reserves(self._problem, racing)[:MOST_RESERVES]
+            spare = reserves(self._problem, racing)[: self._most_reserves()]
             for trial in dict.fromkeys([*finalists, *spare]):
                 trial.status = "ok"
-                self._verify(trial, self._verifier, _repeats(trial.time))
+                self._verify(trial, self._verifier, "whole", _repeats(trial.time))
             self._inside([trial for trial in finalists if trial.status == "ok"])
             self._require_baseline()
             # A fast but wrong candidate kept others out of the race.
             racing = [trial for trial in racing if trial.run is not None]
             if not racing or all(trial.status == "ok" for trial in finalists):
                 return
+
+    def _most_reserves(self) -> int:
+        return MOST_RESERVES if time.monotonic() < self._deadline else LATE_RESERVES
 
     def _require_baseline(self) -> None:
         """Refuse a record without BLAS: kernels would win for want of the memory that it needs.
@@ -210,13 +214,27 @@ class Tuning:
         for start in range(0, len(trials), TOGETHER):
             together = trials[start : start + TOGETHER]
             for trial in together:
-                late = time.monotonic() > self._deadline
-                if late and not (must and start == 0) and trial.launcher is not None:
+                if trial.launcher is None:
+                    continue
+                if time.monotonic() > self._deadline and not (must and start == 0):
                     trial.fail(BUDGET_ENDED)
+                    continue
+                self._weigh(trial)
                 self._verify(trial, self._verifier)
                 if trial.launcher is not None:
                     trial.run = self._copies.runner(trial.launcher)
             self._measure([t for t in together if t.run is not None], LOOK, LOOK_US)
+
+    def _weigh(self, trial: Attempt) -> None:
+        """Fail a trial that takes more scratch memory than it may."""
+        kernel, config = trial.candidate.kernel, trial.candidate.config
+        trial.workspace = kernel.workspace_bytes(self._problem, config)
+        trial.hold_to_answers()
+        if self._memory is not None and trial.workspace > self._memory:
+            trial.fail(
+                f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
+                f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
+            )
 
     def _compile(self, trials: list[Attempt], following: Sequence[Candidate]) -> None:
         """Compile all in other processes, if possible, and bind each here when it is compiled."""
@@ -228,14 +246,6 @@ class Tuning:
                 trial.fail(outcome)
                 continue
             trial.launcher = outcome
-            kernel, config = trial.candidate.kernel, trial.candidate.config
-            trial.workspace = kernel.workspace_bytes(self._problem, config)
-            trial.hold_to_answers()
-            if self._memory is not None and trial.workspace > self._memory:
-                trial.fail(
-                    f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
-                    f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
-                )
 
     def _submitted(self, asked: Sequence[Posed], ahead: Sequence[Posed] = ()) -> list[Future[None]]:
         """Submit what is ``asked`` for, and behind it what may be asked for next, ``ahead``; cancel
@@ -303,9 +313,10 @@ class Tuning:
                 launched[-1].set_exception(failure)
         return launched
 
-    def _verify(self, trial: Attempt, verifier: Verifier, repeats: int = 0) -> None:
-        """Fail a trial whose launcher raises or is wrong: by two launches, or, with ``repeats``, in
-        every way it is used."""
+    def _verify(
+        self, trial: Attempt, verifier: Verifier, extent: Extent = "brief", repeats: int = 1
+    ) -> None:
+        """Fail a trial whose launcher raises or is wrong, as far as ``extent`` shows."""
         if trial.launcher is None:
             return
         try:
@@ -314,7 +325,7 @@ class Tuning:
                 repeats=repeats,
                 deterministic=trial.candidate.kernel.traits.deterministic,
                 baseline=trial.is_baseline,
-                brief=not repeats,
+                extent=extent,
             )
         except BaseException as error:  # a kernel may call sys.exit
             reraise(error)
@@ -371,7 +382,8 @@ class Tuning:
         if self._problem.batch_invariant:
             spare = of_each_arithmetic(self._problem, racing, LOOK_KEEPS)
         else:
-            spare = for_the_bucket(self._problem, reserves(self._problem, racing))[:MOST_RESERVES]
+            spare = for_the_bucket(self._problem, reserves(self._problem, racing))
+            spare = spare[: self._most_reserves()]
         racing = survivors(self._problem, racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
             self._measure(racing, CLOSER, CLOSER_US)
@@ -457,7 +469,7 @@ class Tuning:
                     continue
                 guest.launcher = launcher
                 if m in extents:
-                    self._verify(guest, verifier, repeats=1)
+                    self._verify(guest, verifier, "repeated")
                 if guest.launcher is not None:
                     guest.run = copies.runner(guest.launcher)
                     there.append((trial, guest))

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from tmm_cache import JSON, CacheStore, Notes, digest
+from tmm_cache import JSON, CacheStore, Notes, digest, stamp
 
 from tmm_core.dispatch.environment import Cause
 from tmm_core.spec import toolchain
@@ -96,6 +96,8 @@ class Untried:
         self._store = store
         #: By problem, written or tried by this process, with the toolchain of then.
         self._mine: dict[Problem, tuple[Noted, str]] = {}
+        #: The file of notes about each device, as it was read, and its state then.
+        self._read: dict[DeviceFingerprint, tuple[list[JSON], Notes]] = {}
         #: The toolchain under which this process left kernels untried; None if it left none.
         self._toolchain: str | None = None
 
@@ -107,8 +109,7 @@ class Untried:
         """The note about a record's problem; None if nothing was ever left untried for it."""
         if key in self._mine:
             return self._mine[key][0]
-        # Read anew: another process may have written it.
-        return Noted.from_json(self._notes(key).get(digest(key.to_json())))
+        return Noted.from_json(self._notes(key.device).get(digest(key.to_json())))
 
     def again(self, key: Problem, noted: Noted) -> frozenset[Able]:
         """The kernels that a call tries again now."""
@@ -119,10 +120,13 @@ class Untried:
         here = key in self._mine and self._mine[key][1] == now
         return noted.again(now, here)
 
-    def left(self, key: Problem) -> frozenset[Able]:
-        """The kernels that a call leaves untried now."""
+    def left(self, key: Problem) -> tuple[frozenset[Able], frozenset[Able]]:
+        """The kernels that a call leaves untried now, and those that it tries again."""
         noted = self.get(key)
-        return frozenset() if noted is None else frozenset(noted.kernels) - self.again(key, noted)
+        if noted is None:
+            return frozenset(), frozenset()
+        again = self.again(key, noted)
+        return frozenset(noted.kernels) - again, again
 
     def watch(self) -> None:
         """Watch the toolchain, since it failed a kernel outside of tuning."""
@@ -142,7 +146,7 @@ class Untried:
         noted = Noted(kept | short, counts)
         self._mine[key] = noted, now
         self._toolchain = now if noted.kernels else self._toolchain
-        self._notes(key).add(digest(key.to_json()), noted.to_json())
+        self._notes(key.device).add(digest(key.to_json()), noted.to_json())
 
     def changed(self) -> bool:
         """Whether the toolchain changed since kernels were left untried here; once per change."""
@@ -152,13 +156,17 @@ class Untried:
         toolchain.forget_programs()
         return True
 
-    def _notes(self, key: Problem) -> Notes:
-        device = key.device
+    def _notes(self, device: DeviceFingerprint) -> Notes:
+        """The notes about a device, read again if another process has written some."""
         state: list[JSON] = [device.gpu, device.environment]
-        return Notes("untried", state, self._store.root)
+        read, notes = self._read.get(device, (None, None))
+        notes = notes or Notes("untried", state, self._store.root)
+        if (now := stamp([notes.path])) != read:
+            notes = Notes("untried", state, self._store.root)
+            self._read[device] = now, notes
+        return notes
 
     def of_device(self, device: DeviceFingerprint) -> list[Noted]:
         """The notes about a device that list kernels."""
-        state: list[JSON] = [device.gpu, device.environment]
-        found = map(Noted.from_json, Notes("untried", state, self._store.root).values())
+        found = map(Noted.from_json, self._notes(device).values())
         return [noted for noted in found if noted is not None and noted.kernels]

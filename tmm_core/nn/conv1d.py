@@ -30,22 +30,25 @@ class _Product(nn.Module):
     _text = ""
 
     def product(self, x: Tensor, epilogue: str) -> Tensor:
-        """``epilogue(x @ weight + bias)``."""
+        """``epilogue(x @ weight + bias)``, where weight and bias are plain parameters."""
+        of: Any = self._parameters
         if self.static_weights:
-            return with_static_weights(self._product, x, epilogue)
-        return self._product(x, epilogue)
-
-    def _product(self, x: Tensor, epilogue: str) -> Tensor:
-        weight: Any = self.weight
-        bias: Any = self.bias
-        return api.matmul(x, weight, bias=bias, epilogue=epilogue)
+            return with_static_weights(_matmul, x, of["weight"], of["bias"], epilogue)
+        return _matmul(x, of["weight"], of["bias"], epilogue)
 
     def forward(self, x: Tensor) -> Any:
         if type(x) is not Tensor and isinstance(x, fx.Proxy):
             return leaf(self, x)
-        if unusual.foreign(self.weight):
+        weight: Any = self.weight
+        if unusual.foreign(weight):
             return super().forward(x)  # Conv1D's
-        return self.product(x, "")
+        if self.static_weights:
+            return with_static_weights(_matmul, x, weight, self.bias, "")
+        return _matmul(x, weight, self.bias, "")
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Any, epilogue: str) -> Tensor:
+    return api.matmul(x, weight, bias=bias, epilogue=epilogue)
 
 
 def swapped(kind: type[nn.Module]) -> Any:

@@ -30,8 +30,9 @@ class Assumed(NamedTuple):
     forward: Any
     #: Attributes that the forward reads, with their values.
     reads: tuple[tuple[str, Any], ...]
-    #: Children and parameters that it uses.
+    #: Children, and parameters or buffers, that it uses.
     present: tuple[str, ...]
+    tensors: tuple[str, ...]
     #: Children whose products get an epilogue.
     layers: tuple[str, ...]
     #: Children that the epilogues stand for.
@@ -48,9 +49,12 @@ class Assumed(NamedTuple):
             if not activation.is_(children.get(name)):
                 return False
         for name in self.present:
+            if children.get(name) is None:
+                return False
+        for name in self.tensors:
             if getattr(module, name, None) is None:
                 return False
-        return unchanged(module, self.reads)
+        return not self.reads or unchanged(module, self.reads)
 
 
 def computes_product(layer: Any) -> bool:
@@ -58,9 +62,12 @@ def computes_product(layer: Any) -> bool:
     kind = type(layer)
     if getattr(kind, "computes_product", None) is not kind or layer._text:
         return False
-    # A plain attribute under FullyShardedDataParallel and torch.nn.utils.prune.
-    weight = layer._parameters.get("weight")
-    return weight is not None and not unusual.foreign(weight) and not interposed(layer)
+    # Plain attributes under FullyShardedDataParallel and torch.nn.utils.prune.
+    of = layer._parameters
+    weight = of.get("weight")
+    if weight is None or "bias" not in of:
+        return False
+    return not unusual.foreign(weight) and not interposed(layer)
 
 
 def product(layer: Any, x: Tensor, epilogue: str) -> Tensor:
@@ -124,22 +131,24 @@ def sequential(kind: Any, known: tuple[Activation, ...]) -> Any:
         if kind.forward is not nn.Sequential.forward or compat.global_hooks():
             return kind.forward(self, input)
         modules = list(self)
-        following = [*modules[1:], None]
-        absorbed = False
-        for module, after in zip(modules, following, strict=True):
-            if absorbed:
-                absorbed = False
+        fused = None
+        for module, after in zip(modules, [*modules[1:], None], strict=True):
+            if fused is not None and module is fused:
+                fused = None
                 continue
-            epilogue = ""
-            if isinstance(input, Tensor) and computes_product(module):
-                for activation in known:
-                    if activation.is_(after):
-                        epilogue = activation.epilogue
-                        break
-            if epilogue:
-                input, absorbed = product(module, input, epilogue), True
+            epilogue = _epilogue(known, after)
+            if epilogue and isinstance(input, Tensor) and computes_product(module):
+                input, fused = product(module, input, epilogue), after
             else:
                 input = module(input)
         return input
 
     return subclass(kind, None, known, (sequential, kind, known), forward=forward)
+
+
+def _epilogue(known: tuple[Activation, ...], module: Any) -> str:
+    """The epilogue that ``module`` computes; empty: none of the ``known`` ones."""
+    for activation in known:
+        if activation.is_(module):
+            return activation.epilogue
+    return ""

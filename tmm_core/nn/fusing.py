@@ -151,4 +151,6 @@ def _assumed(
 ) -> fused.Assumed:
     kind: Any = type(module)
     used = tuple((name, found) for name, found in known.items() if name in traced.present)
-    return fused.Assumed(kind, kind.forward, traced.reads, traced.present, layers, used)
+    return fused.Assumed(
+        kind, kind.forward, traced.reads, traced.present, traced.tensors, layers, used
+    )

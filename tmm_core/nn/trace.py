@@ -43,8 +43,9 @@ class Trace:
     evaluation: fx.Graph
     #: Attributes of the module that the forward reads, with their values.
     reads: tuple[tuple[str, Any], ...]
-    #: Children and parameters of the module that the forward uses.
+    #: Children of the module that the forward calls, and parameters and buffers that it reads.
     present: tuple[str, ...]
+    tensors: tuple[str, ...]
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
@@ -62,7 +63,7 @@ def trace(module: nn.Module) -> Trace:
     _check_parameters(_code_of(type(module).forward))
     graphs = _graph(module, training=True), _graph(module, training=False)
     names = _Names(module, graphs)
-    return Trace(*graphs, names.reads, names.present)
+    return Trace(*graphs, tuple(names.reads.items()), tuple(names.present), tuple(names.tensors))
 
 
 def _code_of(function: Any) -> types.CodeType:
@@ -155,8 +156,9 @@ class _Names:
     def __init__(self, module: nn.Module, graphs: tuple[fx.Graph, ...]) -> None:
         self._module = module
         self._seen: set[types.CodeType] = set()
-        self._reads: dict[str, Any] = {}
-        self._present: dict[str, None] = {}
+        self.reads: dict[str, Any] = {}
+        self.present: dict[str, None] = {}
+        self.tensors: dict[str, None] = {}
         self._targets: set[Any] = set()
         #: An attribute of a tensor that the forward reads.
         self._attribute = ""
@@ -176,14 +178,6 @@ class _Names:
             for forward in forwards[1:-1]:
                 self._scan(forward)
 
-    @property
-    def reads(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(self._reads.items())
-
-    @property
-    def present(self) -> tuple[str, ...]:
-        return tuple(self._present)
-
     def _scan(self, function: Any) -> None:
         for code in _nested(_code_of(function)):
             if code in self._seen:
@@ -199,22 +193,24 @@ class _Names:
 
     def _resolve(self, name: str, scope: dict[str, Any]) -> None:
         module, kind = self._module, type(self._module)
-        if name in ("super", "forward", "training") or name in self._present:
+        if name in ("super", "forward", "training") or name in self.present:
             return
         if module._modules.get(name) is not None:
             if name not in self._targets:
                 raise NotProvenError(f"its forward uses {name} without calling it")
-            self._present[name] = None
+            self.present[name] = None
         elif module._parameters.get(name) is not None or module._buffers.get(name) is not None:
-            self._present[name] = None
+            self.tensors[name] = None
         elif hasattr(kind, name) and isinstance(getattr(kind, name), types.FunctionType):
             if getattr(nn.Module, name, None) is getattr(kind, name):
+                if hasattr(torch.Tensor, name):  # to, float and others, which tensors have too
+                    return
                 raise NotProvenError(f"its forward calls nn.Module.{name}")
             if name in vars(module):
                 raise NotProvenError(f"its method {name} was replaced on the instance")
             self._scan(getattr(kind, name))
         elif hasattr(module, name):
-            self._reads[name] = self._constant(name, getattr(module, name))
+            self.reads[name] = self._constant(name, getattr(module, name))
         elif name not in self._targets and not _is_pure(name, scope, self._targets):
             raise NotProvenError(f"its forward uses {name}, which its trace does not show")
 

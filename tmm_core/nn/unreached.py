@@ -45,7 +45,7 @@ def out_of_reach(module: nn.Module) -> str | None:
     """Why torch computes the products of ``module``, whatever is swapped inside it."""
     for kind, reason in _MODULES.items():
         if isinstance(module, kind) and (
-            kind is nn.RNNBase or type(module).forward is kind.forward
+            kind in (nn.RNNBase, nn.RNNCellBase) or type(module).forward is kind.forward
         ):
             return reason
     return None

@@ -46,6 +46,7 @@ from tmm_core.errors import (
 )
 from tmm_core.settings import nested
 from tmm_core.spec.anatomy import Anatomy, Resources
+from tmm_core.spec.code import version_of
 from tmm_core.spec.kernel import Config, Kernel, Traits
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.problem import Problem
@@ -114,9 +115,13 @@ class Asked(Kernel[Any]):
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = plain_text(type(kernel).__qualname__, NAME_MAX)  # until it is known
+        #: Whether every edit of its code changes its version; else records of it are no evidence.
+        self.certain = True
         for question, check in _IDENTITY.items():
             try:
                 setattr(self, question, check(getattr(kernel, question, None)))
+                if question == "version":
+                    self.version, self.certain = version_of(kernel, self.version)
             except BaseException as error:
                 reraise(error)
                 raise PluginError(
@@ -327,10 +332,10 @@ def _is_config_type(answer: Any) -> bool:
 #: Attributes that are read once, when a kernel is registered.
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}: it has no name, {A_NAME}"),
-    "version": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}, not {A_NAME}"),
     "supports": _such(lambda x: issubclass(type(x), Supports), "must be a Supports, got {}"),
     "traits": _such(_is_traits, "must be a Traits of True and False, got {}"),
     "config_type": _such(_is_config_type, "must be a Config subclass, got {}"),
+    "version": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}, not {A_NAME}"),
 }
 _arithmetic: Callable[[Any], str | None] = _such(
     lambda x: x is None or (type(x) is str and x.isprintable() and 0 < len(x) <= TEXT_MAX),

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.spec import closures
 from tmm_core.spec.libraries import (
     CODE,
@@ -41,6 +42,8 @@ _DERIVED = frozenset(
      "__dataclass_fields__", "__match_args__", "__slots__", "__classcell__", "_abc_impl",
      "__abstractmethods__", "__slotnames__")
 )  # fmt: skip
+#: Globals that say where a module is.
+_PLACES = frozenset(("__file__", "__path__", "__cached__", "__loader__", "__spec__"))
 #: More parts than this are not followed: whoever has them reaches half of a library.
 _MOST_PARTS = 20_000
 #: Bytes of a tensor whose values are read.
@@ -71,13 +74,14 @@ class Identity:
         return self.digest == other.digest and [*map(id, self.state)] == [*map(id, other.state)]
 
 
-def identify(*values: Any, without: Iterable[str] = ()) -> Identity:
+def identify(*values: Any, without: Iterable[str] = (), libraries: Iterable[str] = ()) -> Identity:
     """The identity of ``values`` together.
 
     Args:
         without: Names of attributes of instances and classes that are left out.
+        libraries: More packages whose functions and classes are identified by name.
     """
-    walk = _Walk(frozenset(without))
+    walk = _Walk(frozenset(without), LIBRARIES.union(libraries))
     for value in values:
         walk.add(value)
     return Identity(walk.hash.hexdigest(), walk.lasting, tuple(walk.state.values()))
@@ -91,7 +95,7 @@ class _Walk:
     """Writes a description of objects into a hash. Each part begins with its kind, and texts with
     their length, so that no two objects have one description."""
 
-    def __init__(self, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, without: frozenset[str], libraries: frozenset[str]) -> None:
         self.hash = hashlib.sha256()
         self.lasting = True
         #: By id.
@@ -101,7 +105,7 @@ class _Walk:
         self._seen: dict[int, int] = {}
         self._holding: list[Any] = []
         self._parts = 0
-        self._without = without
+        self._without, self._libraries = without, libraries
 
     def text(self, kind: str, *texts: str) -> None:
         self.hash.update(
@@ -111,7 +115,8 @@ class _Walk:
     def add(self, value: Any) -> None:
         try:
             self._add(value)
-        except (Exception, RecursionError):  # a stranger's descriptor, or too deep
+        except Exception as error:  # a stranger's descriptor, or too deep
+            reraise(error)
             self._itself(value)
 
     def _itself(self, value: Any) -> None:
@@ -137,7 +142,7 @@ class _Walk:
             self._code(value)
         elif isinstance(value, types.ModuleType):
             self.text("module", value.__name__)
-        elif (name := library_name(value)) is not None:
+        elif (name := library_name(value, self._libraries)) is not None:
             self.text("library", name)
         elif isinstance(value, types.CellType):
             self._cell(value)
@@ -203,7 +208,7 @@ class _Walk:
         """A set, whose order depends on the process's hash seed."""
         digests = []
         for value in values:
-            apart = _Walk(self._without)
+            apart = _Walk(self._without, self._libraries)
             apart._seen, apart._holding = dict(self._seen), self._holding
             apart._parts = self._parts
             apart.add(value)
@@ -242,14 +247,19 @@ class _Walk:
     def _read(self, function: types.FunctionType) -> None:
         """The globals that a function reads, and attributes of the modules among what it reads."""
         scope = function.__globals__
-        names = list(dict.fromkeys(closures.names(function.__code__)))
+        read = dict.fromkeys(closures.names(function.__code__))
+        names = [name for name in read if name not in _PLACES]
         # Whoever looks an attribute up by a text has the text among the constants.
         texts = [
             c for c in closures.constants(function.__code__) if type(c) is str and c.isidentifier()
         ]
         cells = [closures.contents(cell) for cell in function.__closure__ or ()]
         reads = [(name, scope[name]) for name in names if name in scope]
-        modules = [value for value in [*(v for _, v in reads), *cells] if is_followed(value)]
+        modules = [
+            value
+            for value in [*(v for _, v in reads), *cells]
+            if is_followed(value, self._libraries)
+        ]
         modules += self._imported(function)
         operator = "ops" in names and any(value is torch for _, value in reads)
         if operator and not {"aten", "prims"} & set(names):
@@ -271,7 +281,7 @@ class _Walk:
                     value = vars(module)[name]
                     self.text("attribute", module.__name__, name)
                     self.add(value)
-                    if is_followed(value):
+                    if is_followed(value, self._libraries):
                         modules.append(value)
 
     def _imported(self, function: types.FunctionType) -> Iterator[types.ModuleType]:
@@ -290,7 +300,7 @@ class _Walk:
                     package = function.__globals__.get("__package__") or ""
                     parent = package.rsplit(".", level - 1)[0] if level > 1 else package
                     name = f"{parent}.{name}".rstrip(".")
-                if name.partition(".")[0] in LIBRARIES:
+                if name.partition(".")[0] in self._libraries:
                     continue
                 module = sys.modules.get(name)
                 if module is None:  # its code is not known yet

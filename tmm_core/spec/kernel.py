@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
+from tmm_core.spec.code import code_of, is_own
 from tmm_core.spec.digest import digest
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
+from tmm_core.spec.versions import SAME_MACHINE_CODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,13 @@ class Kernel(abc.ABC, Generic[C]):
     @functools.cached_property
     def version(self) -> str:
         """A version that changes when results or speed may, so that only edited kernels are timed
-        again: by default a digest of the code reached from ``bind`` and ``compile``
-        (:func:`tmm_core.spec.digest.digest`)."""
-        return digest(type(self), self.config_type)
+        again. By default a digest of the files of the kernel's package and of what it uses
+        (:mod:`tmm_core.spec.code`); an own text is combined with that digest. Of tmm's own kernels
+        it is a digest of the code reached from ``bind`` and ``compile``."""
+        if not is_own(type(self)):
+            return code_of(self).digest
+        found = digest(type(self), self.config_type)
+        return SAME_MACHINE_CODE.get(found, found)
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Why this kernel cannot serve ``problem``; empty if it can. Not to be overridden: the

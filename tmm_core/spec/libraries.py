@@ -27,9 +27,9 @@ def hides(kind: type) -> bool:
     )
 
 
-def is_followed(value: Any) -> bool:
+def is_followed(value: Any, libraries: frozenset[str] = LIBRARIES) -> bool:
     """Whether a module's attributes belong to the identity of the functions that read them."""
-    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in LIBRARIES
+    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in libraries
 
 
 def is_jitted(value: Any) -> bool:
@@ -39,7 +39,7 @@ def is_jitted(value: Any) -> bool:
     ) and kind.__name__ in ("JITFunction", "InterpretedFunction", "GluonJITFunction")  # fmt: skip
 
 
-def library_name(value: Any) -> str | None:
+def library_name(value: Any, libraries: frozenset[str] = LIBRARIES) -> str | None:
     """The name under which a library has exactly this object; None if none has."""
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         operator = str(value)
@@ -56,7 +56,7 @@ def library_name(value: Any) -> str | None:
             module, name = owner.__module__, f"{owner.__qualname__}.{value.__name__}"
     if type(module) is not str or type(name) is not str:
         return None
-    if module.partition(".")[0] not in LIBRARIES or module == "__main__":
+    if module.partition(".")[0] not in libraries or module == "__main__":
         return None
     found: Any = sys.modules.get(module)
     for part in name.split("."):

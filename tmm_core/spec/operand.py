@@ -55,7 +55,8 @@ class Operand:
             and all(s * t.element_size() % ALIGNMENT == 0 for s in steps)
             and (count <= 1 or leading >= width)
         )
-        reach = (rows - 1) * s_row + (cols - 1) * s_col
+        # A single row's stride is an argument too where an index names the row.
+        reach = max((rows - 1) * s_row + (cols - 1) * s_col, s_row if rows == 1 else 0)
         return cls(t.dtype, layout, aligned, reach > _INT32_MAX)
 
     def to_json(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 
 from tmm_core import compat
 from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.verifier import Verifier
+from tmm_core.dispatch.verifier import Extent, Verifier
 from tmm_core.errors import ConfigError
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.hookspecs import hookimpl
@@ -441,16 +441,19 @@ class KernelConformance(RaggedQuestions):
     def _hold_configs(self, problem: Problem) -> None:
         self._hold_verified(problem, self._configs(problem))
 
-    def _hold_verified(self, problem: Problem, briefly: Sequence[Config] = ()) -> None:
-        """Verify the default config in every way, or these configs by one launch of each kind."""
+    def _hold_verified(
+        self, problem: Problem, briefly: Sequence[Config] = (), whole: bool = False
+    ) -> None:
+        """Verify the default config as a finalist is, or these configs by two launches."""
         configs = briefly or [self.kernel.default_config(problem)]
+        extent: Extent = "brief" if briefly else "whole" if whole else "repeated"
         verifier = Verifier(problem, self._device())
         deterministic = self.kernel.traits.deterministic
         wrong = []
         for config, launcher in self._bound(problem, configs):
             with precision(problem.tf32):
                 verdict = verifier.verdict(
-                    launcher, deterministic=deterministic, brief=bool(briefly), slack=self.slack
+                    launcher, deterministic=deterministic, extent=extent, slack=self.slack
                 )
             if not verdict.ok:
                 wrong.append(f"{config}: {verdict.reason}")

@@ -130,7 +130,7 @@ class Posed:
     def faults(self, launcher: Launcher, slack: float) -> list[str]:
         """Launch into ``out`` and describe its faults."""
         with precision(self.probe.tf32):
-            reason = self._verifier().verdict(launcher, brief=True, slack=slack).reason
+            reason = self._verifier().verdict(launcher, extent="brief", slack=slack).reason
         if reason is None:
             return []
         self.launch(launcher, self.out.poison())

@@ -29,18 +29,36 @@ REMEDY = (
 )
 
 
-def call_of(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
-    """A function that launches ``fn`` interpreted, called like a compiled handle."""
+def call_of(
+    fn: Any, names: Sequence[str], types: Mapping[str, str], constants: Mapping[str, Any]
+) -> Any:
+    """A function that launches ``fn`` interpreted, called like a compiled handle, with integers of
+    their declared types. The interpreter gives an integer the smallest type that holds it, in which
+    its products with indices overflow."""
     import numpy as np
 
     _mend_dots()
+    integers = {"i32": (tl.int32, np.int32), "i64": (tl.int64, np.int64)}
+    declared = [integers.get(types[name]) for name in names]
+
+    def typed(value: Any, kind: Any) -> Any:
+        if kind is None or not isinstance(value, int):
+            return value
+        return tl.tensor(_handle(np.array([value], kind[1]), kind[0]), kind[0])
 
     def call(gx: int, gy: int, gz: int, *args: Any) -> None:
         # A GPU overflows silently; numpy would warn, an error where warnings are errors.
         with np.errstate(all="ignore"):
-            fn[gx, gy, gz](**dict(zip(names, args, strict=True)), **constants)
+            values = map(typed, args, declared)
+            fn[gx, gy, gz](**dict(zip(names, values, strict=True)), **constants)
 
     return call
+
+
+def _handle(data: Any, kind: tl.dtype) -> Any:
+    from triton.runtime import interpreter
+
+    return interpreter.TensorHandle(data, kind)
 
 
 @functools.cache

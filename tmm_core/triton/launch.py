@@ -80,7 +80,7 @@ class Launch:
         if interpreting() or device.type != "cuda":
             self._parameters = self._given
             self._template = "{_}interpret({grid}, {arguments})"
-            self.namespace = {"interpret": call_of(fn, self._given, constants)}
+            self.namespace = {"interpret": call_of(fn, self._given, types, constants)}
         else:
             index = device.index if device.index is not None else torch.cuda.current_device()
             hash_after_callees(fn, constants)

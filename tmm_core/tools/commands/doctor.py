@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import platform
 import shutil
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -37,8 +35,8 @@ from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
+from tmm_core.tools.commands import doctor_toolchain, variables
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands import variables
 from tmm_core.tools.commands.console import DONE, FOUND, print_json
 
 #: Free space below which records will soon not be written; one is some 20 kB.
@@ -135,19 +133,10 @@ def _device(device: torch.device) -> Iterator[Finding]:
 
 
 def _toolchain(device: torch.device) -> Iterator[Finding]:
-    """The C compiler, with which Triton builds its launcher at a process's first launch."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    compiler = shutil.which(found) if found else None
-    if compiler and header.exists():
-        yield Finding("toolchain", "ok", f"{compiler}, {header}")
-        return
-    lacking = f"no {header}" if compiler else f"no C compiler ({found or 'gcc, clang'} not found)"
-    text = f"{lacking}: Triton kernels decline, unless Triton's cache holds its launcher"
-    advice = "install python3-dev" if compiler else "install gcc, or set CC"
-    yield Finding("toolchain", "problem", text, advice)
+    for state, text, advice in doctor_toolchain.parts(device):
+        yield Finding("toolchain", state, text, advice)
+    for state, text, advice in doctor_toolchain.untried(device):
+        yield Finding("untried", state, text, advice)
 
 
 def _plugins(device: torch.device) -> Iterator[Finding]:
@@ -182,7 +171,8 @@ def _settings(device: torch.device) -> Iterator[Finding]:
         if not wrong:
             yield Finding("settings", "problem", str(error), "correct or unset it")
         return
-    text = ", ".join(f"{f.name}={_shown(getattr(current, f.name))}" for f in fields(current))
+    shown = [field.name for field in fields(current) if field.name != "nested"]
+    text = ", ".join(f"{name}={_shown(getattr(current, name))}" for name in shown)
     yield Finding("settings", "ok", text)
 
 

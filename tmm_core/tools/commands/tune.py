@@ -147,6 +147,8 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "blas_us": blas_us(record),
             "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
+        if (noted := dispatch.dispatcher().untried.get(problem.bare())) and noted.kernels:
+            outcome["untried"] = {name: why.reason for (name, _), why in noted.kernels.items()}
     outcome["seconds"] = round(time.monotonic() - started, 2)
     return outcome
 
@@ -162,5 +164,7 @@ def _line(outcome: Mapping[str, Any]) -> str:
         f"{sum(tried.values())} tried",
         *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
     ]
+    if left := outcome.get("untried"):
+        notes.append(f"{len(left)} untried: {' '.join(next(iter(left.values())).split())[:160]}")
     chosen = report.chosen(outcome)
     return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"

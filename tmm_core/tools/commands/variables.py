@@ -12,7 +12,7 @@ from tmm_core.dispatch.registry import Registry
 from tmm_core.errors import SettingsError
 from tmm_core.settings import POINTWISE, VARIABLES, Settings, names
 
-#: Variables with names of plugins, which are checked where plugins are loaded.
+#: Variables with names of plugins.
 OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
 
 #: Names that a finding lists: an arithmetic's has a hundred letters.
@@ -54,7 +54,7 @@ def faults(
 def _unknown(
     name: str, text: str, registry: Registry, arithmetics: Callable[[], set[str] | None]
 ) -> str:
-    """The names of kernels, or of an arithmetic, that this machine does not have."""
+    """The names of kernels, plugins, or of an arithmetic, that this machine does not have."""
     known: set[str] | None
     if name == "TMM_ARITHMETIC":
         asked, what = {text.strip()} - {""}, "arithmetic"
@@ -65,6 +65,8 @@ def _unknown(
         if name == "TMM_DISABLE":
             known.add(POINTWISE)
         asked, what = set(names(text)), "kernel"
+    elif name in OF_PLUGINS:
+        asked, what, known = set(names(text)), "plugin", registry.plugins()
     else:
         return ""
     missing = sorted(asked - known)

@@ -1,0 +1,786 @@
+"""Converted layers keep their meaning for whoever calls, hooks, wraps or replaces them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import tmm_core
+from tmm_core.nn import GatedMLP, Linear, convert
+
+assert_close = torch.testing.assert_close
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The epilogue of every product that a layer asks for."""
+    asked: list[str] = []
+    linear = tmm_core.api.linear
+
+    def spy(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
+        asked.append(epilogue or "")
+        return linear(*args, epilogue=epilogue, **kwargs)
+
+    monkeypatch.setattr(tmm_core.api, "linear", spy)
+    return asked
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.up = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.act, self.fc2 = nn.SiLU(), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act(self.fc1(x)) * self.up(x))
+
+
+class Sequence(nn.Sequential):
+    """With names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12)
+
+
+class Joint(nn.Module):
+    """Gate and up in one weight, as in Phi-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(12, 32), nn.SiLU(), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(up * self.act(gate))
+
+
+KINDS: tuple[Callable[[], nn.Module], ...] = (Pair, Gated, Sequence, Joint)
+FUSED = {Pair: "gelu", Gated: "swiglu", Sequence: "tanh", Joint: "swiglu"}
+
+
+def twins(kind: Callable[[], nn.Module]) -> tuple[Any, Any]:
+    """A converted module and an original of the same parameters."""
+    torch.manual_seed(0)
+    original = kind()
+    converted = copy.deepcopy(original)
+    assert {c.kind for c in convert(converted).changes} & {"epilogue", "gated"}
+    return converted, original
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_known_caller_gets_one_product(kind: Any, products: list[str]) -> None:
+    converted, original = twins(kind)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert products == [FUSED[kind], ""]
+    assert isinstance(converted, kind)
+    assert isinstance(converted, GatedMLP) == (kind is Gated)
+
+
+# -- reached from outside ----------------------------------------------------------------
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 12))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        kept = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+        return kept
+
+
+class Grandparent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Pair()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.mlp(x), self.mlp.fc1(x), self.mlp.act(x), self.mlp.fc2(self.mlp.fc1(x))
+
+
+class ByPath(Grandparent):
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.get_submodule("mlp.fc1")(x)
+        return first, [m(first) for m in self.mlp.children() if isinstance(m, nn.GELU)]
+
+
+class Sliced(Loop):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[:1](x), self.layers[:2](x), self.layers[1:](self.layers[0](x))
+
+
+class Reversed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+class Weights(Grandparent):
+    """Reads what the layers hold."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return F.linear(x, self.mlp.fc1.weight, self.mlp.fc1.bias), self.mlp.fc1(x)
+
+
+@pytest.mark.parametrize("kind", [Loop, Grandparent, ByPath, Sliced, Reversed, Weights])
+def test_a_reach_from_outside_finds_the_layers_as_they_were(kind: Any) -> None:
+    torch.manual_seed(0)
+    original = kind()
+    converted = copy.deepcopy(original)
+    assert convert(converted)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    for one, other in zip(converted.parameters(), original.parameters(), strict=True):
+        assert_close(one, other)
+    for mine, theirs in zip(
+        torch.autograd.grad(torch.utils._pytree.tree_leaves(converted(x))[-1].sum(),
+                            list(converted.parameters()), allow_unused=True),
+        torch.autograd.grad(torch.utils._pytree.tree_leaves(original(x))[-1].sum(),
+                            list(original.parameters()), allow_unused=True),
+        strict=True,
+    ):  # fmt: skip
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fc1", "act", "fc2"])
+def test_children_called_alone_are_themselves(kind: Any, name: str) -> None:
+    converted, original = twins(kind)
+    x = randn(5, 16 if name == "fc2" else 12)
+    assert_close(getattr(converted, name)(x), getattr(original, name)(x))
+
+
+@pytest.mark.parametrize("part", [slice(0, 2), slice(1, 3), slice(0, 1), slice(None, None, 2)])
+def test_slices_of_a_sequence(part: slice, products: list[str]) -> None:
+    original = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Tanh())
+    converted = copy.deepcopy(original)
+    convert(converted)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(converted[part](x), original[part](x))
+    expected = {(0, 2): ["relu"], (1, 3): [""], (0, 1): [""], (None, None): ["", ""]}
+    assert products == expected[part.start, part.stop]
+
+
+def test_a_sequence_that_grows_and_shrinks(products: list[str]) -> None:
+    original = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+    converted, x = copy.deepcopy(original), randn(5, 12)
+    convert(converted)
+    with torch.no_grad():
+        for model in (converted, original):
+            model.append(nn.ReLU())
+        products.clear()
+        assert_close(converted(x), original(x))
+        assert products == ["relu", "relu"]
+        for model in (converted, original):
+            model.insert(1, nn.Dropout(0.0))
+        assert_close(converted(x), original(x))
+        for model in (converted, original):
+            del model[1:3]
+        assert_close(converted(x), original(x))
+        assert_close((converted + nn.Sequential(nn.Tanh()))(x), torch.tanh(original(x)))
+
+
+# -- changed afterwards ------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """As adapters wrap a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.scale
+
+
+def wrap(model: Any) -> None:
+    model.fc1 = Wrapped(model.fc1)
+
+
+def wrap_in_place(model: Any) -> None:
+    layer = model.fc1
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return type(layer).forward(layer, x) * 2
+
+    layer.forward = forward
+
+
+def replace_activation(model: Any) -> None:
+    model.act = nn.ReLU()
+
+
+def other_gelu(model: Any) -> None:
+    model.act = nn.GELU(approximate="tanh")
+
+
+def change_gelu(model: Any) -> None:
+    model.act.approximate = "tanh"
+
+
+def remove_activation(model: Any) -> None:
+    model.act = nn.Identity()
+
+
+def activation_of_ones_own(model: Any) -> None:
+    model.act.forward = torch.abs
+
+
+def hook(register: str) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        for name in ("fc1", "act"):
+            getattr(model.get_submodule(name), register)(
+                lambda module, given, *out: (out[0] if out else given[0]) * 1.5
+            )
+
+    apply.__name__ = register
+    return apply
+
+
+def weight_norm(model: Any) -> None:
+    parametrizations.weight_norm(model.fc1)
+    model.fc1.parametrizations.weight.original0.data *= 2
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def parametrized(model: Any) -> None:
+    parametrize.register_parametrization(model.fc1, "weight", Doubled())
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.fc1, "weight", amount=0.5)
+    prune.l1_unstructured(model.fc2, "bias", amount=0.5)
+
+
+def new_weight(model: Any) -> None:
+    model.fc1.weight = nn.Parameter(torch.ones_like(model.fc1.weight))
+
+
+def without_bias(model: Any) -> None:
+    model.fc1.bias = None
+
+
+def tied(model: Any) -> None:
+    model.fc1 = model.fc2 = nn.Linear(12, 12)
+    if hasattr(model, "up"):
+        model.up = nn.Linear(12, 12)
+
+
+def moved(model: Any) -> None:
+    model.double().float()
+
+
+def frozen(model: Any) -> None:
+    model.requires_grad_(False).eval()
+
+
+def state(model: Any) -> None:
+    model.load_state_dict({name: 0.5 * t for name, t in model.state_dict().items()})
+
+
+CHANGES = (
+    wrap, wrap_in_place, replace_activation, other_gelu, change_gelu, remove_activation,
+    activation_of_ones_own, hook("register_forward_hook"), hook("register_forward_pre_hook"),
+    weight_norm, parametrized, pruned, new_weight, without_bias, tied, moved, frozen, state,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_later_changes_the_result_as_before(kind: Any, change: Any) -> None:
+    if kind is Joint and change is tied:
+        pytest.skip("the first layer is twice as wide")
+    converted, original = twins(kind)
+    x = randn(5, 12)
+    converted(x)
+    before = original(x)
+    torch.manual_seed(1)
+    change(converted)
+    torch.manual_seed(1)
+    change(original)
+    expected = original(x)
+    assert_close(converted(x), expected)
+    with torch.no_grad():
+        assert_close(converted(x), expected)
+        again = copy.deepcopy(converted)
+        if change is not wrap_in_place and "hook" not in change.__name__:
+            assert_close(again(x), expected)
+    if change not in (moved, frozen, other_gelu, change_gelu):
+        assert not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_with_other_parameters(kind: Any) -> None:
+    converted, original = twins(kind)
+    x = randn(5, 12)
+    values = {name: 0.5 * p.detach() for name, p in original.named_parameters()}
+    call = torch.func.functional_call
+    assert_close(call(converted, values, (x,)), call(original, values, (x,)))
+    with torch.no_grad():
+        assert_close(call(converted, values, (x,)), call(original, values, (x,)))
+    grads = [torch.func.grad(lambda p, m=m: call(m, p, (x,)).sum())(values)
+             for m in (converted, original)]  # fmt: skip
+    assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles(kind: Any, products: list[str]) -> None:
+    converted, original = twins(kind)
+    x = randn(5, 12)
+    file = io.BytesIO()
+    torch.save(converted, file)
+    file.seek(0)
+    copies = {
+        "deepcopy": copy.deepcopy(converted),
+        "copy": copy.copy(converted),
+        "pickle": pickle.loads(pickle.dumps(converted)),
+        "torch.save": torch.load(file, weights_only=False),
+    }
+    for how, again in copies.items():
+        products.clear()
+        with torch.no_grad():
+            assert_close(again(x), original(x), msg=how)
+        assert isinstance(again, kind)
+        # Plain pickle parts gate and up; what else is read runs its own forward, but sequences.
+        fused = how in ("deepcopy", "copy") or kind is Sequence
+        fused |= kind is Gated and how == "torch.save"
+        assert (FUSED[kind] in products) == fused, how
+        assert again.state_dict().keys() == original.state_dict().keys()
+        replace_activation(again)
+        assert_close(again(x), changed(original)(x))
+
+
+def changed(original: Any) -> Any:
+    other = copy.deepcopy(original)
+    replace_activation(other)
+    return other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook"])
+def test_hooks_on_all_modules(kind: Any, register: str) -> None:
+    converted, original = twins(kind)
+    x, seen = randn(5, 12), []
+    add = getattr(torch.nn.modules.module, f"register_module_{register}")
+    handle = add(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        for model in (converted, original):
+            model(x)
+    finally:
+        handle.remove()
+    half = len(seen) // 2
+    assert half >= 4
+    assert seen[:half] == seen[half:]
+
+
+def test_a_forward_that_is_replaced_in_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        converted, original = twins(kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", lambda self, x: self.fc1(x) + 1)
+            x = randn(5, 12)
+            assert_close(converted(x), original(x))
+    converted, original = twins(Pair)
+    monkeypatch.setattr(nn.GELU, "forward", lambda self, x: x + 1)
+    assert_close(converted(x), original(x))
+
+
+def test_threads_that_reach_in_while_others_call() -> None:
+    converted, original = twins(Pair)
+    x = randn(5, 12)
+    with torch.no_grad():
+        whole, part = original(x), original.fc1(x)
+    wrong: list[int] = []
+
+    def run(own: int) -> None:
+        with torch.no_grad():
+            for _ in range(200):
+                got, expected = (converted(x), whole) if own % 2 else (converted.fc1(x), part)
+                if not torch.allclose(got, expected, atol=1e-6):
+                    wrong.append(own)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_models_see_what_changes(kind: Any) -> None:
+    torch._dynamo.reset()
+    converted, original = twins(kind)
+    compiled = torch.compile(converted, backend="eager", fullgraph=True)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(compiled(x), original(x))
+        for change in (replace_activation, wrap, remove_activation):
+            change(converted)
+            change(original)
+            assert_close(compiled(x), original(x))
+    torch._dynamo.reset()
+
+
+# -- what a trace does not show ----------------------------------------------------------
+
+
+class Kept(Pair):
+    """Its forward depends on more than a trace shows, in the way its name says."""
+
+    flag: Any = True
+    config = {"fused": True}  # noqa: RUF012  # a mutable attribute, as models' configs are
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc1(x)) if self.decide(x) else self.fc1(x)
+
+    def decide(self, x: torch.Tensor) -> Any:
+        return self.flag
+
+
+class OfGradients(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return torch.is_grad_enabled()
+
+
+class OfAutocast(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return torch.is_autocast_enabled("cpu")
+
+
+class OfChance(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return random.random() < 0.5
+
+
+class OfTorchsChance(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return torch.rand(()) < 0.5
+
+
+class OfConfig(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return self.config["fused"]
+
+
+class OfTypes(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return isinstance(x, torch.Tensor)
+
+
+class OfDtype(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return x.dtype is torch.float32
+
+
+class OfHistory(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return x.grad_fn is None
+
+
+class OfErrors(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        try:
+            return bool(x.sum() > 0)
+        except Exception:
+            return True
+
+
+class OfChildren(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return self.fc1.in_features == 12
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner(self: Any, x: torch.Tensor) -> Any:
+        return function(self, x)
+
+    return inner
+
+
+class OfDecorators(Kept):
+    @decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class OfModules(Kept):
+    def decide(self, x: torch.Tensor) -> Any:
+        return len(list(self.children())) == 3
+
+
+class OfHandMade(Kept):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, "act")(getattr(self, "fc1")(x))  # noqa: B009
+
+
+NOT_SHOWN = (OfGradients, OfAutocast, OfChance, OfTorchsChance, OfConfig, OfTypes, OfDtype)
+NOT_SHOWN += (OfHistory, OfErrors, OfChildren, OfDecorators, OfModules, OfHandMade)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", NOT_SHOWN)
+def test_a_forward_that_decides_by_what_no_trace_shows_keeps_itself(kind: Any) -> None:
+    model = kind()
+    report = convert(model)
+    assert [change.kind for change in report.changes] == ["linear", "linear"]
+    (apart,) = report.not_fused
+    assert apart.path == "act"
+    assert apart.reason.startswith("its forward ")
+    assert type(model) is kind
+
+
+class Flagged(Pair):
+    """Reads constants, which may be assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use_act, self.scale, self.norm = True, 2.0, None
+        self.act_of = F.relu
+        self.partial = functools.partial(F.gelu, approximate="tanh")
+
+    def forward(self, x: torch.Tensor, shift: Any = None) -> torch.Tensor:
+        z = self.fc1(x)
+        if self.use_act:
+            z = self.act(z)
+        if self.norm is not None:
+            z = self.norm(z)
+        if shift is not None:
+            z = z + shift
+        return self.partial(self.act_of(self.fc2(z) * self.scale))
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [
+        {"use_act": False}, {"scale": 3.0}, {"norm": nn.Softmax(-1)}, {"act_of": torch.tanh},
+        {"partial": functools.partial(F.gelu, approximate="none")}, {"scale": torch.tensor(2.5)},
+    ],
+    ids=lambda values: "".join(values),
+)  # fmt: skip
+def test_attributes_that_a_forward_reads_are_read_again(
+    assign: dict[str, Any], products: list[str]
+) -> None:
+    converted, original = twins(Flagged)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+        assert products == ["gelu", ""]
+        assert_close(converted(x, 1.0), original(x, 1.0))
+        for name, value in assign.items():
+            setattr(converted, name, value)
+            setattr(original, name, value)
+        assert_close(converted(x), original(x))
+        assert_close(converted(x=x), original(x=x))
+
+
+class Residual(nn.Module):
+    """More than a chain, with an input that changes in place and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, 12)
+        self.gamma = nn.Parameter(torch.full((12,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        z = self.fc1(y)
+        y.mul_(3.0)
+        return x + self.gamma * self.fc2(F.gelu(z, approximate="tanh")) + y
+
+
+def test_functions_are_fused_where_their_product_was(products: list[str]) -> None:
+    converted, original = twins(Residual)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert products == ["gelu_tanh", ""]
+
+
+class SecondHalf(Joint):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(up * self.act(gate))
+
+
+class ThirdUse(Joint):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(up * self.act(gate) + up)
+
+
+class OtherDimension(Joint):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.fc1(x).chunk(2, dim=0)
+        return self.fc2((up * self.act(gate))[..., :16])
+
+
+class Same(Joint):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, _ = self.fc1(x).chunk(2, dim=-1)
+        acted = self.act(gate)
+        return self.fc2(acted * acted)
+
+
+@pytest.mark.parametrize("kind", [SecondHalf, ThirdUse, OtherDimension, Same])
+def test_halves_that_are_no_gate_and_up_stay_apart(kind: Any, products: list[str]) -> None:
+    torch.manual_seed(0)
+    original = kind()
+    converted, x = copy.deepcopy(original), randn(6, 12)
+    report = convert(converted)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert products == ["", ""]
+    if kind is not OtherDimension:
+        assert [item.path for item in report.not_fused] == ["act"]
+
+
+# -- the report --------------------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(randn(12, 12)), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight) @ self.weight
+        return self.inner(y) + helper(x, self.weight)
+
+
+def helper(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("mk,kn->mn", x, w)
+
+
+class TwoTensors(Pair):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.act(self.fc1(x)) + y
+
+
+class Quick(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(12, 12), nn.Hardswish()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))
+
+
+def test_the_report_names_every_product_and_activation() -> None:
+    model = nn.ModuleDict(
+        {
+            "functional": Functional(),
+            "two": TwoTensors(),
+            "quick": Quick(),
+            "sequence": nn.Sequential(nn.Linear(12, 12), nn.ELU()),
+            "bilinear": nn.Bilinear(2, 3, 4),
+            "cell": nn.LSTMCell(3, 4),
+        }
+    )
+    report = convert(model)
+    left = {item.path: item.reason for item in report.left}
+    assert left.keys() == {"functional", "bilinear", "cell"}
+    assert "(linear, @, einsum in helper())" in left["functional"]
+    apart = {item.path: item.reason for item in report.not_fused}
+    assert apart == {
+        "two.act": "its forward takes more than one argument",
+        "quick.act": "no epilogue computes it",
+        "sequence.1": "no epilogue computes it",
+    }
+    assert "two.act  GELU not fused: its forward takes" in str(report)
+    assert "GELU not fused" in report._repr_html_()
+    assert max(map(len, str(report).splitlines()[:-1])) < 130
+
+
+class LongError(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a long story " * 30)
+
+
+def test_a_long_error_of_a_trace_is_cut() -> None:
+    (apart,) = convert(LongError()).not_fused
+    assert "a long story" in apart.reason
+    assert len(apart.reason) < 120
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_report_says_that_a_cpu_gains_nothing(device: str) -> None:
+    report = convert(Pair().to(device))
+    assert bool(report.notes) == (device == "cpu")
+    assert ("on a CPU" in str(report)) == (device == "cpu")
+
+
+def test_a_shared_linear_is_listed_once() -> None:
+    shared = nn.Linear(12, 12)
+    report = convert(nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared])}))
+    assert [change.path for change in report.changes] == ["a"]
+    assert not report.left
+    assert not report.not_fused
+
+
+def test_known_constants_do_not_spoil_a_proof(products: list[str]) -> None:
+    class Python(Pair):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.act(self.fc1(x * math.sqrt(2.0)))
+            return self.fc2(y.to(torch.float32).reshape(y.shape))
+
+    converted, original = twins(Python)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert products == ["gelu", ""]
+
+
+def test_a_layer_with_an_epilogue_of_its_own_is_not_given_another(products: list[str]) -> None:
+    original = nn.Sequential(Linear(12, 12, epilogue="relu"), nn.Tanh(), nn.Linear(12, 4))
+    converted, x = copy.deepcopy(original), randn(5, 12)
+    convert(converted)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert products[:2] == ["relu", ""]

@@ -1,0 +1,607 @@
+"""What the environment did is no verdict on a kernel: nothing of it is on record, one warning tells
+of it, and the kernel is tried again once the environment changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import types
+import warnings
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, Faulty, dispatcher, problem, settings
+from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
+
+from tmm_core import Traits
+from tmm_core.dispatch import environment, findings, untried
+from tmm_core.dispatch.compilers import NotCompiledError
+from tmm_core.dispatch.environment import BUDGET_ENDED, alike, cause_of, cause_of_text, verdicts
+from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.errors import ConfigError, PluginError, TmmWarning
+from tmm_core.launch import warm
+from tmm_core.spec import toolchain
+
+FAST = {"fast": 10.0, "blas": 20.0}
+#: Changes the toolchain's fingerprint, as whoever repairs it does.
+PTXAS = "TRITON_PTXAS_PATH"
+
+
+@pytest.fixture(autouse=True)
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(PTXAS, str(tmp_path / "missing"))
+
+
+def raised_in(module: str, error: BaseException) -> BaseException:
+    """``error``, raised by code of a module of this name."""
+    space: dict[str, Any] = {"__name__": module}
+    exec("def run(error):\n    raise error", space)
+    try:
+        space["run"](error)
+    except BaseException as caught:
+        return caught
+    raise AssertionError
+
+
+def within(outer: BaseException, inner: BaseException) -> BaseException:
+    """``outer``, raised from ``inner``."""
+    outer.__cause__ = inner
+    return outer
+
+
+class PTXASError(Exception):
+    __module__ = "triton.runtime.errors"
+
+
+class OutOfResources(Exception):  # noqa: N818  # Triton's name
+    __module__ = "triton.runtime.errors"
+
+
+class CompilationError(Exception):
+    __module__ = "triton.compiler.errors"
+
+
+def of_ptxas(status: int) -> PTXASError:
+    return PTXASError(f"PTXAS error: `ptxas` failed with error code {status}\n`ptxas` stderr:\n")
+
+
+ENVIRONMENT: list[tuple[str, Callable[[], BaseException]]] = [
+    ("passing", MemoryError),
+    ("passing", lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+    ("passing", lambda: RuntimeError("CUDA error: out of memory")),
+    ("passing", lambda: RuntimeError("Triton Error [CUDA]: out of memory")),
+    ("passing", lambda: RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")),
+    ("passing", lambda: OSError(errno.ENOSPC, "No space left on device")),
+    ("passing", lambda: within(ValueError("no kernel"), OSError(errno.EDQUOT, "Quota"))),
+    ("passing", lambda: within(PluginError("bind"), within(ValueError(), MemoryError()))),
+    ("passing", lambda: BrokenProcessPool("A process in the process pool was terminated")),
+    ("passing", lambda: subprocess.CalledProcessError(-9, ["gcc"])),
+    ("passing", lambda: NotCompiledError("its compiler died (signal 9, SIGKILL)")),
+    ("passing", lambda: of_ptxas(-9)),
+    ("passing", lambda: NotCompiledError("ValueError: x", "passing")),
+    ("toolchain", lambda: FileNotFoundError(errno.ENOENT, "No such file or directory", "gcc")),
+    ("toolchain", lambda: PermissionError(errno.EACCES, "Permission denied", "/root/.triton")),
+    ("toolchain", lambda: OSError(errno.EROFS, "Read-only file system")),
+    ("toolchain", lambda: subprocess.CalledProcessError(1, ["gcc", "main.c"])),
+    ("toolchain", lambda: ImportError("libcuda.so.1: cannot open shared object file")),
+    ("toolchain", lambda: ModuleNotFoundError("No module named 'cutlass'")),
+    ("toolchain", lambda: raised_in("triton.knobs", RuntimeError("Cannot find ptxas"))),
+    ("toolchain", lambda: raised_in("triton.backends.nvidia.driver", AssertionError("libcuda"))),
+    ("toolchain", lambda: raised_in("triton.runtime.build", RuntimeError("any words"))),
+    ("toolchain", lambda: of_ptxas(127)),
+    ("toolchain", lambda: NotCompiledError("RuntimeError: Cannot find ptxas")),
+    ("toolchain", lambda: PluginError("kernel 'k': bind raised FileNotFoundError: gcc (a.py:3)")),
+    ("hung", lambda: TimeoutError("did not bind within 60 s")),
+    ("hung", lambda: NotCompiledError("did not compile within 60 s")),
+    ("hung", lambda: NotCompiledError("its compiler died (signal 11, SIGSEGV)")),
+    ("budget", lambda: TimeoutError(BUDGET_ENDED)),
+]
+OWN: list[Callable[[], BaseException]] = [
+    lambda: ValueError("no such layout"),
+    lambda: RuntimeError("boom"),
+    lambda: RuntimeError("out of resource: shared memory, Required: 300000"),
+    lambda: raised_in("triton.compiler.compiler", OutOfResources("out of resource: registers")),
+    lambda: raised_in("triton.compiler.code_generator", CompilationError("at 3:4: no such name")),
+    lambda: of_ptxas(255),
+    lambda: NotImplementedError("sm_75"),
+    lambda: KeyError("BLOCK_M"),
+    lambda: AssertionError("M is odd"),
+    lambda: SystemExit(3),
+    lambda: OSError("in words of its own"),
+    lambda: NotCompiledError("its compiler ended with exit code 3"),
+    lambda: NotCompiledError("its first launch: the process died (signal 11, SIGSEGV)"),
+    lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
+]
+
+
+@pytest.mark.parametrize(("cause", "made"), ENVIRONMENT)
+def test_the_environment_is_told_from_the_kernel(
+    cause: str, made: Callable[[], BaseException]
+) -> None:
+    assert cause_of(made()) == cause
+    assert cause_of(within(PluginError("kernel 'k': bind raised it"), made())) == cause
+
+
+@pytest.mark.parametrize("made", OWN)
+def test_the_kernel_is_told_from_the_environment(made: Callable[[], BaseException]) -> None:
+    assert cause_of(made()) is None
+    assert cause_of(within(PluginError("kernel 'k': bind raised it"), made())) is None
+
+
+def test_what_the_caller_handles_is_not_the_kernels_cause() -> None:
+    """A caller may compute in an ``except`` block; what it handles has nothing to do with it."""
+
+    def guarded() -> BaseException:
+        try:
+            raise ValueError("no such layout")
+        except ValueError as error:
+            return error
+
+    try:
+        raise FileNotFoundError(errno.ENOENT, "the caller's")
+    except FileNotFoundError as handled:
+        error, outer = guarded(), handled
+    assert error.__context__ is outer
+    assert cause_of(error) is None
+
+
+def test_what_a_kernel_handles_is_its_cause_and_loops_end() -> None:
+    def kernel() -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise ValueError("no scratch file")  # noqa: B904
+
+    with pytest.raises(ValueError, match="scratch") as caught:
+        kernel()
+    assert cause_of(caught.value) == "passing"
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert cause_of(one) is None
+
+    class Hostile(RuntimeError):  # noqa: N818
+        def __getattribute__(self, name: str) -> Any:
+            raise ZeroDivisionError
+
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    assert cause_of(Hostile()) is None
+
+
+# -- records and notes ---------------------------------------------------------------------
+
+
+class Broken(FakeKernel):
+    """It binds only where ``works`` is set, and raises what ``made`` makes elsewhere."""
+
+    def __init__(self, name: str, made: Callable[[], BaseException], **fields: Any) -> None:
+        super().__init__(name, **fields)
+        self.made, self.works = made, False
+
+    def bind(self, problem: Any, config: FakeConfig) -> Any:
+        launch = super().bind(problem, config)
+        if not self.works:
+            raise self.made()
+        return launch
+
+
+def no_ptxas() -> BaseException:
+    return raised_in("triton.knobs", RuntimeError("Cannot find ptxas"))
+
+
+def no_memory() -> BaseException:
+    return torch.OutOfMemoryError("CUDA out of memory")
+
+
+def process(root: Path, *kernels: FakeKernel) -> tuple[Any, Any]:
+    """A dispatcher as a new process has, and its timer."""
+    findings._warned.clear()
+    return dispatcher(FakeBlas(), *kernels, times=FAST, root=root)
+
+
+def chosen(d: Any, **fields: Any) -> str:
+    return str(d.choose(problem(**fields), settings()).candidate.kernel.name)
+
+
+def on_record(root: Path) -> dict[str, str]:
+    record = CacheStore(root).load(DEVICE.gpu, DEVICE.environment, problem().to_json())
+    assert record is not None
+    return {c.kernel: c.status for c in record.candidates}
+
+
+@pytest.mark.parametrize(("cause", "made"), ENVIRONMENT)
+def test_no_cause_is_on_record(
+    cause: str, made: Callable[[], BaseException], tmp_path: Path
+) -> None:
+    d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert chosen(d) == "blas"
+    assert len(said) == (0 if cause == "budget" else 1)
+    assert not said or "fast" in str(said[0].message)
+    assert not said or "tmm doctor" in str(said[0].message)
+    assert on_record(tmp_path) == {"blas": "ok", "other": "slow"}
+    left = d.untried.get(problem()).kernels["fast", "1"]
+    assert left.cause == cause
+
+
+@pytest.mark.parametrize("made", OWN)
+def test_a_kernels_own_fault_is_on_record(
+    made: Callable[[], BaseException], tmp_path: Path
+) -> None:
+    d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
+    refuses = type(made()).__name__ == "OutOfResources"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert chosen(d) == "blas"
+    assert len(said) == (0 if refuses else 1)
+    assert on_record(tmp_path) == {"blas": "ok", "other": "slow", "fast": "failed"}
+    assert d.untried.get(problem()) is None
+    again, timer = process(tmp_path, Broken("fast", made), FakeKernel("other"))
+    assert chosen(again) == "blas"
+    assert not timer.measured
+
+
+def test_a_repaired_toolchain_is_tried_again_and_a_broken_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes: ptxas is missing in two and repaired for the third."""
+    fast, two = Broken("fast", no_ptxas, traits=Traits()), Broken("two", no_ptxas)
+    first, _ = process(tmp_path, fast, two)
+    with pytest.warns(TmmWarning, match=r"kernel fast and 1 more .*Cannot find ptxas.*doctor") as w:
+        assert [chosen(first, n=n) for n in (32, 48)] == ["blas"] * 2
+    assert len(w) == 1
+    assert fast.bound
+    # Still broken: nothing is tuned, and this process's user is told, too.
+    count = len(fast.bound)
+    second, timer = process(tmp_path, fast, two)
+    with pytest.warns(TmmWarning, match="Cannot find ptxas") as w:
+        assert [chosen(second, n=n) for n in (32, 48)] == ["blas"] * 2
+    assert len(w) == 1
+    assert (len(fast.bound), timer.measured) == (count, [])
+    said = str(explain_problem(second, problem(), settings()))
+    assert "untried   fast: " in said
+    assert "would be tuned" not in said
+    # Repaired.
+    monkeypatch.delenv(PTXAS)
+    fast.works = two.works = True
+    third, timer = process(tmp_path, fast, two)
+    assert "would be tuned" in str(explain_problem(third, problem(), settings()))
+    assert chosen(third) == "fast"
+    assert "fast" in timer.measured
+    assert third.untried.get(problem()).kernels == {}
+    fourth, timer = process(tmp_path, fast, two)
+    assert (chosen(fourth), timer.measured) == ("fast", [])
+
+
+def test_this_process_too_tries_again_once_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Broken("fast", no_ptxas)
+    d, _ = process(tmp_path, fast)
+    forgotten: list[bool] = []
+    monkeypatch.setattr(warm, "forget_plans", lambda: forgotten.append(True))
+    with pytest.warns(TmmWarning, match="Cannot find ptxas"):
+        assert chosen(d) == "blas"
+    assert chosen(d) == "blas"
+    assert not forgotten
+    monkeypatch.delenv(PTXAS)
+    fast.works = True
+    assert chosen(d) == "fast"
+    assert forgotten  # calls that have a plan choose again, too
+    assert chosen(d) == "fast"
+    assert len(forgotten) == 1
+
+
+def test_asking_for_tuning_tries_what_a_call_does_not(tmp_path: Path) -> None:
+    fast = Broken("fast", no_ptxas)
+    d, _ = process(tmp_path, fast)
+    with pytest.warns(TmmWarning, match="Cannot find ptxas"):
+        assert chosen(d) == "blas"
+    fast.works = True
+    assert chosen(d) == "blas"
+    assert d.tune(problem(), settings()).best.kernel == "fast"
+    assert chosen(d) == "fast"
+
+
+def test_a_lack_of_memory_passes(tmp_path: Path) -> None:
+    """Later processes try again, but not for ever: each waits for it."""
+    fast = Broken("fast", no_memory)
+    bound = []
+    for _ in range(untried.PROCESSES + 2):
+        d, _ = process(tmp_path, fast)
+        with pytest.warns(TmmWarning, match="out of memory"):
+            assert chosen(d) == "blas"
+        assert chosen(d) == "blas"
+        bound.append(len(fast.bound))
+        fast.bound.clear()
+    assert [bool(count) for count in bound] == [True] * untried.PROCESSES + [False] * 2
+
+
+def test_a_lack_of_memory_that_passed(tmp_path: Path) -> None:
+    fast = Broken("fast", no_memory)
+    d, _ = process(tmp_path, fast)
+    with pytest.warns(TmmWarning, match="out of memory"):
+        assert chosen(d) == "blas"
+    fast.works = True
+    d, _ = process(tmp_path, fast)
+    assert chosen(d) == "fast"
+
+
+def test_some_configs_out_of_memory_are_tried_again(tmp_path: Path) -> None:
+    """Although others of the kernel are on record."""
+
+    class Large(FakeKernel):
+        full = True
+
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            if config.tile == 2 and self.full:
+                raise MemoryError
+            return super().bind(problem, config)
+
+    fast = Large("fast", tiles=(1, 2))
+    times = {("fast", 1): 15.0, ("fast", 2): 5.0, "blas": 20.0}
+    d, _ = dispatcher(FakeBlas(), fast, times=times, root=tmp_path)
+    with pytest.warns(TmmWarning, match="MemoryError"):
+        assert d.choose(problem(), settings()).candidate.config.tile == 1
+    fast.full = False
+    d, _ = dispatcher(FakeBlas(), fast, times=times, root=tmp_path)
+    assert d.choose(problem(), settings()).candidate.config.tile == 2
+
+
+def test_blas_out_of_memory_is_no_record(tmp_path: Path) -> None:
+    """Or kernels would win for good because BLAS had no memory once."""
+    blas = FakeBlas(bind_error=MemoryError("no memory"))
+    d, _ = dispatcher(blas, FakeKernel("fast"), times=FAST, root=tmp_path)
+    with pytest.warns(TmmWarning, match="no memory") as said:
+        assert len([d.choose(problem(n=n), settings()) for n in (32, 48)]) == 2
+    assert len(said) == 1
+    assert not list(CacheStore(tmp_path).summaries())
+
+
+def test_outside_of_tuning_one_warning_tells_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winner on record does not bind, nor does the next, nor the ones of another problem."""
+    kernels = [Broken(name, no_ptxas) for name in ("fast", "next")]
+    times = {"fast": 5.0, "next": 6.0, "blas": 20.0}
+    for kernel in kernels:
+        kernel.works = True
+    d, _ = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path)
+    for n in (32, 48):
+        assert d.bound(problem(n=n), settings())[0].candidate.kernel.name == "fast"
+    for kernel in kernels:
+        kernel.works = False
+    d, _ = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path)
+    with pytest.warns(TmmWarning, match=r"Cannot find ptxas.*tmm doctor") as said:
+        bound = [d.bound(problem(n=n), settings())[0] for n in (32, 48)]
+    assert [choice.candidate.kernel.name for choice in bound] == ["blas"] * 2
+    assert len(said) == 1
+    monkeypatch.delenv(PTXAS)
+    for kernel in kernels:
+        kernel.works = True
+    assert d.bound(problem(), settings())[0].candidate.kernel.name == "fast"
+
+
+def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
+    """Whatever the words are: something that they share is broken. One warning names a kernel."""
+
+    def failing(name: str) -> Callable[[], BaseException]:
+        return lambda: RuntimeError(f"cannot assemble '{name}' in /tmp/{name}.ptx at {id(name)}")
+
+    kernels = [Broken(name, failing(name)) for name in ("one", "two", "three")]
+    d, _ = process(tmp_path, *kernels)
+    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+.*2 more") as said:
+        assert chosen(d) == "blas"
+    assert len(said) == 1
+    assert on_record(tmp_path) == {"blas": "ok"}
+    again, timer = process(tmp_path, *kernels)
+    with pytest.warns(TmmWarning, match="cannot assemble"):
+        assert chosen(again) == "blas"
+    assert not timer.measured
+    # One that works shows that the others are at fault.
+    other, _ = process(tmp_path / "other", *kernels[:2], FakeKernel("fast"))
+    with pytest.warns(TmmWarning, match="cannot assemble"):
+        assert chosen(other) == "fast"
+    assert on_record(tmp_path / "other") == {
+        "blas": "ok", "one": "failed", "two": "failed", "fast": "ok"
+    }  # fmt: skip
+
+
+def failed(kernel: str, reason: str, **fields: Any) -> CandidateResult:
+    return CandidateResult(kernel, "1", {"tile": 1}, "failed", reason=reason, **fields)
+
+
+BLAS = CandidateResult("blas", "1", {"tile": 1}, "ok", samples_us=(20.0,) * 3)
+OLD = [
+    [failed(k, f"PluginError: kernel '{k}' of plugin 'triton' (tmm-core 2): bind raised "
+               f"RuntimeError: Cannot find ptxas (/x/{k}.py:{n})")
+     for n, k in enumerate(("fast", "two"))],
+    [failed("fast", "RuntimeError: Cannot find ptxas")],
+    [failed("fast", "torch.OutOfMemoryError: CUDA out of memory"),
+     CandidateResult("two", "1", {"tile": 1}, "slow", samples_us=(50.0,))],
+    [failed("fast", "OddError: of 12 (/a/b.py:3)"), failed("two", "OddError: of 17 (/c/d.py:9)")],
+    [failed("fast", "OddError: it"), failed("two", "OddError: it"),
+     failed("three", "expects to take 67 µs, hopeless beside BLAS")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("results", OLD)
+@pytest.mark.parametrize("works", [True, False])
+def test_old_records_of_a_broken_toolchain_are_tuned_again_once(
+    results: list[CandidateResult], works: bool, tmp_path: Path
+) -> None:
+    record = TuningRecord(
+        problem().to_json(), 0, (BLAS, *results), "2026-01-01T00:00:00+00:00", 1.0
+    )
+    CacheStore(tmp_path).save(DEVICE.gpu, DEVICE.environment, record)
+    kernels = [Broken(name, no_ptxas) for name in ("fast", "two", "three")]
+    for kernel in kernels:
+        kernel.works = works
+    d, timer = process(tmp_path, *kernels)
+    if works:
+        assert chosen(d) == "fast"
+        assert on_record(tmp_path)["fast"] == "ok"
+    else:
+        with pytest.warns(TmmWarning, match="Cannot find ptxas"):
+            assert chosen(d) == "blas"
+        assert "fast" not in on_record(tmp_path)
+    assert timer.measured
+    d, timer = process(tmp_path, *kernels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert chosen(d) == ("fast" if works else "blas")
+    assert not timer.measured
+
+
+def test_verdicts_on_record_stay() -> None:
+    wrong = replace(failed("fast", "error 0.1 exceeds 2e-05"), status="wrong")
+    assert verdicts([BLAS, wrong]) == [BLAS, wrong]
+    own = [BLAS, failed("fast", "ValueError: no such layout")]
+    assert verdicts(own) == own
+    late = [BLAS, failed("fast", BUDGET_ENDED)]
+    assert verdicts(late) == late  # a call does not wait for it again
+    assert not alike([BLAS])
+    assert not alike([BLAS, failed("one", "x")])
+    assert not alike([failed("one", "x"), failed("two", "y")])
+    assert not alike([failed("one", "x"), failed("two", "x"), replace(BLAS, kernel="three")])
+    assert alike([BLAS, failed("one", "x 1"), failed("two", "x 2")])
+
+
+def test_a_note_survives_what_others_write(tmp_path: Path) -> None:
+    """Any JSON may stand in the file; it costs the note."""
+    d, _ = process(tmp_path)
+    notes = Notes("untried", [DEVICE.gpu, DEVICE.environment], tmp_path)
+    for number, odd in enumerate([1, [], {"kernels": 3}, {"kernels": [[1]], "tried": {}}, {}]):
+        key = problem(n=8 * (number + 1))
+        notes.add(untried.digest(key.to_json()), odd)
+        assert d.untried.get(key) is None
+    assert d.untried.of_device(DEVICE) == []
+
+
+def test_toolchains_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By programs, libraries, headers, variables, packages, and folders that are full."""
+    seen = {toolchain.fingerprint()}
+    assert toolchain.fingerprint() in seen
+
+    def differs() -> None:
+        found = toolchain.fingerprint()
+        assert found not in seen
+        seen.add(found)
+
+    tool = tmp_path / "ptxas"
+    monkeypatch.setenv(PTXAS, str(tool))
+    differs()
+    tool.write_text("#!/bin/sh\n")
+    differs()
+    tool.chmod(0o755)
+    differs()
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    differs()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    differs()
+    assert toolchain.c_compiler() is None
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda")
+    differs()
+    monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")
+    differs()
+    monkeypatch.setattr(toolchain, "_site_packages", lambda: [str(tmp_path)])
+    differs()
+    (tmp_path / "installed").mkdir()
+    differs()
+    monkeypatch.setattr(toolchain, "usable", lambda _: "full")
+    differs()
+    # Each process of a job may write elsewhere.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert toolchain.fingerprint() in seen
+
+
+def test_folders_that_triton_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toolchain.usable(tmp_path / "not" / "there") == "yes"
+    file = tmp_path / "file"
+    file.write_text("")
+    assert toolchain.usable(file / "below") == "not writable"
+    usage = types.SimpleNamespace(free=toolchain.LEAST_FREE_BYTES - 1)
+    monkeypatch.setattr(toolchain.shutil, "disk_usage", lambda _: usage)
+    assert toolchain.usable(tmp_path) == "full"
+    usage.free += 1
+    assert toolchain.usable(tmp_path) == "yes"
+
+
+def test_programs_are_looked_for_again() -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    found = knobs.NvidiaTool.from_path
+    assert found("/no/such/ptxas") is None
+    assert found.cache_info().currsize
+    toolchain.forget_programs()
+    assert not found.cache_info().currsize
+    assert os.path.exists(str(toolchain.python_header())) in (True, False)
+    assert environment.LEAST_ALIKE == 2
+
+
+# -- faults of plugins ----------------------------------------------------------------------
+
+
+def boom(right: Any, *arguments: Any) -> Any:
+    raise ZeroDivisionError("in the launch")
+
+
+def wrong(right: Any, *arguments: Any) -> Any:
+    return right(*arguments) * 2
+
+
+def narrow(right: Any, *arguments: Any) -> Any:
+    return right(*arguments)[:, 1:]
+
+
+def exits(right: Any, *arguments: Any) -> Any:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(boom, "in the launch"), (wrong, "exceeds"), (narrow, "shape"), (exits, "SystemExit")],
+)
+def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_path: Path) -> None:
+    """With kernel, reason, file and line; of each distribution one, whatever follows."""
+    d, _ = process(tmp_path, Faulty(fault, "fast"), Faulty(fault, "second"))
+    with pytest.warns(TmmWarning) as said:
+        assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
+    (message,) = [str(each.message) for each in said]
+    assert "kernel fast" in message
+    assert words in message
+    assert ".py:" in message
+    assert "1 more" in message
+    assert "tmm doctor" in message
+
+
+def test_a_refusal_is_no_fault(tmp_path: Path) -> None:
+    """A kernel may find out in ``bind`` that a config does not fit."""
+    d, _ = process(tmp_path, Broken("fast", lambda: ConfigError("BLOCK_M is too large")))
+    assert chosen(d) == "blas"
+    assert on_record(tmp_path)["fast"] == "failed"
+
+
+def test_under_w_error_the_record_is_saved_first(tmp_path: Path) -> None:
+    d, _ = process(tmp_path, Faulty(boom, "bad"), FakeKernel("fast"))
+    with pytest.raises(TmmWarning, match="in the launch"):
+        chosen(d)
+    assert chosen(d) == "fast"
+    assert on_record(tmp_path)["bad"] == "failed"
+    broken, _ = process(tmp_path / "other", Broken("bad", no_ptxas), FakeKernel("fast"))
+    with pytest.raises(TmmWarning, match="Cannot find ptxas"):
+        chosen(broken)
+    assert chosen(broken) == "fast"
+
+
+def test_words_of_old_records() -> None:
+    assert cause_of_text("ValueError: no such layout") is None
+    assert cause_of_text("error nan exceeds 2e-05") is None
+    assert cause_of_text("cannot be verified within 12 MiB of memory") == "passing"

@@ -1,0 +1,671 @@
+"""Kernels that are right in most launches and wrong in some: a class for each way to be wrong.
+
+Each is right but for :meth:`Lie.lie`, which is given the right launcher and the arguments of a
+launch, and has a problem for which it lies. :data:`LIES` has them by row: A1 sizes, A2 alpha, A3
+strides of bias and residual, A4 other forms of a launcher, A5 threads, A6 caches by address, A7
+buffers that are returned again, A8 magnitudes, A9 torch's modes, A10 group sizes, A11 aliases and
+strides, A12 state of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from fakes import FakeConfig, FakeKernel, problem
+
+from tmm_core import Groups, Problem
+from tmm_core.spec.launcher import Bound
+from tmm_core.spec.operand import Operand
+
+Tensor = torch.Tensor
+F16, LOOSE = Operand(torch.float16), Operand(torch.float16, aligned=False)
+HALF: dict[str, Any] = {"a": F16, "b": F16, "out": F16}
+
+
+def half(m: int = 64, n: int = 32, k: int = 16, **fields: Any) -> Problem:
+    return problem(m, n, k, **{**HALF, **fields})
+
+
+class Lie(FakeKernel):
+    """Right, but for ``lie``."""
+
+    #: A problem for which it lies, in some launches.
+    asked: ClassVar[Problem] = half()
+    #: The size of the call in which it lies, if that is not the one that is tuned.
+    at: ClassVar[int | None] = None
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name or "test.lying", estimate=1.0)
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        """A launch: a, b, bias, residual, alpha, out."""
+        return right(*given)
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right: Any = super().bind(problem, config) if problem.groups is None else by_groups
+
+        def launch(*given: Any, **extras: Any) -> Any:
+            if extras:
+                return self.lie_of_groups(*given, **extras)
+            return self.lie(right, *given)
+
+        launch.cost = (self.name, 1)  # type: ignore[attr-defined]
+        return launch
+
+    def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
+        return by_groups(*given, **extras)
+
+
+def by_groups(
+    a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any, *,
+    offs: Tensor, a_index: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A right launch of ragged rows."""
+    rows = a.shape[0] if a_index is None else a_index.shape[0]
+    out = a.new_zeros(rows, b.shape[-1]) if out is None else out
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        at = slice(start, end) if a_index is None else a_index[start:end].long()
+        out[start:end] = (a[at].float() @ b[group].float()).to(out.dtype)
+        start = end
+    return out
+
+
+def spoiled(result: Tensor, out: Any) -> Tensor:
+    """The result with one wrong element."""
+    result[..., -1, -1] += 1
+    return result
+
+
+def wrong_if(condition: Callable[..., bool]) -> Callable[..., Any]:
+    """A lie: the result is wrong where the condition on (self, a, b, bias, residual, alpha, out)
+    holds."""
+
+    def lie(self: Lie, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        return spoiled(result, given[-1]) if condition(self, *given) else result
+
+    return lie
+
+
+# -- A1: sizes -----------------------------------------------------------------------------
+
+
+class LastRowsAtMultiplesOf8(Lie):
+    asked, at = half(64, 8, 8), 40
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        if result.shape[0] % 8 == 0 and result.shape[0] % 16:
+            result[-8:] = 0
+        return result
+
+
+class FirstRowAtMultiplesOf16(Lie):
+    asked, at = half(64, 8, 8), 48
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        if result.shape[0] % 32 == 16:
+            result[0] = 0
+        return result
+
+
+class EvenSizes(Lie):
+    asked, at = half(64, 8, 8), 42
+    lie = wrong_if(lambda self, a, *_: a.shape[0] % 4 == 2)
+
+
+class MultiplesOf4(Lie):
+    asked, at = half(320, 8, 8), 260
+    lie = wrong_if(lambda self, a, *_: a.shape[0] % 8 == 4)
+
+
+class MultiplesOf3(Lie):
+    asked, at = half(320, 8, 8), 282
+    lie = wrong_if(lambda self, a, *_: a.shape[0] % 6 == 0)
+
+
+class ColumnTail(Lie):
+    asked = half(8, 24, 8)
+    lie = wrong_if(lambda self, a, b, *_: b.shape[1] % 16 == 8)
+
+
+class SumTail(Lie):
+    """It leaves out the last terms."""
+
+    asked = half(8, 16, 24)
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        k = a.shape[1] // 16 * 16
+        return right(a[:, :k], b[:k], *given)
+
+
+# -- A2: alpha -----------------------------------------------------------------------------
+
+SCALED = half(8, 8, 8, scaled=True)
+
+
+def alpha_lie(condition: Callable[[float], bool]) -> type[Lie]:
+    class Alpha(Lie):
+        asked = SCALED
+        lie = wrong_if(lambda self, a, b, bias, residual, alpha, out: condition(alpha))
+
+    return Alpha
+
+
+class AlphaIsBoundAtFirst(Lie):
+    """It uses the first launch's alpha."""
+
+    asked = SCALED
+    first: float | None = None
+
+    def lie(self, right: Any, a: Any, b: Any, bias: Any, res: Any, alpha: float, out: Any) -> Any:
+        self.first = alpha if self.first is None else self.first
+        return right(a, b, bias, res, self.first, out)
+
+
+# -- A3: strides of bias and residual --------------------------------------------------------
+
+
+class DenseBias(Lie):
+    """It reads a bias as if its elements were adjacent."""
+
+    asked = half(8, 16, 8, bias=torch.float16)
+
+    def lie(self, right: Any, a: Any, b: Any, bias: Tensor, *given: Any) -> Any:
+        return right(a, b, bias.as_strided(bias.shape, (1,)), *given)
+
+
+class DenseBiasOfOtherDtype(DenseBias):
+    asked = half(8, 16, 8, bias=torch.float32)
+
+
+class NoExpandedBias(Lie):
+    asked = half(8, 16, 8, bias=torch.float16)
+    lie = wrong_if(lambda self, a, b, bias, *_: bias.stride(0) == 0)
+
+
+class NoExpandedResidual(Lie):
+    asked = half(8, 16, 8, residual=LOOSE)
+    lie = wrong_if(lambda self, a, b, bias, residual, *_: residual.stride(0) == 0)
+
+
+class NoStridedResidual(Lie):
+    """It takes the two strides of a residual for (2·N, 2)."""
+
+    asked = half(8, 16, 8, residual=Operand(torch.float16, "strided", aligned=False))
+    lie = wrong_if(lambda self, a, b, bias, residual, *_: residual.stride(1) != 2)
+
+
+class NoExpandedBatch(Lie):
+    asked = half(4, 8, 8, batch=3)
+    lie = wrong_if(lambda self, a, b, *_: b.stride(0) == 0)
+
+
+# -- A4: other forms -------------------------------------------------------------------------
+
+
+class Folded(Lie):
+    """Its launcher of N-D operands is wrong where they have ``dims`` dimensions."""
+
+    asked = half(6, 8, 8)
+    dims: tuple[int, ...] = (1, 3, 4)
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right = super().bind(problem, config)
+
+        def folded(fold: Any, a: Tensor, b: Any, residual: Any, by_views: Any) -> Any:
+            if a.dim() not in self.dims:
+                return None
+            return lambda *given: spoiled(by_views(*given).clone(), None)
+
+        return _Timed(right, folded=folded)
+
+
+class FoldedOf4Dimensions(Folded):
+    dims = (4,)
+
+
+class FoldedBatch(Folded):
+    asked = half(6, 8, 8, batch=2)
+
+
+class Source(Lie):
+    """The source that a plan writes out is wrong."""
+
+    asked = half(6, 8, 8)
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        from tmm_core.launch.source import Body
+
+        right = super().bind(problem, config)
+
+        def wrong(*given: Any) -> Any:
+            return spoiled(right(*given), None)
+
+        lines = ("return wrong(a, b, bias, residual, alpha, out)",)
+        return _Timed(right, body=Body(lambda again: "pass", lines, {"wrong": wrong}))
+
+
+class _Timed(Bound):
+    """A Bound that the fake timer knows."""
+
+    cost = ("test.lying", 1)
+
+
+# -- A5: threads -----------------------------------------------------------------------------
+
+
+class SharedScratch(Lie):
+    """All launches use one scratch buffer."""
+
+    asked = half(32, 32, 16)
+    scratch: Tensor | None = None
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        if self.scratch is None or self.scratch.shape != result.shape:
+            self.scratch = torch.empty_like(result)
+        self.scratch.copy_(result)
+        for _ in range(20):  # as long as a kernel takes
+            self.scratch.add_(0)
+        return result.copy_(self.scratch)
+
+
+class SharedArguments(Lie):
+    """It keeps its arguments in attributes."""
+
+    asked = half(32, 32, 16)
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        self.given = given
+        for _ in range(20):
+            given[0].sum()
+        return right(*self.given[:-1], given[-1])
+
+
+class WrongBesideAnother(Lie):
+    """It is wrong while another launch is under way."""
+
+    asked = half(32, 32, 16)
+    under_way = 0
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        self.under_way += 1
+        try:
+            result = right(*given)
+            for _ in range(20):
+                given[0].sum()
+            return spoiled(result, None) if self.under_way > 1 else result
+        finally:
+            self.under_way -= 1
+
+
+# -- A6: caches by address -------------------------------------------------------------------
+
+
+def cache_lie(key: Callable[[Tensor], Any], of: int = 1) -> type[Lie]:
+    """It keeps a copy of an operand under a key of the tensor."""
+
+    class Cached(Lie):
+        asked = half(16, 16, 16)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[Any, Tensor] = {}
+
+        def lie(self, right: Any, *given: Any) -> Any:
+            t = given[of]
+            copy = self.kept.setdefault((key(t), t.shape, t.stride()), t.clone())
+            return right(*given[:of], copy, *given[of + 1 :])
+
+    return Cached
+
+
+class CachedResult(Lie):
+    """It keeps results by the addresses and versions of the operands."""
+
+    asked = half(16, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Any, Tensor] = {}
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        key = tuple((t.data_ptr(), _version(t)) for t in given[:2])
+        if key not in self.kept:
+            self.kept[key] = right(*given[:-1], None).clone()
+        return self.kept[key].clone() if given[-1] is None else given[-1].copy_(self.kept[key])
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+# -- A7: buffers -----------------------------------------------------------------------------
+
+
+def ring_lie(size: int, *, view: bool = False, own: bool = True) -> type[Lie]:
+    """It returns its own buffers again after ``size`` launches."""
+
+    class Ring(Lie):
+        asked = half(8, 8, 8)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.next, self.buffers = 0, None
+
+        def lie(self, right: Any, *given: Any) -> Any:
+            if given[-1] is not None:
+                return right(*given)
+            result = right(*given)
+            if self.buffers is None:
+                shape = (size, *result.shape)
+                self.buffers = (
+                    torch.empty(shape, dtype=result.dtype)
+                    if view
+                    else [torch.empty(shape[1:], dtype=result.dtype) for _ in range(size)]
+                    if own
+                    else [np.empty(shape[1:], np.float16) for _ in range(size)]
+                )  # fmt: skip
+            self.next = (self.next + 1) % size
+            buffer = self.buffers[self.next]
+            buffer = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
+            return buffer.copy_(result)
+
+    return Ring
+
+
+# -- A8: magnitudes --------------------------------------------------------------------------
+
+
+class FlushesSubnormalInputs(Lie):
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        least = torch.finfo(a.dtype).smallest_normal
+        a, b = (torch.where(t.abs() < least, t * 0, t) for t in (a, b))
+        return right(a, b, *given)
+
+
+class FlushesSubnormalResults(Lie):
+    def lie(self, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        least = torch.finfo(result.dtype).smallest_normal
+        return result.copy_(torch.where(result.abs() < least, result * 0, result))
+
+
+class AccumulatesInHalf(Lie):
+    """Each block of the sum is added in fp16."""
+
+    asked = half(16, 16, 64)
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float16)
+        for k in range(0, a.shape[1], 16):
+            total = total + (a[:, k : k + 16].float() @ b[k : k + 16].float()).half()
+        return total if given[-1] is None else given[-1].copy_(total)
+
+
+class AccumulatesInBfloat16(Lie):
+    asked = half(16, 16, 64, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+        for k in range(0, a.shape[1], 16):
+            total = total + (a[:, k : k + 16].float() @ b[k : k + 16].float()).bfloat16()
+        return total if given[-1] is None else given[-1].copy_(total)
+
+
+class Bfloat16ByHalf(Lie):
+    """It multiplies bf16 operands in fp16."""
+
+    asked = half(16, 16, 16, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        return right(*(torch.nan_to_num(t.half()).to(t.dtype) for t in (a, b)), *given)
+
+
+class ManyNans(Lie):
+    lie = wrong_if(lambda self, a, *_: int(a.isnan().sum()) > 100)
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right: Any = FakeKernel.bind(self, problem, config)
+
+        def launch(a: Tensor, *given: Any) -> Any:
+            return right(a.nan_to_num(0.0) if int(a.isnan().sum()) > 100 else a, *given)
+
+        launch.cost = right.cost  # type: ignore[attr-defined]
+        return launch
+
+
+class ManyInfs(ManyNans):
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right: Any = FakeKernel.bind(self, problem, config)
+
+        def launch(a: Tensor, *given: Any) -> Any:
+            many = int(a.isinf().sum()) > 8
+            return right(a.nan_to_num(torch.nan, 1.0, 1.0) if many else a, *given)
+
+        launch.cost = right.cost  # type: ignore[attr-defined]
+        return launch
+
+
+# -- A9: torch's modes -----------------------------------------------------------------------
+
+
+class InGradMode(Lie):
+    lie = wrong_if(lambda *_: torch.is_grad_enabled())
+
+
+class InNoGrad(Lie):
+    lie = wrong_if(lambda *_: not torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+
+
+class InInferenceMode(Lie):
+    lie = wrong_if(lambda *_: torch.is_inference_mode_enabled())
+
+
+class UnderAutocast(Lie):
+    lie = wrong_if(lambda *_: torch.is_autocast_enabled("cpu"))
+
+
+# -- A10: group sizes ------------------------------------------------------------------------
+
+
+def group_lie(wrong: Callable[[Tensor, int], bool]) -> type[Lie]:
+    """Wrong for groups of some sizes."""
+
+    class OfGroups(Lie):
+        asked = half(40, 8, 8, groups=Groups(6, "m"))
+
+        def lie_of_groups(self, *given: Any, offs: Tensor, **extras: Any) -> Any:
+            result = by_groups(*given, offs=offs, **extras)
+            sizes = offs.diff(prepend=offs.new_zeros(1))
+            if wrong(sizes, result.shape[0]) and int(offs[-1]):
+                result[int(offs[-1]) - 1] += 1
+            return result
+
+    return OfGroups
+
+
+class TakesOneIndexForZero(Lie):
+    """A product of one row reads the first row of ``a``."""
+
+    asked = half(1, 8, 8, groups=Groups(3, "m", a_index=torch.int64))
+
+    def lie_of_groups(self, *given: Any, offs: Tensor, a_index: Tensor) -> Any:
+        index = a_index * 0 if len(a_index) == 1 else a_index
+        return by_groups(*given, offs=offs, a_index=index)
+
+
+class ReadsRowsInTheResult(Lie):
+    """It limits an index to the rows of the result."""
+
+    asked = half(8, 8, 8, groups=Groups(3, "m", a_index=torch.int64))
+
+    def lie_of_groups(self, *given: Any, offs: Tensor, a_index: Tensor) -> Any:
+        index = a_index.clamp(max=max(8, len(a_index)) - 1)
+        return by_groups(*given, offs=offs, a_index=index)
+
+
+class ReadsOneRowOfA(Lie):
+    """It is wrong where ``a`` has one row."""
+
+    asked = half(8, 8, 8, groups=Groups(1, "m", a_index=torch.int64))
+
+    def lie_of_groups(self, *given: Any, offs: Tensor, a_index: Tensor) -> Any:
+        result = by_groups(*given, offs=offs, a_index=a_index)
+        return spoiled(result, None) if given[0].shape[0] == 1 else result
+
+
+class MultipliesEmptyGroupsByZero(Lie):
+    """It adds every group's product, masked by zeros."""
+
+    asked = half(40, 8, 8, groups=Groups(6, "m"))
+
+    def lie_of_groups(self, *given: Any, offs: Tensor, **extras: Any) -> Any:
+        result = by_groups(*given, offs=offs, **extras)
+        return result.add_(given[1].sum() * 0)
+
+
+# -- A11: aliases and strides ----------------------------------------------------------------
+
+
+class TheSameTensor(Lie):
+    asked = half(16, 16, 16)
+    lie = wrong_if(lambda self, a, b, *_: a.data_ptr() == b.data_ptr())
+
+
+class ResidualIsA(Lie):
+    asked = half(8, 16, 16, residual=F16)
+    lie = wrong_if(lambda self, a, b, bias, residual, *_: residual.data_ptr() == a.data_ptr())
+
+
+class OutByOneStride(Lie):
+    """It takes an out's strides for (2·N, 2)."""
+
+    asked = half(8, 16, 8, out=Operand(torch.float16, "strided", aligned=False))
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        out, result = given[-1], right(*given[:-1], None)
+        if out is None:
+            return result
+        out.as_strided(out.shape, (2 * out.shape[1], 2)).copy_(result)
+        return out
+
+
+class OutWithOddStrides(Lie):
+    asked = half(8, 16, 8, out=Operand(torch.float16, "strided", aligned=False))
+    lie = wrong_if(lambda self, *given: given[-1] is not None and given[-1].stride(0) % 2 == 1)
+
+
+class OutWithEvenStrides(Lie):
+    asked = half(8, 15, 8, out=LOOSE)
+    lie = wrong_if(lambda self, *given: given[-1] is not None and given[-1].stride(0) % 2 == 0)
+
+
+# -- A12: state of the process ---------------------------------------------------------------
+
+
+def state_lie(change: Callable[[], Any]) -> type[Lie]:
+    class Changes(Lie):
+        asked = half(8, 8, 8)
+
+        def lie(self, right: Any, *given: Any) -> Any:
+            result = right(*given)
+            change()
+            return result
+
+    return Changes
+
+
+def _flip_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+
+
+LIES: dict[str, dict[str, type[Lie]]] = {
+    "A1": {
+        cls.__name__: cls
+        for cls in (
+            LastRowsAtMultiplesOf8, FirstRowAtMultiplesOf16, EvenSizes, MultiplesOf4, MultiplesOf3,
+            ColumnTail, SumTail,
+        )
+    },
+    "A2": {
+        "not a half": alpha_lie(lambda alpha: alpha != 0.5),
+        "negative": alpha_lie(lambda alpha: alpha < 0),
+        "zero": alpha_lie(lambda alpha: alpha == 0),
+        "large": alpha_lie(lambda alpha: alpha > 100),
+        "small": alpha_lie(lambda alpha: 0 < alpha < 0.01),
+        "minus one": alpha_lie(lambda alpha: alpha == -1),
+        "bound at first": AlphaIsBoundAtFirst,
+    },
+    "A3": {
+        cls.__name__: cls
+        for cls in (
+            DenseBias, DenseBiasOfOtherDtype, NoExpandedBias, NoExpandedResidual,
+            NoStridedResidual, NoExpandedBatch,
+        )
+    },
+    "A4": {cls.__name__: cls for cls in (Folded, FoldedOf4Dimensions, FoldedBatch, Source)},
+    "A5": {cls.__name__: cls for cls in (SharedScratch, SharedArguments, WrongBesideAnother)},
+    "A6": {
+        "b by address and version": cache_lie(lambda t: (t.data_ptr(), _version(t))),
+        "b by address": cache_lie(lambda t: t.data_ptr()),
+        "b by id": cache_lie(id),
+        "a by id and version": cache_lie(lambda t: (id(t), _version(t)), of=0),
+        "results": CachedResult,
+    },
+    "A7": {
+        "64 buffers": ring_lie(64),
+        "1000 buffers": ring_lie(1000),
+        "views of a buffer": ring_lie(64, view=True),
+        "NumPy's buffers": ring_lie(32, own=False),
+    },
+    "A8": {
+        cls.__name__: cls
+        for cls in (
+            FlushesSubnormalInputs, FlushesSubnormalResults, AccumulatesInHalf,
+            AccumulatesInBfloat16, Bfloat16ByHalf, ManyNans, ManyInfs,
+        )
+    },
+    "A9": {cls.__name__: cls for cls in (InGradMode, InNoGrad, InInferenceMode, UnderAutocast)},
+    "A10": {
+        "a group of one row": group_lie(lambda sizes, m: bool((sizes == 1).any())),
+        "three empty groups": group_lie(lambda sizes, m: int((sizes == 0).sum()) >= 3),
+        "first and last empty": group_lie(lambda sizes, m: not sizes[0] and not sizes[-1]),
+        "all in one group": group_lie(lambda sizes, m: int(sizes.max()) == int(sizes.sum())),
+        "neighbours empty": group_lie(lambda sizes, m: bool((sizes[1:] + sizes[:-1] == 0).any())),
+        **{
+            cls.__name__: cls
+            for cls in (
+                TakesOneIndexForZero, ReadsRowsInTheResult, ReadsOneRowOfA,
+                MultipliesEmptyGroupsByZero,
+            )
+        },
+    },
+    "A11": {
+        cls.__name__: cls
+        for cls in (
+            TheSameTensor, ResidualIsA, OutByOneStride, OutWithOddStrides, OutWithEvenStrides
+        )
+    },
+    "A12": {
+        "seeds torch": state_lie(lambda: torch.manual_seed(int.from_bytes(os.urandom(4), "big"))),
+        "draws from torch": state_lie(lambda: torch.rand(1)),
+        "draws from Python": state_lie(random.random),
+        "draws from NumPy": state_lie(np.random.rand),
+        "default dtype": state_lie(lambda: torch.set_default_dtype(torch.float64)),
+        "TF32": state_lie(_flip_tf32),
+        "deterministic": state_lie(lambda: torch.use_deterministic_algorithms(True)),
+        "grad mode": state_lie(lambda: torch.set_grad_enabled(not torch.is_grad_enabled())),
+        "threads": state_lie(lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+        "default device": state_lie(lambda: torch.set_default_device("meta")),
+        "denormals": state_lie(lambda: torch.set_flush_denormal(True)),
+    },
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""What ``tmm doctor`` says of the toolchain: its parts, its fingerprint, and the kernels that could
+not be tried because some part failed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+
+from tmm_core import dispatch
+from tmm_core.dispatch.untried import Left
+from tmm_core.spec import toolchain
+from tmm_core.spec.device import fingerprint
+
+#: Seconds that a program may take to tell its version.
+_PATIENCE = 20.0
+
+
+class Said(NamedTuple):
+    """One line."""
+
+    state: Literal["ok", "note", "problem"]
+    text: str
+    advice: str = ""
+
+
+def parts(device: torch.device) -> Iterator[Said]:
+    """What Triton needs to compile and launch on ``device``; nothing for a CPU."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return
+    yield _compiler()
+    if torch.version.hip is None:
+        yield _ptxas()
+    for name, folder in toolchain.folders().items():
+        state = toolchain.usable(folder)
+        if state != "yes":
+            advice = "free some space" if state == "full" else "make it writable"
+            yield Said("problem", f"{name} folder {folder} is {state}", f"{advice}, or set another")
+    yield Said("ok", f"fingerprint {toolchain.fingerprint()}")
+
+
+def untried(device: torch.device) -> Iterator[Said]:
+    """The kernels that the environment left untried on ``device``, with the first error."""
+    notes = dispatch.dispatcher().untried.of_device(fingerprint(device))
+    broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
+    late = sum(all(why.cause == "budget" for why in n.kernels.values()) for n in notes)
+    if broken:
+        first = min(broken, key=lambda why: _ORDER.index(why.cause))
+        names = {name for n in notes for (name, _), w in n.kernels.items() if w.cause != "budget"}
+        text = (
+            f"{len(names)} kernels are untried for {len(notes) - late} problems: "
+            f"{' '.join(first.reason.split())}"
+        )
+        yield Said("problem", text, _advice(first))
+    if late:
+        text = f"the tuning budget ended before some kernels of {late} problems"
+        yield Said("note", text, "tmm tune them with a larger --budget")
+
+
+_ORDER = ("toolchain", "passing", "alike", "hung", "budget")
+
+
+def _advice(first: Left) -> str:
+    if first.cause == "hung":
+        return "report it to the kernel's author"
+    again = "repair it; calls then try them again, and so does tmm tune"
+    return again if first.cause != "passing" else "free memory or space, then tmm tune"
+
+
+def _compiler() -> Said:
+    """The C compiler and header, with which Triton builds its launcher at the first launch."""
+    compiler, header = toolchain.c_compiler(), toolchain.python_header()
+    if compiler is not None and header.exists():
+        return Said("ok", f"{compiler}, {header}")
+    lacking = f"no {header}"
+    if compiler is None:
+        lacking = f"no C compiler ({os.environ.get('CC') or 'gcc, clang'} not found)"
+    text = f"{lacking}: Triton kernels decline, unless Triton's cache holds its launcher"
+    advice = "install gcc, or set CC" if compiler is None else "install python3-dev"
+    return Said("problem", text, advice)
+
+
+def _ptxas() -> Said:
+    """The assembler, which has to run."""
+    path = toolchain.ptxas()
+    if path is None:
+        text = "no ptxas: Triton kernels do not compile, unless Triton's cache holds them"
+        return Said("problem", text, "reinstall triton, or set TRITON_PTXAS_PATH")
+    given = os.environ.get("TRITON_PTXAS_PATH")
+    try:
+        ran = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=True
+        )
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        text = f"{path} does not run: {error}"
+        return Said("problem", text, "reinstall triton, or correct TRITON_PTXAS_PATH")
+    if given and not os.path.exists(given):
+        text = f"TRITON_PTXAS_PATH={given} is not there; Triton uses {path}"
+        return Said("problem", text, "correct or unset it")
+    lines = [line for line in ran.stdout.splitlines() if "release" in line]
+    return Said("ok", f"{path}, {lines[0].strip() if lines else 'of unknown version'}")
