@@ -308,4 +308,9 @@ FRESH = [
            "if abs(second.data_ptr() - first.data_ptr()) != first.nbytes:",
            "gate and up the other way round read what is behind them",
            (f"{NN}::test_what_does_not_follow_in_memory_is_two",)),
+    Mutant("boundary-captured-kept", "dispatch/invariant.py",
+           "if choice is not None and not problem.capturing:\n            self",
+           "if choice is not None:\n            self",
+           "a guess for a graph answers every call after it",
+           (f"{DISPATCH}::test_what_a_capture_was_given_is_measured_after_it",)),
 ]  # fmt: skip
