@@ -109,6 +109,18 @@ def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
     assert chosen(d, 16) == ("k", 2, "two")
 
 
+def test_what_a_capture_was_given_is_measured_after_it(tmp_path: Path) -> None:
+    """The arithmetic stays, since the graph holds its bits; the config of it need not."""
+    kernel = Summing("k", {1: "one", 2: "one"}, estimate=1.0)
+    d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
+    timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
+    given = settings()
+    captured = d.choose(replace(asked(16), capturing=True), given)
+    assert (captured.origin, captured.arithmetic) == ("heuristic", "one")
+    after = d.choose(asked(16), given)
+    assert (after.origin, after.candidate.config.to_json()) == ("cache", {"tile": 2})
+
+
 # -- neighbours ---------------------------------------------------------------------------
 
 
