@@ -27,10 +27,10 @@ from fakes import FakeKernel
 from uninterpreted import Uninterpreted
 
 from tmm_core import dispatch, errors, settings
-from tmm_core.dispatch import findings
+from tmm_core.dispatch import asking, findings
 from tmm_core.interop import pointwise
 from tmm_core.launch import nesting, warm
-from tmm_core.spec import asking, code
+from tmm_core.spec import code
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

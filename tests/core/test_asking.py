@@ -41,11 +41,11 @@ from tmm_core import (
     dispatch,
     hookimpl,
 )
+from tmm_core.dispatch.asking import Asked
 from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
-from tmm_core.spec.asking import Asked
 
 HERE = Path(__file__).parent.parent
 

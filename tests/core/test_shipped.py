@@ -147,8 +147,8 @@ def test_records_that_ship_with_tmm_are_of_its_kernels() -> None:
     }
     assert not changed, (
         f"tmm_core/records was measured with other versions of {', '.join(sorted(changed))}: "
-        "measure again (benchmarks/README.md, Records that ship) or remove them; if no machine code "
-        "of theirs changed, python tests/versions.py keeps the versions"
+        "measure again (benchmarks/README.md, Records that ship) or remove them; if none of their "
+        "machine code changed, python tests/versions.py keeps the versions"
     )
 
 

@@ -14,13 +14,13 @@ from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
 
 from tmm_core import dispatch, settings
 from tmm_core.bench.results import Document
+from tmm_core.dispatch.asking import read_config
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.rotation import Copies
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, levelled, timer_for
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
-from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from tmm_core.dispatch.asking import Asked
 from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.environment import Cause, cause_of, cause_of_text
 from tmm_core.dispatch.findings import refuses
@@ -15,7 +16,6 @@ from tmm_core.dispatch.proposals import group
 from tmm_core.dispatch.rotation import Runner
 from tmm_core.dispatch.standing import MARGIN
 from tmm_core.errors import error_message, error_text
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher

@@ -26,11 +26,11 @@ from typing import Any
 
 from tmm_cache.errors import suppress
 
+from tmm_core.dispatch.asking import Asked
 from tmm_core.dispatch.environment import Cause
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, circumstances, ending, startable, tail
 from tmm_core.errors import error_text, reraise, warn
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem

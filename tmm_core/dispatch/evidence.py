@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tmm_cache import CacheStore, CandidateResult, RecordError, TuningRecord
 
+from tmm_core.dispatch.asking import Asked, read_config
 from tmm_core.dispatch.deferred import Answers
 from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.standing import (
@@ -30,7 +31,6 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked, read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -227,10 +227,10 @@ class Evidence:
                 if result.kernel == BASELINE:
                     raise
                 bad.setdefault(result.kernel, error)
-        for name, error in bad.items():
+        for name, reason in bad.items():
             kernel = self.registry.kernel(name)
             if isinstance(kernel, Asked):
-                kernel.set_aside(f"gave what no record can hold: {error_text(error)}")
+                kernel.set_aside(f"gave what no record can hold: {error_text(reason)}")
         return set(bad)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:

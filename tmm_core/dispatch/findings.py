@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tmm_core.dispatch.asking import Asked
 from tmm_core.dispatch.environment import Cause, chain, place_of
 from tmm_core.dispatch.registry import Source
 from tmm_core.dispatch.untried import Able, Left
 from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.kernel import Kernel
 
 #: The order of causes in a warning: the first is the one to repair.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tmm_core.spec.asking import read_config
+from tmm_core.dispatch.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import REQUIREMENTS, Problem

@@ -17,10 +17,10 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.dispatch.asking import read_config
 from tmm_core.dispatch.environment import BUDGET_ENDED
 from tmm_core.dispatch.standing import by_time
 from tmm_core.errors import reraise
-from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem

@@ -89,8 +89,8 @@ def fill(
     if name in ("scale_a", "scale_b"):
         once.uniform_(0.5, 1.5, generator=generator)
         return t
-    if values.cancelling and name in ("a", "b"):
-        return _cancel(name, t, k, generator)
+    if values.cancelling and (name == "a" or name == "b"):
+        return _cancel(name, t, k, generator)  # type: ignore[arg-type]
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
     if not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))

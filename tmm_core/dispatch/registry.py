@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from tmm_cache.errors import suppress
 from tmm_cache.fields import A_NAME, NAME_MAX, is_name
 
+from tmm_core.dispatch.asking import Asked
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
@@ -34,7 +35,6 @@ from tmm_core.errors import (
     warn_of_plugin,
 )
 from tmm_core.settings import POINTWISE, Settings, names, nested
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.launcher import BASELINE

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from tmm_cache import CacheStore, digest
+from tmm_cache import JSON, CacheStore, digest
 
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
@@ -150,11 +150,13 @@ def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
     """The key of a stamp: the kernel's current version, its config, the bucket's problem and, if
     ``sized``, the class of its size."""
     kernel = candidate.kernel
-    document = {
+    document: dict[str, JSON] = {
         "kernel": kernel.name,
         "version": kernel.version,
         "config": candidate.config.to_json(),
         "problem": bucketed(problem.bare()).to_json(),
         "tmm": __version__,
     }
-    return digest(document | ({"size": size_class(problem.extent)} if sized else {}))
+    if sized:
+        document["size"] = size_class(problem.extent)
+    return digest(document)

@@ -8,10 +8,10 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.dispatch.asking import read_config
 from tmm_core.dispatch.environment import BUDGET_ENDED, verdicts
 from tmm_core.dispatch.untried import Able, Noted
 from tmm_core.errors import ConfigError, PluginError, reraise
-from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
 

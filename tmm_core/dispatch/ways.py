@@ -73,7 +73,7 @@ class Ways(Trial):
         if bound.body is not None:
             call = Arguments(
                 given.a, given.b, given.bias, given.residual, given.alpha,
-                problem.epilogue.key, **given.extras,
+                problem.epilogue.key, **given.extras,  # type: ignore[arg-type]
             )  # fmt: skip
             plan = Plan.of(problem, None, bound, call).ready(call)  # type: ignore[arg-type]
             ways.append(lambda: plan(given.a, given.b, given.bias, given.residual, **given.extras))

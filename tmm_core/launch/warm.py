@@ -191,7 +191,7 @@ def _product_of(call: Any) -> Any:
 
 
 def _without_residual(launcher: Launcher) -> Launcher:
-    def launch(a: Tensor, b: Tensor, bias: Any, _: Any, alpha: float, out: Any) -> Tensor:
+    def launch(a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any) -> Tensor:
         return launcher(a, b, bias, None, alpha, out)
 
     return launch

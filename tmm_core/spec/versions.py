@@ -10,7 +10,7 @@ from collections.abc import Mapping
 #: The digest of a kernel's present code, and the version that it has. Any other code has its own
 #: digest as its version, and the kernel is measured again.
 KEPT: Mapping[str, tuple[str, str]] = {
-    "blas": ("5054c252bb29", "5b6bfa4a06ad"),
+    "blas": ("e3cddb342f03", "5b6bfa4a06ad"),
     "triton.naive": ("720aa065076c", "ae4bc81b7105"),
     "triton.grouped": ("ec62b0abe462", "b4321aa687df"),
     "triton.split_k": ("292e018433ae", "a54fb1efb14d"),

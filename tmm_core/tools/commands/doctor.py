@@ -28,10 +28,10 @@ from tmm_core.bench import recheck
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
 from tmm_core.dispatch import verify
+from tmm_core.dispatch.asking import Asked
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.registry import DISTRIBUTION, Registry
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
