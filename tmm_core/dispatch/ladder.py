@@ -158,7 +158,10 @@ class Dispatcher(Evidence):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    raise
+                    if isinstance(error, Exception):
+                        raise
+                    # Its sys.exit ends no process.
+                    raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
                 continue
             if fault is None:
