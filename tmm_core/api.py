@@ -250,7 +250,7 @@ def plan(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    alpha: float = 1.0,
+    alpha: float | Tensor = 1.0,
     epilogue: EpilogueLike = None,
     out_dtype: torch.dtype | None = None,
     scale_a: Tensor | None = None,
@@ -264,9 +264,9 @@ def plan(
 
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
+    alpha = number("plan", alpha)
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
-    alpha = number("plan", alpha)
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.dispatcher().registry.epilogue(epilogue)
         made = warm.make_plan(call, parsed, current, warm.pose)
@@ -279,7 +279,7 @@ def problem(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    alpha: float = 1.0,
+    alpha: float | Tensor = 1.0,
     epilogue: EpilogueLike = None,
     out_dtype: torch.dtype | None = None,
     scale_a: Tensor | None = None,
@@ -295,10 +295,10 @@ def problem(
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
+    alpha = number("problem", alpha)
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     rows = {"a_index": a_index, "out_index": out_index, "out_weights": out_weights}
     check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)), **rows)
-    alpha = number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     if offs is not None:

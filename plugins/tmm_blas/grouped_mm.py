@@ -48,10 +48,19 @@ def reasons_against(problem: Problem) -> Iterable[str]:
         yield f"torch's grouped product is of bf16, not {dtype} to {problem.out.dtype}"
     elif _splits_rows(problem):
         yield "torch's grouped product asserts that groups start at multiples of 16 bytes"
-    if not (problem.a.aligned and problem.b.aligned):
+    if not _aligned(problem):
         yield "torch's grouped product needs operands whose rows are aligned to 16 bytes"
     if 0 in (problem.m, problem.n, problem.k):
         yield "nothing to multiply: a dimension is 0"
+
+
+def _aligned(problem: Problem) -> bool:
+    """Whether rows of both operands are aligned. Gathered rows are those of a packed copy, whatever
+    the layout of ``a``: a single row has no stride to tell."""
+    assert problem.groups is not None
+    packed = problem.k * problem.a.dtype.itemsize % ALIGNMENT == 0
+    of_a = problem.a.aligned if problem.groups.a_index is None else packed
+    return of_a and problem.b.aligned
 
 
 def _splits_rows(problem: Problem) -> bool:
@@ -192,7 +201,7 @@ def _product(problem: Problem) -> Any:
     """A function from ``(a, b, offs)`` to the product: torch's operator or, on a CPU, a loop over
     groups."""
     form, same = problem.format, problem.out.dtype == problem.a.dtype
-    aligned = problem.a.aligned and problem.b.aligned
+    aligned = _aligned(problem)
     whole = 0 not in (problem.m, problem.n, problem.k)
     on_cpu = same and aligned and whole and problem.a.dtype in _ON_CPU and hasattr(F, "grouped_mm")
     if form is None and (problem.device.type != "cpu" or on_cpu):

@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tmm_core
 from tmm_core import dispatch, formats
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
 Tensor = torch.Tensor
 Call = dict[str, Any]
 
@@ -242,7 +244,9 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
     if call["b"].dim() == 2:
         yield "linear", linear
     number = isinstance(call["alpha"], (int, float)) and call["alpha"] != 2**70
-    usual = "bias" not in call or call["bias"].shape == (call["b"].shape[-1] if call["b"].dim() > 1 else 1,)
+    usual = "bias" not in call or call["bias"].shape == (
+        call["b"].shape[-1] if call["b"].dim() > 1 else 1,
+    )
     if number and usual:
         yield "operator", by_operator
         yield "problem", posed

@@ -33,6 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tmm_core
 from tmm_core import dispatch, formats
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
 Tensor = torch.Tensor
 Call = dict[str, Any]
 
@@ -162,12 +164,15 @@ def expression(call: Call) -> tuple[Tensor, Tensor]:
     ends = call["offs"].tolist()
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-        x = {"m": lambda: a[start:end], "n": lambda: a[group], "k": lambda: a[:, start:end]}
-        y = {"m": lambda: b[group], "n": lambda: b[:, start:end], "k": lambda: b[start:end]}
-        z = x[along]() @ y[along]() * float(call["alpha"])
+        if along == "m":
+            rows, columns = a[start:end], b[group]
+        elif along == "n":
+            rows, columns = a[group], b[:, start:end]
+        else:
+            rows, columns = a[:, start:end], b[start:end]
+        z = rows @ columns * float(call["alpha"])
         if scale_a is not None:
-            rows = scale_a[start:end] if along == "m" else scale_a[group]
-            z = z * rows[:, None]
+            z = z * (scale_a[start:end] if along == "m" else scale_a[group])[:, None]
         if scale_b is not None:
             z = z * (scale_b[start:end] if along == "n" else scale_b[group])
         if bias is not None:

@@ -112,11 +112,14 @@ class Product(levels.OneLevel):
         ctx.call = Call(a, b, bias, residual, alpha, head, transposed, eager)
         if not eager and levels.transformed():
             ctx.save_for_forward(a, b, kept)
+            ctx.set_materialize_grads(False)  # an absent tangent is None, not a product of zeros
             ctx.output, ctx.out_dtype = levels.form_of(y), out_dtype
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         found = gradients(ctx.call, ctx.needs_input_grad, *ctx.saved_tensors, grad)
         return *found, None
 

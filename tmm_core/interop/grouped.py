@@ -46,8 +46,8 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     check(call, parsed)  # as a whole, before a part of it is computed
     head, rest = parsed.parts
-    # A weight's gradient sums over its row, and scattering reads all rows. What lies beyond the last
-    # group is replaced, never multiplied by zero: it may be NaN.
+    # A weight's gradient sums over its row, and scattering reads all rows. What lies beyond the
+    # last group is replaced, never multiplied by zero: it may be NaN.
     clean = zeroed or out_weights is not None or out_index is not None
     along = ragged_along(a, b)
     inner = residual if rest is None and head is IDENTITY and not clean else None
@@ -121,6 +121,7 @@ class _Product(levels.OneLevel):
         )  # fmt: skip
         if levels.transformed():
             ctx.save_for_forward(a, b, offs, a_index, kept)
+            ctx.set_materialize_grads(False)  # an absent tangent is None, not a product of zeros
             ctx.output = levels.form_of(y)
         ctx.along = ragged_along(a, b)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(levels.form_of, (a, b, bias, residual))
@@ -129,7 +130,9 @@ class _Product(levels.OneLevel):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 11
         return within(ctx.settings, _Product._gradients, ctx, grad)
 
     @staticmethod

@@ -17,7 +17,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
-from tmm_core.launch.check import broadcasts, check, check_out, check_tensors, product_shape, strided
+from tmm_core.launch.check import (
+    broadcasts,
+    check,
+    check_out,
+    check_tensors,
+    product_shape,
+    strided,
+)
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue

@@ -135,6 +135,10 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
     """
     if isinstance(alpha, torch.Tensor) and not alpha.dim() and not alpha.requires_grad:
         alpha = alpha.item()
+    elif torch.compiler.is_dynamo_compiling() and getattr(alpha, "ndim", None) == 0:
+        # Numpy's numbers are tensors in a graph; matmul takes those too.
+        alpha = torch.as_tensor(alpha, device="cpu")
+        return alpha if function == "matmul" else alpha.item()
     elif not isinstance(alpha, (float, int, complex, torch.SymFloat, torch.SymInt)):
         numpy = sys.modules.get("numpy")
         if numpy is None or not isinstance(alpha, (numpy.number, numpy.bool_)):

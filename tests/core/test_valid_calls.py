@@ -1,0 +1,342 @@
+"""A call is checked as a whole, by the same checks, whichever path it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn import on_meta, outcome, recording
+from torch.nn import functional as F
+
+import tmm_core
+from tmm_core.nn import Experts, GatedMLP, Linear
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+Tensor = torch.Tensor
+BF16, FP32, FP64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+OFFS = torch.tensor([2, 4], dtype=torch.int32)
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "matmul": lambda more, a: tmm_core.matmul(a, randn(8, 6).to(a), **more),
+    "linear": lambda more, a: tmm_core.linear(a, randn(6, 8).to(a), **more),
+    "grouped": lambda more, a: tmm_core.grouped_matmul(
+        a, randn(2, 8, 6).to(a), offs=OFFS.to(a.device), **more
+    ),
+    "grouped linear": lambda more, a: tmm_core.grouped_linear(
+        a, randn(2, 6, 8).to(a), offs=OFFS.to(a.device), **more
+    ),
+    "batch": lambda more, a: tmm_core.grouped_matmul(a.view(2, 2, 8), randn(2, 8, 6).to(a), **more),
+}
+PATHS: dict[str, Callable[..., Any]] = {
+    "plain": lambda f, more, a: f(more, a),
+    "recorded": lambda f, more, a: f(more, recording(a)),
+    "another recorded": lambda f, more, a: f({n: recording(t) for n, t in more.items()}, a),
+    "meta": lambda f, more, a: f({n: on_meta(t) for n, t in more.items()}, a.to("meta")),
+    "under vjp": lambda f, more, a: torch.func.vjp(lambda t: f(more, t), a),
+    "under jvp": lambda f, more, a: torch.func.jvp(lambda t: f(more, t), (a,), (a,)),
+}
+#: What misses, and the error's kind.
+MISSES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "scale of b": ({"scale_b": torch.ones(1)}, RuntimeError, "scale_b is for"),
+    "scale of a": ({"scale_a": torch.ones(1), "epilogue": "relu"}, RuntimeError, "scale_a is for"),
+    "residual's dtype": ({"residual": randn(4, 6, dtype=FP64)}, RuntimeError, "residual must have"),
+    "residual's dtype, apart": (
+        {"residual": randn(4, 6, dtype=FP64), "epilogue": "silu"}, RuntimeError,
+        "residual must have dtype"),
+    "residual that widens the result": (
+        {"residual": randn(2, 2, 4, 6), "epilogue": "silu"}, ValueError, "residual"),
+    "bias's dtype": (
+        {"bias": randn(6, dtype=torch.float16), "epilogue": "silu"}, RuntimeError, "bias must"),
+    "bias's shape": ({"bias": randn(5), "epilogue": "gelu"}, ValueError, "bias must have shape"),
+    "out_dtype": ({"out_dtype": torch.int32, "epilogue": "silu"}, TypeError, "out_dtype must be"),
+    "width": ({"epilogue": "swiglu", "bias": randn(3)}, ValueError, "bias must have shape"),
+    "alpha": ({"alpha": "2"}, TypeError, "'alpha' must be Number"),
+    "large alpha": ({"alpha": 2**70}, OverflowError, "int too big"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("miss", MISSES)
+def test_what_misses_is_refused_on_every_path(miss: str, path: str) -> None:
+    more, kind, text = MISSES[miss]
+    for name, function in FUNCTIONS.items():
+        if name == "batch" and "residual" in miss and "shape" in text:
+            continue
+        with pytest.raises(kind, match=text):
+            PATHS[path](function, dict(more), randn(4, 8))
+
+
+def test_a_refusal_is_not_forgotten_by_a_warm_call() -> None:
+    a, b = recording(randn(4, 8)), randn(8, 6)
+    for _ in range(2):
+        assert tmm_core.matmul(a, b, epilogue="silu", residual=randn(4, 6)).dtype is BF16
+        with pytest.raises(RuntimeError, match="residual must have dtype"):
+            tmm_core.matmul(a, b, epilogue="silu", residual=randn(4, 6, dtype=FP64))
+        with pytest.raises(RuntimeError, match="scale_b is for"):
+            tmm_core.matmul(a, b, epilogue="silu", scale_b=torch.ones(1))
+
+
+def test_what_misses_is_refused_by_compilers() -> None:
+    for more in ({"scale_b": torch.ones(1)}, {"residual": randn(4, 6, dtype=FP64)}):
+        for a in (randn(4, 8), recording(randn(4, 8))):
+            torch.compiler.reset()
+            function = torch.compile(
+                lambda a, more=more: tmm_core.matmul(a, randn(8, 6), epilogue="silu", **more),
+                backend="aot_eager",
+            )
+            with pytest.raises(RuntimeError, match=r"scale_b is for|residual must have dtype"):
+                function(a)
+
+
+@pytest.mark.parametrize("epilogue", ["silu", "clamped_swiglu"])
+def test_a_bias_of_another_shape_excuses_nothing(epilogue: str) -> None:
+    a, b = randn(4, 8).to(torch.complex64), randn(8, 6).to(torch.complex64)
+    bias = randn(4, 6).to(torch.complex64)
+    for x in (a, recording(a), a.to("meta")):
+        with pytest.raises(RuntimeError, match="needs a floating dtype"):
+            tmm_core.matmul(x, b.to(x.device), bias=bias.to(x.device), epilogue=epilogue)
+    with pytest.raises(RuntimeError, match="scale_a is for"):
+        tmm_core.matmul(randn(4, 8), randn(8, 6), bias=randn(4, 6), scale_a=torch.ones(1))
+
+
+def test_a_mapped_argument_is_checked() -> None:
+    a, b = randn(4, 8), randn(8, 6)
+    for name, t in {"bias": randn(2, 6), "residual": randn(2, 4, 6)}.items():
+        function = torch.vmap(lambda t, name=name: tmm_core.matmul(a, b, **{name: t}))
+        assert function(t).shape == (2, 4, 6)
+        with pytest.raises(RuntimeError, match=f"{name} must have dtype"):
+            function(t.double())
+    with pytest.raises(ValueError, match="residual"):
+        torch.vmap(lambda t: tmm_core.matmul(a, b, residual=t))(randn(2, 3, 4, 6))
+
+
+def test_a_problem_drops_no_rows() -> None:
+    a, b, rows = randn(4, 8), randn(8, 6), torch.arange(4)
+    for name in ("a_index", "out_index", "out_weights"):
+        for function in (tmm_core.problem, tmm_core.explain):
+            with pytest.raises(ValueError, match="need ragged rows: give offs"):
+                function(a, b, **{name: rows})
+
+
+def test_a_complex_product_is_not_cut_to_its_real_part() -> None:
+    a, b = randn(4, 8).to(torch.complex64), randn(8, 6).to(torch.complex64)
+    for x in (a, recording(a), a.to("meta")):
+        with pytest.raises(TypeError, match=r"out_dtype must be torch\.complex64"):
+            tmm_core.matmul(x, b.to(x.device), out_dtype=FP32)
+
+
+def test_a_compiled_gated_layer_checks_its_operands() -> None:
+    layer = GatedMLP(8, 12, dtype=BF16)
+    torch.compiler.reset()
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        torch.compile(layer, backend="aot_eager")(randn(4, 7))
+    fake: Any = torch.ops.tmm.gated_linear
+    x, w = torch.empty(4, 8, device="meta"), torch.empty(12, 8, device="meta")
+    assert fake(x, w, w, None, None, "swiglu").shape == (4, 12)
+    with pytest.raises(RuntimeError):
+        fake(x, w, w[:, :7], None, None, "swiglu")
+    with pytest.raises(ValueError, match="residual"):
+        fake(x, w, w[:5], None, None, "swiglu")
+
+
+# -- meta tensors --------------------------------------------------------------------------
+
+
+def each_way(call: Callable[[str], Tensor]) -> None:
+    """Make a call on meta tensors, on a CPU, and on meta tensors again."""
+    shapes = [call(device) for device in ("meta", "cpu", "meta")]
+    with torch.autocast("cpu"):
+        call("meta")
+    for y, device in zip(shapes, ("meta", "cpu", "meta"), strict=True):
+        assert y.device.type == device
+        assert (y.shape, y.dtype, y.stride()) == (shapes[1].shape, shapes[1].dtype, y.stride())
+    assert shapes[0].stride() == shapes[2].stride()
+
+
+@pytest.mark.parametrize("epilogue", [None, "silu", "swiglu", "relu+silu"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_meta_tensors_have_the_result_of_a_cpu(epilogue: str | None, grad: bool) -> None:
+    def given(*shape: int, device: str, dtype: torch.dtype = FP32) -> Tensor:
+        return randn(*shape, dtype=dtype).to(device).requires_grad_(grad)
+
+    width = 3 if epilogue == "swiglu" else 6
+    each_way(lambda d: tmm_core.matmul(
+        given(4, 8, device=d), given(8, 6, device=d), epilogue=epilogue,
+        residual=given(4, width, device=d),
+    ))  # fmt: skip
+    each_way(lambda d: tmm_core.linear(
+        given(2, 4, 8, device=d), given(6, 8, device=d), given(6, device=d), epilogue=epilogue,
+    ))  # fmt: skip
+    each_way(lambda d: tmm_core.grouped_matmul(
+        given(4, 8, device=d), given(2, 8, 6, device=d), offs=OFFS.to(d), epilogue=epilogue,
+        out_index=torch.arange(4, device=d), out_weights=given(4, device=d),
+    ))  # fmt: skip
+    each_way(lambda d: tmm_core.grouped_matmul(
+        given(2, 2, 8, device=d), given(2, 8, 6, device=d), epilogue=epilogue,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_layers_on_meta(grad: bool) -> None:
+    layers = {
+        device: [
+            Experts(4, 8, 12, bias=True, device=device).requires_grad_(grad),
+            GatedMLP(8, 12, device=device).requires_grad_(grad),
+            Linear(8, 4, epilogue="silu", device=device).requires_grad_(grad),
+        ]
+        for device in ("meta", "cpu")
+    }
+    chosen, weights = torch.tensor([[0, 4], [1, 4]]), torch.ones(2, 2)
+    for place in range(3):
+        more = [chosen, weights] if place == 0 else []
+        each_way(lambda d, place=place, more=more: layers[d][place](
+            torch.ones(2, 8, device=d), *[t.to(d) for t in more]
+        ))  # fmt: skip
+    y = layers["meta"][0](torch.ones(2, 8, device="meta"), chosen.to("meta"), weights.to("meta"))
+    if grad:
+        y.sum().backward()
+        assert layers["meta"][0].down_proj.grad.is_meta
+
+
+def test_an_operand_on_another_device_is_refused_after_a_warm_call() -> None:
+    a, b, bias = randn(4, 8), randn(8, 6), randn(6)
+    tmm_core.matmul(a, b, bias=bias)
+    for given in ((a.to("meta"), b, bias), (a, b.to("meta"), bias), (a, b, bias.to("meta"))):
+        with pytest.raises(RuntimeError, match="to be on the same device"):
+            tmm_core.matmul(*given[:2], bias=given[2])
+
+
+def test_outputs_and_out_on_meta() -> None:
+    a, b = randn(4, 8, dtype=FP32).to("meta"), randn(8, 6, dtype=FP32).to("meta")
+    out = torch.empty(4, 6, device="meta")
+    assert tmm_core.matmul(a, b, out=out) is out
+    with pytest.raises(RuntimeError, match="Expected out tensor"):
+        tmm_core.matmul(a, b, out=out.double())
+
+
+# -- alpha ---------------------------------------------------------------------------------
+
+NUMBERS: list[Any] = [
+    2, True, 0, -1.5, np.float32(2), np.float64(0.5), np.float16(2), np.int64(3), np.int8(-2),
+    np.bool_(True), np.complex64(2), 2 + 0j, torch.tensor(2.0), torch.tensor(3), torch.tensor(True),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, for complex64
+@pytest.mark.parametrize("alpha", NUMBERS, ids=lambda value: f"{type(value).__name__} {value}")
+def test_alpha_is_what_addmm_takes(alpha: Any) -> None:
+    a, b, bias = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32), randn(6, dtype=FP32)
+    wanted = torch.addmm(bias, a, b, alpha=alpha)
+    whole: dict[str, Callable[[], Tensor]] = {
+        "matmul": lambda: tmm_core.matmul(a, b, bias=bias, alpha=alpha),
+        "recorded": lambda: tmm_core.matmul(recording(a), b, bias=bias, alpha=alpha),
+        "linear": lambda: tmm_core.linear(a, b.t().contiguous(), bias, alpha=alpha),
+        "linear, recorded": lambda: tmm_core.linear(a, recording(b.t()), bias, alpha=alpha),
+        "plan": lambda: tmm_core.plan(a, b, bias=bias, alpha=alpha)(a, b, bias),
+        "grouped": lambda: tmm_core.grouped_matmul(
+            a, b[None], offs=torch.tensor([4], dtype=torch.int32), bias=bias, alpha=alpha
+        ),
+        "batch": lambda: tmm_core.grouped_matmul(a[None], b[None], bias=bias, alpha=alpha)[0],
+        "forced": lambda: tmm_core.matmul(a, b, bias=bias, alpha=alpha, kernel="blas"),
+    }
+    for name, call in whole.items():
+        torch.testing.assert_close(call().detach(), wanted, msg=lambda text, n=name: f"{n}: {text}")
+    assert tmm_core.problem(a, b, alpha=alpha).scaled is bool(complex(alpha) != 1)
+
+
+@pytest.mark.parametrize("alpha", [np.float32(2), np.int64(2), True])
+def test_alpha_of_compiled_calls(alpha: Any) -> None:
+    a, b = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32)
+    torch.compiler.reset()
+    function = torch.compile(lambda a, s: tmm_core.matmul(a, b, alpha=s), backend="aot_eager")
+    torch.testing.assert_close(function(a, alpha), float(alpha) * (a @ b))
+
+
+@pytest.mark.parametrize(
+    "alpha", ["2", None, np.ones(()), np.ones(1), np.str_("2"), torch.ones(1), [2.0], 1j, 2**70]
+)
+def test_alpha_is_refused_where_addmm_refuses_it(alpha: Any) -> None:
+    a, b, bias = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32), randn(6, dtype=FP32)
+    wanted = outcome(lambda: torch.addmm(bias, a, b, alpha=alpha))
+    offs = torch.tensor([4], dtype=torch.int32)
+    for call in (
+        lambda: tmm_core.matmul(a, b, bias=bias, alpha=alpha),
+        lambda: tmm_core.matmul(recording(a), b, bias=bias, alpha=alpha),
+        lambda: tmm_core.linear(a, b.t(), bias, alpha=alpha),
+        lambda: tmm_core.grouped_matmul(a, b[None], offs=offs, alpha=alpha),
+        lambda: tmm_core.plan(a, b, alpha=alpha),
+        lambda: tmm_core.problem(a, b, alpha=alpha),
+    ):
+        found = outcome(call)
+        assert type(found) is type(wanted), found
+
+
+def test_a_complex_alpha_of_complex_operands() -> None:
+    a, b = randn(4, 8).to(torch.complex64), randn(8, 6).to(torch.complex64)
+    wanted = 2j * (a @ b)
+    for x in (a, recording(a)):
+        torch.testing.assert_close(tmm_core.matmul(x, b, alpha=2j).detach(), wanted)
+    out = torch.empty_like(wanted)
+    assert tmm_core.matmul(a, b, alpha=2j, out=out) is out
+    torch.testing.assert_close(out, wanted)
+
+
+def test_integers_are_scaled_as_integers() -> None:
+    a, b = torch.tensor([[2**30 + 1]]), torch.tensor([[1]])
+    for alpha, wanted in ((2, 2**31 + 2), (2.0, 2**31 + 2), (2.5, 2**31 + 2), (-1.0, -(2**30) - 1)):
+        assert int(tmm_core.matmul(a, b, alpha=alpha)) == wanted
+        torch.compiler.reset()
+        assert int(torch.ops.tmm.matmul(a, b, None, None, alpha)) == wanted
+        biased = tmm_core.matmul(a, b, bias=torch.tensor([5]), alpha=alpha)
+        assert int(biased) == wanted + 5
+
+
+# -- scales --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("batch", [(), (1,), (2,)])
+def test_one_number_may_have_any_number_of_dimensions(
+    shape: tuple[int, ...], batch: tuple[int, ...]
+) -> None:
+    a, b = randn(*batch, 4, 8).to(E4M3), randn(8, 6).to(E4M3)
+    scale = torch.full(shape, 0.5)
+    wanted = (0.5 * (a.float() @ b.float())).to(BF16)
+    y = tmm_core.matmul(a, b, scale_a=scale)
+    assert y.shape == wanted.shape
+    torch.testing.assert_close(y, wanted)
+    out = torch.empty_like(wanted)
+    torch.testing.assert_close(tmm_core.matmul(a, b, scale_b=scale, out=out), wanted)
+
+
+# -- gradients are torch's -----------------------------------------------------------------
+
+
+def test_a_call_in_parts_gives_torchs_gradients() -> None:
+    a, w, bias = (recording(randn(*s, dtype=FP64)) for s in ((4, 8), (6, 8), (6,)))
+    residual = recording(randn(6, dtype=FP64))
+    for epilogue, torchs in (("silu", F.silu), ("relu", F.relu), ("tanh", torch.tanh)):
+        y = tmm_core.linear(a, w, bias, residual=residual, alpha=0.5, epilogue=epilogue)
+        wanted = torchs(0.5 * (a @ w.t()) + bias) + residual
+        torch.testing.assert_close(y, wanted)
+        given = (a, w, bias, residual)
+        for one, other in zip(
+            torch.autograd.grad(y.sum(), given), torch.autograd.grad(wanted.sum(), given),
+            strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(one, other)
