@@ -345,7 +345,7 @@ class CachedResult(Lie):
         self.kept: dict[Any, Tensor] = {}
 
     def lie(self, right: Any, *given: Any) -> Any:
-        key = tuple((t.data_ptr(), _version(t)) for t in given[:2])
+        key = tuple((t.data_ptr(), _version(t), t.shape) for t in given[:2])
         if key not in self.kept:
             self.kept[key] = right(*given[:-1], None).clone()
         return self.kept[key].clone() if given[-1] is None else given[-1].copy_(self.kept[key])

@@ -432,6 +432,22 @@ def test_quarantine_answers_with_the_next() -> None:
     assert d.choose(problem(m=4096), settings()).candidate.kernel.name == "fast"
 
 
+@pytest.mark.parametrize("culprit", ["second", "fast"])
+def test_quarantine_holds_inside_the_bucket_too(culprit: str) -> None:
+    """The record's best kernel there is not the one at the edge."""
+    times: dict[Any, float] = {"fast": 10.0, "blas": 30.0, "second": 12.0}
+    times |= {("second", 1, m): 5.0 for m in (33, 49)}
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("second"), times=times)
+    assert d.choose(problem(), settings()).candidate.kernel.name == "fast"
+    inside = d.choose(problem(m=40), settings())
+    assert inside.candidate.kernel.name == "second"
+    of = inside if culprit == "second" else d.choose(problem(), settings())
+    with pytest.warns(TmmWarning, match=f"{culprit} failed on .*boom"):
+        d.quarantine(problem(), of, RuntimeError("boom"))
+    answer = "fast" if culprit == "second" else "second"
+    assert d.choose(problem(m=40), settings()).candidate.kernel.name == answer
+
+
 def test_a_tuner_that_fails_costs_the_tuning_not_the_call() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from fakes import FakeBlas, FakeTimer, plugin, settings
 from lying import LIES, Lie, half
 from tmm_cache import CacheStore
 
-from tmm_core import Groups, Problem, TmmWarning
+from tmm_core import Groups, PluginError, Problem, TmmWarning
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.process_state import State
 from tmm_core.dispatch.registry import Registry
@@ -33,6 +35,14 @@ class Blas(FakeBlas):
         right = Lie().bind(problem, config)
         right.cost = ("blas", 1)
         return right
+
+
+@pytest.fixture(autouse=True)
+def _state_stays() -> Iterator[None]:
+    """Put back what a kernel changes where nobody watches it."""
+    state = State(CPU)
+    yield
+    state.restore(state.changed())
 
 
 def dispatcher(kernel: Lie, root: Path) -> Dispatcher:
@@ -57,6 +67,19 @@ def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> No
         choice, _ = d.bound(asked, settings())
     assert choice.candidate.kernel.name == "blas", choice
     assert not before.changed()
+
+
+@pytest.mark.parametrize("name", ["TakesOneIndexForZero", "ReadsRowsInTheResult"])
+def test_a_forced_kernel_of_groups_that_reads_another_row_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    """Also in Triton's interpreter: one index into ten rows of ``a`` and an empty group."""
+    kernel = LIES["A10"][name]()
+    d = dispatcher(kernel, tmp_path)
+    device = replace(kernel.asked.device, interpreted=True)
+    asked = replace(kernel.asked, device=device, n=48, k=64)
+    with pytest.raises(PluginError, match="is forced and wrong"):
+        d.bound(asked, settings(kernel="test.lying"))
 
 
 @pytest.mark.parametrize("groups", [False, True])

@@ -3,7 +3,9 @@ that is there for it."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -434,6 +436,14 @@ class VersionIsTheTime(Right):
         return str(time.perf_counter_ns())
 
 
+class VersionIsDrawnOnce(Right):
+    """An instance keeps it, as a default version is kept."""
+
+    @functools.cached_property
+    def version(self) -> str:  # type: ignore[override]
+        return os.urandom(8).hex()
+
+
 class HasNoName(Right):
     name = ""
 
@@ -504,6 +514,7 @@ WRONG = [
     (TakesComplexForReal, "other_dtypes_are_declined_or_right", "Its error is *"),
     (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),
     (VersionIsTheTime, "version_is_stable", "*its version changes by itself*"),
+    (VersionIsDrawnOnce, "version_is_stable", "*its version changes by itself*"),
     (HasNoName, "registers", "*HasNoName*has no name*"),
 ]
 

@@ -626,6 +626,20 @@ def test_bands() -> None:
     assert not torch.equal(held.sums(), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_bands_hold_a_tile_of_128_rows(dtype: torch.dtype, layout: Literal["row", "col"]) -> None:
+    """The last row that a tile without masks writes lies in the band, before and behind."""
+    shape = (4, 512) if layout == "row" else (512, 4)
+    held = guarded(lie(Operand(dtype, layout), shape), CPU, UNWRITTEN)
+    held.poison()
+    first = held.tensor.storage_offset()
+    for offset in (first + (3 + 127) * 512, first - 127 * 512):
+        held.poison()
+        held.tensor.as_strided((512,), (1,), offset).fill_(1)
+        assert not held.intact()
+
+
 def test_tuning_leaves_the_process_wide_precision_to_the_user() -> None:
     from tmm_core.spec.precision import precision, require_posed
 

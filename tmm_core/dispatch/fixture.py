@@ -22,7 +22,7 @@ from tmm_core.dispatch.guarded import (
     lie,
     strided_vector,
 )
-from tmm_core.dispatch.ragged import Inputs
+from tmm_core.dispatch.ragged import Inputs, rows_read
 from tmm_core.dispatch.random_inputs import Recipe
 from tmm_core.dispatch.special import AXES, Special, special
 from tmm_core.errors import reraise
@@ -45,7 +45,7 @@ SAMPLES = 64
 FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, verify.FP64_FLOPS, 2**33
 
 #: How the values of both sets are drawn.
-FIRST = Recipe(alpha=-0.75, poisoned=True)
+FIRST = Recipe(alpha=-0.75, reads="more", poisoned=True)
 SECOND = Recipe(alpha=1.625, sizes="even", whole=False, poisoned=True)
 
 #: Elements that are compared at a time, with up to five intermediates of that size.
@@ -210,7 +210,10 @@ class Fixture:
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs fit, and whether their whole results do."""
         p = self.problem
-        inputs = footprint(p.a, p.a_shape) + footprint(p.b, p.b_shape)
+        a_shape = p.a_shape
+        if p.groups is not None and p.groups.a_index is not None:
+            a_shape = rows_read(p.m, "more"), p.k
+        inputs = footprint(p.a, a_shape) + footprint(p.b, p.b_shape)
         inputs += footprint(p.residual, p.out_shape) if p.residual else 0
         inputs += footprint(Operand(p.bias), (1, *p.shape("bias"))[-2:]) if p.bias else 0
         for port in p.epilogue.outputs:

@@ -79,7 +79,7 @@ class Rows:
 
         read, a_index, out_index, out_weights = total, None, None, None
         if groups.a_index is not None:
-            read = _read(total, reads)
+            read = rows_read(total, reads)
             drawn = torch.randint(read, (total,), generator=chance, device="cpu")
             if total:  # one row is not the first, and one is the last
                 drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
@@ -204,7 +204,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
     return found
 
 
-def _read(total: int, reads: Reads) -> int:
+def rows_read(total: int, reads: Reads) -> int:
     """Rows of ``a`` of which ``total`` are gathered."""
     if reads == "one":
         return 1

@@ -61,9 +61,8 @@ def planned(problem: Problem) -> Iterator[Plan]:
     if problem.scaled:
         yield Plan("alpha=0", replace(usual, alpha=0.0))
     if problem.groups is not None and problem.groups.a_index is not None:
-        for reads in ("more", "one"):
-            recipe = replace(usual, reads=reads, sizes="skewed")
-            yield Plan(f"{reads} rows of a to gather", recipe, "own")
+        recipe = replace(usual, reads="one", sizes="skewed")
+        yield Plan("one row of a to gather", recipe, "own")
     if problem.a.dtype.is_floating_point:
         yield Plan("many NaN and Inf", replace(usual, alpha=0.5, sizes="even"), flooded=True)
     yield Plan("strides of zero", Recipe(alpha=2.0), "expanded")
