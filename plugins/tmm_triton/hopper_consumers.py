@@ -23,7 +23,7 @@ from tmm_triton.hopper_walk import (
     unit_at,
     work_of,
 )
-from tmm_triton.ragged_tiles import barrier
+from tmm_triton.ragged_tiles import barrier, reinterpret
 
 
 @jit
@@ -62,7 +62,7 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
     b = as_matrix(b_ring.index(slot), KIND)
     if C.narrow:
         SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
-        b = b._reinterpret(b.dtype, SHAPE, b.layout)
+        b = reinterpret(b, b.dtype, SHAPE, b.layout)
     if C.B_COL:
         b = b.permute((1, 0))
     return b

@@ -6,7 +6,6 @@ from __future__ import annotations
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared
 
 from tmm_triton.hopper_walk import (
     described,
@@ -16,7 +15,7 @@ from tmm_triton.hopper_walk import (
     unit_at,
     work_of,
 )
-from tmm_triton.ragged_tiles import barrier, bounds, placed
+from tmm_triton.ragged_tiles import async_load, barrier, bounds, placed, reinterpret
 from tmm_triton.words import box_of, box_rows, box_words
 
 
@@ -64,12 +63,12 @@ def _load(
             slot = a_ring.index(stage * A_BOXES + part)
             if C.rows > C.A_ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
-            async_copy_global_to_shared(a_desc, where, ready, slot)
+            async_load(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
             at = column + part // EACH * N + part % EACH * C.box_columns
             where = placed(of_b, end, k, at, C.B_COL, B_KIND)
             slot = b_ring.index(stage * B_BOXES + part)
-            async_copy_global_to_shared(b_desc, where, ready, slot)
+            async_load(b_desc, where, ready, slot)
         stage, phase = next_stage(stage, phase, C)
     return stage, phase
 
@@ -174,7 +173,7 @@ def _put(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BOX[1]), 64, 2)
     box = box_of(words, rows, ALONG_K)
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    ring.index(stage)._reinterpret(gl.uint64, SLOT, LAYOUT).store(box)
+    reinterpret(ring.index(stage), gl.uint64, SLOT, LAYOUT).store(box)
     # All threads' stores come before the barrier, the barrier before the arrival.
     barrier()
     mbarrier.arrive(full.index(stage))

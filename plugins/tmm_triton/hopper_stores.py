@@ -6,14 +6,10 @@ from __future__ import annotations
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.language.nvidia.hopper.tma import (
-    async_copy_global_to_shared,
-    async_copy_shared_to_global,
-    store_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from tmm_triton.hopper_walk import as_matrix, described
-from tmm_triton.ragged_tiles import placed
+from tmm_triton.ragged_tiles import async_load, async_store, placed
 
 
 @jit
@@ -98,7 +94,7 @@ def fetch(staged, strip, matrix, row, column, end, WHO: gl.constexpr, C: gl.cons
     mbarrier.expect(ready, BYTES)
     of_r = described(matrix, stride, KIND)
     where = placed(of_r, end, row, column + strip * C.width, False, KIND)
-    async_copy_global_to_shared(r_desc, where, ready, staging.index(slot))
+    async_load(r_desc, where, ready, staging.index(slot))
 
 
 @jit
@@ -221,4 +217,4 @@ def store_tile(
             buffer.store(x.to(c_desc.dtype))
             fence_async_shared()
             where = placed(matrix, M, row, at, False, KIND)
-            async_copy_shared_to_global(c_desc, where, staging.index(slot))
+            async_store(c_desc, where, staging.index(slot))

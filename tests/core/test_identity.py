@@ -4,6 +4,7 @@ after the other, and keys are the same in every process where they can be."""
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 import threading
@@ -198,6 +199,7 @@ MAKERS: dict[str, Callable[[float], Any]] = {
     "cached": lambda c: (lambda g: lambda z: z * g())(functools.cache(lambda: c)),
     "property": lambda c: type("P", (), {"__call__": lambda s, z: z * s.c,
                                          "c": property(lambda s: c)})(),
+    "pattern": lambda c: (lambda p: lambda z: z * len(p.pattern))(re.compile("x" * int(c))),
     "set": lambda c: (lambda s: lambda z: z * max(s))({1.0, c}),
     "vmapped": lambda c: torch.vmap(times(c)),
 }  # fmt: skip

@@ -249,9 +249,9 @@ def test_declines_an_epilogue_that_it_cannot_fuse() -> None:
 
 
 def test_declines_a_triton_it_was_not_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
     (reason,) = KERNEL.reasons_against(problem())
-    assert "3.9.0" in reason
+    assert "3.10.0" in reason
 
 
 CONFIG = WarpSpecializedConfig(

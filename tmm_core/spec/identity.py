@@ -357,7 +357,8 @@ class _Walk:
 
     def _reduced(self, value: Any) -> None:
         """An object whose state no attribute shows, as pickle takes it apart."""
-        reduced = value.__reduce_ex__(4)
+        taken_apart = copyreg.dispatch_table.get(type(value))
+        reduced = taken_apart(value) if taken_apart is not None else value.__reduce_ex__(4)
         if isinstance(reduced, str):
             module = type(value).__module__
             if getattr(sys.modules.get(module), reduced, None) is not value:

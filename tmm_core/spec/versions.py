@@ -17,10 +17,10 @@ KEPT: Mapping[str, tuple[str, str]] = {
     "triton.skinny": ("8edd5344b1a2", "162246a65894"),
     "triton.fused_epilogue": ("6a3e7b6ba721", "7e215d99c5a6"),
     "triton.persistent": ("e06f76cba615", "a24f012506de"),
-    "triton.warp_specialized": ("14c2e53e3cd2", "82293eba3dd6"),
+    "triton.warp_specialized": ("cce9a7fd5a06", "82293eba3dd6"),
     "triton.realigned": ("cd6fbd64ceab", "8b920f5f38b1"),
     "triton.ragged": ("f1163061eeb6", "eb71ceb3c0b9"),
-    "triton.gathered": ("6b2b7dd5dc28", "cab81e315da5"),
+    "triton.gathered": ("4031593aea6f", "cab81e315da5"),
 }
 
 
