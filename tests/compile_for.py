@@ -2,8 +2,8 @@
 
     PYTHONPATH=FOLDER python tests/compile_for.py [MAJOR.MINOR]
 
-FOLDER holds another Triton, as ``pip install --target FOLDER triton==3.9.0`` puts it there. It prints
-one line per kernel, and fails if a kernel does not compile or serves nothing.
+FOLDER holds another Triton, as ``pip install --target FOLDER triton==3.9.0`` puts it there. It
+prints one line per kernel, and fails if a kernel does not compile or serves nothing.
 """
 
 from __future__ import annotations

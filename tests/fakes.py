@@ -19,6 +19,7 @@ from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
+from tmm_core.spec.code import version_of
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.operand import Operand
 
@@ -179,10 +180,36 @@ def imported(site: Path, name: str, source: str) -> Iterator[Any]:
     sys.path.insert(0, str(site))
     importlib.invalidate_caches()
     try:
-        yield importlib.import_module(f"{name}_plugin")
+        module = importlib.import_module(f"{name}_plugin")
+        for thing in list(vars(module).values()):
+            if isinstance(thing, type) and thing.__module__ == module.__name__:
+                _register(thing)
+            elif isinstance(thing, FakeKernel):
+                registered(thing)
+        yield module
     finally:
         sys.path.remove(str(site))
         del sys.modules[f"{name}_plugin"]
+
+
+def registered(kernel: Any) -> Any:
+    """A kernel, with the version that it has where it is registered."""
+    kernel.__dict__["version"] = version_of(kernel, kernel.version)[0]
+    return kernel
+
+
+def _register(kind: Any) -> None:
+    """Give the kernels of a class the version that they have where they are registered, as in a
+    process that finds them by their entry point."""
+    if not issubclass(kind, FakeKernel):
+        return
+    made = kind.__init__
+
+    def make(self: Any, *arguments: Any, **fields: Any) -> None:
+        made(self, *arguments, **fields)
+        registered(self)
+
+    kind.__init__ = make  # type: ignore[method-assign]
 
 
 def plugin(*kernels: Kernel[Any], epilogues: Sequence[Any] = ()) -> object:

@@ -30,6 +30,7 @@ from fakes import (
     imported,
     install,
     problem,
+    registered,
     settings,
 )
 
@@ -303,7 +304,9 @@ def test_another_plugin_path_is_another_server(
     monkeypatch.syspath_prepend(str(tmp_path / "more"))
     monkeypatch.setenv("TMM_PLUGINS", "later")
     later = importlib.import_module("later_plugin")
-    assert reason(own.submit(problem(), candidate(later.kernel, 5))).startswith("ValueError")
+    assert reason(own.submit(problem(), candidate(registered(later.kernel), 5))).startswith(
+        "ValueError"
+    )
 
 
 @pytest.mark.parametrize("broken", ["process", "import", "death", "slow"])
@@ -389,7 +392,7 @@ def test_the_tuner_binds_what_compiled_and_records_why_not(
     assert {tile: c.status for tile, c in mine.items()} == {
         1: "ok", 3: "failed", 5: "failed", 7: "ok",
     }  # fmt: skip
-    left = found.left["compiled.one", "1"]
+    left = found.left["compiled.one", kernel.version]
     assert (left.cause, left.reason[:39]) == ("hung", "its compiler died (signal 11, SIGSEGV):")
     faults = [fault.reason for fault in found.faults[Source("compiled.one")]]
     assert len(faults) == 3
@@ -443,7 +446,7 @@ def test_no_verdict_of_a_killed_compiler_or_a_full_disk(
     kernels = [FakeBlas(), kernel]
     record = tuner.tune(problem(), kernels, settings(tune_budget=60.0), findings=found)
     assert [c.kernel for c in record.candidates] == ["blas"]
-    left = found.left["compiled.one", "1"]
+    left = found.left["compiled.one", kernel.version]
     assert words in left.reason
     assert left.cause == ("hung" if tile == 4 else "passing")
 
@@ -491,8 +494,9 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {here!r})
 import os, time
-from fakes import problem
+from fakes import problem, registered
 from compiled_plugin import kernel
+registered(kernel)
 from tmm_core.dispatch import compilers
 from tmm_core.spec.kernel import Candidate
 

@@ -81,7 +81,9 @@ def test_declines(change: dict[str, Any], reason: str) -> None:
 
 def test_another_gluon_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.10.0")
-    assert any("Gluon of Triton 3.6.x, 3.7.x, 3.8.x, 3.9.x, not 3.10.0" in r for r in reasons(DECODE))
+    assert any(
+        "Gluon of Triton 3.6.x, 3.7.x, 3.8.x, 3.9.x, not 3.10.0" in r for r in reasons(DECODE)
+    )
 
 
 @pytest.mark.parametrize(
