@@ -76,6 +76,7 @@ def test_what_is_right_is_stamped(fine: FakeKernel, capsys: pytest.CaptureFixtur
     assert trust.is_verified(problem, candidate)
 
 
+@pytest.mark.filterwarnings("ignore::tmm_core.TmmWarning")  # of what was wrong in tuning
 def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = FakeKernel("test.wrong", spoil=lambda out: out.nan_to_num(0.0))
     lame = FakeKernel("test.lame", bind_error=OSError("no compiler"))
@@ -104,6 +105,7 @@ def test_hints_are_no_answers(fine: FakeKernel, capsys: pytest.CaptureFixture[st
     assert run(capsys, 0) == ([f"0 records for {DEVICE.gpu}"], [])
 
 
+@pytest.mark.filterwarnings("ignore::tmm_core.TmmWarning")  # of what was wrong in tuning
 def test_layers_are_looked_at_where_nothing_hides_them(
     fine: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
