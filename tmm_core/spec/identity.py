@@ -367,7 +367,7 @@ class _Walk:
             return
         made, *parts = reduced
         plain = made is copyreg.__newobj__  # type: ignore[attr-defined]  # typeshed lacks it
-        if plain and not any(parts[1:]) and len(parts[0]) == 1:
+        if plain and not any(parts[1:]) and len(tuple(parts[0] or ())) == 1:
             raise TypeError("its state is not told")
         for part in (made, *parts):
             self.add(list(part) if isinstance(part, Iterator) else part)
