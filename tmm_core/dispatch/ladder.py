@@ -158,7 +158,10 @@ class Dispatcher(Evidence):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    raise
+                    if issubclass(type(error), Exception):
+                        raise
+                    # It would end the process.
+                    raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
                 continue
             if fault is None:
