@@ -158,9 +158,9 @@ class Dispatcher(Evidence):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    if isinstance(error, Exception):
+                    if issubclass(type(error), Exception):
                         raise
-                    # Its sys.exit ends no process.
+                    # It would end the process.
                     raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
                 continue
@@ -309,6 +309,8 @@ class Dispatcher(Evidence):
         candidate = self.able_candidate(best, problem, key, settings)
         if candidate is None:
             return None
+        if left:
+            self.say_untried(problem, self.untried.get(asked))
         return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
     @_around_plugins
