@@ -19,6 +19,7 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Deferred, Kernel, PluginError, TmmWarning, UnknownNameError, errors
+from tmm_core.dispatch import findings
 from tmm_core.dispatch.deferred import Answers, own_files
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -326,3 +327,18 @@ def test_the_garbage_collector_is_left_as_it_was(file: Path) -> None:
         finally:
             gc.enable()
     assert seen == [False, False]
+
+
+def test_kernels_left_untried_are_told_of_by_a_process_that_loads_none(process: Process) -> None:
+    class Untried(FakeKernel):
+        def bind(self, problem: Any, config: fakes.FakeConfig) -> Any:
+            raise FileNotFoundError("no ptxas here")
+
+    first, _ = process(Untried("k"))
+    with pytest.warns(TmmWarning, match="no ptxas here"):
+        first.choose(PROBLEM, settings())
+    findings._warned.clear()  # as in a new process
+    second, kernels = process(Untried("k"))
+    with pytest.warns(TmmWarning, match="no ptxas here"):
+        choice = second.choose(PROBLEM, settings())
+    assert (choice.candidate.kernel.name, kernels[0].times) == ("blas", 0)
