@@ -33,7 +33,12 @@ from tmm_core.launch import nesting, warm
 from tmm_core.spec import code
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "endurance" not in config.getoption("-m"):
+        skip = pytest.mark.skip(reason="minutes; run by -m endurance")
+        for item in items:
+            if item.get_closest_marker("endurance") is not None:
+                item.add_marker(skip)
     # What takes longest first, so that no worker ends with it while the others are idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():

@@ -8,15 +8,6 @@ import pytest
 from tmm_cache import CacheStore, errors
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "endurance" in config.getoption("-m"):
-        return
-    skip = pytest.mark.skip(reason="minutes; run by -m endurance")
-    for item in items:
-        if item.get_closest_marker("endurance") is not None:
-            item.add_marker(skip)
-
-
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's own root, which doesn't exist yet."""

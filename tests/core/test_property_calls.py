@@ -335,7 +335,7 @@ def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
     verify(call)
 
 
-@settings(bounded, max_examples=12)
+@settings(bounded, max_examples=8)
 @given(call=calls())
 def test_compiled_too(call: Call) -> None:
     verify(call, ("compiled", compiled))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from caching import CACHE
+from call import SKIPPED_ROWS, VALID_CALLS
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from convert import CONVERTED
@@ -29,4 +30,6 @@ MUTANTS: list[Mutant] = [
     *KERNELS,
     *CONVERTED,
     *CACHE,
+    *VALID_CALLS,
+    *SKIPPED_ROWS,
 ]
