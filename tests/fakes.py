@@ -21,6 +21,7 @@ from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
 from tmm_core.spec.code import version_of
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Operand
 
 DEVICE = DeviceFingerprint(
@@ -156,7 +157,7 @@ class FakeTimer:
     def measure(self, runs: Sequence[Any], rounds: int, **chain: Any) -> list[list[float]]:
         samples = []
         for run in runs:
-            name, tile = run.launcher.cost
+            name, tile = Bound.of(run.launcher).run.cost  # type: ignore[attr-defined]
             m = run.inputs[0].a.shape[-2]
             self.measured.append(name)
             known = [key for key in ((name, tile, m), (name, tile), name) if key in self.times]

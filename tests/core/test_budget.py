@@ -25,10 +25,11 @@ class Slow(FakeKernel):
 
     def __init__(self, name: str, query: str) -> None:
         super().__init__(name, estimate=5.0)
-        self.query = query
+        self.query, self.asked = query, 0
 
     def _take(self, query: str) -> None:
         if query == self.query:
+            self.asked += 1
             time.sleep(0.01)
 
     def declines(self, problem: Any) -> list[str]:
@@ -64,18 +65,18 @@ def test_queries_count_against_the_budget(query: str, tmp_path: Path) -> None:
     kernels = [Slow(f"slow.{number}", query) for number in range(60)]
     d, _ = dispatcher(FakeBlas(), *kernels, times={"blas": 10.0}, root=tmp_path)
     d.tuner.workers = 1
-    d.tuner.tune(problem(n=16), [FakeBlas()], settings())  # imports
-    started, busy = time.monotonic(), time.process_time()
     choice = d.choose(problem(m=64), settings(tune_budget=0.2))
-    took = time.monotonic() - started
     assert choice.candidate.kernel.name == "blas"
-    # A call asks every kernel whether it declines in any case.
-    most = 0.6 if query == "declines" else 0.2
-    assert took - (time.process_time() - busy) < most + 0.3
+    asked = sum(kernel.asked for kernel in kernels)
+    if query == "declines":  # a call asks every kernel in any case, once
+        assert asked == 60
+        assert not any(kernel.bound for kernel in kernels)
+    else:
+        assert 0 < asked <= 30
     noted = d.untried.get(problem())
     assert noted is not None
     assert {why.cause for why in noted.kernels.values()} == {"budget"}
-    assert "the tuning budget ended before it" in str(explain_problem(d, problem(), settings()))
+    assert len(noted.kernels) >= 30
 
 
 def test_what_the_budget_left_out_is_tried_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_what_the_budget_left_out_is_tried_when_it_is_asked_for(tmp_path: Path) 
     d.choose(problem(), settings(tune_budget=0.1))
     left = set(d.untried.get(problem()).kernels)
     assert left
+    assert "the tuning budget ended before it" in str(explain_problem(d, problem(), settings()))
     # No call waits for it, in this process or in another.
     again, timer = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path)
     again.choose(problem(), settings(tune_budget=20.0))

@@ -74,6 +74,9 @@ class Recipe:
 
 DEFAULT = Recipe()
 
+#: 16-bit numbers that are drawn as fp32 at a time.
+_AT_ONCE = 1 << 20
+
 
 def fill(
     name: str, t: Tensor, k: int, generator: torch.Generator, values: Values = USUAL
@@ -94,6 +97,10 @@ def fill(
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
     if not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
+    elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
+        # Torch draws 16-bit numbers one by one: 35 ns each instead of 5.
+        numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
+        once.copy_(numbers.mul_(spread))
     elif t.dtype.itemsize > 1:
         once.normal_(0, spread, generator=generator)
     else:  # torch has no random 8-bit floats

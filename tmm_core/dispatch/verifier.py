@@ -113,7 +113,7 @@ class _Trial(Ways):
         self.thoroughly(repeats)
         if extent == "whole":
             self.forms(self._fixture.sets()[0])
-            self.modes(self._fixture.sets()[0])
+            self.autocast(self._fixture.sets()[0])
             self.together()
             self.rounds()
 
@@ -151,7 +151,7 @@ class _Trial(Ways):
         """Launch twice without ``out``; returns the first result."""
         first = self._launch(one, [])
         self._compare(one, first, "")
-        second = self._launch(other, [first])
+        second = self._launch(other, [first], mode="inference mode")
         self._compare(other, second, ", on the second launch, on other inputs")
         self._compare(one, first, ", after another launch, which overwrote it")
         return first
@@ -164,11 +164,11 @@ class _Trial(Ways):
         held, room = [first], self._fixture.limit // 32
         for _ in range(repeats):
             if self._fixture.allocates:
-                result = self._launch(of, held, soil=False, watched=False)
+                result = self._launch(of, held, soil=False, watched=False, mode="no_grad")
                 room -= result.untyped_storage().nbytes()
                 held += [result] if room > 0 else []
             else:
-                result = self._launch_into(self._fixture.out(1), of, watched=False)
+                result = self._launch_into(self._fixture.out(1), of, watched=False, mode="no_grad")
             if by_bits:
                 same.append(same_bits(result, first))
             else:

@@ -1,5 +1,5 @@
-"""Further ways in which a launcher is used: its other forms, torch's modes, two threads at once,
-and further inputs."""
+"""Further ways in which a launcher is used: its other forms, under autocast, in two threads at
+once, and on further inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tmm_core import compat
 from tmm_core.dispatch.fixture import InputSet
 from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.rounds import restoring, rounds_of
-from tmm_core.dispatch.trial import Mode, Trial, WrongError
+from tmm_core.dispatch.trial import Trial, WrongError
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments
@@ -30,11 +30,9 @@ from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-#: The modes of launches besides grad mode.
-MODES: tuple[Mode, ...] = ("inference mode", "no_grad", "autocast")
 #: Launches of each of two threads, and the seconds that they may take beyond the least number: 32
 #: launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
-LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 3, 128, 0.04
+LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
 #: Seconds for which a thread goes on until the other one has made its launches.
 LONGEST_TOGETHER = 0.2
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
@@ -92,26 +90,23 @@ class Ways(Trial):
             raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
         return result.view(self._fixture.problem.out_shape)
 
-    def modes(self, of: InputSet) -> None:
-        """Launch in each of torch's modes.
+    def autocast(self, of: InputSet) -> None:
+        """Launch under autocast to the dtype that operands and result have, which casts none.
 
         Raises:
             WrongError: What is wrong.
         """
         problem = self._fixture.problem
-        # Autocast to the dtype that they have anyway changes no operand or result of a launch.
         same = problem.a.dtype == problem.b.dtype == problem.out.dtype
-        half = same and problem.a.dtype in (torch.float16, torch.bfloat16)
-        for mode in MODES if not self._baseline else ():
-            if mode == "autocast" and not half:
-                continue
-            if self._fixture.allocates:
-                result = self._launch(of, [], mode=mode)
-            else:
-                result = self._launch_into(self._fixture.out(0), of, mode=mode)
-            self._compare(of, result, f", in {mode}" if mode != "autocast" else ", under autocast")
-            del result
-            self._hold_free()
+        if self._baseline or not same or problem.a.dtype not in (torch.float16, torch.bfloat16):
+            return
+        if self._fixture.allocates:
+            result = self._launch(of, [], mode="autocast")
+        else:
+            result = self._launch_into(self._fixture.out(0), of, mode="autocast")
+        self._compare(of, result, ", under autocast")
+        del result
+        self._hold_free()
 
     def rounds(self, limit: int | None = None) -> None:
         """One launch for each of the fixture's rounds, or for ``limit`` of them.
