@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import itertools
 import math
@@ -185,8 +186,13 @@ class _Worker(threading.Thread):
         held = 1 if self._out is not None else held
         self.results: collections.deque[Any] = collections.deque(maxlen=held)
         self.raised: BaseException | None = None
+        # A product that the kernel computes knows by it that it is inside a kernel's code.
+        self._variables = contextvars.copy_context()
 
     def run(self) -> None:
+        self._variables.run(self._run)
+
+    def _run(self) -> None:
         try:
             context: Any = contextlib.nullcontext()
             if self._stream is not None:
