@@ -116,6 +116,7 @@ GROUPS = (
     ("torch._C._functorch.peek_interpreter_stack",),
     ("torch.autograd.forward_ad._current_level",),
     ("torch._C._AutoDispatchBelowAutograd", "torch._C._get_tracing_state"),
+    ("torch.utils._python_dispatch._disable_current_modes",),
 )
 
 
@@ -153,6 +154,7 @@ def test_every_name_has_a_test() -> None:
         "torch._C._cuda_getDevice",
         "torch._C._cuda_getCurrentRawStream",
         "torch._C._cuda_endAllocateToPool",
+        "torch.cuda._sleep",
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
         "torch._C.DispatchKeySet",

@@ -47,12 +47,14 @@ def test_two_processes_tune_a_problem_once(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         lines.append(out.split())
-    assert [line[0] for line in lines] == ["slow"] * 2
-    # The second waits for the first's record, or finds it where it was slow to start.
-    assert {line[1] for line in lines} in ({"tuned"}, {"tuned", "cache"})
-    measured = sorted(int(line[2]) for line in lines)
-    assert measured[0] == 0
-    assert measured[1] > 0
+    # One tunes. The other is answered by BLAS meanwhile, or finds the record where it starts late.
+    lines.sort(key=lambda line: int(line[2]))
+    assert lines[1][:2] == ["slow", "tuned"]
+    assert lines[0] in (["blas", "fallback", "0"], ["slow", "cache", "0"])
+    # Later, both have the record.
+    process = start(tmp_path)
+    out, _ = process.communicate(timeout=120)
+    assert out.split() == ["slow", "cache", "0"]
 
 
 def test_a_killed_tune_loses_one_problem(tmp_path: Path) -> None:

@@ -592,7 +592,9 @@ def test_what_is_declined_is_skipped_with_the_reason(pytester: pytest.Pytester) 
 
 def test_every_test_has_a_kernel_that_fails_it() -> None:
     tests = {name[5:] for name in dir(KernelConformance) if name.startswith("test_")}
-    assert tests == {test for _, test, _ in (*WRONG, *WRONG_ON_GPU)}
+    # Each of these fails for many of the kernels in lying.py: see test_lying.py.
+    lied_to = {"use", "every_tile", "use_of_ragged"}
+    assert tests == {test for _, test, _ in (*WRONG, *WRONG_ON_GPU)} | lied_to
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

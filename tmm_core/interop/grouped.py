@@ -87,7 +87,8 @@ def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
     if along == "k":
         return torch.ones((), dtype=torch.bool, device=y.device)
     dimension = ("m", "n").index(along)
-    places = torch.arange(y.shape[dimension], device=y.device) < offs[-1]
+    # DTensors take DTensors alone: ``offs`` makes one of its own kind.
+    places = offs.new_ones(y.shape[dimension]).cumsum(0) <= offs[-1]
     return places[:, None] if along == "m" else places
 
 

@@ -13,6 +13,8 @@ import torch
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", "builtins"}
 #: ``Py_TPFLAGS_HEAPTYPE``: made by a ``class`` statement, or like one.
 HEAP_TYPE = 1 << 9
+#: The classes of torch's operators.
+_OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
 #: Values that are code rather than data.
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
@@ -41,7 +43,7 @@ def is_jitted(value: Any) -> bool:
 
 def library_name(value: Any, libraries: frozenset[str] = LIBRARIES) -> str | None:
     """The name under which a library has exactly this object; None if none has."""
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(value, _OPERATORS):
         operator = str(value)
         return operator if operator.partition(".")[0] in ("aten", "prims") else None
     if not isinstance(value, CODE) and not callable(value):
