@@ -814,7 +814,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
     [
         ("            mbarrier.wait(turn.index(WHO), turn_phase)\n", ""),
         ("mbarrier.wait(empty.index(stage), phase ^ 1)\n        ready", "pass\n        ready"),
-        ("mbarrier.wait(empty.index(stage), phase ^ 1)\n    ring", "ring"),
+        ("mbarrier.wait(empty.index(stage), phase ^ 1)\n    reinterpret", "reinterpret"),
         ("count=C.arrivals", "count=1"),
         ("        first += gl.where(unit == 0, primed, 0)\n", ""),
         ("acc = warpgroup_mma_wait(1, deps=(acc,))", "acc = warpgroup_mma_wait(2, deps=(acc,))"),
