@@ -708,3 +708,20 @@ def test_traits_decide_what_repeats_are_held_to() -> None:
         record = Tuner(FakeTimer({})).tune(problem(), [FakeBlas(), kernel], settings())
         (evidence,) = (c for c in record.candidates if c.kernel == "faulty")
         assert evidence.status == status, evidence.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
+    """They lose up to a unit in the last place of an fp32 sum per 16 products."""
+
+    def truncated(_: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+        total = torch.zeros(a.shape[0], b.shape[1])
+        for x, y in zip(a.float().split(16, 1), b.float().split(16), strict=True):
+            total = ((total + x @ y).view(torch.int32) & ~1).view(torch.float32)
+        return total.to(a.dtype) if out is None else out.copy_(total)
+
+    operand = Operand(dtype)
+    for k in (512, 14336):
+        asked = problem(8, 8, k, a=operand, b=operand, out=operand)
+        found = verdict(truncated, asked, extent="whole", repeats=2)
+        assert found.ok, found.reason

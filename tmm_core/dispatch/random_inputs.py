@@ -49,8 +49,9 @@ USUAL = Values()
 
 #: The largest partial sum of inputs that cancel: four times fp16's largest number.
 PEAK = 2.0**18
-#: And the spread of their results.
+#: And the spread of their results, and the ratio of the two.
 _RESULT = 4e3
+CANCELLED = PEAK / _RESULT
 
 
 @dataclass(frozen=True, slots=True)
