@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -419,3 +422,32 @@ def test_a_plan_holds_what_it_is_given_without_torchs_guards(
     torch.testing.assert_close(plan(a, b), a @ b)
     with pytest.raises(ValueError, match="takes a of strides"):
         plan(a.t().contiguous().t(), b)
+
+
+def test_tensor_maps_are_kept_by_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tensors than maps are kept, in four threads that alternate at every step."""
+    pytest.importorskip("triton")
+    from tmm_core.triton import launch
+
+    monkeypatch.setattr(launch, "_encode", lambda described, meta: (described,))
+
+    class Shared(OrderedDict[Any, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("another thread may add a map meanwhile")
+
+    maps = launch.TensorMaps(lambda t: t.data_ptr(), None)
+    maps.kept = Shared()
+    tensors = [torch.empty(1) for _ in range(3 * launch._TENSOR_MAPS_KEPT)]
+
+    def use(start: int) -> bool:
+        mine = [*tensors[start:], *tensors[:start]] * 20
+        return all(maps(t) == (t.data_ptr(),) for t in mine)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(use, (0, 50, 100, 150)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(maps.kept) <= launch._TENSOR_MAPS_KEPT + 4

@@ -74,8 +74,6 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     ("passing", r"\((?:signal \d+, )SIG(?:KILL|TERM|INT|HUP|QUIT|XCPU)\)"),
     ("passing", r"`ptxas` failed with error code -(?:1|2|9|15)\b"),
     ("passing", r"\bBrokenProcessPool\b|\bBrokenExecutor\b"),
-    # Triton copies the globals of a kernel's module while another thread compiles one of them.
-    ("passing", r"\bdictionary changed size during iteration\b"),
     ("toolchain", r"`ptxas` failed with error code 12[67]\b"),
     ("toolchain", r"\bCannot find (?:`?)(?:ptxas|cuobjdump|nvdisasm|ld\.lld)"),
     ("toolchain", r"\bFailed to find C compiler\b|\bneeds (?:a C compiler|Python\.h)\b"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -193,14 +194,15 @@ class TensorMaps:
         self._describe = describe
         self._meta = meta
         #: By address and strides.
-        self.kept: dict[tuple[Any, ...], _TensorMap] = {}
+        self.kept: OrderedDict[tuple[Any, ...], _TensorMap] = OrderedDict()
 
     def __call__(self, t: torch.Tensor) -> _TensorMap:
         key = (t.data_ptr(), t.stride())
         encoded = self.kept.get(key)
         if encoded is None:
             if len(self.kept) >= _TENSOR_MAPS_KEPT:
-                self.kept.pop(next(iter(self.kept)), None)
+                # In one step: another thread may add a map between two steps of an iterator.
+                self.kept.popitem(last=False)
             encoded = self.kept[key] = _TensorMap(_encode(self._describe(t), self._meta))
         return encoded
 
