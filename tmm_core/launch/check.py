@@ -38,7 +38,8 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, bias, residual = call[:4]
-    addressable(*call.given)
+    # Dynamo of torch 2.10 traces no property of a NamedTuple.
+    addressable(a, b, bias, residual, call.scale_a, call.scale_b)
     shape = product_shape(a, b)
     form = formats.of_pair(a.dtype, b.dtype)
     if a.dtype != b.dtype and form is None:
