@@ -190,9 +190,16 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
     plan, out = tmm_core.plan(a, b), torch.empty(3, 4, 6)
     assert plan(a, b, out=out) is out
     torch.testing.assert_close(out, a @ b)
-    for wrong in (torch.empty(4, 6), torch.empty(3, 4, 7)):
-        with pytest.raises(ValueError, match="number of elements"):
+    # Torch would resize those of as many elements.
+    shapes = (4, 6), (3, 4, 7), (12, 6), (3, 6, 4), (72,), (1, 3, 4, 6)
+    for wrong in map(torch.empty, shapes):
+        with pytest.raises(ValueError, match="takes out of shape"):
             plan(a, b, out=wrong)
+    for x, y in ((a[0, 0], b[0]), (a, b[0]), (a[0], b[0, :, 0]), (a[0, 0], b[0, :, 0])):
+        out = torch.empty((x @ y).shape)
+        torch.testing.assert_close(tmm_core.plan(x, y)(x, y, out=out), x @ y)
+    gated = tmm_core.plan(a, b, epilogue="swiglu")
+    assert gated(a, b, out=torch.empty(3, 4, 3)).shape == (3, 4, 3)
 
 
 @pytest.mark.usefixtures("blas_alone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +11,7 @@ import torch
 
 from tmm_core.compat import tensor_guards
 from tmm_core.errors import reraise
-from tmm_core.launch.check import check_tensors
+from tmm_core.launch.check import check_tensors, product_shape
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import (
     EXTRAS,
@@ -160,7 +161,7 @@ class Plan(_Callable):
                 namespace["plan_same"], renewed = guards, True
 
         namespace["plan_check"] = check
-        namespace["plan_check_out"] = self._check_out
+        namespace["plan_check_out"] = functools.partial(self._check_out, self._shape(call))
         namespace["plan_same"] = _guards(call.tensors) or (lambda *_: False)
         lines = [
             body.on_device(again) if body else "pass",
@@ -194,12 +195,15 @@ class Plan(_Callable):
             if planned != found:
                 raise ValueError(self._mismatch(name, FIELDS[ROLE[name].key], planned, found))
 
-    def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
-        problem = self.problem
-        count = problem.batch * problem.m * problem.n
-        expected = count, True, 0, problem.out.dtype, a.device
+    def _shape(self, call: Arguments) -> tuple[int, ...]:
+        """The shape of the call's result."""
+        shape = tuple(product_shape(call.a, call.b))
+        return (*shape[:-1], self.problem.n) if self.problem.gated else shape
+
+    def _check_out(self, shape: tuple[int, ...], a: torch.Tensor, out: torch.Tensor) -> None:
+        expected = shape, True, 0, self.problem.out.dtype, a.device
         offset = out.data_ptr() & 15
-        found = out.numel(), out.is_contiguous(), offset, out.dtype, out.device
+        found = tuple(out.shape), out.is_contiguous(), offset, out.dtype, out.device
         if found != expected:
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
@@ -223,7 +227,7 @@ class Plan(_Callable):
 
 #: Names of the fields of an output in messages.
 _OUT_FIELDS = (
-    "number of elements",
+    "shape",
     "contiguity",
     "offset from 16 bytes",
     "dtype",
