@@ -1,4 +1,4 @@
-"""What the property tests of calls share: tensors in any layout, outcomes, and how they compare."""
+"""Tensors in any layout, ways to make a call, and comparisons of outcomes, for property tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tmm_core import formats
 
 Tensor = torch.Tensor
+Call = dict[str, Any]
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 #: Errors that a caller tells apart; a compiler wraps them in its own.
@@ -123,3 +126,44 @@ def recording(t: Any) -> Any:
 
 def on_meta(t: Any) -> Any:
     return t.to("meta") if isinstance(t, Tensor) else t
+
+
+# -- drawing, and the settings of Hypothesis ------------------------------------------------
+
+bounded = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck), print_blob=False,
+)  # fmt: skip
+long = settings(bounded, max_examples=20_000, derandomize=False)
+
+
+def often(draw: Any, usual: Any, *others: Any) -> Any:
+    """Mostly the usual value."""
+    return draw(st.sampled_from(others)) if seldom(draw) else usual
+
+
+def seldom(draw: Any) -> bool:
+    return bool(draw(st.sampled_from([False] * 14 + [True])))
+
+
+# -- ways to make a call; alpha stays what it is --------------------------------------------
+
+
+def each(function: Callable[[Any], Any], call: Call) -> Call:
+    """The call with ``function`` applied to all its arguments but alpha."""
+    return {name: t if name == "alpha" else function(t) for name, t in call.items()}
+
+
+def on_fakes(function: Callable[[Call], Any], call: Call) -> Any:
+    with FakeTensorMode() as mode:
+        fake = each(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, call)
+        return function(fake)
+
+
+def compiled(function: Callable[[Call], Any], call: Call, *constant: str) -> Any:
+    """The result in a graph whose inputs are all tensors but those named ``constant``."""
+    torch.compiler.reset()
+    tensors = {n: t for n, t in call.items() if isinstance(t, Tensor) and n not in constant}
+    rest = {n: t for n, t in call.items() if n not in tensors}
+    graph = torch.compile(lambda **given: function(given | rest), backend="aot_eager")
+    return graph(**tensors)

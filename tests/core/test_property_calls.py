@@ -11,19 +11,26 @@ import numpy as np
 import pytest
 import torch
 from drawn import (
+    Call,
     assert_refused_alike,
     assert_same,
+    bounded,
+    compiled,
+    each,
+    long,
+    often,
+    on_fakes,
     on_meta,
     outcome,
     recording,
     result_dtype,
+    seldom,
     tensors,
     tolerance,
     wide,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tmm_core
 from tmm_core import dispatch, formats
@@ -31,7 +38,6 @@ from tmm_core import dispatch, formats
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 Tensor = torch.Tensor
-Call = dict[str, Any]
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -49,15 +55,6 @@ ALPHAS: list[Any] = [
 ]  # fmt: skip
 NO_ALPHAS: list[Any] = [1j, "2", None, np.ones(1), torch.tensor([2.0]), 2**70]
 TERMS = ("bias", "residual", "scale_a", "scale_b")
-
-
-def often(draw: Any, usual: Any, *others: Any) -> Any:
-    """Mostly the usual value."""
-    return draw(st.sampled_from(others)) if seldom(draw) else usual
-
-
-def seldom(draw: Any) -> bool:
-    return bool(draw(st.sampled_from([False] * 14 + [True])))
 
 
 @st.composite
@@ -149,17 +146,21 @@ def matmul(call: Call) -> Any:
     return tmm_core.matmul(call["a"], call["b"], **rest)
 
 
-def each(function: Callable[[Any], Any], call: Call) -> Call:
-    return {name: function(value) for name, value in call.items()}
-
-
 def inference(call: Call) -> Any:
     with torch.inference_mode():
         return matmul(call)
 
 
 def recorded(call: Call) -> Any:
-    return matmul({n: recording(t) if n != "alpha" else t for n, t in call.items()})
+    return matmul(each(recording, call))
+
+
+def meta(call: Call) -> Any:
+    return matmul(each(on_meta, call))
+
+
+def fake(call: Call) -> Any:
+    return on_fakes(matmul, call)
 
 
 def forced(call: Call) -> Any:
@@ -181,26 +182,6 @@ def by_operator(call: Call) -> Any:
 POSITIONAL = (
     "a", "b", "bias", "residual", "alpha", "epilogue", "out_dtype", "scale_a", "scale_b",
 )  # fmt: skip
-
-
-def meta(call: Call) -> Any:
-    return matmul({n: t if n == "alpha" else on_meta(t) for n, t in call.items()})
-
-
-def fake(call: Call) -> Any:
-    with FakeTensorMode() as mode:
-        return matmul({
-            n: mode.from_tensor(t) if isinstance(t, Tensor) and n != "alpha" else t
-            for n, t in call.items()
-        })  # fmt: skip
-
-
-def compiled(call: Call) -> Any:
-    torch.compiler.reset()
-    tensors = {n: t for n, t in call.items() if isinstance(t, Tensor)}
-    rest = {n: t for n, t in call.items() if n not in tensors}
-    function = torch.compile(lambda **given: matmul(given | rest), backend="aot_eager")
-    return function(**tensors)
 
 
 def mapped(call: Call) -> Any:
@@ -317,13 +298,6 @@ def differentiate(call: Call) -> None:
     assert_same(tangents[0].to(tangents[1].dtype), tangents[1], coarse, "jvp")
 
 
-bounded = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck), print_blob=False,
-)  # fmt: skip
-long = settings(bounded, max_examples=20_000, derandomize=False)
-
-
 @pytest.fixture(autouse=True)
 def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
@@ -338,7 +312,7 @@ def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
 @settings(bounded, max_examples=8)
 @given(call=calls())
 def test_compiled_too(call: Call) -> None:
-    verify(call, ("compiled", compiled))
+    verify(call, ("compiled", functools.partial(compiled, matmul)))
 
 
 @pytest.mark.endurance
@@ -352,4 +326,4 @@ def test_for_long(call: Call) -> None:
 @settings(long, max_examples=400)
 @given(call=calls())
 def test_compiled_for_long(call: Call) -> None:
-    verify(call, ("compiled", compiled))
+    verify(call, ("compiled", functools.partial(compiled, matmul)))

@@ -13,22 +13,28 @@ import numpy as np
 import pytest
 import torch
 from drawn import (
+    Call,
     assert_refused_alike,
     assert_same,
+    bounded,
+    compiled,
+    each,
     filled,
     laid_out,
+    long,
+    often,
+    on_fakes,
     on_meta,
     outcome,
     recording,
     result_dtype,
+    seldom,
     tensors,
     tolerance,
     wide,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_property_calls import bounded, each, often, seldom
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tmm_core
 from tmm_core import dispatch, formats
@@ -36,7 +42,6 @@ from tmm_core import dispatch, formats
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 Tensor = torch.Tensor
-Call = dict[str, Any]
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -213,21 +218,20 @@ def grouped(call: Call) -> Any:
 
 
 def recorded(call: Call) -> Any:
-    return grouped({n: recording(t) if n != "alpha" else t for n, t in call.items()})
+    return grouped(each(recording, call))
+
+
+def meta(call: Call) -> Any:
+    return grouped(each(on_meta, call))
+
+
+def fake(call: Call) -> Any:
+    return on_fakes(grouped, call)
 
 
 def grouped_linear(call: Call) -> Any:
     rest = {name: value for name, value in call.items() if name not in ("a", "b")}
     return tmm_core.grouped_linear(call["a"], call["b"].mT, **rest)
-
-
-def meta(call: Call) -> Any:
-    return grouped({n: t if n == "alpha" else on_meta(t) for n, t in call.items()})
-
-
-def fake(call: Call) -> Any:
-    with FakeTensorMode() as mode:
-        return grouped(each(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, call))
 
 
 def to_out(call: Call) -> Any:
@@ -242,16 +246,12 @@ def posed(call: Call) -> Any:
     return meta(call)
 
 
-def compiled(call: Call) -> Any:
-    torch.compiler.reset()
-    tensors = {n: t for n, t in call.items() if isinstance(t, Tensor) and n != "alpha"}
-    rest = {n: t for n, t in call.items() if n not in tensors}
-    function = torch.compile(lambda **given: grouped(given | rest), backend="aot_eager")
-    return function(**tensors)
+def compiled_grouped(call: Call) -> Any:
+    return compiled(grouped, call, "alpha")
 
 
 def compiled_recording(call: Call) -> Any:
-    return compiled({n: recording(t) if n != "alpha" else t for n, t in call.items()}).detach()
+    return compiled_grouped(each(recording, call)).detach()
 
 
 def paths(call: Call) -> Iterator[tuple[str, Path]]:
@@ -319,9 +319,6 @@ def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
 
 
-long = settings(bounded, max_examples=20_000, derandomize=False)
-
-
 @bounded
 @given(call=calls())
 def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
@@ -331,7 +328,7 @@ def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
 @settings(bounded, max_examples=6)
 @given(call=calls())
 def test_compiled_too(call: Call) -> None:
-    verify(call, ("compiled", compiled), ("compiled, recorded", compiled_recording))
+    verify(call, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))
 
 
 @pytest.mark.endurance
@@ -345,4 +342,4 @@ def test_for_long(call: Call) -> None:
 @settings(long, max_examples=300)
 @given(call=calls())
 def test_compiled_for_long(call: Call) -> None:
-    verify(call, ("compiled", compiled), ("compiled, recorded", compiled_recording))
+    verify(call, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))
