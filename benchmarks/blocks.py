@@ -2,8 +2,7 @@
 
 A persistent kernel may launch fewer blocks than there are SMs without needing more waves. Each rule
 below rounds that least number up differently. Problems are random, and so none of them is tuned
-for. A problem's ratio is the median over fresh captures, because the same product in two graphs
-differs by up to 4 %.
+for.
 """
 
 from __future__ import annotations
@@ -14,21 +13,18 @@ import random
 import sys
 import time
 from dataclasses import replace
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Any
 
 import torch
+from first_use import COLUMNS, DEPTHS, raced
 from tmm_triton import hopper_search, warp_specialized
 from tmm_triton.hopper_tiles import tile_count
 
 import tmm_core
-from tmm_core.dispatch.rotation import Copies
-from tmm_core.dispatch.timing import GraphTimer
 
 #: (schedule, consumers, BLOCK_M, BLOCK_N)
 TILES = (("pingpong", 2, 64, 256), ("cooperative", 2, 128, 256), ("pingpong", 2, 128, 192))
-COLUMNS = (3072, 3584, 4096, 5120, 6144, 8192, 11008, 13824, 14336)
-DEPTHS = (2048, 2560, 3584, 4096, 5120, 6912, 8192)
 CAPTURES, ROUNDS, BURST_US = 3, 8, 5000.0
 
 
@@ -40,24 +36,14 @@ def rules(least: int, sms: int) -> dict[str, int]:
 
 def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[str, float]:
     """µs of a call, by number of blocks, and torch's."""
-    device = torch.device("cuda")
     launchers = {}
     for count in counts:
         warp_specialized._blocks = lambda *_, count=count: count
         launchers[str(count)] = kernel.bind(problem, config)
     blas = tmm_core.dispatch.dispatcher().registry.kernel("blas")
     launchers["torch"] = blas.bind(problem, blas.default_config(problem))
-    found: dict[str, list[float]] = {name: [] for name in launchers}
-    for _ in range(CAPTURES):
-        timer, copies = GraphTimer(device), Copies(problem, device, 12e9)
-        runs = [copies.runner(launcher) for launcher in launchers.values()]
-        times = timer.measure(runs, ROUNDS, copies=len(runs[0].inputs), burst_us=BURST_US)
-        for name, samples in zip(launchers, times, strict=True):
-            found[name].append(median(samples))
-        timer.release()
-        del timer, copies, runs
-        torch.cuda.empty_cache()
-    return {name: round(median(each), 2) for name, each in found.items()}
+    us, _ = raced(problem, launchers, CAPTURES, ROUNDS, BURST_US)
+    return {name: round(each, 2) for name, each in us.items()}
 
 
 def main(out: str, seconds: float) -> None:

@@ -30,7 +30,8 @@ from tmm_core.dispatch import tuning as stages
 from tmm_core.dispatch.proposals import NO_HINTS
 from tmm_core.dispatch.rotation import Copies
 from tmm_core.dispatch.standing import CLOSE, MARGIN
-from tmm_core.dispatch.timing import GraphTimer, levelled
+from tmm_core.dispatch.timing import levelled, timer_for
+from tmm_core.dispatch.trust import device_of
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.triton.launch import Launch
@@ -88,21 +89,21 @@ def raced(
     burst: float,
     steady: bool = False,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """µs of each in use, medians over captures; and in steady state."""
-    device = torch.device("cuda")
+    """µs of each launcher in use, and in steady state: medians over fresh captures, because the
+    same product in two graphs differs by up to 4 %."""
+    device = device_of(problem)
     use: dict[str, list[float]] = {name: [] for name in launchers}
     slow: dict[str, list[float]] = {name: [] for name in launchers}
     for _ in range(captures):
-        timer, copies = GraphTimer(device), Copies(problem, device, int(10e9))
+        timer, copies = timer_for(device), Copies(problem, device, int(12e9))
         runs = [copies.runner(launcher) for launcher in launchers.values()]
         count = len(runs[0].inputs)
         times = levelled(timer.measure(runs, rounds, copies=count, burst_us=burst))
         for name, samples in zip(launchers, times, strict=True):
             use[name].append(median(samples))
         if steady:
-            for name, us in zip(
-                launchers, timer.steady(runs, 1, copies=count, steady_us=STEADY_US), strict=True
-            ):
+            found = timer.steady(runs, 1, copies=count, steady_us=STEADY_US)  # type: ignore[union-attr]
+            for name, us in zip(launchers, found, strict=True):
                 slow[name] += us
         timer.release()
         del timer, copies, runs
