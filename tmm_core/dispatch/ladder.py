@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -33,7 +33,7 @@ from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.dispatch.untried import Left, Noted
+from tmm_core.dispatch.untried import Able, Left, Noted
 from tmm_core.errors import (
     ConfigError,
     PluginError,
@@ -302,16 +302,21 @@ class Dispatcher(Evidence):
             return None
         asked, record = found
         best = record.best
-        known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
-        left, again = self.untried.left(asked)
-        if (best.kernel, best.version) not in able or able & again or not able <= known | left:
+        if (best.kernel, best.version) not in able or not self._complete(able, record, asked):
             return None
         candidate = self.able_candidate(best, problem, key, settings)
         if candidate is None:
             return None
-        if left:
+        if self.untried.left(asked)[0]:
             self.say_untried(problem, self.untried.get(asked))
         return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
+
+    def _complete(self, able: Set[Able], record: TuningRecord, key: Problem) -> bool:
+        """Whether the record of ``key`` has a verdict on all these kernels, except for those that
+        the environment left untried and that a call does not try again."""
+        known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
+        left, again = self.untried.left(key)
+        return bool(known) and not able & again and able <= known | left
 
     @_around_plugins
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
@@ -421,12 +426,10 @@ class Dispatcher(Evidence):
         """The record of ``key`` for batch-invariant mode, measured now if ``tune``: of the
         batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
-        known = {(c.kernel, c.version) for c in verdicts(record.candidates)} if record else set()
-        left, again = self.untried.left(key)
         names = {(k.name, k.version) for k in able}
-        complete = bool(known) and not names & again and names <= known | left
+        complete = record is not None and self._complete(names, record, key)
         if not tune or (complete and not force):
-            if names & left:
+            if names & self.untried.left(key)[0]:
                 self.say_untried(key, self.untried.get(key))
             return record
         blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
