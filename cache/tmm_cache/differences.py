@@ -18,7 +18,7 @@ class Difference(NamedTuple):
 
     @property
     def either(self) -> Summary:
-        """The record of A, or that of B."""
+        """The record of A or of B."""
         either = self.a or self.b
         assert either is not None
         return either

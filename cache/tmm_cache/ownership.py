@@ -1,4 +1,4 @@
-"""Whose files these are: what another user may have written is not evidence of this user's own.
+"""Checks who owns files: what another user may have written is not this user's evidence.
 
 Ownership is checked on the opened file and on each folder from the root down to it, all by
 descriptor, so that nobody can exchange a folder between the check and the read. An ACL that lets

@@ -67,7 +67,7 @@ class CacheStore:
         self._upkeep: Upkeep | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary] = {}
-        #: Those of them with candidates that were not verified on this machine.
+        #: Records with candidates that were not verified on this machine.
         self._unverified: set[Path] = set()
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:

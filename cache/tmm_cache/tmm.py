@@ -45,7 +45,7 @@ def _answer(arguments: Sequence[str]) -> int:
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command line, and that of each command, without its options."""
+    """The parsers of the command line and of each command, without its options."""
     parser = Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
     parser.add_argument("--version", action="version", version=f"tmm {version()}")
     commands = parser.add_subparsers(metavar="command", dest="command", parser_class=Parser)

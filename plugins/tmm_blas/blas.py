@@ -235,8 +235,8 @@ def _bind_by(
 
 
 def _adds_bias(problem: Problem) -> bool:
-    """Whether the product's operator also adds the bias. Of integers it checks alpha's range, which
-    the product alone does not."""
+    """Whether the product's operator also adds the bias. The operator also checks the range of
+    alpha for integers, which the product alone does not."""
     if not (problem.a.dtype.is_floating_point or problem.a.dtype.is_complex):
         return False
     return problem.bias == problem.a.dtype == problem.out.dtype and problem.batch == 1

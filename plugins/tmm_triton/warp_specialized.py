@@ -113,10 +113,10 @@ _GLUON = {
 #: of two tiles beside each other takes. Triton 3.9 does.
 _VIEWS_END_WITH_BOXES = hasattr(gl.shared_memory_descriptor, "reinterpret")
 
-#: Blocks whose number divides that of the grid. L2 merges the requests of neighbouring SMs for the
-#: same lines while these run in step; after a wave of another number of blocks they do not. In
-#: 64×256 tiles an H100 gains up to 17 % (87 random problems, 1.2 % on average); other tiles and an
-#: H200 stay within 0.1 % (``benchmarks/results/*/blocks.txt``).
+#: The grid has a multiple of this many blocks. L2 merges the requests of neighbouring SMs for the
+#: same lines while the SMs run in step, which an odd number of blocks ends. In 64×256 tiles an H100
+#: gains up to 17 % (1.2 % on average over 87 random problems). Other tiles, and an H200, differ by
+#: up to 4 % for one problem and by 0.1 % on average (``benchmarks/results/*/blocks.txt``).
 _NEIGHBOURS = 4
 
 

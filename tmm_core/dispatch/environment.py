@@ -97,7 +97,7 @@ _PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
 
 
 def cause_of(error: BaseException) -> Cause | None:
-    """What of the environment made ``error`` happen; None if its raiser is to blame."""
+    """The cause in the environment of ``error``; None if the code that raised it is to blame."""
     raised = list(chain(error))
     for each in raised:
         elsewhere: Cause | None = _read(each, "cause_elsewhere")  # found by another process

@@ -92,7 +92,7 @@ class Explanation:
     rejected: Mapping[str, list[str]]
     #: Kernels that are candidates.
     able: tuple[str, ...]
-    #: Those of them that the environment left untried, and what failed.
+    #: The kernels that the environment left untried, and what failed.
     untried: Mapping[str, str]
     store: str
 
@@ -205,7 +205,7 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
 
 
 def _left(left: Left) -> str:
-    """What kept a kernel from being tried, in one line, and when it is tried again."""
+    """The reason why a kernel is untried, in one line, and when it is tried again."""
     when = {
         "passing": "by later processes, and by `tmm tune`",
         "budget": "by `tmm tune`, or when the toolchain changes",

@@ -39,7 +39,7 @@ CLOSE = 0.5
 #: 208 problems on an H200, eight and then the promising ones lose 0.07 % on average without hints.
 BATCHES, CLOSE_BATCHES = (12, 24), (8, 12)
 
-#: Kernels whose best estimates differ by at most this factor take turns in a batch.
+#: Kernels whose best estimates differ by at most this factor are interleaved in a batch.
 LEVEL = 1.1
 
 #: After the first batch a config is compiled only if its scaled estimate times this factor is below
@@ -239,12 +239,12 @@ class Proposals:
 def _interleaved(
     ranked: Sequence[Candidate], expected: Mapping[Candidate, float | None]
 ) -> list[Candidate]:
-    """Candidates ranked by estimate, with the kernels that are :data:`LEVEL` in turns.
+    """The ranked candidates, interleaved among the kernels within :data:`LEVEL` of the best.
 
-    Estimates rank one kernel's configs, but differ between kernels by more than kernels do. A
-    kernel whose estimates ignore a part of its config has many equal ones, which would fill a
-    batch: ``triton.persistent`` took 12 of 18 places beside one config of the Hopper kernel. Its
-    best, 7 % ahead of BLAS, was never tried (7488×3584×2560, H100)."""
+    Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
+    ignore a part of its config has many equal ones, which would fill a batch:
+    ``triton.persistent`` took 12 of 18 places beside one config of the Hopper kernel, whose best,
+    7 % ahead of BLAS, was never tried (7488×3584×2560, H100)."""
     best = {c.kernel: expected[c] or 0.0 for c in reversed(ranked)}
     level = [kernel for kernel in best if best[kernel] <= min(best.values()) * LEVEL]
     level.sort(key=best.__getitem__)

@@ -27,14 +27,14 @@ DRAWS = 6
 READS = 2
 #: Least rows of ``a`` where rows are gathered: with one row, every index would be zero.
 LEAST_READ = 8
-#: Most rows of ``a`` beyond those of the result.
+#: Most rows that ``a`` has in excess of the result.
 MOST_MORE = 1024
 
 #: Distributions of group sizes: ``skewed`` and ``even`` have some empty groups. ``single``: groups
 #: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
 #: groups are empty, the first and the last too.
 Sizes = Literal["skewed", "even", "single", "one", "sparse"]
-#: Rows of ``a`` where they are gathered: ``fewer`` than those of the result, ``more``, or only
+#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, or only
 #: ``one``.
 Reads = Literal["fewer", "more", "one"]
 
@@ -205,7 +205,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
 
 
 def rows_read(total: int, reads: Reads) -> int:
-    """Rows of ``a`` of which ``total`` are gathered."""
+    """The number of rows of ``a``, out of which ``total`` are gathered."""
     if reads == "one":
         return 1
     if reads == "more":

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -49,8 +48,9 @@ USUAL = Values()
 
 #: The largest partial sum of inputs that cancel: four times fp16's largest number.
 PEAK = 2.0**18
-#: And the spread of their results, and the ratio of the two.
+#: The spread of the results of inputs that cancel.
 _RESULT = 4e3
+#: The largest partial sum, relative to the results.
 CANCELLED = PEAK / _RESULT
 
 
@@ -93,13 +93,13 @@ def fill(
     if name in ("scale_a", "scale_b"):
         once.uniform_(0.5, 1.5, generator=generator)
         return t
-    if values.cancelling and (name == "a" or name == "b"):
-        return _cancel(name, t, k, generator)  # type: ignore[arg-type]
+    if values.cancelling and name in ("a", "b"):
+        return _cancel(name, t, k, generator)
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
     if not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
     elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
-        # Torch draws 16-bit numbers one by one: 35 ns each instead of 5.
+        # Torch draws 16-bit numbers one by one on a CPU, and fp32 numbers as vectors.
         numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
         once.copy_(numbers.mul_(spread))
     elif t.dtype.itemsize > 1:
@@ -113,7 +113,7 @@ def fill(
     return t
 
 
-def _cancel(name: Literal["a", "b"], t: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Fill an operand with numbers around one; see :class:`Values`."""
     size = (2 * PEAK / k) ** 0.5
     vary = min(0.25, _RESULT * math.sqrt(k) / (2 * PEAK))

@@ -102,7 +102,7 @@ class Round:
         self._seed = random_inputs.new_seed()
         self._expected: Expected | None = None
         self._kinds: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        #: What fp16's coarse subnormal numbers, and sums that cancel, add to the tolerance.
+        #: The tolerance added for fp16's coarse subnormal numbers, and for sums that cancel.
         self.slack = 0.0
 
     def inputs(self) -> Inputs:

@@ -28,7 +28,7 @@ Mode = Literal["grad mode", "no_grad", "inference mode", "autocast"]
 
 
 class WrongError(Exception):
-    """What is wrong, in one line."""
+    """A launch was wrong; the text says how, in one line."""
 
 
 class Trial:
@@ -80,7 +80,7 @@ class Trial:
         """Launch without ``out``, while the results ``held`` are in use.
 
         Args:
-            inputs: Other arguments than those of the set.
+            inputs: Arguments in place of the set's own.
             form: Launches in another form than by ``run``.
             watched: Compare the process's state before and after.
         """
@@ -132,7 +132,7 @@ class Trial:
         return result
 
     def _hold_free(self) -> None:
-        """Check that nobody else owns the results that were returned, none of which is held."""
+        """Check that nobody owns the returned results any more; the trial holds none."""
         returned, self._returned = self._returned, []
         if self._baseline:
             return
@@ -150,7 +150,7 @@ class Trial:
             raise WrongError(f"it wrote to its input {' and '.join(changed)}, or around it")
 
     def _hold_outputs(self, of: InputSet, result: Tensor, special: bool) -> None:
-        """What was written beside the result."""
+        """Check the epilogue's outputs."""
         if self._outputs is None:
             return
         for error, fault in self._outputs.faults(None if special else of.expected, result):

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.verifier import Verdict
 
 
-#: Sizes up to this one are verified each; above it, one of those that fill the last tile alike.
+#: Each size up to this one is verified; above it, one of each remainder of :data:`TALLEST`.
 EACH_SIZE = 1024
-#: Rows of the tallest tile.
+#: Sizes with the same remainder have the same alignment, and fill the last tile of up to this many
+#: rows alike. Tiles of 192 and 256 rows, which few kernels have, may be filled differently.
 TALLEST = 128
 
 
 def size_class(extent: int) -> str:
     """The class of the sizes within a bucket for which a kernel is verified once: each size by
-    itself, and beyond :data:`EACH_SIZE` those with the same remainder in a tile and so with the
-    same alignment.
+    itself, and beyond :data:`EACH_SIZE` those with the same remainder of :data:`TALLEST`.
 
     >>> size_class(264), size_class(2056), size_class(2312)
     ('264', '8 of 128', '8 of 128')

@@ -45,7 +45,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What the note of one problem says."""
+    """The note about one problem."""
 
     kernels: Mapping[Able, Left] = field(default_factory=dict)
     #: The processes that tried them under each toolchain, by its fingerprint.

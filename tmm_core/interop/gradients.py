@@ -62,8 +62,8 @@ class Call:
 
 
 class Recorded(NamedTuple):
-    """What a recorded product computes, besides the tensors that it is differentiated in: one
-    argument, since autograd handles each at a cost.
+    """The arguments of a recorded product that it is not differentiated in. They are one argument,
+    since autograd handles each at a cost.
 
     Attributes:
         text: The head's, or that of its part (:class:`tmm_core.launch.warm.Part`).

@@ -46,8 +46,8 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     check(call, parsed)  # as a whole, before a part of it is computed
     head, rest = parsed.parts
-    # A weight's gradient sums over its row, and scattering reads all rows. What lies beyond the
-    # last group is replaced, never multiplied by zero: it may be NaN.
+    # A weight's gradient sums over its row, and scattering reads all rows. Rows beyond the
+    # last group are replaced, never multiplied by zero: they may be NaN.
     clean = zeroed or out_weights is not None or out_index is not None
     along = ragged_along(a, b)
     inner = residual if rest is None and head is IDENTITY and not clean else None

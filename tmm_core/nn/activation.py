@@ -79,7 +79,7 @@ def _parts(function: functools.partial[Any]) -> tuple[Any, ...]:
 
 
 def recognise(module: nn.Module) -> Activation | None:
-    """What ``module`` computes; None if that is no known epilogue, or is not proven."""
+    """The epilogue that ``module`` computes; None if none is known, or it is not proven."""
     if [*module.children(), *module.parameters(), *module.buffers()] or interposed(module):
         return None
     candidates: tuple[str, ...] = ACTIVATIONS

@@ -1,6 +1,6 @@
 """Makes tmm compute the products of a model, in place and reversibly.
 
-All decisions are made before anything changes. What changes is the class of modules: a module, its
+All decisions are made before anything changes. Only the class of modules changes: a module, its
 parameters, buffers and hooks are the same objects as before, under the same names. A layer means
 the same to whoever calls, hooks, wraps, slices or replaces it, and activations stay where they are:
 it is the module that calls both which computes them in one product, as long as nothing that was

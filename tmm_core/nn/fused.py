@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class Assumed(NamedTuple):
-    """What the proof of a module's forward assumed."""
+    """The assumptions of a proof about a module's forward."""
 
     #: The module's own class, and the forward it had.
     kind: Any

@@ -28,7 +28,7 @@ _UNKNOWN = "no epilogue computes it"
 
 @dataclass
 class Decision:
-    """What becomes of a module."""
+    """The class that a module gets, and the reasons for what stays apart."""
 
     #: The class it gets; None: it keeps its own.
     kind: Any = None
@@ -39,7 +39,7 @@ class Decision:
 
 
 def decide(module: nn.Module, layers: Layers, storages: Storages) -> Decision:
-    """What the forward of ``module`` can compute in one product."""
+    """Find what the forward of ``module`` can compute in one product."""
     decision = Decision()
     names = {name for name, child in module._modules.items() if child in layers}
     converted = own(type(module)) is not type(module) or isinstance(module, GatedMLP)

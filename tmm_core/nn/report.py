@@ -64,7 +64,7 @@ class Report:
     changes: list[Change] = field(default_factory=list)
     left: list[LeftAlone] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
-    #: What else there is to know, a sentence each.
+    #: Further notes, a sentence each.
     notes: list[str] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list, repr=False)
     #: Modules whose ``static_weights`` was set.

@@ -37,7 +37,7 @@ class NotProvenError(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a forward does with one tensor, and what the proof assumed."""
+    """The graph of a forward of one tensor, and what the proof assumed."""
 
     training: fx.Graph
     evaluation: fx.Graph

@@ -52,7 +52,7 @@ def out_of_reach(module: nn.Module) -> str | None:
 
 
 def products(module: nn.Module) -> str | None:
-    """What the forward of ``module`` multiplies by other means than a layer; None if nothing."""
+    """The products that a forward computes without a layer; None if there are none."""
     if type(module).__module__.startswith("torch."):
         return None
     found: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _plain(function: Any) -> Any:
-    """What decorators are wrapped around."""
+    """The function inside its decorators."""
     for _ in range(8):
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is None:

@@ -83,7 +83,7 @@ def contents(cell: types.CellType) -> Any:
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """This code and that of the functions made in it."""
+    """This code and the code of the functions made in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

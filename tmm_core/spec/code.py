@@ -37,7 +37,7 @@ class Code(NamedTuple):
 
     Attributes:
         digest: Twelve hexadecimal digits: of the files, and of the objects that the kernel holds.
-        files: Those of the files alone.
+        files: Twelve digits of the files alone.
         certain: Every edit changes the digest.
     """
 

@@ -56,7 +56,7 @@ _kept: dict[int, Any] = {}
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """What identifies an object.
+    """The identity of an object.
 
     Attributes:
         digest: 64 hexadecimal digits.

@@ -64,7 +64,7 @@ def toolchain() -> dict[str, JSON]:
 
 
 def lacking() -> str | None:
-    """What this machine lacks to build Triton's launcher, at a process's first launch."""
+    """The part that this machine lacks to build Triton's launcher at a process's first launch."""
     if c_compiler() is None:
         return f"Triton needs a C compiler ({os.environ.get('CC') or 'gcc or clang'} not found)"
     header = python_header()

@@ -23,7 +23,7 @@ _LOOK = 0.5
 
 #: Off in a process that must not have threads, since it forks.
 enabled = True
-#: What is under way, and when it is reported (``time.monotonic``); None: it was.
+#: The queries under way, and when each is reported (``time.monotonic``; None: it was).
 _running: dict[int, tuple[float | None, Callable[[], str]]] = {}
 _numbers = itertools.count()
 _thread: threading.Thread | None = None

@@ -294,7 +294,7 @@ def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str |
 def _wrong(kernel: str, call: Call) -> str | None:
     """The fault in the kernel's result for this call; None if it is correct."""
     try:
-        # Compared here, so that the error is told and not that a forced kernel is refused.
+        # Compare here, to report the error instead of the refusal of a forced kernel.
         with torch.no_grad(), settings.override(verify=False):
             error = call.error(kernel=kernel)
     except Exception as fault:

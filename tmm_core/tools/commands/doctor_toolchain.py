@@ -1,4 +1,4 @@
-"""What ``tmm doctor`` says of the toolchain: its parts, its fingerprint, and the kernels that could
+"""The lines of ``tmm doctor`` on the toolchain: its parts, its fingerprint, and kernels that could
 not be tried because some part failed."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Said(NamedTuple):
 
 
 def parts(device: torch.device) -> Iterator[Said]:
-    """What Triton needs to compile and launch on ``device``; nothing for a CPU."""
+    """The parts that Triton needs to compile and launch on ``device``; none for a CPU."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
     yield _compiler()

@@ -22,7 +22,7 @@ _MOST_NAMES = 12
 def faults(
     environ: Mapping[str, str], registry: Registry, arithmetics: Callable[[], set[str] | None]
 ) -> Iterator[tuple[str, str, str]]:
-    """For each variable its name, what is wrong with it, and advice; both empty if nothing is.
+    """Yield the name of each variable, its fault and advice; both are empty if it has no fault.
 
     Args:
         arithmetics: Returns the names of the arithmetics of this machine's kernels; None if they
