@@ -23,7 +23,7 @@ from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.bucket import inside, probes
 from tmm_core.spec.kernel import Candidate
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning import cold_operands, timing
 from tmm_core.tuning.ranking import decide, fastest_of_blas, holds_at, raced, ranked_around
@@ -78,9 +78,10 @@ def test_a_rung_is_of_dense_matrices() -> None:
 
 def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
     eight = Operand(torch.float8_e4m3fn)
-    scaled = asked(16, a=eight, b=eight, scale_a="row", scale_b="tensor")
-    assert weight(scaled) == weight(replace(scaled, m=1, scale_a="tensor"))
-    assert weight(scaled) != weight(replace(scaled, scale_a=None, scale_b=None))
+    row, tensor = (replace(eight, scale=Scale(kind)) for kind in ("row", "tensor"))  # type: ignore[arg-type]
+    scaled = asked(16, a=row, b=tensor)
+    assert weight(scaled) == weight(replace(scaled, m=1, a=tensor))
+    assert weight(scaled) != weight(replace(scaled, a=eight, b=eight))
 
 
 def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:

@@ -26,7 +26,7 @@ from tmm_core.launch.check import (
     strided,
 )
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.arguments import EXTRAS, Arguments
+from tmm_core.spec.arguments import EXTRAS, PARTS, Arguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.launcher import BASELINE
 
@@ -120,7 +120,8 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
 def _refuse_what_torch_cannot(call: Arguments, what: str) -> None:
     # When compiling, torch 2.10 reads the fields of a NamedTuple but not its properties.
     if call.formats or any(getattr(call, name) is not None for name in EXTRAS):
-        raise RuntimeError("scales and zero points are for strided operands")
+        names = " and ".join(role.name for role in PARTS if role.part == "scale")
+        raise RuntimeError(f"{names} are for strided operands")
     if torch.compiler.is_dynamo_compiling():
         return  # settings are not part of a graph
     forced = settings.current().kernel

@@ -129,7 +129,7 @@ class Operand:
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Operand:
-        scale = doc.get("scale")
+        scale = dict(doc).get("scale")
         return cls(
             dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"],
             formats.named(doc["format"]).name if doc.get("format") else "",

@@ -137,7 +137,7 @@ def launcher(
                 more[key] = _composed(names.namespace[key], fold.flattened(name))
         lines = [
             "if out is not None:",
-            f"    return by_views({', '.join(LAUNCHED)}{keywords(LAUNCHED_PARTS)})",
+            f"    return by_views({', '.join(LAUNCHED)}{keywords(names.parts)})",
             new_out,
             "out_stride = out_flat",
         ]
@@ -167,6 +167,11 @@ class _Names:
         self.namespace: dict[str, Any] = {}
         #: The tensor of each name that makes a descriptor.
         self.described: dict[str, str] = {}
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of stored operands that the launches take."""
+        return [name for name in LAUNCHED_PARTS if name in self._addresses]
 
     def folds(self, fold: Fold) -> bool:
         """Whether the launches can use the caller's extras in place: those of a batch may have to
