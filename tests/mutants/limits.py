@@ -1,0 +1,42 @@
+"""Mutants of limits: what is proposed, what is brought, and what a step may write to."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+BLAS = "tests/plugins/test_boundaries_blas.py"
+KERNELS = "tests/plugins/test_boundaries_kernels.py"
+INTEROP = "tests/core/test_boundaries_interop.py"
+HOPPER = "tests/plugins/test_warp_specialized.py"
+
+LIMITS = [
+    Mutant("limit-jvp-bias-vector", "interop/gradients.py",
+           "tbias = tbias if len(call.b) > 1 else tbias[0]", "pass",
+           "the tangent of a dot product's bias has a dimension too many",
+           (f"{INTEROP}::test_tangents_of_every_argument_at_once",)),
+    Mutant("limit-jvp-dtype", "interop/gradients.py",
+           "t = t.expand(shape).to(dtype)", "t = t.expand(shape)",
+           "a tangent has a residual's dtype",
+           (f"{INTEROP}::test_a_tangent_has_the_dtype_of_its_result",)),
+    Mutant("limit-inside-small", "hopper/scheduler.py",
+           "return gl.maximum(gl.minimum(start, latest), 0)", "return gl.minimum(start, latest)",
+           "a tile begins before a matrix that is smaller than it",
+           (f"{HOPPER}::test_rows_that_are_not_there_are_not_brought",)),
+    Mutant("limit-estimate-filling", "hopper/estimate.py",
+           "return _LAUNCH_US + adding + filling +", "return _LAUNCH_US + adding +",
+           "tiles of rows that are not there are guessed",
+           (f"{KERNELS}::test_rows_of_a_box_that_are_not_there_take_time",)),
+    Mutant("limit-grouped-cleared", "tmm_blas/grouped_mm.py",
+           "cleared = Tensor.masked_fill_ if own else Tensor.masked_fill", "cleared = Tensor.masked_fill_",
+           "zeros are written to what an epilogue returns",
+           (f"{BLAS}::test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns",)),
+    Mutant("limit-copy-lone-row", "tmm_triton/realigned.py",
+           "        if matrix.rows > 1:\n", "        if True:\n",
+           "a lone row's stride is passed in 32 bits",
+           (f"{KERNELS}::test_a_lone_row_of_any_stride_is_copied",)),
+    Mutant("limit-configs", "hopper/search_space.py",
+           "yield from with_early(list(chosen), _early(problem))[:most]",
+           "yield from with_early(list(chosen), _early(problem))",
+           "more configs are tuned than the limit says",
+           (f"{KERNELS}::test_so_many_configs_are_proposed_and_no_more",)),
+]  # fmt: skip
