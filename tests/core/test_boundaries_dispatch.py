@@ -17,6 +17,7 @@ from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
+from tmm_core.dispatch.explanation import _evidence
 from tmm_core.dispatch.invariant import LADDER, _place, ladder, weight
 from tmm_core.dispatch.lookup import Evidence
 from tmm_core.dispatch.neighbour import Neighbours
@@ -26,7 +27,14 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning import cold_operands, timing
-from tmm_core.tuning.ranking import decide, fastest_of_blas, holds_at, raced, ranked_around
+from tmm_core.tuning.ranking import (
+    compared_at,
+    decide,
+    fastest_of_blas,
+    holds_at,
+    raced,
+    ranked_around,
+)
 from tmm_core.tuning.search import MOST_HINTS, Hints, Proposals
 from tmm_core.tuning.unmeasured import unmeasured
 
@@ -291,6 +299,20 @@ def test_an_m_that_was_measured_is_both_sides_of_itself() -> None:
     assert set(holds_at([k, blas], 49, 64)) == {49}
     assert set(holds_at([k, blas], 50, 64)) == {49, 64}
     assert set(holds_at([k, blas], 32, 64)) == {33}
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
+    """M is another size of the problem, at which nothing was compared."""
+    edge = replace(problem(m=49, n=49, k=49), groups=Groups(2, along)).at(64)
+    k = result("k", 5.0, inside_us={33: 6.0})
+    blas = result("blas", 10.0, inside_us={33: 10.0, 49: 10.0})
+    record = recorded(edge, k, blas)
+    assert (record.along, record.extent) == (along, 64)
+    assert record.measured_at == (33, 49, 64)
+    assert compared_at(record) == [33, 64]
+    columns, _ = _evidence(record)
+    assert columns[1:4:2] == (f"µs at {along.upper()}=64", f"at {along.upper()}=33")
 
 
 def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> None:

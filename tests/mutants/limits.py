@@ -7,6 +7,8 @@ from mutant import Mutant
 BLAS = "tests/plugins/test_boundaries_blas.py"
 KERNELS = "tests/plugins/test_boundaries_kernels.py"
 INTEROP = "tests/core/test_boundaries_interop.py"
+DISPATCH = "tests/core/test_boundaries_dispatch.py"
+EXPERTS = "tests/core/test_experts.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
 
 LIMITS = [
@@ -39,4 +41,18 @@ LIMITS = [
            "yield from with_early(list(chosen), _early(problem))",
            "more configs are tuned than the limit says",
            (f"{KERNELS}::test_so_many_configs_are_proposed_and_no_more",)),
+    Mutant("limit-no-expert", "nn/experts.py",
+           "nn.functional.threshold(index.reshape(-1), -1, experts)", "index.reshape(-1)",
+           "index -1 is the first expert", (f"{EXPERTS}::test_values_and_gradients",)),
+    Mutant("limit-choice", "nn/experts.py",
+           "    _check(hidden_states, top_k_index, top_k_weights)\n", "",
+           "weights beyond the choice are ignored", (f"{EXPERTS}::test_a_choice_is_of_every_token",)),
+    Mutant("limit-own-size", "tmm_cache/record.py",
+           'return along if along in ("n", "k") else "m"', 'return "m"',
+           "a record of ragged columns is said to be measured at its M",
+           (f"{DISPATCH}::test_a_record_is_of_sizes_of_the_ragged_dimension",)),
+    Mutant("limit-compared", "tuning/ranking.py",
+           "timed = {record.extent, *(m for", 'timed = {record.problem["m"], *(m for',
+           "a kernel is said to be compared at M where columns are ragged",
+           (f"{DISPATCH}::test_a_record_is_of_sizes_of_the_ragged_dimension",)),
 ]  # fmt: skip
