@@ -157,6 +157,16 @@ def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
     assert near(store, problem(m=0), problem(m=2)) == [2]
 
 
+@pytest.mark.parametrize(("estimate", "name"), [(9.0, "blas"), (8.9, "fast")])
+def test_a_guess_has_to_be_a_tenth_faster_than_blas(
+    estimate: float, name: str, tmp_path: Path
+) -> None:
+    blas, fast = FakeBlas(estimate=10.0), FakeKernel("fast", estimate=estimate)
+    d, _ = dispatcher(blas, fast, root=tmp_path)
+    choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert choice.candidate.kernel.name == name
+
+
 def test_where_blas_cannot_serve_the_least_estimate_answers(tmp_path: Path) -> None:
     """And where it can but has no estimate, nothing is chosen over it."""
     guess = settings(on_cache_miss="heuristic")

@@ -26,7 +26,7 @@ VALID_CALLS = [
            "        check(Arguments(a, of_b, bias, residual, alpha, epilogue, *more[:3]), parsed)\n",
            "", "a call under a transform is not checked as a whole", MISSES),
     Mutant("recorded-groups-unchecked", "interop/grouped_operator.py",
-           "    check(call, parsed)  # as a whole, before a part of it is computed\n", "",
+           "    check(call, epilogue)\n", "",
            "a recorded grouped call is not checked as a whole", MISSES),
     Mutant("vmap-unchecked", "interop/vmap.py",
            "    check(Arguments(*map(_unmapped, given, dims)), epilogue_of(call.epilogue))\n", "",

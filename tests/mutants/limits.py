@@ -8,6 +8,8 @@ BLAS = "tests/plugins/test_boundaries_blas.py"
 KERNELS = "tests/plugins/test_boundaries_kernels.py"
 INTEROP = "tests/core/test_boundaries_interop.py"
 DISPATCH = "tests/core/test_boundaries_dispatch.py"
+BENCH = "tests/core/test_boundaries_bench.py"
+VALID = "tests/core/test_valid_calls.py"
 EXPERTS = "tests/core/test_experts.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
 
@@ -55,4 +57,21 @@ LIMITS = [
            "timed = {record.extent, *(m for", 'timed = {record.problem["m"], *(m for',
            "a kernel is said to be compared at M where columns are ragged",
            (f"{DISPATCH}::test_a_record_is_of_sizes_of_the_ragged_dimension",)),
+    Mutant("limit-valid-form", "interop/grouped_operator.py",
+           "(t.shape, t.dtype, t.device, t.layout, t.is_nested)", "(t.shape, t.device, t.layout, t.is_nested)",
+           "a call of another dtype is taken for one that was checked",
+           (f"{VALID}::test_a_refusal_is_not_forgotten_by_a_warm_call",)),
+    Mutant("limit-valid-epilogue", "interop/grouped_operator.py",
+           "key = (*forms, call.epilogue, call.out_dtype,", "key = (*forms,",
+           "a call of another epilogue is taken for one that was checked",
+           (f"{VALID}::test_a_refusal_is_not_forgotten_by_a_warm_call",)),
+    Mutant("limit-host-per-call", "bench/host.py", "* 1e6 / CALLS)", "* 1e6)",
+           "the time of a batch is taken for one call's",
+           (f"{BENCH}::test_the_cost_is_of_one_call_of_a_batch",)),
+    Mutant("limit-guess-advantage", "dispatch/heuristic.py",
+           "least[0] >= baseline[0] * ADVANTAGE", "least[0] > baseline[0] * ADVANTAGE",
+           "a guess is taken at the limit", (f"{DISPATCH}::test_a_guess_has_to_be_a_tenth_faster_than_blas",)),
+    Mutant("limit-gated-flops", "nn/gated_product.py", "(x[-1], gate[0] + up[0])", "(x[-1], gate[0])",
+           "half of a gated product is counted",
+           (f"{INTEROP}::test_flops_of_a_gated_product_are_of_both_halves",)),
 ]  # fmt: skip
