@@ -42,7 +42,7 @@ VALID_CALLS = [
            "what is added to a sparse product is not checked",
            (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
     Mutant("nested-unchecked", "interop/fallbacks.py",
-           "        check_terms(call, None, epilogue, bias=bias, residual=residual)\n", "",
+           "        check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)\n", "",
            "what is added to a nested product is not checked",
            (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
     Mutant("foreign-unchecked", "interop/fallbacks.py",

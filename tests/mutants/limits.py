@@ -62,7 +62,7 @@ LIMITS = [
            "a call of another dtype is taken for one that was checked",
            (f"{VALID}::test_a_refusal_is_not_forgotten_by_a_warm_call",)),
     Mutant("limit-valid-epilogue", "interop/grouped_operator.py",
-           "key = (*forms, call.epilogue, call.out_dtype,", "key = (*forms,",
+           "for t in (*call[:5], *call[6:])", "for t in call[:5]",
            "a call of another epilogue is taken for one that was checked",
            (f"{VALID}::test_a_refusal_is_not_forgotten_by_a_warm_call",)),
     Mutant("limit-host-per-call", "bench/host.py", "* 1e6 / CALLS)", "* 1e6)",
