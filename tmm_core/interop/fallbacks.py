@@ -8,7 +8,7 @@ compares the bias with the product, and the API then calls this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
+from tmm_core.formats import Pair
 from tmm_core.launch.check import (
     broadcasts,
     check,
     check_out,
     check_tensors,
+    check_terms,
     product_shape,
     strided,
 )
@@ -55,21 +57,13 @@ def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tenso
     """
     parsed = epilogue_of(call.epilogue)
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
-    if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
+    dense = all(strided(t) for t in (a, b, bias, residual) if t is not None)
+    if not dense:
         _refuse_what_torch_cannot(call, "sparse, nested or mkldnn operands")
+    one_row, width = _checked(call, parsed)
+    if not dense:
         return delivered(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
-    shape = product_shape(a, b)
-    width = shape[-1] if b.dim() > 1 else 1
-    # All but the bias's shape, as kernels' calls are checked.
-    check(call._replace(bias=bias.new_empty(()).expand(width)), parsed)
-    # Torch treats a vector as a row, so a bias of one row fits it.
-    one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
-    if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
-        raise ValueError(
-            f"bias must have shape ({width},) or broadcast to the product's shape "
-            f"{tuple(shape)}, got {tuple(bias.shape)}"
-        )
     if one_row:
         row = bias.reshape(-1).expand(width).contiguous()
         return matmul(call._replace(bias=row), call.epilogue)
@@ -100,7 +94,10 @@ def linear(call: Arguments) -> Tensor:
         RuntimeError, ValueError, TypeError: As torch raises them.
     """
     _refuse_what_torch_cannot(call, f"a weight of type {type(call.b).__name__}")
-    y = _finished(call, epilogue_of(call.epilogue), lambda bias: F.linear(call.a, call.b, bias))
+    parsed = epilogue_of(call.epilogue)
+    # Its dtype is its own affair.
+    _checked(call._replace(b=call.a.new_empty(()).expand(call.b.shape).t()), parsed)
+    y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
     return delivered(y, call.out, call.a, call.bias, call.residual)
 
 
@@ -115,6 +112,40 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
         check_tensors(function.__name__, **tensors)
     given = {name: t for name, t in tensors.items() if t is not None}
     return handle_torch_function(function, tuple(given.values()), **given, **rest)
+
+
+def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
+    """Check a call as kernels' calls are checked, but for the bias's shape, and that as torch does;
+    returns whether the bias is one row, and its width."""
+    a, b, bias, residual = call[:4]
+    if any(t is not None and t.is_nested for t in call[:4]):
+        # Of ragged shapes torch says whether they fit.
+        check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)
+        return False, 0
+    shape = product_shape(a, b)
+    width = shape[-1] if b.dim() > 1 else 1
+    formed = call._replace(
+        a=_of_form(a, a.shape),
+        b=_of_form(b, b.shape),
+        bias=None if bias is None else _of_form(bias, (width,)),
+        residual=None if residual is None else _of_form(residual, residual.shape),
+    )
+    check(formed, epilogue)
+    if bias is None:
+        return False, width
+    # Torch treats a vector as a row, so a bias of one row fits it.
+    one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
+    if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
+        raise ValueError(
+            f"bias must have shape ({width},) or broadcast to the product's shape "
+            f"{tuple(shape)}, got {tuple(bias.shape)}"
+        )
+    return one_row, width
+
+
+def _of_form(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """A dense tensor of the dtype and device of ``t``."""
+    return torch.empty((), dtype=t.dtype, device=t.device).expand(shape)
 
 
 def _refuse_what_torch_cannot(call: Arguments, what: str) -> None:
@@ -151,7 +182,7 @@ def _finished(
     else:
         z, bias = product(None) * call.alpha, bias if call.bias is None else call.bias
     y = epilogue.expression(z, bias, call.residual)
-    return y if call.out_dtype is None else y.to(call.out_dtype)
+    return y.to(call.out_dtype or z.dtype)
 
 
 def delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:

@@ -47,8 +47,6 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
     if a.dtype is torch.bool:
         _let_torch_say(a, b)
-    if not epilogue.is_identity and not pair.result.is_floating_point:
-        raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
     result = check_terms(call, pair, epilogue, bias=bias, residual=residual)
     width = b.shape[-1] if b.dim() > 1 else 1
     if epilogue.gated:
@@ -69,16 +67,17 @@ def check_terms(
     epilogue: Epilogue,
     **terms: torch.Tensor | None,
 ) -> torch.dtype:
-    """Check the width of a gated product, plain or grouped, and the dtypes of its result and of
-    what is added to it or multiplied with it; returns the result's. Raises as :func:`check`."""
-    b, out_dtype = call.b, call.out_dtype
+    """Check what an epilogue needs of a product, plain or grouped, and the dtypes of its result and
+    of what is added to it or multiplied with it; returns the result's. Raises as :func:`check`."""
+    b, out_dtype, own = call.b, call.out_dtype, pair.result
+    assert own is not None
+    if not epilogue.is_identity and not own.is_floating_point:
+        raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {call.a.dtype}")
     if epilogue.gated and (b.dim() == 1 or b.shape[-1] % 2):
         raise ValueError(
             f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
             f"got b of shape {tuple(b.shape)}"
         )
-    own = pair.result
-    assert own is not None
     result = out_dtype or own
     if result not in _OUT_DTYPES and (pair.stored or result != own):
         wide = " of 16 bits or more" if pair.stored else ""
