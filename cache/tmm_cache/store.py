@@ -20,7 +20,7 @@ from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.layout import LOCK_SUFFIX, MISSES, layer_paths, record_path
-from tmm_cache.locks import acquire, release
+from tmm_cache.locks import acquire
 from tmm_cache.misses import Miss, folders_of_logs, log_miss, logged_misses
 from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
@@ -243,19 +243,19 @@ class CacheStore:
             return
         path = self.path(gpu, environment, problem)
         path = path.with_name(path.name + LOCK_SUFFIX)
-        handle, fault = None, None
+        lock, fault = None, None
         try:
             make_folder(path.parent)
-            handle = acquire(path, timeout)
+            lock = acquire(path, timeout)
         except OSError as error:
             reraise(error)
             fault = error
         try:
-            yield handle is not None or fault is not None
+            yield lock is not None or fault is not None
         finally:
-            if handle is not None:
-                with suppress(OSError):  # the descriptor is closed anyway
-                    release(handle)
+            if lock is not None:
+                with suppress(OSError):  # an unlock that fails ends with the process
+                    lock.release()
             if fault is not None:
                 # Only now: a save under the lock reports more precisely what became of the record.
                 told = "two processes may tune the same problem"

@@ -32,7 +32,7 @@ from tmm_cache.cli import main
 from tmm_cache.errors import UsageError
 from tmm_cache.filters import Filter
 from tmm_cache.head import HEAD_BYTES, Best, read_head
-from tmm_cache.locks import acquire, release
+from tmm_cache.locks import acquire
 from tmm_cache.nearest import nearest
 
 DAY = 86400.0
@@ -130,18 +130,18 @@ def test_an_age_is_in_the_largest_unit(
 def test_a_forked_child_does_not_keep_a_lock_that_is_released(tmp_path: Path) -> None:
     """DataLoader workers are forked at any time, and live on."""
     path = tmp_path / "file.lock"
-    handle = acquire(path, timeout=0)
-    assert handle is not None
+    held = acquire(path, timeout=0)
+    assert held is not None
     child = os.fork()
     if child == 0:
         signal.pause()
         os._exit(0)
     try:
         assert acquire(path, timeout=0) is None
-        release(handle)
+        held.release()
         again = acquire(path, timeout=0)
         assert again is not None
-        release(again)
+        again.release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

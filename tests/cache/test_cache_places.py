@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,9 @@ def test_records_environments_and_locks_that_are_no_files_do_not_hang(
         make(path.with_name(name))
     with warned("is not a regular file"):
         assert store.load(GPU, ENVIRONMENT, problem()) is None
-    with warned("", times=2 if make is a_folder else 1):
+    # A FIFO can be locked.
+    faults = nullcontext() if make is a_fifo else warned("", times=2 if make is a_folder else 1)
+    with faults:
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=1) as mine:
             assert mine is True
         assert (store.save(GPU, ENVIRONMENT, record()) is None) is (make is a_folder)

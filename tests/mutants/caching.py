@@ -36,8 +36,6 @@ CACHE = [
            "completing a forged record makes it trusted", (FORGED,)),
     Mutant("cache-completed-held", "tmm_cache/store.py", "own=path not in self._unverified", "own=True",
            "the same, where the disk refuses", (FORGED,)),
-    Mutant("cache-lock-forked", "tmm_cache/locks.py", "fcntl.flock(handle, fcntl.LOCK_UN)", "pass",
-           "a forked child keeps the lock", (LIMITS,)),
     Mutant("cache-future-use", "tmm_cache/ages.py", "if abs(time.time() - os.stat(path).st_mtime) > TOUCH",
            "if time.time() - os.stat(path).st_mtime > TOUCH", "a time yet to come is never mended", (LIMITS,)),
     Mutant("cache-never-used", "tmm_cache/ages.py", "_NEVER_USED: Final = 365 * 86400.0", "_NEVER_USED: Final = 0.0",
