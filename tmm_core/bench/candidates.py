@@ -8,8 +8,8 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.dispatch.standing import identity, raced
 from tmm_core.spec.launcher import BASELINE
+from tmm_core.tuning.ranking import identity, raced
 
 #: Okabe and Ito's colour-blind-safe palette: BLAS, then the other kernels in turn.
 _BLAS = "#0072B2"

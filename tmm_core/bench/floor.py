@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from tmm_core.bench.case import Call
-from tmm_core.dispatch.timing import Run, Timer
 from tmm_core.spec.device import fingerprint
+from tmm_core.tuning.timing import Run, Timer
 
 #: (blocks per SM, words per block and step)
 LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048)))

@@ -14,11 +14,11 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.standing import by_time
-from tmm_core.dispatch.timing import Run
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch.plan import Plan
+from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.timing import Run
+from tmm_core.tuning.tuner import Tuner
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -119,7 +119,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
     """Every capable kernel with its best config on record (without a record, its default config);
     and the reasons why others are unavailable."""
-    dispatcher, problem = dispatch.dispatcher(), call.problem()
+    dispatcher, problem = dispatch.default_dispatcher(), call.problem()
     able, _ = dispatcher.registry.candidates(problem, settings.current())
     found = dispatcher.record(problem)
     if found is None:
@@ -133,7 +133,7 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
 def untuned(call: Call) -> Plan:
     """The choice without any record."""
     empty = CacheStore(NOWHERE, layers=())
-    blank = Dispatcher(dispatch.dispatcher().registry, Tuner(), empty)
+    blank = Dispatcher(dispatch.default_dispatcher().registry, Tuner(), empty)
     candidate = blank.choose(call.problem(), settings.current()).candidate
     return call.plan(kernel=candidate.kernel.name, config=candidate.config)
 

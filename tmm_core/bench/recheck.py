@@ -14,18 +14,18 @@ from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
 
 from tmm_core import dispatch, settings
 from tmm_core.bench.results import Document
-from tmm_core.dispatch.asking import read_config
-from tmm_core.dispatch.compilers import compiling_threads
-from tmm_core.dispatch.rotation import Copies
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, levelled, timer_for
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
+from tmm_core.registry.query import read_config
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.cold_operands import Copies
+from tmm_core.tuning.compile_pool import compiling_threads
+from tmm_core.tuning.timing import GraphTimer, HostTimer, levelled, timer_for
+from tmm_core.verify.verifier import Verifier
 
 #: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
 REPEATS = 120
@@ -111,7 +111,7 @@ def raced(entries: Sequence[Summary], device: torch.device) -> Iterator[Document
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
     """The winner's kernel, if it is unchanged since it was measured."""
     best = record.best
-    for kernel in dispatch.dispatcher().registry.kernels():
+    for kernel in dispatch.default_dispatcher().registry.kernels():
         if (kernel.name, kernel.version) == (best.kernel, best.version):
             return kernel
     return None
@@ -155,7 +155,7 @@ def _judged(
     if not verdict.ok:
         status = "unknown" if verdict.unknown else "wrong"
         return document | {"status": status, "reason": verdict.reason}, None
-    dispatch.dispatcher().trust.stamp(winner.problem, winner.candidate)
+    dispatch.default_dispatcher().trust.stamp(winner.problem, winner.candidate)
     return document | {"status": "ok"}, winner
 
 
@@ -164,7 +164,7 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
     problem = winner.problem
     try:
         with torch.no_grad(), precision(problem.tf32):
-            blas = dispatch.dispatcher().registry.kernel(BASELINE)
+            blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
             theirs = blas.bind(problem, blas.default_config(problem))
             copies = Copies(problem, device, None)
             runs = [copies.runner(theirs), copies.runner(winner.launcher)]

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.ncu:
         return _print_ncu(case, explanation)
     if options.why:
-        found = why.take_apart(explanation, dispatch.dispatcher().registry)
+        found = why.take_apart(explanation, dispatch.default_dispatcher().registry)
         if options.json:
             print_json(found)
         else:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
-    dispatcher = dispatch.dispatcher()
+    dispatcher = dispatch.default_dispatcher()
     gpu = None if options.gpu is None else gpus.find(dispatcher.store, options.gpu)
     device = torch.device("cpu") if gpu is not None else shared.device(options)
     forced: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def _grid(explanation: Explanation, options: argparse.Namespace) -> tuple[tiles.
     else:
         if config:
             raise UsageError("--tiles: give BLOCK_M and BLOCK_N in --config, or no --config")
-        candidate, anatomy, reason = why.told(explanation, dispatch.dispatcher().registry)
+        candidate, anatomy, reason = why.told(explanation, dispatch.default_dispatcher().registry)
         note(f"{candidate}{f' ({reason})' if reason else ''}")
         grid, group = why.grid_of(problem, anatomy), anatomy.group_m or 1
         grid = replace(grid, wave=options.wave or grid.wave)
@@ -142,7 +142,7 @@ def _plot(explanation: Explanation, path: Path) -> None:
     record, problem = explanation.record, explanation.problem
     if record is None:
         raise UsageError(f"--plot draws a record, and {problem} has none; run tmm tune")
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     expected = []
     for result in record.candidates:
         try:

@@ -23,7 +23,7 @@ from tmm_core.tools.commands.misses import title
 def run(options: argparse.Namespace) -> int:
     device = shared.device(options)
     gpu = fingerprint(device)
-    entries = recheck.answering(dispatch.dispatcher().store, gpu)
+    entries = recheck.answering(dispatch.default_dispatcher().store, gpu)
     verdicts = (verdict for verdict, _ in recheck.verified(entries, device))
     return show(verdicts, f"for {gpu.gpu}", options.json)
 
