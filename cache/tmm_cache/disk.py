@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tmm_cache.errors import UsageError, suppress
-from tmm_cache.layout import ENVIRONMENT, temporary_name
+from tmm_cache.cache_errors import UsageError, suppress
+from tmm_cache.paths import ENVIRONMENT, temporary_name
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+#: Minimum interval between two updates of a file's last use.
+TOUCH_SECONDS = 86400.0
 
 # Windows has neither and needs neither.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -92,6 +95,14 @@ def read_all(handle: int, most: int) -> bytes:
         size += len(part)
         room = 2**16
     return b"".join(parts)
+
+
+def touch(path: Path) -> None:
+    """Note in a file's mtime that it is used now, at most once a day."""
+    # Fails where the root is read-only or belongs to another user.
+    with suppress(OSError):
+        if abs(time.time() - os.stat(path).st_mtime) > TOUCH_SECONDS:
+            os.utime(path)
 
 
 def make_folder(folder: Path) -> None:

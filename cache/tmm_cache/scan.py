@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from tmm_cache.complaints import passed_over
-from tmm_cache.errors import reraise
+from tmm_cache.cache_errors import reraise
+from tmm_cache.fault_warnings import passed_over
 from tmm_cache.files import Fault, Report, read_environment, read_record
-from tmm_cache.head import Head, read_head
+from tmm_cache.header import Header, read_header
 from tmm_cache.keys import Document, is_slug
-from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
+from tmm_cache.paths import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
 
 #: GPU, digest of the environment, digest of the problem.
@@ -57,7 +57,7 @@ class Summary:
     gpu: str
     environment_digest: str
     environment: Document | None
-    head: Head
+    header: Header
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -73,12 +73,12 @@ class Summary:
     @property
     def problem(self) -> Document:
         """The problem; only its sizes are checked."""
-        return self.head.problem
+        return self.header.problem
 
     @property
     def clock(self) -> str:
         """The clock that the times were taken with."""
-        return self.head.clock
+        return self.header.clock
 
     @property
     def record(self) -> TuningRecord:
@@ -144,11 +144,11 @@ def summaries_of(
     environment = read_environment(folder.path, report)
     place = root, folder.gpu, folder.environment_digest, environment
     for path in (folder.path / name for name in filter(RECORD.fullmatch, names)):
-        if not full and (head := read_head(path)) is not None:
+        if not full and (head := read_header(path)) is not None:
             yield Summary(path, *place, head)
         # None: removed since it was listed
         elif (record := read_record(path, report)) is not None:
-            yield Summary(path, *place, Head.of(record), record)
+            yield Summary(path, *place, Header.of(record), record)
 
 
 def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:

@@ -18,8 +18,7 @@ import pytest
 import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, hookimpl, plugin
 from filelock import UnixFileLock
-from tmm_cache import errors as cache_errors
-from tmm_cache import files
+from tmm_cache import cache_errors, files
 
 import tmm_core
 from tmm_core import dispatch, errors
