@@ -38,7 +38,7 @@ PERSISTENT = PersistentConfig(**TILE, GROUP_M=8, SUBTILE=1, FLATTEN=False)
 @pytest.fixture(autouse=True)
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed for an H100 is asked of whatever machine this is."""
-    for name in ("kernel", "warp_specialized"):
+    for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
 

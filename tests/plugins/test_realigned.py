@@ -287,7 +287,7 @@ def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed for an H200 is asked of whatever machine this is: one that can build no
     launcher proposes nothing."""
-    for name in ("kernel", "warp_specialized"):
+    for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
 

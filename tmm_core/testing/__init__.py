@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "EpilogueConformance": "epilogues",
+    "EpilogueConformance": "epilogue_conformance",
     "KernelConformance": "conformance",
     "breakpoint_if": "debug",
-    "check_tensors_ready": "ready",
+    "check_tensors_ready": "tensor_checks",
     "print_if": "debug",
 }
 
