@@ -118,14 +118,22 @@ def make_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Replace a file atomically. Raises OSError; then the old file is untouched."""
-    temporary = write_beside(path, data, mode, sync=True)
+    temporary = path.with_name(temporary_name(path.name))
     try:
+        with closing(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)) as handle:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    sync_folder(path.parent)
+    # Makes the rename durable. Some network file systems can't sync a folder, which only costs
+    # durability across a power cut.
+    with suppress(OSError), closing(os.open(path.parent, os.O_RDONLY)) as folder:
+        os.fsync(folder)
 
 
 def require_target(file: Path) -> None:
@@ -157,31 +165,6 @@ def write_for_all(file: Path, data: bytes) -> None:
     except OSError as error:
         # Its own file name is that of the temporary file.
         raise OSError(f"{file}: cannot be written ({error.strerror or error})") from error
-
-
-def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
-    """Write a temporary file that may replace `path`. Raises OSError and then leaves none."""
-    temporary = path.with_name(temporary_name(path.name))
-    try:
-        with closing(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)) as handle:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            if sync:
-                os.fsync(handle)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return temporary
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, if the file system can."""
-    # The file is already in place. Some network file systems can't sync a folder, which only costs
-    # durability across a power cut.
-    with suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
-        os.fsync(handle)
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:

@@ -34,14 +34,9 @@ class Folder:
     environment_digest: str
 
     @property
-    def schema(self) -> str:
-        """The folder of its schema, like `v2`."""
-        return self.path.parts[-3]
-
-    @property
     def is_old(self) -> bool:
         """Whether its schema is older, so that its records are hints."""
-        return self.schema != VERSION
+        return self.path.parts[-3] != VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,13 @@ def test_columns_are_left_out_in_order_and_numbers_stand_at_the_right() -> None:
     assert narrow == ["name     µs", "───────────", "a       1.5", "bb    10.25"]
 
 
+def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
+    rows = [("triton.warp_specialized", "a b c d e f g h i j k l m n o p")]
+    lines = console.table(("kernel", "config"), rows, 40)
+    assert lines[2].startswith("triton.warp_specialized  a b ")
+    assert len(lines) > 3
+
+
 def test_a_word_is_cut_only_where_the_width_leaves_no_other_way() -> None:
     (line, *more) = console.table(("name", "of"), [("x" * 30, "y" * 10)], 20)[2:]
     assert more
