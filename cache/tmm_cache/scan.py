@@ -41,10 +41,10 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A record's location and the head of its file.
+    """A record's location and the header of its file.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
-    broken. The head is read unvalidated: `load` reads the record and checks it.
+    broken. The header is read unvalidated: `load` reads the record and checks it.
     """
 
     path: Path
@@ -122,7 +122,7 @@ def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Fold
 def summaries(
     root: Path, report: Report, gpu: str | None = None, *, full: bool = False
 ) -> Iterator[Summary]:
-    """A summary of every record under a root, in the order of `folders`, then by name. Only heads
+    """A summary of every record under a root, in the order of `folders`, then by name. Only headers
     are read, so a record may be damaged further on; with `full` every record is read and
     checked."""
     for folder in folders(root, report, gpu):
@@ -139,8 +139,8 @@ def summaries_of(
     environment = read_environment(folder.path, report)
     place = root, folder.gpu, folder.environment_digest, environment
     for path in (folder.path / name for name in filter(RECORD.fullmatch, names)):
-        if not full and (head := read_header(path)) is not None:
-            yield Summary(path, *place, head)
+        if not full and (header := read_header(path)) is not None:
+            yield Summary(path, *place, header)
         # None: removed since it was listed
         elif (record := read_record(path, report)) is not None:
             yield Summary(path, *place, Header.of(record), record)

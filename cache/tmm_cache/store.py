@@ -207,7 +207,7 @@ class CacheStore:
     def summaries(self, gpu: str | None = None, *, full: bool = False) -> Iterator[Summary]:
         """A summary of every record: those held, then the root's, then each layer's, by path.
 
-        Records hidden by a nearer layer are included. Only the head of each file is read, unless
+        Records hidden by a nearer layer are included. Only the header of each file is read, unless
         `full`; `Summary.load` reads the record. Faults are skipped with a warning.
         """
         held = dict(sorted(self._held.items()))
