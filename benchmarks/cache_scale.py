@@ -116,12 +116,11 @@ def main() -> None:
         print(f"| (each of up to {size} bytes) | | | | | |")
         timed("show \\| head", 1.0, command(root, "show | head"))
         timed("show", 5.0, command(root, "show"))
-        timed("stats", 2.0, command(root, "stats"))
         for number in range(4_000):
             save(part, number)
-        archive = Path(folder, "part.tar.gz")
-        command(part.root, f"export {archive}")()
-        timed("import of 4000", 5.0, command(Path(folder, "new"), f"import {archive}"))
+        file = Path(folder, "part.json.gz")
+        command(part.root, f"export {file}")()
+        timed("import of 4000", 60.0, command(Path(folder, "new"), f"import {file}"))
         first_miss(root)
 
 

@@ -21,7 +21,7 @@ PACKAGES = {
 }
 #: What each package may import besides the standard library and itself.
 ALLOWED = {
-    "tmm_cache": {"platformdirs"},
+    "tmm_cache": {"filelock", "platformdirs", "rich"},
     "tmm_core": {"torch", "pluggy", "tmm_cache", "rich", "tmm_blas"},
     "tmm_triton": {"torch", "triton", "tmm_core"},
     "tmm_blas": {"torch", "tmm_core"},

@@ -67,7 +67,7 @@ class TmmWarning(UserWarning):
 
 def warn(message: str, category: type[Warning] = TmmWarning) -> None:
     """Issue a warning that points at the line that called into tmm."""
-    from tmm_cache.errors import warn_caller  # importing tmm_core imports no cache
+    from tmm_cache.cache_errors import warn_caller  # importing tmm_core imports no cache
 
     warn_caller(message, category)
 
@@ -80,10 +80,10 @@ _SHOWN, _TEXT = 200, 2000
 
 def reraise(error: BaseException) -> None:
     """Raise ``error`` again unless the guarded code itself caused it: the first statement of every
-    handler that makes an exception a fault. See :func:`tmm_cache.errors.reraise`."""
-    from tmm_cache import errors
+    handler that makes an exception a fault. See :func:`tmm_cache.cache_errors.reraise`."""
+    from tmm_cache import cache_errors
 
-    errors.reraise(error)
+    cache_errors.reraise(error)
 
 
 def plain_text(text: str, most: int = _TEXT) -> str:
@@ -127,7 +127,7 @@ def _guarded(function: Callable[[Any], str], thing: object, failed: str, most: i
 
 def raised_at(error: BaseException | None) -> str:
     """File and line of the innermost frame that is not tmm's; empty if there is none."""
-    from tmm_cache.errors import foreign_place
+    from tmm_cache.cache_errors import foreign_place
 
     return "" if error is None else foreign_place(error)
 

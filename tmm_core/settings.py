@@ -130,7 +130,7 @@ def _flag(text: str) -> bool:
 
 
 def _size(text: str) -> int | None:
-    from tmm_cache.upkeep import parse_size  # importing tmm_core imports no cache
+    from tmm_cache.size_limits import parse_size  # importing tmm_core imports no cache
 
     return parse_size(text)
 

@@ -9,13 +9,12 @@ It depends on neither torch nor the kernels: problems, environments and configs 
             store.save(gpu, environment, tune(problem))
 """
 
-from tmm_cache.errors import CacheWarning, RecordError
+from tmm_cache.cache_errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
-from tmm_cache.layout import layer_paths, shipped_layers
-from tmm_cache.misses import Miss
+from tmm_cache.miss_log import Miss
 from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
-from tmm_cache.places import default_root
+from tmm_cache.paths import default_root, layer_paths, shipped_layers
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Located, Summary
 from tmm_cache.store import CacheStore

@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from tmm_cache import changes, deployment, filters, reports
-from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, note, warnings_as_notes
-from tmm_cache.errors import CacheWarning, UsageError
-from tmm_cache.places import is_nowhere
+from tmm_cache.cache_errors import CacheWarning
+from tmm_cache.commands import clear, filters, show, transfer
+from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, warnings_as_notes
+from tmm_cache.paths import is_nowhere
 from tmm_cache.store import CacheStore
 
-DISTRIBUTION = "tmm-core"
+DISTRIBUTION: Final = "tmm-core"
+_PROGRAM: Final = "tmm-cache"
 
 Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 
@@ -25,7 +26,7 @@ Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 if done, 1 if faults were found or left undone, 2 for bad
     usage."""
-    return guarded(lambda: _run(argv), note, (UsageError, OSError))
+    return guarded(_PROGRAM, lambda: _run(argv), OSError)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -38,7 +39,7 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return DONE
     run: Command = options.run
-    with warnings_as_notes(note, CacheWarning):
+    with warnings_as_notes(CacheWarning):
         store = CacheStore(options.cache_dir)
         if is_nowhere(store.root):  # already reported
             return MISTAKE
@@ -56,7 +57,7 @@ def _version() -> str:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="tmm-cache",
+        prog=_PROGRAM,
         description="Look after tmm's tuning records.",
         epilog="The root is TMM_CACHE_DIR or the platform's cache folder; below it are the "
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
@@ -75,44 +76,29 @@ def _parser() -> Parser:
         command.set_defaults(run=run)
         return command
 
-    show = add(
-        "show",
-        reports.show,
-        "list own records, a line for each weight, dtype and epilogue, or print one in full",
-    )
-    show.add_argument("record", nargs="?", help="beginning of a record's digest")
-    show.flag("--all", text="list the records of the layers too")
-    show.flag("--each", text="a line for each record")
-    show.add_json()
-    _add_filters(show)
+    text = "list own records, a line for each range of M that a kernel won, or print one in full"
+    listing = add("show", show.show, text, Parser.add_json, _add_filters)
+    listing.add_argument("record", nargs="?", help="beginning of a record's digest")
+    listing.flag("--all", text="list the records of the layers too")
+    listing.flag("--each", text="a line for each record")
 
     text = "remove own records, all or those that pass the filters"
-    add("clear", changes.clear, text, Parser.add_json, _add_removal, _add_filters)
-    add("dir", reports.directory, "print where own records lie", Parser.add_json)
-    text = "count records and winners per GPU and environment"
-    add("stats", reports.stats, text, Parser.add_json)
-    add("verify", reports.verify, "read every file and print each fault", Parser.add_json)
+    removal = add("clear", clear.clear, text, Parser.add_json, _add_filters)
+    removal.flag("-y", "--yes", text="remove without asking")
+    removal.flag("--dry-run", text="list, and remove nothing")
 
-    text = "remove damaged and left-over files, and records of all environments but a GPU's newest"
-    prune = add("prune", changes.prune, text, Parser.add_json, _add_removal)
-    text = "instead of old environments, remove records older than this"
-    _add_age(prune, "--older-than", "before", text)
+    add("verify", show.verify, "read every file and print each fault", Parser.add_json)
 
-    export = add("export", changes.export, "write own records to an archive")
-    export.add_argument("file", type=Path, metavar="FILE.tar.gz")
-    export.flag("--thin", text="keep of each candidate's samples the median and the extremes")
-    _add_filters(export)
+    text = "write own records to one file, without most of their samples"
+    export = add("export", transfer.export, text, _add_filters)
+    export.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
 
-    import_ = add("import", changes.import_, "add the records of an archive to one's own")
+    import_ = add("import", transfer.import_, "add the records of such a file to one's own")
     import_.add_argument("file", type=Path, metavar="FILE")
     import_.flag("--force", text="overwrite newer records too")
 
-    freeze = add(
-        "freeze",
-        deployment.freeze,
-        "write the records of the root and its layers to one lock file, which alone answers under "
-        "TMM_REQUIRE_LOCKED=1",
-    )
+    text = "write the records of the root and its layers to the lock file, which alone answers "
+    freeze = add("freeze", transfer.freeze, f"{text}under TMM_REQUIRE_LOCKED=1")
     freeze.add_argument(
         "-o",
         "--output",
@@ -121,19 +107,6 @@ def _parser() -> Parser:
         help="instead of TMM_LOCK_FILE or tmm.lock.json in the root",
     )
     freeze.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
-
-    diff = add("diff", deployment.diff, "count how two caches would answer differently")
-    diff.add_argument("a", type=Path, metavar="A", help="a root, or a lock file")
-    diff.add_argument("b", type=Path, metavar="B")
-    diff.flag("--each", text="a line for each difference")
-    diff.add_json()
-
-    merge = add(
-        "merge", deployment.merge, "take from other caches what is better evidence than one's own"
-    )
-    merge.add_argument(
-        "sources", type=Path, nargs="+", metavar="FROM", help="a root, or a lock file"
-    )
     return parser
 
 
@@ -145,11 +118,6 @@ def _add_cache_dir(parser: Parser) -> None:
         metavar="DIR",
         help="the root to use instead of TMM_CACHE_DIR",
     )
-
-
-def _add_removal(parser: Parser) -> None:
-    parser.flag("-y", "--yes", text="remove without asking")
-    parser.flag("--dry-run", text="list, and remove nothing")
 
 
 def _add_filters(parser: Parser) -> None:
@@ -164,13 +132,12 @@ def _add_filters(parser: Parser) -> None:
         metavar="MxNxK",
         help="the sizes, each a number or *",
     )
-    _add_age(group, "--older-than", "before", "made longer ago than this")
-    _add_age(group, "--newer-than", "after", "made since this long ago")
-
-
-def _add_age(parser: argparse._ActionsContainer, name: str, dest: str, text: str) -> None:
-    text += ": 90m, 12h, 30d, 2w"
-    parser.add_argument(name, dest=dest, type=argument(filters.parse_ago), metavar="AGE", help=text)
+    for name, dest, text in (
+        ("--older-than", "before", "made longer ago than this: 90m, 12h, 30d, 2w"),
+        ("--newer-than", "after", "made since this long ago"),
+    ):
+        parse = argument(filters.parse_ago)
+        group.add_argument(name, dest=dest, type=parse, metavar="AGE", help=text)
 
 
 def _folder(text: str) -> Path:

@@ -1,28 +1,42 @@
-"""Conventions of the commands `tmm-cache` and `tmm`: data on stdout, notes on stderr, one-line
-errors, and the exit statuses."""
+"""The console of `tmm` and `tmm-cache`: data on stdout, notes on stderr, errors in one line, exit
+statuses, and tables."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from html import escape
+from typing import Any, Final, NoReturn, TypeVar
 
-from tmm_cache.errors import reraise
-from tmm_cache.facets import printable
+from tmm_cache.cache_errors import UsageError as UsageError
+from tmm_cache.cache_errors import reraise
 from tmm_cache.files import Fault
-from tmm_cache.keys import JSON
+from tmm_cache.problem_fields import printable
 
 T = TypeVar("T")
 
 #: Exit statuses: done; something was found or left undone; bad usage.
 DONE, FOUND, MISTAKE = 0, 1, 2
 #: The status that shells use for an interrupted command.
-INTERRUPTED = 130
+INTERRUPTED: Final = 130
+#: The width of output to a pipe or file: fits logs, mail and side-by-side diffs.
+PIPED: Final = 100
+_GAP: Final = 2
+#: Only a line below the headings.
+_BOX: Final = "    \n    \n ── \n" + "    \n" * 5
+#: Begins a row that `table` replaces by a paragraph. Records hold only printable letters.
+_PARAGRAPH: Final = "\ue000"
+
+#: The command that runs, as notes name it.
+_program = "tmm"
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,10 +66,20 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-def guarded(
-    run: Callable[[], int], note: Callable[[str], None], errors: tuple[type[Exception], ...]
-) -> int:
-    """The exit status of a command; one of `errors` becomes a note."""
+# -- running a command -------------------------------------------------------------------
+
+
+def guarded(program: str, run: Callable[[], int], *errors: type[Exception]) -> int:
+    """The exit status of a command; a usage error, or one of `errors`, becomes a note."""
+    global _program
+    before, _program = _program, program
+    try:
+        return _guarded(run, (UsageError, *errors))
+    finally:
+        _program = before
+
+
+def _guarded(run: Callable[[], int], errors: tuple[type[Exception], ...]) -> int:
     _open_standard_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):
@@ -79,7 +103,7 @@ def guarded(
 
 
 def _open_standard_streams() -> None:
-    """Open those that are closed on the null device: a file opened later would take the number of
+    """Open closed standard streams on the null device: a file opened later would get the number of
     a closed one, and a child process would write its output into it."""
     for number in range(3):
         try:
@@ -112,16 +136,16 @@ def _discard_output() -> None:
 
 
 @contextmanager
-def warnings_as_notes(note: Callable[[str], None], *categories: type[Warning]) -> Iterator[None]:
+def warnings_as_notes(*categories: type[Warning]) -> Iterator[None]:
     """A context in which warnings of these categories become notes, once each."""
-    told: set[str] = set()
+    noted: set[str] = set()
     default = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if not issubclass(category, categories):
             default(message, category, *place, **more)
-        elif str(message) not in told:
-            told.add(str(message))
+        elif str(message) not in noted:
+            noted.add(str(message))
             note(str(message))
 
     with warnings.catch_warnings():
@@ -131,9 +155,12 @@ def warnings_as_notes(note: Callable[[str], None], *categories: type[Warning]) -
         yield
 
 
+# -- messages ----------------------------------------------------------------------------
+
+
 def note(text: str) -> None:
     """Print a message that is not data, on stderr."""
-    print(f"tmm-cache: {printable(text)}", file=sys.stderr)
+    print(f"{_program}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Noted:
@@ -148,9 +175,11 @@ class Noted:
         note(f"passed over {fault.path}: {fault.reason}")
 
 
-def print_json(value: JSON) -> None:
-    """Print data for a program. Raises ValueError for NaN and infinities, which JSON lacks."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+def print_json(value: Any) -> None:
+    """Print data for a program; NaN and infinite times, which JSON lacks, become null."""
+    # json writes them by the names that `parse_constant` reads.
+    finite = json.loads(json.dumps(value, default=dict), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=2, ensure_ascii=False))
 
 
 def counted(number: int, noun: str) -> str:
@@ -169,3 +198,106 @@ def confirmed(question: str) -> bool:
     sys.stdout.flush()
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# -- tables ------------------------------------------------------------------------------
+
+
+def width() -> int:
+    """The terminal's width, or :data:`PIPED` if stdout is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str] | str],
+    right: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """Print a table on stdout, as `table` lays it out for the terminal or a pipe."""
+    print("\n".join(table(columns, rows, width(), right=right, optional=optional)))
+
+
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str] | str],
+    width: int,
+    *,
+    right: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> list[str]:
+    """The lines of a table, none longer than `width`.
+
+    A row that is a string is a paragraph across all columns, which continues the row above. Columns
+    in `right` are right-aligned. Columns in `optional` are dropped, first to last, while a row is
+    too long; then cells are folded, between words where possible.
+    """
+    import rich.box
+    import rich.console
+    import rich.table
+    import rich.text
+
+    cells = list(zip(columns, *(row for row in rows if not isinstance(row, str)), strict=True))
+    widths = {index: max(map(len, column)) for index, column in enumerate(cells)}
+    for name in optional:
+        if _total(widths) > width:
+            del widths[columns.index(name)]
+    # Narrow the widest column that has room: first words stay whole, then the longest are folded.
+    words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
+    for least in (words, [1] * len(words)):
+        while _total(widths) > width and any(widths[index] > least[index] for index in widths):
+            widest = max(widths, key=lambda index: (widths[index] > least[index], widths[index]))
+            widths[widest] -= 1
+    box = rich.box.Box(_BOX)
+    grid = rich.table.Table(box=box, padding=(0, 0, 0, 1), show_edge=False)
+    for index, size in widths.items():
+        grid.add_column(
+            rich.text.Text(columns[index]),
+            justify="right" if columns[index] in right else "left",
+            overflow="fold",
+            width=size,
+        )
+    paragraphs = []
+    for row in rows:
+        if isinstance(row, str):
+            paragraphs.append(row)
+            grid.add_row(_PARAGRAPH)
+        else:
+            grid.add_row(*(rich.text.Text(row[index]) for index in widths))
+    # Not stdout: rich would end the process where that is a closed pipe.
+    text = io.StringIO()
+    rich.console.Console(file=text, width=width + 1, color_system=None).print(grid)
+    lines = []
+    remaining = iter(paragraphs)
+    for line in text.getvalue().splitlines():
+        line = line[1:].rstrip()  # without the first column's padding
+        if line.startswith(_PARAGRAPH):
+            below = next(remaining)
+            lines += paragraph(below.lstrip(), width, indent=len(below) - len(below.lstrip()))
+        else:
+            lines.append(line)
+    return lines
+
+
+def _total(widths: dict[int, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+
+def paragraph(text: str, width: int, *, indent: int = 0, hanging: int | None = None) -> list[str]:
+    """The lines of a text, indented by `indent`, and by `hanging` from the second line on.
+
+    A word longer than a line, usually a path that somebody will copy, stays whole.
+    """
+    return textwrap.wrap(
+        text,
+        max(width, indent + 20),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent if hanging is None else hanging),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def html(lines: Sequence[str]) -> str:
+    """Lines as a notebook shows them."""
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tmm_cache.errors import UsageError, suppress
-from tmm_cache.layout import ENVIRONMENT, temporary_name
+from tmm_cache.cache_errors import UsageError, suppress
+from tmm_cache.paths import ENVIRONMENT, temporary_name
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+#: Minimum interval between two updates of a file's last use.
+TOUCH_SECONDS = 86400.0
 
 # Windows has neither and needs neither.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -94,6 +97,14 @@ def read_all(handle: int, most: int) -> bytes:
     return b"".join(parts)
 
 
+def touch(path: Path) -> None:
+    """Note in a file's mtime that it is used now, at most once a day."""
+    # Fails where the root is read-only or belongs to another user.
+    with suppress(OSError):
+        if abs(time.time() - os.stat(path).st_mtime) > TOUCH_SECONDS:
+            os.utime(path)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, all private; `mkdir(parents=True)` makes parents public.
 
@@ -107,14 +118,22 @@ def make_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Replace a file atomically. Raises OSError; then the old file is untouched."""
-    temporary = write_beside(path, data, mode, sync=True)
+    temporary = path.with_name(temporary_name(path.name))
     try:
+        with closing(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)) as handle:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    sync_folder(path.parent)
+    # Makes the rename durable. Some network file systems can't sync a folder, which only costs
+    # durability across a power cut.
+    with suppress(OSError), closing(os.open(path.parent, os.O_RDONLY)) as folder:
+        os.fsync(folder)
 
 
 def require_target(file: Path) -> None:
@@ -146,31 +165,6 @@ def write_for_all(file: Path, data: bytes) -> None:
     except OSError as error:
         # Its own file name is that of the temporary file.
         raise OSError(f"{file}: cannot be written ({error.strerror or error})") from error
-
-
-def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
-    """Write a temporary file that may replace `path`. Raises OSError and then leaves none."""
-    temporary = path.with_name(temporary_name(path.name))
-    try:
-        with closing(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)) as handle:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            if sync:
-                os.fsync(handle)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return temporary
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, if the file system can."""
-    # The file is already in place. Some network file systems can't sync a folder, which only costs
-    # durability across a power cut.
-    with suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
-        os.fsync(handle)
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Final, TypeAlias, TypeGuard
 
-from tmm_cache.errors import RecordError, suppress
+from tmm_cache.cache_errors import RecordError, suppress
 from tmm_cache.keys import JSON, canonical
 
 #: Takes a JSON value and returns what it stands for, or raises `RefusedError`.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
+from tmm_cache.cache_errors import RecordError, reraise, suppress
 from tmm_cache.disk import (
     NotRegularError,
     closing,
@@ -22,12 +23,11 @@ from tmm_cache.disk import (
     require_regular,
     write_atomically,
 )
-from tmm_cache.errors import RecordError, reraise, suppress
 from tmm_cache.fields import at, flag
-from tmm_cache.head import with_head
+from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
-from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT
 from tmm_cache.ownership import REPLACED, foreign_file, is_shared
+from tmm_cache.paths import BROKEN_SUFFIX, ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
 #: A thousand candidates with a hundred samples each take 2 MB; a larger file is not a record.
@@ -269,7 +269,7 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     document = record.to_json()
     if not checked:
         TuningRecord.from_json(document)
-    document = with_head(document, record)
+    document = with_header(document, record)
     if imported:
         document["imported"] = True
     return sealed(document)

@@ -1,93 +1,62 @@
-"""A file lock, held with `flock`: the right to tune a problem.
+"""The right to tune a problem: a lock file beside its record, held with `filelock`.
 
-The OS releases it when its holder dies. Nothing here blocks: the path may be a FIFO, and a lock
-held by another process is polled until a deadline.
+The OS releases it when its holder dies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from tmm_cache.disk import open_regular
-from tmm_cache.errors import suppress
+from tmm_cache.disk import FILE_MODE
 
-with suppress(ImportError):  # on Windows
-    import fcntl
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
-#: Interval between two attempts.
-_POLL_SECONDS: Final = 0.05
 #: A longer wait is logged: another rank tunes for seconds to minutes.
 _SILENT_SECONDS: Final = 1.0
 #: Interval between two such lines of this process: it may wait for one problem after another.
-_SAID_EVERY_SECONDS: Final = 60.0
+_LOG_INTERVAL_SECONDS: Final = 60.0
 
-#: When this process last said that it waits.
-_said = -_SAID_EVERY_SECONDS
+#: When this process last logged that it waits.
+_logged = -_LOG_INTERVAL_SECONDS
 
 
-def acquire(path: Path, timeout: float) -> int | None:
-    """Acquire the lock at `path`; returns the descriptor that holds it, or None if that took more
-    than `timeout` seconds. Waiting is logged, at most once a minute.
+def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
+    """Acquire the lock at `path`; None if another holds it for more than `timeout` seconds.
 
-    Raises OSError if the file can't be opened, is not a regular file or can't be locked.
+    Raises OSError if the file cannot be opened or its file system cannot lock.
     """
-    global _said
-    start = time.monotonic()
-    while (handle := _attempt(path)) is None:
-        waited = time.monotonic() - start
-        if waited >= timeout:
-            break
-        if waited >= _SILENT_SECONDS and time.monotonic() - _said >= _SAID_EVERY_SECONDS:
-            _said = time.monotonic()
-            import logging  # 5 ms, only needed when waiting
+    from filelock import FileLock, Timeout  # 19 ms, not needed for replay
 
-            logging.getLogger("tmm_cache").warning(
-                "waiting for another process that tunes the same problem, at most %.0f s", timeout
-            )
-        time.sleep(min(_POLL_SECONDS, timeout - waited))
-    return handle
-
-
-def release(handle: int) -> None:
-    """Release a lock, even when this raises OSError."""
+    global _logged
+    # An existence lock would outlive a killed holder.
+    lock = FileLock(path, mode=FILE_MODE, thread_local=False, fallback_to_soft=False)
     try:
-        # A child forked meanwhile has the file open: closing alone would not unlock it.
-        fcntl.flock(handle, fcntl.LOCK_UN)
-    finally:
-        os.close(handle)
-
-
-def _attempt(path: Path) -> int | None:
-    if "fcntl" not in globals():
-        raise OSError(errno.ENOSYS, "this platform has no flock")
-    try:
-        handle = open_regular(path, os.O_RDWR | os.O_CREAT)
-    except FileNotFoundError:
-        # Some network file systems look up and create in two steps; the file vanished in between.
-        if path.parent.is_dir():
+        lock.acquire(timeout=min(timeout, _SILENT_SECONDS))
+        return lock
+    except Timeout:
+        if timeout <= _SILENT_SECONDS:
             return None
-        raise
-    held = False
+    if time.monotonic() - _logged >= _LOG_INTERVAL_SECONDS:
+        _logged = time.monotonic()
+        import logging  # 5 ms, only needed when waiting
+
+        logging.getLogger("tmm_cache").warning(
+            "waiting for another process that tunes the same problem, at most %.0f s", timeout
+        )
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # If `clear` has removed the file since it was opened, the lock protects nothing.
-        held = os.fstat(handle).st_nlink > 0
-    except (BlockingIOError, PermissionError) as error:
-        if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
-            raise
-    finally:
-        if not held:
-            os.close(handle)
-    return handle if held else None
+        lock.acquire(timeout=timeout - _SILENT_SECONDS)
+        return lock
+    except Timeout:
+        return None
 
 
-@contextlib.contextmanager
+@contextmanager
 def held_at_once(path: Path) -> Iterator[bool]:
     """Hold the lock at `path` if its file is there; yields whether it is.
 
@@ -96,10 +65,9 @@ def held_at_once(path: Path) -> Iterator[bool]:
     if not path.is_file():
         yield False
         return
-    handle = acquire(path, timeout=0)
-    if handle is None:
+    if (lock := acquire(path)) is None:
         raise OSError(errno.EWOULDBLOCK, "another process holds it")
     try:
         yield True
     finally:
-        release(handle)
+        lock.release()

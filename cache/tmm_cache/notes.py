@@ -16,13 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from tmm_cache.cache_errors import reraise, suppress
 from tmm_cache.disk import append_line, make_folder
-from tmm_cache.errors import reraise, suppress
 from tmm_cache.files import Read, read_own
 from tmm_cache.keys import JSON, canonical
-from tmm_cache.layout import NOTES
 from tmm_cache.ownership import foreign
-from tmm_cache.places import default_root
+from tmm_cache.paths import NOTES, default_root
 
 #: A larger file gets no more notes: about a thousand problems, read at every start.
 MAX_BYTES: Final = 2**20

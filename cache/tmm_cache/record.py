@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tmm_cache import fields
-from tmm_cache.errors import RecordError, suppress
+from tmm_cache.cache_errors import RecordError, suppress
 from tmm_cache.fields import RefusedError, shown
 from tmm_cache.keys import JSON, Document, plain
 
@@ -76,9 +76,9 @@ class CandidateResult:
 
     def __repr__(self) -> str:
         """A line: kernel, config, status and median; `dataclasses.asdict` has everything."""
-        from tmm_cache import facets  # not needed by calls
+        from tmm_cache import problem_fields  # not needed by calls
 
-        words = facets.printable(self.kernel), facets.config(self.config)
+        words = problem_fields.printable(self.kernel), problem_fields.config(self.config)
         time = "not timed" if self.median_us is None else f"{self.median_us:.2f} µs"
         return f"<CandidateResult {' '.join(filter(None, words))}: {self.status}, {time}>"
 
@@ -200,31 +200,17 @@ class TuningRecord:
 
     def __repr__(self) -> str:
         """A line: the problem, its winner and the times; `to_json` has everything."""
-        from tmm_cache import facets  # not needed by calls
+        from tmm_cache import problem_fields  # not needed by calls
 
         us, blas = self.best.median_us, blas_us(self)
-        asked = facets.shape(self.problem), facets.dtypes(self.problem, short=True)
+        asked = problem_fields.shape(self.problem), problem_fields.dtypes(self.problem, short=True)
         time = "not timed" if us is None else f"{us:.2f} µs"
         ratio = f", {blas / us:.2f}x over blas" if us and blas else ""
         tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
         return (
-            f"<TuningRecord {' '.join(asked)} {facets.expression(self.problem)}: "
-            f"{facets.printable(self.best.kernel)} {time}{ratio}, {tried}>"
+            f"<TuningRecord {' '.join(asked)} {problem_fields.expression(self.problem)}: "
+            f"{problem_fields.printable(self.best.kernel)} {time}{ratio}, {tried}>"
         )
-
-    def _repr_html_(self) -> str:
-        """HTML for notebooks: the problem, then every candidate, the winner first."""
-        from tmm_cache import evidence, facets, markup  # 4 ms, not needed by calls
-
-        facts = (
-            ("problem", f"{facets.shape(self.problem)} {facets.dtypes(self.problem)}"),
-            ("layouts", facets.layouts(self.problem)),
-            ("epilogue", facets.expression(self.problem)),
-            ("tuned", f"{self.created}, in {self.tuning_seconds:.1f} s, clock {self.clock}"),
-        )
-        rows = [(*cells, said) for cells, said in evidence.rows(self.candidates, self.winner)]
-        columns = (*evidence.COLUMNS, "config and more")
-        return markup.facts(facts) + markup.table(columns, rows, evidence.NUMBERS)
 
     def thinned(self) -> TuningRecord:
         """Without most samples, for records shipped with a package."""

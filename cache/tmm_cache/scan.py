@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from tmm_cache.complaints import passed_over
-from tmm_cache.errors import reraise
+from tmm_cache.cache_errors import reraise
+from tmm_cache.fault_warnings import passed_over
 from tmm_cache.files import Fault, Report, read_environment, read_record
-from tmm_cache.head import Head, read_head
+from tmm_cache.header import Header, read_header
 from tmm_cache.keys import Document, is_slug
-from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
+from tmm_cache.paths import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
 
 #: GPU, digest of the environment, digest of the problem.
@@ -34,22 +34,17 @@ class Folder:
     environment_digest: str
 
     @property
-    def schema(self) -> str:
-        """The folder of its schema, like `v2`."""
-        return self.path.parts[-3]
-
-    @property
     def is_old(self) -> bool:
         """Whether its schema is older, so that its records are hints."""
-        return self.schema != VERSION
+        return self.path.parts[-3] != VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A record's location and the head of its file.
+    """A record's location and the header of its file.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
-    broken. The head is read unvalidated: `load` reads the record and checks it.
+    broken. The header is read unvalidated: `load` reads the record and checks it.
     """
 
     path: Path
@@ -57,7 +52,7 @@ class Summary:
     gpu: str
     environment_digest: str
     environment: Document | None
-    head: Head
+    header: Header
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -73,12 +68,12 @@ class Summary:
     @property
     def problem(self) -> Document:
         """The problem; only its sizes are checked."""
-        return self.head.problem
+        return self.header.problem
 
     @property
     def clock(self) -> str:
         """The clock that the times were taken with."""
-        return self.head.clock
+        return self.header.clock
 
     @property
     def record(self) -> TuningRecord:
@@ -127,7 +122,7 @@ def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Fold
 def summaries(
     root: Path, report: Report, gpu: str | None = None, *, full: bool = False
 ) -> Iterator[Summary]:
-    """A summary of every record under a root, in the order of `folders`, then by name. Only heads
+    """A summary of every record under a root, in the order of `folders`, then by name. Only headers
     are read, so a record may be damaged further on; with `full` every record is read and
     checked."""
     for folder in folders(root, report, gpu):
@@ -144,11 +139,11 @@ def summaries_of(
     environment = read_environment(folder.path, report)
     place = root, folder.gpu, folder.environment_digest, environment
     for path in (folder.path / name for name in filter(RECORD.fullmatch, names)):
-        if not full and (head := read_head(path)) is not None:
-            yield Summary(path, *place, head)
+        if not full and (header := read_header(path)) is not None:
+            yield Summary(path, *place, header)
         # None: removed since it was listed
         elif (record := read_record(path, report)) is not None:
-            yield Summary(path, *place, Head.of(record), record)
+            yield Summary(path, *place, Header.of(record), record)
 
 
 def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:

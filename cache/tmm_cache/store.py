@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tmm_cache.ages import touch
-from tmm_cache.complaints import Complaints
-from tmm_cache.disk import make_folder
-from tmm_cache.errors import UsageError, reraise, suppress, warn_once
+from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
+from tmm_cache.disk import make_folder, touch
+from tmm_cache.fault_warnings import FaultWarnings
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
-from tmm_cache.head import Head
+from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
-from tmm_cache.layout import LOCK_SUFFIX, MISSES, layer_paths, record_path
-from tmm_cache.locks import acquire, release
-from tmm_cache.misses import Miss, folders_of_logs, log_miss, logged_misses
+from tmm_cache.locks import acquire
+from tmm_cache.miss_log import Miss, clear_misses, log_miss, logged_misses
 from tmm_cache.notes import Notes
-from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
+from tmm_cache.paths import (
+    LOCK_SUFFIX,
+    MISSES,
+    absolute,
+    default_root,
+    is_nowhere,
+    layer_paths,
+    lock_path,
+    real,
+    record_path,
+)
 from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Located, Summary, summaries
 
 if TYPE_CHECKING:
-    from tmm_cache.lock import LockFile
     from tmm_cache.nearest import NearestKey
-    from tmm_cache.upkeep import Upkeep
+    from tmm_cache.size_limits import SizeLimiter
+    from tmm_cache.transport import Transport
 
 # Any other value of TMM_REQUIRE_LOCKED means yes: setting it shows the intent.
 _NO = {"", "0", "false", "no", "off"}
@@ -59,12 +67,12 @@ class CacheStore:
         #: Whether only a lock file answers, and which.
         self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
         self.lock_path = lock_path(os.environ, self.root)
-        self._lock_file: LockFile | None = None
-        self._complaints = Complaints(self.root)
+        self._lock_file: Transport | None = None
+        self._warnings = FaultWarnings(self.root)
         #: Where the records of the problems that were logged would be.
         self._logged: set[Path] = set()
         self._verified: dict[tuple[str, str], Notes] = {}
-        self._upkeep: Upkeep | None = None
+        self._limiter: SizeLimiter | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary] = {}
         #: Records with candidates that were not verified on this machine.
@@ -81,7 +89,7 @@ class CacheStore:
         if located is None:
             return None
         path = located.path
-        mine = self._complaints.is_own and not self.locked
+        mine = self._warnings.is_own and not self.locked
         if mine and path is not None and self.root in path.parents:
             touch(path)
         return located.record
@@ -104,17 +112,17 @@ class CacheStore:
             path = record_path(root, *key)
             stored = read_stored(path, root if root == self.root else None)
             if isinstance(stored, Fault):
-                self._complaints.fault(stored)
+                self._warnings.fault(stored)
             elif stored is None or stored.record.is_hint:
                 continue
             elif canonical(stored.record.problem) == asked:
-                mine = root == self.root and self._complaints.may_write()
+                mine = root == self.root and self._warnings.may_write()
                 if mine and stored.foreign is not None:
                     mine = False
-                    self._complaints.untrusted(stored.foreign)
+                    self._warnings.untrusted(stored.foreign)
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
-                self._complaints.fault(Fault(path, "records another problem of the same digest"))
+                self._warnings.fault(Fault(path, "records another problem of the same digest"))
         return None
 
     def nearest_key(self, gpu: str, environment: Document, problem: Document) -> NearestKey | None:
@@ -159,23 +167,23 @@ class CacheStore:
         """
         data = record_bytes(record, imported=not verified)
         path = self.path(gpu, environment, record.problem)
-        if not self._complaints.may_write():
+        if not self._warnings.may_write():
             self.hold(gpu, environment, record, verified=verified)
             return None
         try:
             write_record(path, data, environment)
         except OSError as error:
             reraise(error)
-            self._complaints.unwritable(error)
+            self._warnings.unwritable(error)
             self.hold(gpu, environment, record, verified=verified)
             return None
         if path in self._held:
             self.hold(gpu, environment, record, verified=verified)
-        if self._upkeep is None:
-            from tmm_cache.upkeep import Upkeep  # not needed for replay
+        if self._limiter is None:
+            from tmm_cache.size_limits import SizeLimiter  # not needed for replay
 
-            self._upkeep = Upkeep(self.root)
-        self._upkeep.saved(path, len(data), self._held)
+            self._limiter = SizeLimiter(self.root)
+        self._limiter.saved(path, len(data), self._held)
         return path
 
     def hold(
@@ -189,8 +197,8 @@ class CacheStore:
 
     def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
-        path, head = self.path(gpu, environment, record.problem), Head.of(record)
-        return Summary(path, self.root, gpu, digest(environment), environment, head, record)
+        path, header = self.path(gpu, environment, record.problem), Header.of(record)
+        return Summary(path, self.root, gpu, digest(environment), environment, header, record)
 
     def entries(self, gpu: str | None = None) -> Iterator[Summary]:
         """Like `summaries`, with every file read in full: `Summary.record` is its record."""
@@ -199,32 +207,15 @@ class CacheStore:
     def summaries(self, gpu: str | None = None, *, full: bool = False) -> Iterator[Summary]:
         """A summary of every record: those held, then the root's, then each layer's, by path.
 
-        Records hidden by a nearer layer are included. Only the head of each file is read, unless
+        Records hidden by a nearer layer are included. Only the header of each file is read, unless
         `full`; `Summary.load` reads the record. Faults are skipped with a warning.
         """
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
-            for summary in summaries(root, self._complaints.fault, gpu, full=full):
+            for summary in summaries(root, self._warnings.fault, gpu, full=full):
                 if summary.path not in held:
                     yield summary
-
-    def remove(self, entries: Iterable[Summary]) -> int:
-        """Remove records of the user's own root, and the folders that become empty.
-
-        Returns how many were removed; each that could not be costs a `CacheWarning`. Raises
-        ValueError for an entry of a layer: layers are read-only.
-        """
-        from tmm_cache import removal  # not needed for replay
-
-        removals = []
-        for entry in entries:
-            if entry.root != self.root:
-                raise ValueError(f"{entry.path} is of the layer {entry.root}, not of {self.root}")
-            removals.append(removal.Removal(entry.path, "record", "asked for"))
-        for asked in removals:
-            self._held.pop(asked.path, None)
-        return removal.remove(self.root, removals, self._complaints.fault)
 
     @contextlib.contextmanager
     def lock(
@@ -238,33 +229,33 @@ class CacheStore:
         """
         if not timeout >= 0:
             raise ValueError(f"timeout: found {timeout}, accepted is a number of seconds >= 0")
-        if not self._complaints.may_write():
+        if not self._warnings.may_write():
             yield True
             return
         path = self.path(gpu, environment, problem)
         path = path.with_name(path.name + LOCK_SUFFIX)
-        handle, fault = None, None
+        lock, fault = None, None
         try:
             make_folder(path.parent)
-            handle = acquire(path, timeout)
+            lock = acquire(path, timeout)
         except OSError as error:
             reraise(error)
             fault = error
         try:
-            yield handle is not None or fault is not None
+            yield lock is not None or fault is not None
         finally:
-            if handle is not None:
-                with suppress(OSError):  # the descriptor is closed anyway
-                    release(handle)
+            if lock is not None:
+                with suppress(OSError):  # an unlock that fails ends with the process
+                    lock.release()
             if fault is not None:
                 # Only now: a save under the lock reports more precisely what became of the record.
                 told = "two processes may tune the same problem"
-                self._complaints.beside(path, fault, "locked", told)
+                self._warnings.beside(path, fault, "locked", told)
 
     def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""
         path = self.path(gpu, environment, problem)
-        if path in self._logged or not self._complaints.may_write():
+        if path in self._logged or not self._warnings.may_write():
             return
         self._logged.add(path)
         log = path.with_name(MISSES)
@@ -273,43 +264,35 @@ class CacheStore:
         except OSError as error:
             reraise(error)
             told = "problems that are not tuned are not noted"
-            self._complaints.beside(log, error, "written", told)
+            self._warnings.beside(log, error, "written", told)
 
     def misses(self) -> list[Miss]:
         """The problems logged in the user's own root, each once per GPU and environment."""
-        return logged_misses(self.root, self._complaints.fault)
+        return logged_misses(self.root, self._warnings.fault)
 
     def clear_misses(self) -> int:
         """Clear the logs of problems; returns how many were removed."""
-        from tmm_cache import removal  # not needed for replay
-
         self._logged.clear()
-        report = self._complaints.fault
-        logs = [
-            log
-            for folder in folders_of_logs(self.root, report)
-            for log in removal.misses(folder, "asked for")
-        ]
-        return removal.remove(self.root, logs, report)
+        return clear_misses(self.root, self._warnings.fault)
 
     def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         lock = self._locked_file()
         key = gpu, digest(environment), digest(problem)
         record = None if lock is None else lock.record(key)
         if isinstance(record, Fault):
-            self._complaints.fault(record)
+            self._warnings.fault(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
             return None
         # It may have been verified where it was frozen, but not here.
         return Located(record, self.lock_path, own=False, sealed=True)
 
-    def _locked_file(self) -> LockFile | None:
+    def _locked_file(self) -> Transport | None:
         """The lock file that alone answers; None, with a warning, if there is none."""
         if self._lock_file is None:
-            from tmm_cache.lock import LockFile
+            from tmm_cache.transport import Transport  # not needed for replay
 
             try:
-                self._lock_file = LockFile(self.lock_path)
+                self._lock_file = Transport(self.lock_path)
             except UsageError as error:
                 reason = str(error).removeprefix(f"{self.lock_path}: ")
                 note = f"{reason}; and TMM_REQUIRE_LOCKED=1 lets nothing else answer"

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in (*COMMANDS, "--"):
         run: Callable[[Sequence[str]], int] = importlib.import_module("tmm_core.tools.cli").main
         return run(arguments)
-    return guarded(lambda: _answer(arguments), note, ())
+    return guarded("tmm", lambda: _answer(arguments))
 
 
 def _answer(arguments: Sequence[str]) -> int:
@@ -64,11 +64,6 @@ def version() -> str:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return str(module.__version__)
-
-
-def note(text: str) -> None:
-    """Print a message for the user that is not data."""
-    print(f"tmm: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

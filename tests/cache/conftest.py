@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tmm_cache import CacheStore, errors
+from tmm_cache import CacheStore, cache_errors
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TMM_CACHE_PATH", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     # As in a process that nothing has been told: the same variable is wrong in several tests.
-    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(cache_errors, "_warned", set())
     return own
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tmm_cache import batch
 
 #: What is counted. `os.scandir` and `os.listdir` are how folders are read, the rest is named as
 #: what it does.
@@ -79,8 +78,6 @@ def faulty(root: Path, n: int, code: int = errno.EIO, how: How = "fails") -> Ite
     with pytest.MonkeyPatch.context() as patch:
         for module, name in CALLS:
             patch.setattr(module, name, faults.wrap(name, getattr(module, name)))
-        # `syncfs` takes no path to count by, and a `fsync` of each file is what it falls back to.
-        patch.setattr(batch, "_syncfs", lambda: None)
         yield faults
 
 

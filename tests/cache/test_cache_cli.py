@@ -73,7 +73,7 @@ def cells(line: str) -> list[str]:
     return re.split("  +", line.strip())
 
 
-def test_show_has_a_heading_for_a_weight_and_a_row_for_a_range_of_m_that_one_kernel_won(
+def test_show_has_a_row_for_a_range_of_m_of_a_weight_that_one_kernel_won(
     filled: CacheStore, capsys: Captured
 ) -> None:
     filled.save(
@@ -90,24 +90,20 @@ def test_show_has_a_heading_for_a_weight_and_a_row_for_a_range_of_m_that_one_ker
         f"{GPU}, environment {digest(ENVIRONMENT)}",
     ]
     assert [lines.count(f"{count}, own") for count in ("1 record", "4 records")] == [1, 1]
-    start = lines.index("weight 4096x512 bf16, row x column: M 16…4096, 3 records")
-    both, blas = map(cells, lines[start + 1 : start + 3])
-    assert both == [
-        *("16…2048", "silu", "triton.split_k"),
-        *("11.50", "21.00", "1.83x", "2h", "2 of them"),
+    rows = [cells(line) for line in lines if " silu " in line or " none " in line]
+    assert rows[1][:4] == ["8*64x128", "fp16", "row x column", "none"]
+    assert rows[2] == [
+        *("4096x512", "bf16", "row x column", "silu", "16 … 2048", "triton.split_k"),
+        *("11.50", "1.83x", "2h", "2 of them"),
     ]
-    assert blas[:3] == ["4096", "silu", "blas"]
-    assert blas[-1] == digest(problem(m=4096))[:8]
-    [line] = [line for line in lines if line.startswith("weight 8*64x128 fp16")]
-    assert cells(lines[lines.index(line) + 1])[:3] == ["32", "none", "blas"]
+    assert rows[3][:5] == ["4096x512", "bf16", "row x column", "silu", "4096"]
+    assert rows[3][-1] == digest(problem(m=4096))[:6]
 
 
 def test_show_each_has_a_row_for_each_record(filled: CacheStore, capsys: Captured) -> None:
     assert main(["show", "--each", "--gpu", GPU, "--kernel", "triton.*"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("weight 4096x512 bf16, row x column: M 16…2048, 2 records")
-    rows = [cells(line) for line in lines[start + 1 : start + 3]]
-    assert [row[-1] for row in rows] == [digest(problem(m=m))[:8] for m in (16, 2048)]
+    rows = [cells(line) for line in capsys.readouterr().out.splitlines() if " silu " in line]
+    assert [row[-1] for row in rows] == [digest(problem(m=m))[:6] for m in (16, 2048)]
     assert [row[-2] for row in rows] == ["2h", "3d"]
 
 
@@ -126,7 +122,7 @@ def test_show_lists_own_records_and_with_all_those_of_layers(
     below.save(GPU, ENVIRONMENT, record(problem(m=64)))
     monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
     assert main(["show", "--all", "--shape", "16x*x*"]) == 0
-    titles = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    titles = [line for line in capsys.readouterr().out.splitlines() if line[1:8] == " record"]
     assert sorted(titles) == sorted(["1 record, own", f"1 record, {below.root}"])
     assert [item["layer"] for item in shown(capsys, "--shape", "16x*x*")] == [str(filled.root)]
     both = shown(capsys, "--all", "--shape", "16x*x*")
@@ -136,7 +132,7 @@ def test_show_lists_own_records_and_with_all_those_of_layers(
     assert main(["show", "--shape", "64x*x*"]) == 1
     assert capsys.readouterr().err == (
         f"tmm-cache: no records match in {filled.root}\n"
-        f"tmm-cache: not looked at: {below.root}; --all does\n"
+        f"tmm-cache: not listed: {below.root}; --all does\n"
     )
 
 
@@ -255,24 +251,20 @@ def test_json_never_holds_what_is_no_json(store: CacheStore, capsys: Captured) -
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    for command in ("show", "stats"):
-        assert main([command, "--json"]) == 0
-        (found,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
-        assert command == "stats" or found["speedup"] is None
+    assert main(["show", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["speedup"] is None
     assert main(["show"]) == 0
     assert "inf" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        print_json(float("inf"))
+    print_json(float("inf"))
+    assert capsys.readouterr().out == "null\n"
 
 
 def test_an_empty_cache_is_a_note_and_no_error(root: Path, capsys: Captured) -> None:
-    for command in (["show"], ["stats"]):
-        assert main(command) == 0
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err == f"tmm-cache: no records in {root}\n"
-        assert main([*command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == []
+    assert main(["show"]) == 0
+    assert capsys.readouterr() == ("", f"tmm-cache: no records in {root}\n")
+    assert main(["show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
     assert main(["verify"]) == 0
     assert not root.exists()
 
@@ -291,9 +283,8 @@ def test_problems_of_another_make_are_listed_all_the_same(
     store.save(GPU, ENVIRONMENT, record(sizes | {"groups": {"count": 4, "ragged": "m"}}))
     assert main(["show"]) == 0
     text = capsys.readouterr().out
-    assert "weight 2x3 in 4 groups along m" in text
-    assert "odd[red].kernel" in text
-    assert "weight 7*2x3 " in text
+    words = text.split()
+    assert {"groups", "along", "odd[red].kernel", "7*2x3"} <= {*words}
     assert " silu " in text
     assert "int8 -> int32" in text
     for entry in store.entries():
@@ -319,47 +310,13 @@ def test_faults_are_noted_on_stderr_and_the_rest_is_shown(
     assert line.startswith(f"tmm-cache: passed over {broken}: is not a valid record: ")
 
 
-def test_dir(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert main(["dir"]) == 0
-    assert capsys.readouterr() == (f"{root}\n", "")
-    monkeypatch.setenv("TMM_CACHE_PATH", f"/site{os.pathsep}/image")
-    assert main(["dir", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "root": str(root),
-        "layers": ["/site", "/image"],
-        "schema": 2,
-    }
+def test_the_root_may_be_named_before_or_after_the_command(
+    tmp_path: Path, capsys: Captured
+) -> None:
     other = str(tmp_path / "other")
-    for command in (["--cache-dir", other, "dir"], ["dir", "--cache-dir", other]):
+    for command in (["--cache-dir", other, "show"], ["show", "--cache-dir", other]):
         assert main(command) == 0
-        assert capsys.readouterr().out == f"{other}\n"
-
-
-def test_stats(filled: CacheStore, capsys: Captured) -> None:
-    filled.log_miss(GPU, ENVIRONMENT, problem(m=5))
-    filled.path(GPU, ENVIRONMENT, problem(m=9)).write_text("{")
-    assert main(["stats", "--json"]) == 0
-    small, large = json.loads(capsys.readouterr().out)
-    assert (small["gpu"], small["records"], small["misses"]) == ("nvidia-a100", 1, 0)
-    assert small["winners"] == {"triton.split_k": 1}
-    assert small["environment"] == OLDER_ENVIRONMENT
-    assert large["gpu"] == GPU
-    assert large["environment_digest"] == digest(ENVIRONMENT)
-    assert large["winners"] == {"triton.split_k": 2, "blas": 1}
-    assert (large["records"], large["misses"], large["faults"]) == (3, 1, 1)
-    assert large["bytes"] == sum(
-        filled.path(GPU, ENVIRONMENT, asked).stat().st_size
-        for asked in (
-            problem(m=16),
-            problem(m=2048),
-            problem(m=32, n=64, k=128, dtype="float16", epilogue="none", batch=8),
-        )
-    )
-    assert large["oldest"] < large["newest"]
-    assert main(["stats"]) == 0
-    [line] = [row for row in capsys.readouterr().out.splitlines() if GPU in row]
-    assert line.split()[:4] == [GPU, digest(ENVIRONMENT), "own", "3"]
-    assert line.split()[-2:] == ["triton.split_k=2", "blas=1"]
+        assert capsys.readouterr().err == f"tmm-cache: no records in {other}\n"
 
 
 def test_verify(filled: CacheStore, capsys: Captured) -> None:
@@ -414,11 +371,11 @@ def test_verify_looks_into_layers(
         (["show", "--older-than", "soon"], "argument --older-than: found 'soon', accepted is a"),
         (["show", "--newer-than", "-3d"], "argument --newer-than: "),
         (["clear", "--older-than", "30"], "argument --older-than: found '30'"),
-        (["prune", "--older-than", "9" * 400 + "d"], "argument --older-than: found '999"),
-        (["prune", "--older-than", "99999999999w"], "argument --older-than: found '999"),
-        (["dir", "--cache-dir", ""], "argument --cache-dir: found nothing"),
-        (["export"], "the following arguments are required: FILE.tar.gz"),
-        (["dir", "extra"], "unrecognized arguments: extra"),
+        (["clear", "--older-than", "9" * 400 + "d"], "argument --older-than: found '999"),
+        (["clear", "--older-than", "99999999999w"], "argument --older-than: found '999"),
+        (["show", "--cache-dir", ""], "argument --cache-dir: found nothing"),
+        (["export"], "the following arguments are required: FILE"),
+        (["verify", "extra"], "unrecognized arguments: extra"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr_and_status_two(
@@ -434,9 +391,10 @@ def test_mistakes_are_one_line_on_stderr_and_status_two(
 def test_help_names_every_command(capsys: Captured) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("show", "clear", "dir", "stats", "verify", "prune", "export", "import"):
+    for name in ("show", "clear", "verify", "export", "import", "freeze"):
         assert f"\n    {name} " in text
         assert main([name, "--help"]) == 0
+    assert main(["show", "--help"]) == 0
     assert "90m, 12h, 30d, 2w" in capsys.readouterr().out
 
 
@@ -464,7 +422,7 @@ def test_an_ascii_terminal_gets_escapes_and_no_error(filled: CacheStore) -> None
     assert "\\xb5s" in out
 
 
-@pytest.mark.parametrize("options", [["show"], ["show", "--json"], ["dir"], ["--help"]])
+@pytest.mark.parametrize("options", [["show"], ["show", "--json"], ["--help"]])
 def test_a_closed_pipe_is_no_complaint(filled: CacheStore, options: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -489,8 +447,8 @@ def on_a_terminal(columns: int, *options: str) -> tuple[list[str], str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(chunks).decode()).splitlines(), notes
 
 
-@pytest.mark.parametrize("columns", [40, 80, 100, 120, 200])
-def test_show_keeps_to_the_terminal_and_breaks_no_word(filled: CacheStore, columns: int) -> None:
+@pytest.mark.parametrize("columns", [40, 80, 100, 120, 240])
+def test_show_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
     long = problem(epilogue="gelu_tanh+softcap(30)+scale(0.0125)") | {
         "bias": "bfloat16",
         "residual": "bfloat16",
@@ -501,11 +459,11 @@ def test_show_keeps_to_the_terminal_and_breaks_no_word(filled: CacheStore, colum
     assert notes == ""
     assert max(len(line) for line in lines) <= columns
     text = "\n".join(lines)
-    digests = [digest(asked)[:8] for asked in (long, problem(m=2048))]
-    for word in ("triton.split_k", *digests, "1.83x", "softcap(30)+", "residual"):
+    digests = [digest(asked)[:6] for asked in (long, problem(m=2048))]
+    for word in ("triton.split_k", *digests, "1.83x"):
         assert columns < 80 or word in text
-    assert (columns >= 200) == ("BLOCK_M=64 SPLIT_K=4" in text)
-    assert "triton.warp_specialized" in text
+    assert (columns >= 240) == ("BLOCK_M=64 SPLIT_K=4" in text)
+    assert columns < 100 or "triton.warp_specialized" in text
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -518,7 +476,7 @@ def test_a_record_in_full_keeps_to_the_terminal(filled: CacheStore, columns: int
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["--version"], ["dir"], ["show"], ["show", "--json"], ["verify"]]
+    "arguments", [[], ["--help"], ["--version"], ["show", "--json"], ["verify"]]
 )
 def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
     code = (

@@ -14,12 +14,11 @@ from typing import TypeAlias
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
 from faulty_fs import CODES, Faults, How, dying, faulty
-from tmm_cache import CacheStore, CacheWarning, CandidateResult, errors, files
+from tmm_cache import CacheStore, CacheWarning, CandidateResult, TuningRecord, cache_errors, files
 from tmm_cache.cli import main
-from tmm_cache.lock import LockFile
-from tmm_cache.places import LOCK_NAME
-from tmm_cache.scan import Summary
-from tmm_cache.upkeep import Limits, evict
+from tmm_cache.paths import LOCK_NAME
+from tmm_cache.size_limits import Limits, evict
+from tmm_cache.transport import Transport
 
 Acknowledge: TypeAlias = Callable[[object], None]
 Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
@@ -29,12 +28,16 @@ BEFORE = (1, 2, 3)
 DAY = 86400
 MINE = record().candidates
 #: Of the other cache, which knows one more kernel.
-THEIRS = (*MINE, CandidateResult("theirs", "1", {}, "slow", (99.0,)))
+THEIRS = (
+    record(candidates=(*MINE, CandidateResult("theirs", "1", {}, "slow", (99.0,))))
+    .thinned()
+    .candidates
+)
 
 
 def prepare(folder: Path) -> Path:
     """A root with records, an older environment, a miss, a left-over file and a lock file of its
-    first record; another root, and an archive of it."""
+    first record; another root, and an export of it."""
     root = folder / "root"
     store = CacheStore(root, [])
     for m in BEFORE:
@@ -52,7 +55,7 @@ def prepare(folder: Path) -> Path:
     for m in (2, 4, 5):
         new = record(problem(m=m), created="2026-02-02T00:00:00Z", note="imported")
         other.save(GPU, ENVIRONMENT, replace(new, candidates=THEIRS))
-    assert main(["--cache-dir", str(other.root), "export", str(folder / "archive.tar.gz")]) == 0
+    assert main(["--cache-dir", str(other.root), "export", str(folder / "records.json")]) == 0
     return root
 
 
@@ -77,15 +80,11 @@ def save(root: Path, acknowledge: Acknowledge) -> None:
 
 
 def import_(root: Path, acknowledge: Acknowledge) -> None:
-    status = main(["--cache-dir", str(root), "import", str(root.parent / "archive.tar.gz")])
+    status = main(["--cache-dir", str(root), "import", str(root.parent / "records.json")])
     assert status in (0, 1, 2)
     if status == 0:
         for m in (2, 4, 5):
             acknowledge(f"{m}=imported")
-
-
-def prune(root: Path, acknowledge: Acknowledge) -> None:
-    assert main(["--cache-dir", str(root), "prune", "-y"]) in (0, 1, 2)
 
 
 def clear(root: Path, acknowledge: Acknowledge) -> None:
@@ -107,22 +106,12 @@ def freeze(root: Path, acknowledge: Acknowledge) -> None:
         acknowledge("lock=whole")
 
 
-def merge(root: Path, acknowledge: Acknowledge) -> None:
-    status = main(["--cache-dir", str(root), "merge", str(root.parent / "other")])
-    assert status in (0, 1, 2)
-    if status == 0:
-        for what in ("2=before+theirs", "4=imported+theirs", "5=imported+theirs"):
-            acknowledge(what)
-
-
 SCENARIOS: dict[str, Scenario] = {
     "save": save,
     "import": import_,
-    "prune": prune,
     "clear": clear,
     "evict": eviction,
     "freeze": freeze,
-    "merge": merge,
 }
 #: A scenario has some hundred calls; past this many it would not end.
 MOST_CALLS = 1500
@@ -140,7 +129,7 @@ def check(name: str, root: Path, said: list[str]) -> None:
     """What was there or was acknowledged reads back, and every record on the disk is whole."""
     gone = {text.split("=")[0] for text in said if text.endswith("=gone")}
     new = dict(text.split("=") for text in said if not text.endswith("=gone"))
-    errors._warned.clear()
+    cache_errors._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         fresh = CacheStore(root, [])
@@ -149,22 +138,17 @@ def check(name: str, root: Path, said: list[str]) -> None:
             if found is None:
                 assert str(m) in gone
                 continue
-            # What could not be read this time is not for another cache's record to replace.
-            assert found.note in ("before", *(() if name == "merge" else ("saved", "imported")))
+            assert found.note in ("before", "saved", "imported")
             assert found.problem == problem(m=m)
         frozen = new.pop("lock", None)
         for m, what in new.items():
             found = fresh.load(GPU, ENVIRONMENT, problem(m=int(m)))
             assert found is not None, f"{m} was acknowledged and is lost"
-            note, _, theirs = what.partition("+")
-            assert found.note == note
-            assert not theirs or found.candidates == THEIRS
+            assert found.note == what
         for entry in fresh.entries():
             assert entry.record.candidates in (MINE, THEIRS)
-        faults: list[files.Fault] = []
-        locked = list(LockFile(root / LOCK_NAME).summaries(faults.append))
-        assert not faults
-        assert all(isinstance(each, Summary) for each in locked)
+        locked = [record for _, _, record in Transport(root / LOCK_NAME).records()]
+        assert all(isinstance(each, TuningRecord) for each in locked)
         assert frozen is None or len(locked) == len(BEFORE) + 1
         for path in root.rglob("*.json"):
             assert not isinstance(files.read_bytes(path), files.Fault)
@@ -204,7 +188,7 @@ def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[st
     while n < MOST_CALLS:
         root = restored(prepared, copy)
         said: list[str] = []
-        errors._warned.clear()
+        cache_errors._warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with faulty(root, n, CODES[n % len(CODES)], how) as faults:
@@ -215,7 +199,7 @@ def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[st
         assert sum(text.startswith(f"{root}: ") for text in texts) <= 1
         check(name, root, said)
         if not faults.hit:
-            assert said or name == "prune"
+            assert said
             return counted, n
         counted[faults.hit[0]] = counted.get(faults.hit[0], 0) + 1
         n += stride(name, n, how)
@@ -234,9 +218,9 @@ def run_deaths(name: str, prepared: Path, copy: Path) -> int:
     n, deaths = 1, 0
     while n < MOST_CALLS:
         root = restored(prepared, copy)
-        errors._warned.clear()
+        cache_errors._warned.clear()
         died, said = dying(root, n, lambda acknowledge, root=root: quiet(name, root, acknowledge))
-        if name in ("clear", "evict", "prune"):
+        if name in ("clear", "evict"):
             said = [*said, *{"clear": ["3=gone"], "evict": ["1=gone", "8=gone"]}.get(name, [])]
         check(name, root, said)
         # Neither a lock nor a half-written file is in the next process's way.

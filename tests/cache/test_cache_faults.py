@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, problem, record, warned
-from tmm_cache import CacheStore, files, misses
+from tmm_cache import CacheStore, files, miss_log
 from tmm_cache import store as store_module
 from tmm_cache.cli import main
 
@@ -398,7 +398,7 @@ def test_a_name_too_long_for_the_file_system_is_a_fault_like_any_other(tmp_path:
 def test_a_full_log_of_misses_stops_growing(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(misses, "MAX_BYTES", 400)
+    monkeypatch.setattr(miss_log, "MAX_BYTES", 400)
     with warned(r"misses\.jsonl cannot be written \(it is full"):
         for m in range(10):
             store.log_miss(GPU, ENVIRONMENT, problem(m=m))

@@ -11,7 +11,7 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, made, problem, record
 from tmm_cache import CacheStore
 from tmm_cache.cli import main
-from tmm_cache.filters import Filter
+from tmm_cache.commands.filters import Filter
 
 NOW = datetime(2026, 1, 31, tzinfo=timezone.utc)
 #: A value of each field that no record has.

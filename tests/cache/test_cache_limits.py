@@ -3,10 +3,8 @@ that is cut short, a clock that was wrong."""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
-import tarfile
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -25,15 +23,14 @@ from cache_builders import (
     record,
     warned,
 )
-from tmm_cache import CacheStore, Notes, ages, batch, disk, facets, notes, places, removal, unpack
-from tmm_cache.archive import read_archive
-from tmm_cache.batch import Batch
+from tmm_cache import CacheStore, Notes, disk, notes, paths, problem_fields
 from tmm_cache.cli import main
-from tmm_cache.errors import UsageError
-from tmm_cache.filters import Filter
-from tmm_cache.head import HEAD_BYTES, Best, read_head
-from tmm_cache.locks import acquire, release
+from tmm_cache.commands import clear
+from tmm_cache.commands.filters import Filter
+from tmm_cache.header import HEADER_BYTES, Best, read_header
+from tmm_cache.locks import acquire
 from tmm_cache.nearest import nearest
+from tmm_cache.transport import import_records
 
 DAY = 86400.0
 
@@ -61,43 +58,6 @@ def test_a_use_is_noted_when_the_last_is_a_day_away_on_either_side(
     assert (path.stat().st_mtime == pytest.approx(before, abs=1e-3)) != noted
 
 
-def test_what_is_dated_before_1971_was_never_used_here(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    for moment, used in ((0, False), (365 * DAY - 1, False), (365 * DAY, True)):
-        set_mtime(file, moment)
-        status = file.stat()
-        assert ages.was_used(status) == used
-        assert ages.last_used(status) == (moment if used else status.st_ctime)
-    ages.mark_imported(file)
-    assert not ages.was_used(file.stat())
-    assert ages.last_used(file.stat()) == pytest.approx(time.time(), abs=60)
-    ages.touch(file)
-    assert ages.was_used(file.stat())
-    ages.touch(tmp_path / "absent")
-
-
-def test_two_imports_have_two_times(tmp_path: Path) -> None:
-    """So that one that is replaced by another is noticed."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    for file in (first, second):
-        file.write_text("")
-        ages.mark_imported(file)
-        time.sleep(0.001)
-    assert first.stat().st_mtime_ns != second.stat().st_mtime_ns
-
-
-def test_the_age_of_a_link_is_its_own(tmp_path: Path) -> None:
-    old, link = tmp_path / "old", tmp_path / "link"
-    old.write_text("")
-    set_mtime(old, time.time() - 100)
-    link.symlink_to(old)
-    assert ages.is_older(old, 90)
-    assert not ages.is_older(old, 110)
-    assert not ages.is_older(link, 90)
-    assert not ages.is_older(tmp_path / "absent", 0)
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -120,8 +80,8 @@ def test_an_age_is_in_the_largest_unit(
         def now(cls, tz: Any = None) -> datetime:
             return now
 
-    monkeypatch.setattr(facets, "datetime", Clock)
-    assert facets.age(now - timedelta(seconds=seconds)) == text
+    monkeypatch.setattr(problem_fields, "datetime", Clock)
+    assert problem_fields.age(now - timedelta(seconds=seconds)) == text
 
 
 # -- locks ---------------------------------------------------------------------------------
@@ -130,18 +90,18 @@ def test_an_age_is_in_the_largest_unit(
 def test_a_forked_child_does_not_keep_a_lock_that_is_released(tmp_path: Path) -> None:
     """DataLoader workers are forked at any time, and live on."""
     path = tmp_path / "file.lock"
-    handle = acquire(path, timeout=0)
-    assert handle is not None
+    held = acquire(path, timeout=0)
+    assert held is not None
     child = os.fork()
     if child == 0:
         signal.pause()
         os._exit(0)
     try:
         assert acquire(path, timeout=0) is None
-        release(handle)
+        held.release()
         again = acquire(path, timeout=0)
         assert again is not None
-        release(again)
+        again.release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -198,51 +158,25 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
     (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "records.tar.gz", tmp_path / "link.tar.gz"
+    target, link = tmp_path / "there" / "records.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
     assert main(["export", str(link)]) == 0
     assert link.is_symlink()
     other = CacheStore(tmp_path / "other", [])
-    assert read_archive(target, other.root, force=False).written == 1
+    assert import_records(target, other.root, force=False).written == 1
 
 
-def test_a_batch_holds_a_bounded_number_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch, "_MOST_FILES", 3)
-    paths = [tmp_path / "folder" / f"{number}.json" for number in range(4)]
-    with Batch() as waiting:
-        for number, path in enumerate(paths, 1):
-            waiting.add(path, b"data", None)
-            assert paths[0].exists() == (number >= 3)
-        assert not paths[3].exists()
-    assert all(path.read_bytes() == b"data" for path in paths)
-
-
-def test_a_batch_holds_a_bounded_number_of_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch, "_MOST_BYTES", 10)
-    with Batch() as waiting:
-        waiting.add(tmp_path / "a", b"12345", None)
-        assert not (tmp_path / "a").exists()
-        waiting.add(tmp_path / "b", b"12345", None)
-        assert (tmp_path / "a").exists()
-        waiting.add(tmp_path / "c", b"12345", None)
-        assert not (tmp_path / "c").exists()  # counted from the last flush
-
-
-# -- heads and times -----------------------------------------------------------------------
+# -- headers and times -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("extra", "usable"), [(0, True), (3000, True), (4096, False)])
-def test_a_head_may_take_four_kilobytes(store: CacheStore, extra: int, usable: bool) -> None:
-    assert HEAD_BYTES == 4096
+def test_a_header_may_take_four_kilobytes(store: CacheStore, extra: int, usable: bool) -> None:
+    assert HEADER_BYTES == 4096
     asked = problem() | {"note": "x" * extra}
     path = store.save(GPU, ENVIRONMENT, record(asked))
     assert path is not None
-    assert (read_head(path) is not None) == usable
+    assert (read_header(path) is not None) == usable
     [summary] = store.summaries()  # longer ones are read in full
     assert summary.problem == asked
 
@@ -332,49 +266,6 @@ def test_differences_name_the_field_and_what_is_absent() -> None:
 # -- removal -------------------------------------------------------------------------------
 
 
-def outdated(store: CacheStore) -> list[int]:
-    found = removal.outdated(store.root, None, pytest.fail)
-    digests = {each.path.stem for each in found}
-    return sorted(e.record.problem["m"] for e in store.entries() if e.digest in digests)
-
-
-def test_an_environment_as_old_as_the_newest_is_outdated(store: CacheStore) -> None:
-    created = made(timedelta(days=2))
-    store.save(GPU, ENVIRONMENT, record(problem(m=1), created=created))
-    path = store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=2), created=created))
-    assert path is not None
-    ages.mark_imported(path)
-    assert outdated(store) == [2]
-    ages.mark_imported(store.path(GPU, ENVIRONMENT, problem(m=1)))
-    assert outdated(store) == []  # neither was used here
-
-
-def test_a_use_today_does_not_make_an_old_record_new(store: CacheStore) -> None:
-    old, new = made(timedelta(days=300)), made(timedelta(days=3))
-    path = store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=1), created=old))
-    newer = store.save(GPU, ENVIRONMENT, record(problem(m=2), created=new))
-    assert path is not None
-    assert newer is not None
-    set_mtime(newer, time.time() - 2 * DAY)
-    assert outdated(store) == [1]
-    # A creation time that is yet to come counts as when the file was written.
-    path = store.save(
-        GPU, OLDER_ENVIRONMENT, record(problem(m=1), created=made(-timedelta(days=9)))
-    )
-    assert path is not None
-    set_mtime(path, time.time() - 5 * DAY)
-    assert outdated(store) == []
-
-
-@pytest.mark.parametrize(("days", "kinds"), [(29, []), (31, ["notes"])])
-def test_notes_are_stale_after_a_month(store: CacheStore, days: int, kinds: list[str]) -> None:
-    Notes("plugins", [1], store.root).add("key", 1)
-    [file] = (store.root / "notes").iterdir()
-    set_mtime(file, time.time() - days * DAY)
-    found = removal.outdated(store.root, None, pytest.fail)
-    assert [each.kind for each in found] == kinds
-
-
 def test_an_empty_filter_alone_clears_everything(store: CacheStore) -> None:
     store.save(GPU, ENVIRONMENT, record(problem(m=1), created=made(timedelta(days=60))))
     store.save(GPU, ENVIRONMENT, record(problem(m=2), created=made(timedelta(days=20))))
@@ -385,41 +276,11 @@ def test_an_empty_filter_alone_clears_everything(store: CacheStore) -> None:
         (Filter(after=moment), ["record"]),
         (Filter(), ["misses", "record", "record"]),
     ):
-        found = removal.cleared(store.root, wanted, pytest.fail)
+        found = clear._wanted(store.root, wanted, pytest.fail)
         assert sorted(each.kind for each in found) == kinds
 
 
-# -- archives ------------------------------------------------------------------------------
-
-
-def packed(folder: Path, attribute: str) -> Path:
-    """An archive of one file, whose extension header holds this attribute."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        member = tarfile.TarInfo("a")
-        member.pax_headers = {"comment": attribute}
-        archive.addfile(member)
-    path = folder / "archive.tar"
-    path.write_bytes(buffer.getvalue())
-    return path
-
-
-def test_a_header_may_have_as_many_bytes_as_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = packed(tmp_path, "x" * 980)
-    size = tarfile.TarInfo.frombuf(path.read_bytes()[:512], "utf-8", "strict").size
-    for limit, refused in ((size, False), (size - 1, True)):
-        monkeypatch.setattr(unpack, "MAX_HEADER", limit)
-        with path.open("rb") as raw:
-            if refused:
-                with pytest.raises(UsageError, match=f"a header of {size} bytes"):
-                    list(unpack.members(path, raw))
-            else:
-                assert [member.name for member in unpack.members(path, raw)] == ["a"]
-
-
-# -- places --------------------------------------------------------------------------------
+# -- paths  --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", ["", "tmm", "./cache/tmm"])
@@ -432,7 +293,7 @@ def test_a_platform_without_an_absolute_folder_has_none(
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: folder)
     with warned("no home folder; what is tuned is lost"):
-        assert places.default_root() == places.NOWHERE
+        assert paths.default_root() == paths.NOWHERE
 
 
 def test_records_at_both_ends_of_a_filter_by_blas(store: CacheStore) -> None:

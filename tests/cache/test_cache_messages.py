@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, child, problem, record
-from tmm_cache import CacheStore, CandidateResult, TuningRecord, disk, facets, tables, tmm
+from tmm_cache import CacheStore, CandidateResult, TuningRecord, disk, problem_fields, tmm
+from tmm_cache.cache_errors import UsageError
 from tmm_cache.cli import main
 from tmm_cache.disk import require_target
-from tmm_cache.errors import UsageError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -53,7 +53,6 @@ def run_closed(redirect: str, *arguments: str, module: str = "tmm_cache.cli") ->
         (["--help"], ""),
         (["show"], ""),
         (["show", "--json"], ""),
-        (["stats"], ""),
         (["verify"], "tmm-cache: 2 good records, 0 faults\n"),
         (["clear", "-y"], "tmm-cache: removed 3 of 3 files\n"),
     ],
@@ -69,8 +68,8 @@ def test_a_closed_stdout_is_silence(filled: CacheStore, arguments: list[str], no
 def test_no_file_takes_the_place_of_a_closed_stream(
     filled: CacheStore, redirect: str, tmp_path: Path
 ) -> None:
-    """What is printed must not get into the archive, nor notes among the data."""
-    target = tmp_path / "records.tar.gz"
+    """What is printed must not get into the file, nor notes among the data."""
+    target = tmp_path / "records.json"
     status, text = run_closed(redirect, "export", str(target))
     assert status == 0
     assert not text.replace(f"tmm-cache: 2 records written to {target}\n", "")
@@ -80,7 +79,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(
     assert run_closed("2>&-", "verify") == (0, "")
 
 
-@pytest.mark.parametrize("arguments", [["show"], ["dir"], ["stats", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["show"], ["show", "--json"]], ids=" ".join)
 def test_a_full_disk_below_stdout_is_told_in_a_line(
     filled: CacheStore, arguments: list[str]
 ) -> None:
@@ -129,7 +128,7 @@ def test_a_disk_that_fills_up_is_told_with_the_name_of_the_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(disk.os, "write", full)
-    target = tmp_path / "records.tar.gz"
+    target = tmp_path / "records.json"
     assert main(["export", str(target)]) == 2
     said = f"tmm-cache: {target}: cannot be written (No space left on device)\n"
     assert capsys.readouterr().err == said
@@ -146,104 +145,7 @@ def test_freeze_makes_the_users_own_root(
     assert (store.root / "tmm.lock.json").is_file()
 
 
-# -- differences -------------------------------------------------------------------------
-
-KERNELS = [f"triton.kernel_{letter}" for letter in "abcdefghijk"]
-
-
-@pytest.fixture
-def other(filled: CacheStore, tmp_path: Path) -> CacheStore:
-    """A cache with other winners of 60 problems, and other times of one, on one of two GPUs."""
-    other = CacheStore(tmp_path / "other", [])
-    for number in range(60):
-        for store, name in ((filled, "triton.naive"), (other, KERNELS[number % len(KERNELS)])):
-            winner = replace(SPLIT_K, kernel=name)
-            new = record(problem(m=3000 + number), candidates=(BLAS, winner))
-            store.save(GPU, ENVIRONMENT, new)
-    slower = replace(SPLIT_K, samples_us=(13.0,))
-    other.save(GPU, ENVIRONMENT, record(problem(m=16), candidates=(BLAS, slower)))
-    other.save("nvidia-a100", ENVIRONMENT, record(problem(m=1)))
-    return other
-
-
-def test_differences_are_counted_by_kind(
-    filled: CacheStore, other: CacheStore, capsys: Captured
-) -> None:
-    assert main(["diff", str(filled.root), str(other.root)]) == 1
-    out, err = capsys.readouterr()
-    assert err == "tmm-cache: 63 differences in 63 problems\n"
-    lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["difference", "problems", "winner:", "A", "|", "B"]
-    assert lines[2] == ["nvidia-a100:", "1", "difference"]
-    assert lines[3] == ["only", "in", "B", "1", "triton.split_k"]
-    assert lines[4] == [f"{GPU}:", "62", "differences"]
-    assert lines[5] == ["other", "winner", "6", "triton.naive", "|", KERNELS[0]]
-    assert lines[-1] == ["others", "17", "listed", "by", "--each"]
-    assert len(lines) == 5 + 8 + 1
-
-
-def test_each_difference_is_listed_when_asked_for(
-    filled: CacheStore, other: CacheStore, capsys: Captured
-) -> None:
-    assert main(["diff", str(filled.root), str(other.root), "--each"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert sum(line.startswith("other winner") for line in lines) == 60
-    [times] = [line for line in lines if line.startswith("other times")]
-    assert times.split()[-4:] == ["triton.split_k", "11.50", "|", "13.00"]
-    assert "16x4096x512" in times
-    assert lines[lines.index(times) + 1] == (
-        "     A: BLOCK_M=64 SPLIT_K=4 order=row share=2.5 none=none tma=true"
-    )
-
-
-def test_another_config_of_the_same_kernel_is_another_winner(
-    store: CacheStore, tmp_path: Path, capsys: Captured
-) -> None:
-    other = CacheStore(tmp_path / "other", [])
-    store.save(GPU, ENVIRONMENT, record())
-    mine = replace(SPLIT_K, config={"BLOCK_M": 32})
-    other.save(GPU, ENVIRONMENT, record(candidates=(BLAS, mine)))
-    assert main(["diff", str(store.root), str(other.root)]) == 1
-    assert "other winner         1  triton.split_k, other config" in capsys.readouterr().out
-
-
-def test_a_head_that_repeats_an_older_winner_is_no_difference(
-    store: CacheStore, tmp_path: Path
-) -> None:
-    """The head only serves lists; another program may have changed the candidates."""
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    stale = path.read_text().replace(
-        '"best": {"kernel": "triton.split_k"', '"best": {"kernel": "x"'
-    )
-    path.write_text(stale[: stale.index(', "checksum"')] + "}")
-    other = CacheStore(tmp_path / "other", [])
-    other.save(GPU, ENVIRONMENT, record())
-    assert next(store.summaries()).head.best.kernel == "x"
-    assert main(["diff", str(store.root), str(other.root)]) == 0
-
-
 # -- tables and texts ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_stats_break_no_word(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured, width: int
-) -> None:
-    gpu = "nvidia-h100-80gb-hbm3-sm90-132"
-    for m, name in enumerate(("triton.warp_specialized", "triton.fused_epilogue", "blas"), 1):
-        winner = replace(SPLIT_K, kernel=name)
-        for n in range(m):
-            asked = problem(m=m, n=n + 1)
-            store.save(gpu, ENVIRONMENT, record(asked, candidates=(BLAS, winner)))
-    monkeypatch.setattr(tables.layout, "width", lambda: width)
-    assert main(["stats"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= width
-    words = " ".join(lines).split()
-    assert {gpu, "triton.warp_specialized=1", "triton.fused_epilogue=2", "blas=3"} <= {*words}
-    assert ("schema" in words) == (width >= 200)
 
 
 def test_a_record_prints_as_a_line() -> None:
@@ -266,7 +168,7 @@ def test_a_record_prints_as_a_line() -> None:
 
 def test_fields_that_are_off_are_not_printed() -> None:
     config = {"BLOCK_M": 64, "early": "", "splits": 0, "none": None, "tma": False}
-    assert facets.config(config) == "BLOCK_M=64 splits=0 none=none tma=false"
+    assert problem_fields.config(config) == "BLOCK_M=64 splits=0 none=none tma=false"
 
 
 # -- the start of `tmm` --------------------------------------------------------------------

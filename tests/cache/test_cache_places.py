@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import tmm_cache
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
 from tmm_cache import CacheStore, Notes, default_root, disk, files, layer_paths
 from tmm_cache.cli import main
-from tmm_cache.places import NOWHERE
+from tmm_cache.paths import NOWHERE
 
 Captured = pytest.CaptureFixture[str]
 
@@ -97,9 +98,7 @@ def test_without_a_place_everything_is_kept_in_memory(nowhere: str, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize(
-    "command", [["dir"], ["show"], ["stats"], ["verify"], ["clear", "-y"], ["import", "x.tar.gz"]]
-)
+@pytest.mark.parametrize("command", [["show"], ["verify"], ["clear", "-y"], ["import", "x.json"]])
 def test_the_command_says_that_there_is_no_place(
     nowhere: str, command: list[str], capsys: Captured
 ) -> None:
@@ -255,7 +254,9 @@ def test_records_environments_and_locks_that_are_no_files_do_not_hang(
         make(path.with_name(name))
     with warned("is not a regular file"):
         assert store.load(GPU, ENVIRONMENT, problem()) is None
-    with warned("", times=2 if make is a_folder else 1):
+    # A FIFO can be locked.
+    faults = nullcontext() if make is a_fifo else warned("", times=2 if make is a_folder else 1)
+    with faults:
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=1) as mine:
             assert mine is True
         assert (store.save(GPU, ENVIRONMENT, record()) is None) is (make is a_folder)
@@ -271,13 +272,12 @@ def test_the_command_does_not_hang_on_what_is_no_file(
     (folder / "environment.json").unlink()
     for name in (f"{'0' * 16}.json", f"{'1' * 16}.json.lock", "misses.jsonl", "environment.json"):
         make(folder / name)
-    make(tmp_path / "archive.tar.gz")
+    make(tmp_path / "records.json")
     for command, status in (
         (["show"], 0),
-        (["stats"], 0),
         (["verify"], 1),
-        (["prune", "-y"], 0),
-        (["import", str(tmp_path / "archive.tar.gz")], 2),
+        (["import", str(tmp_path / "records.json")], 2),
+        (["clear", "-y"], 0),
     ):
         process = child("-m", "tmm_cache.cli", *command)
         _, complaints = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""`clear` and `prune` remove what they say, and nothing that is not the cache's own."""
+"""`clear` removes what it says, and nothing that is not the cache's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from cache_builders import (
     BLAS,
     ENVIRONMENT,
     GPU,
-    OLDER_ENVIRONMENT,
     child,
-    made,
     problem,
     record,
 )
@@ -91,8 +88,8 @@ def test_anything_but_yes_is_no(
     assert captured.err == f"{question}tmm-cache: nothing removed\n"
     folder = filled.path(GPU, ENVIRONMENT, problem(m=1)).parent
     assert captured.out.splitlines() == [
-        f"{folder}  3 × record: to be cleared",
-        f"{folder / 'misses.jsonl'}  misses: to be cleared",
+        f"{folder}  3 × record",
+        f"{folder}  1 × misses",
     ]
     assert files_under(filled.root) == before
 
@@ -111,7 +108,7 @@ def test_dry_run_lists_and_removes_nothing(filled: CacheStore, capsys: Captured)
     assert main(["clear", "--dry-run", "--json", "-y"]) == 0
     kinds = [kind for _, kind in listed(capsys)]
     assert sorted(kinds) == ["misses", "record", "record", "record"]
-    assert main(["prune", "--older-than", "1s", "--dry-run"]) == 0
+    assert main(["clear", "--older-than", "1s", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 3
     assert f"would remove 3 records from {filled.root}" in captured.err
@@ -128,17 +125,11 @@ def test_clear_without_a_terminal_needs_only_y(filled: CacheStore, capsys: Captu
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_notes_go_with_everything_and_when_they_are_old(
-    filled: CacheStore, capsys: Captured
-) -> None:
+def test_notes_go_with_everything(filled: CacheStore, capsys: Captured) -> None:
     for name in ("able", "triton"):
         Notes(name, None, filled.root).add("x", 1)
     (filled.root / "notes" / "mine.txt").write_text("")
-    old, _, fresh = sorted((filled.root / "notes").iterdir())
-    month = time.time() - 31 * 86400
-    os.utime(old, (month, month))
-    assert main(["prune", "-y", "--json"]) == 0
-    assert listed(capsys) == [(old.name, "notes")]
+    _, _, fresh = sorted((filled.root / "notes").iterdir())
     assert main(["clear", "-y", "--shape", "1x*x*"]) == 0
     assert fresh.exists()
     assert main(["clear", "-y"]) == 0
@@ -215,12 +206,30 @@ def test_clear_says_what_it_could_not_remove(
     assert names(filled) == ["2"]
 
 
-def test_clear_tells_of_a_folder_in_a_records_place(filled: CacheStore, capsys: Captured) -> None:
-    odd = filled.path(GPU, ENVIRONMENT, problem(m=9))
+def test_clear_removes_damaged_and_left_over_files(filled: CacheStore, capsys: Captured) -> None:
+    folder = filled.path(GPU, ENVIRONMENT, problem()).parent
+    filled.path(GPU, ENVIRONMENT, problem(m=2)).write_text("{")
+    aside = folder / f"{'3' * 16}.json.broken"
+    stale = folder / f"{'0' * 16}.json.99999999-00000000.tmp"
+    young = folder / f"{'1' * 16}.json.1-00000000.tmp"
+    foreign = folder / "editor.tmp"
+    orphan = folder / f"{'2' * 16}.json.lock"
+    odd = folder / f"{'4' * 16}.json"
     odd.mkdir()
-    assert main(["clear", "-y"]) == 0
-    assert f"passed over {odd}: is not a regular file" in capsys.readouterr().err
-    assert odd.is_dir()
+    for path in (aside, stale, young, foreign, orphan):
+        path.touch()
+    two_hours_ago = time.time() - 7200
+    for path in (stale, foreign):
+        os.utime(path, (two_hours_ago, two_hours_ago))
+    assert main(["clear", "-y", "--json"]) == 0
+    found = listed(capsys)
+    assert {(aside.name, "damaged"), (stale.name, "temporary"), (orphan.name, "lock")} < {*found}
+    assert sorted(kind for _, kind in found) == [
+        *("damaged", "lock", "misses", "record", "record", "record", "temporary")
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [young.name, foreign.name, odd.name, "environment.json"]
+    )
 
 
 def test_clear_leaves_a_lock_that_is_held(filled: CacheStore, capsys: Captured) -> None:
@@ -237,83 +246,6 @@ def test_clear_leaves_a_lock_that_is_held(filled: CacheStore, capsys: Captured) 
         ]
     assert main(["clear", "-y"]) == 0
     assert os.listdir(filled.root) == []
-
-
-def test_prune_keeps_the_newest_environment_of_each_gpu(
-    store: CacheStore, capsys: Captured
-) -> None:
-    def save(gpu: str, environment: dict[str, str], m: int, days: int) -> None:
-        store.save(gpu, environment, record(problem(m=m), created=made(timedelta(days=days))))
-
-    save(GPU, OLDER_ENVIRONMENT, 1, days=20)
-    save(GPU, OLDER_ENVIRONMENT, 2, days=9)
-    save(GPU, ENVIRONMENT, 3, days=30)
-    save(GPU, ENVIRONMENT, 4, days=8)
-    save("nvidia-a100", OLDER_ENVIRONMENT, 5, days=300)
-    store.log_miss(GPU, OLDER_ENVIRONMENT, problem(m=6))
-    store.log_miss(GPU, {"torch": "3.0"}, problem(m=7))  # new, and not tuned yet
-    assert main(["prune", "-y", "--json"]) == 0
-    assert sorted(kind for _, kind in listed(capsys)) == ["misses", "record", "record"]
-    assert names(store) == ["3", "4", "5"]
-    assert [miss.problem["m"] for miss in store.misses()] == [7]
-    assert len(list((store.root / "v2" / GPU).iterdir())) == 2
-
-
-def test_prune_by_age_goes_by_age_alone(store: CacheStore) -> None:
-    for m, days in ((1, 40), (2, 20)):
-        store.save(GPU, ENVIRONMENT, record(problem(m=m), created=made(timedelta(days=days))))
-    store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=3), created=made(timedelta(days=25))))
-    assert main(["prune", "-y", "--older-than", "30d"]) == 0
-    assert names(store) == ["2", "3"]
-    assert main(["prune", "-y", "--older-than", "3.2w"]) == 0
-    assert names(store) == ["2"]
-    assert main(["prune", "-y", "--older-than", "999999d"]) == 0
-    assert names(store) == ["2"]
-
-
-def test_prune_removes_damaged_and_left_over_files(filled: CacheStore, capsys: Captured) -> None:
-    folder = filled.path(GPU, ENVIRONMENT, problem()).parent
-    damaged = filled.path(GPU, ENVIRONMENT, problem(m=2))
-    damaged.write_text("{")
-    stale = folder / f"{'0' * 16}.json.99999999-00000000.tmp"
-    young = folder / f"{'1' * 16}.json.1-00000000.tmp"
-    foreign = folder / "editor.tmp"
-    orphan = folder / f"{'2' * 16}.json.lock"
-    used = Path(f"{filled.path(GPU, ENVIRONMENT, problem(m=1))}.lock")
-    for path in (stale, young, foreign, orphan):
-        path.touch()
-    two_hours_ago = time.time() - 7200
-    for path in (stale, foreign):
-        os.utime(path, (two_hours_ago, two_hours_ago))
-    assert main(["prune", "-y", "--json"]) == 0
-    assert sorted(listed(capsys)) == sorted(
-        [(damaged.name, "damaged"), (stale.name, "temporary"), (orphan.name, "lock")]
-    )
-    assert not any(path.exists() for path in (damaged, stale, orphan))
-    assert all(path.exists() for path in (young, foreign, used))
-    assert names(filled) == ["1", "3"]
-    assert len(filled.misses()) == 1
-
-
-def test_a_record_that_could_not_be_read_this_time_is_not_damaged(
-    filled: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    def failing(*arguments: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
-    before = files_under(filled.root)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", failing)
-        assert main(["prune", "-y"]) == 0
-    assert "cannot be read: Input/output error" in capsys.readouterr().err
-    assert files_under(filled.root) == before
-    assert names(filled) == ["1", "2", "3"]
-
-
-def test_prune_refuses_where_nobody_can_be_asked(filled: CacheStore, capsys: Captured) -> None:
-    filled.path(GPU, ENVIRONMENT, problem(m=2)).write_text("{")
-    assert main(["prune"]) == 2
-    assert "-y is needed to remove 0 records and 1 other file" in capsys.readouterr().err
 
 
 def test_a_closed_standard_input_is_nobody(filled: CacheStore) -> None:

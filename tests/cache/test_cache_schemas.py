@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, made, problem, record
+from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, problem, record
 from tmm_cache import CLOCK, OLD_CLOCK, CacheStore, CandidateResult, TuningRecord
-from tmm_cache.archive import read_archive, write_archive
 from tmm_cache.cli import main
 
 
@@ -83,50 +81,6 @@ def test_both_schemas_are_listed_the_new_one_first(
     assert [entry.record.clock for entry in store.entries()] == [CLOCK, OLD_CLOCK]
     assert main(["verify"]) == 0
     assert "2 good records, 0 faults" in capsys.readouterr().err
-
-
-def test_prune_removes_old_records_whose_problem_was_measured_anew(store: CacheStore) -> None:
-    measured, waiting = write_old(store, record()), write_old(store, record(problem(m=7)))
-    store.save(GPU, ENVIRONMENT, record())
-    store.save(GPU, ENVIRONMENT, record(problem(m=7), clock="alone"))
-    assert main(["prune", "-y"]) == 0
-    assert not measured.exists()
-    assert waiting.exists()
-    assert store.load(GPU, ENVIRONMENT, problem()) == record()
-
-
-def test_a_new_environment_does_not_make_hints_of_itself_outdated(store: CacheStore) -> None:
-    old = write_old(store, record(problem(m=7), created=made(timedelta(days=9))))
-    store.save(GPU, ENVIRONMENT, record(created=made(timedelta())))
-    assert main(["prune", "-y"]) == 0
-    assert old.exists()
-
-
-def test_archives_carry_old_records_as_hints_and_the_new_one_of_a_problem(
-    store: CacheStore, tmp_path: Path
-) -> None:
-    write_old(store, record())
-    write_old(store, record(problem(m=7)))
-    store.save(GPU, ENVIRONMENT, record(note="new"))
-    archive = tmp_path / "records.tar.gz"
-    assert write_archive(archive, store.entries()) == 2
-    target = CacheStore(tmp_path / "target", [])
-    assert read_archive(archive, target.root, force=False).written == 2
-    assert target.load(GPU, ENVIRONMENT, problem()) == record(note="new")
-    clocks = {entry.record.problem["m"]: entry.record.clock for entry in target.entries()}
-    assert clocks == {128: CLOCK, 7: OLD_CLOCK}
-
-
-def test_a_newer_hint_does_not_replace_a_record_that_answers(
-    store: CacheStore, tmp_path: Path
-) -> None:
-    write_old(store, record(created="2026-05-01T12:00:00Z"))
-    archive = tmp_path / "records.tar.gz"
-    write_archive(archive, store.entries())
-    target = CacheStore(tmp_path / "target", [])
-    target.save(GPU, ENVIRONMENT, record())
-    assert read_archive(archive, target.root, force=False).kept == 1
-    assert target.load(GPU, ENVIRONMENT, problem()) == record()
 
 
 @pytest.mark.parametrize("schema", [1, 2])

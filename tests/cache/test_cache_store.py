@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
 from tmm_cache import CacheStore, RecordError, Summary, TuningRecord, digest
-from tmm_cache.head import Head
+from tmm_cache.header import Header
 
 
 def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
@@ -53,7 +53,6 @@ def test_nothing_is_made_before_the_first_save(store: CacheStore) -> None:
     assert list(store.entries()) == []
     assert store.misses() == []
     assert store.clear_misses() == 0
-    assert store.remove([]) == 0
     assert not store.root.exists()
 
 
@@ -152,7 +151,7 @@ def test_entries_are_of_all_layers_in_a_stable_order(
         gpu=GPU,
         environment_digest=digest(ENVIRONMENT),
         environment=ENVIRONMENT,
-        head=Head.of(record(problem(m=1))),
+        header=Header.of(record(problem(m=1))),
     )
     assert entries[3].record == record(problem(m=1), note="near")
     assert [entry.gpu for entry in store.entries("nvidia-a100")] == ["nvidia-a100"]
@@ -177,31 +176,6 @@ def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: Cac
     assert [entry.path for entry in store.entries()] == [path]
 
 
-def test_remove_takes_records_locks_and_empty_folders_only(store: CacheStore) -> None:
-    first = store.save(GPU, ENVIRONMENT, record(problem(m=1)))
-    second = store.save(GPU, ENVIRONMENT, record(problem(m=2)))
-    assert first is not None
-    assert second is not None
-    with store.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0):
-        pass
-    wanted = [entry for entry in store.entries() if entry.record.problem["m"] == 1]
-    assert store.remove(wanted) == 1
-    assert sorted(os.listdir(first.parent)) == sorted([second.name, "environment.json"])
-    assert store.remove(store.entries()) == 1
-    assert os.listdir(store.root) == []
-
-
-def test_remove_refuses_the_entries_of_a_layer(
-    layered: tuple[CacheStore, CacheStore, CacheStore],
-) -> None:
-    store, near, _ = layered
-    near.save(GPU, ENVIRONMENT, record())
-    store.save(GPU, ENVIRONMENT, record())
-    with pytest.raises(ValueError, match=f"is of the layer {near.root}"):
-        store.remove(list(store.entries()))
-    assert len(list(store.entries())) == 2  # not even the first
-
-
 def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None:
     store.hold(GPU, ENVIRONMENT, record(note="held"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(note="held")
@@ -216,9 +190,7 @@ def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None
     assert list(store.entries("another-gpu")) == []
 
 
-def test_a_save_or_a_removal_ends_what_was_held(store: CacheStore) -> None:
+def test_a_save_ends_what_was_held(store: CacheStore) -> None:
     store.hold(GPU, ENVIRONMENT, record(note="held"))
     store.save(GPU, ENVIRONMENT, record(note="newer"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(note="newer")
-    assert store.remove(list(store.entries())) == 1
-    assert store.load(GPU, ENVIRONMENT, problem()) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
 from tmm_cache import CacheStore, scan
-from tmm_cache.head import HEAD_BYTES, Head, read_head
+from tmm_cache.header import HEADER_BYTES, Header, read_header
 from tmm_cache.record import TuningRecord
 
 
@@ -33,15 +33,15 @@ def test_summaries_say_in_brief_what_entries_say(
     assert summaries == entries
     assert [each.load() for each in summaries] == [entry.record for entry in entries]
     assert summaries[0].problem["m"] == 2
-    assert summaries[0].head.best.kernel == "blas"
+    assert summaries[0].header.best.kernel == "blas"
     assert summaries[-1].clock == "alone"
 
 
 def test_the_winner_in_the_head_is_the_winner(store: CacheStore) -> None:
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
-    head = read_head(str(path))
-    assert head == Head.of(record())
+    head = read_header(str(path))
+    assert head == Header.of(record())
     assert head is not None
     assert (head.best.kernel, head.best.config) == (SPLIT_K.kernel, SPLIT_K.config)
     assert (head.best.us, head.best.blas_us) == (11.5, 21.0)
@@ -54,7 +54,7 @@ def test_a_file_without_a_head_is_read_in_full(store: CacheStore) -> None:
     del document["checksum"], document["best"]
     path.write_text(json.dumps(dict(reversed(document.items()))))
     (summary,) = store.summaries()
-    assert summary.head == Head.of(record())
+    assert summary.header == Header.of(record())
 
 
 def test_a_record_that_is_gone_or_damaged_when_its_turn_comes_is_none(store: CacheStore) -> None:
@@ -86,7 +86,7 @@ def test_a_broken_file_is_a_fault_and_the_rest_is_listed(store: CacheStore) -> N
         ("problem", problem() | {"m": "64"}),
         ("problem", problem() | {"m": None}),
         ("problem", problem() | {"m": 10**400}),
-        ("problem", problem() | {"x": "y" * HEAD_BYTES}),
+        ("problem", problem() | {"x": "y" * HEADER_BYTES}),
         ("problem", [[[]]] * 400),
         ("clock", 7),
         ("created", "yesterday"),
@@ -106,7 +106,7 @@ def test_nonsense_is_no_head(store: CacheStore, name: str, value: Any) -> None:
     document = json.loads(path.read_text())
     document[name] = value
     path.write_text(json.dumps(document))
-    assert read_head(str(path)) is None
+    assert read_header(str(path)) is None
 
 
 def test_what_is_no_file_of_a_record_is_no_head(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_is_no_file_of_a_record_is_no_head(tmp_path: Path) -> None:
     (tmp_path / "start").write_bytes(b'"candidates": [')
     (tmp_path / "infinite").write_bytes(b'{"best": 1e999, "candidates": [')
     for path in [*tmp_path.iterdir(), tmp_path, tmp_path / "absent"]:
-        assert read_head(str(path)) is None
+        assert read_header(str(path)) is None
 
 
 def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore) -> None:

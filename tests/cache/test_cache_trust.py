@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record, warned
 from tmm_cache import CacheStore, files
-from tmm_cache.archive import read_archive, write_archive
 from tmm_cache.cli import main
+from tmm_cache.transport import import_records, write_transport
 
 
 def located(store: CacheStore) -> tuple[bool, bool, bool]:
     found = store.locate(GPU, ENVIRONMENT, problem())
     assert found is not None
-    assert found.record == record()
+    assert found.record.thinned() == record().thinned()
     return found.own, found.sealed, found.trusted
 
 
@@ -50,10 +50,10 @@ def test_an_imported_record_is_sealed_and_not_own_until_it_is_saved_here(
     store: CacheStore, tmp_path: Path
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
-    archive = tmp_path / "records.tar.gz"
-    write_archive(archive, store.entries())
+    file = tmp_path / "records.json"
+    write_transport(file, store.entries())
     target = CacheStore(tmp_path / "target", [])
-    assert read_archive(archive, target.root, force=False).written == 1
+    assert import_records(file, target.root, force=False).written == 1
     assert located(target) == (False, True, False)
     target.save(GPU, ENVIRONMENT, record())
     assert located(target) == (True, True, True)
@@ -99,8 +99,6 @@ def test_a_wrong_checksum_is_a_miss_and_the_file_is_set_aside(
     assert not path.exists()
     assert store.load(GPU, ENVIRONMENT, problem()) is None
     assert store.save(GPU, ENVIRONMENT, record()) == path
-    assert main(["prune", "-y"]) == 0
-    assert not aside.exists()
     assert located(store) == (True, True, True)
 
 
@@ -168,7 +166,7 @@ def test_a_root_of_somebody_else_is_read_as_a_layer_and_not_written(
     assert theirs.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
     assert theirs.is_verified(GPU, ENVIRONMENT, "key")
     assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
-    assert main(["import", "archive.tar.gz"]) == 2
+    assert main(["import", "records.json"]) == 2
     # A stamp that they made says nothing.
     monkeypatch.setenv("TMM_CACHE_SHARED", "1")
     CacheStore().mark_verified(GPU, ENVIRONMENT, "theirs")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, made, problem, record, warned
-from tmm_cache import CacheStore, Notes, upkeep
+from tmm_cache import CacheStore, Notes, size_limits
 from tmm_cache.cli import main
-from tmm_cache.layout import VERSION
-from tmm_cache.upkeep import DEFAULT_SIZE, Limits, evict, limits, parse_size, sweep
+from tmm_cache.paths import VERSION
+from tmm_cache.size_limits import DEFAULT_SIZE, Limits, evict, leftovers, limits, parse_size
 
 Captured = pytest.CaptureFixture[str]
 
@@ -124,6 +124,24 @@ def test_what_lies_unused_for_too_long_goes(store: CacheStore) -> None:
     assert evict(store.root, Limits(None, None), nothing) == 0
 
 
+def test_a_file_dated_before_1971_was_last_used_when_it_was_put_here(store: CacheStore) -> None:
+    """As archives and image layers set it."""
+    path = saved(store, 1, days=0)
+    os.utime(path, (0, 0))
+    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 0
+    os.utime(path, (366 * DAY, 366 * DAY))
+    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 1
+
+
+def test_a_record_that_was_set_aside_goes(store: CacheStore) -> None:
+    aside = store.path(GPU, ENVIRONMENT, problem()).with_suffix(".json.broken")
+    aside.parent.mkdir(parents=True)
+    aside.write_text("{")
+    aged(aside, 40 * DAY)
+    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 1
+    assert not aside.exists()
+
+
 def test_what_was_just_written_or_is_kept_or_is_locked_stays(store: CacheStore) -> None:
     for m in (1, 2, 3, 4):
         saved(store, m, days=9)
@@ -142,14 +160,14 @@ def test_what_is_used_between_the_look_and_the_removal_stays(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(store, 1, days=9)
-    real = upkeep._evictable
+    real = size_limits._evictable
 
-    def used_since(root: Path, now: float) -> list[upkeep._File]:
+    def used_since(root: Path, now: float) -> list[size_limits._File]:
         files = list(real(root, now))
         os.utime(path)
         return files
 
-    monkeypatch.setattr(upkeep, "_evictable", used_since)
+    monkeypatch.setattr(size_limits, "_evictable", used_since)
     assert evict(store.root, Limits(1), nothing) == 0
     assert kept(store) == [1]
 
@@ -202,8 +220,8 @@ def test_a_save_evicts_at_first_and_then_now_and_then(
         saved(store, m, days=9)
     size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
     monkeypatch.setenv("TMM_CACHE_MAX_SIZE", str(4 * size))
-    looks, real = [], upkeep.evict
-    monkeypatch.setattr(upkeep, "evict", lambda *a: looks.append(a) or real(*a))
+    looks, real = [], size_limits.evict
+    monkeypatch.setattr(size_limits, "evict", lambda *a: looks.append(a) or real(*a))
     fresh = CacheStore()
     fresh.hold(GPU, ENVIRONMENT, record(problem(m=5)))
     assert fresh.save(GPU, ENVIRONMENT, record(problem(m=99))) is not None
@@ -214,7 +232,7 @@ def test_a_save_evicts_at_first_and_then_now_and_then(
     monkeypatch.delenv("TMM_CACHE_MAX_SIZE")
     looks.clear()
     fresh = CacheStore()
-    for _ in range(upkeep._EVERY):
+    for _ in range(size_limits._EVERY):
         fresh.save(GPU, ENVIRONMENT, record(problem(m=99)))
     assert len(looks) == 1
     fresh.save(GPU, ENVIRONMENT, record(problem(m=99)))
@@ -226,7 +244,7 @@ def test_loading_never_looks_at_the_whole_root(store: CacheStore) -> None:
     code = (
         "import sys; from cache_builders import *; from tmm_cache import CacheStore\n"
         "assert CacheStore().load(GPU, ENVIRONMENT, problem(m=1))\n"
-        "print({'tmm_cache.upkeep', 'tmm_cache.filters'} & {*sys.modules})"
+        "print({'tmm_cache.size_limits', 'tmm_cache.commands.filters'} & {*sys.modules})"
     )
     assert child("-c", code).communicate()[0] == "set()\n"
 
@@ -281,7 +299,7 @@ def test_a_folder_is_swept_once_per_process(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept = []
-    monkeypatch.setattr(upkeep, "sweep", swept.append)
+    monkeypatch.setattr(size_limits, "leftovers", lambda folder: swept.append(folder) or [])
     for m in range(1, 4):
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
         store.save("nvidia-a100", ENVIRONMENT, record(problem(m=m)))
@@ -289,7 +307,7 @@ def test_a_folder_is_swept_once_per_process(
 
 
 def test_sweeping_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
-    sweep(tmp_path / "absent")
+    assert leftovers(tmp_path / "absent") == []
 
 
 def test_verify_mentions_left_over_files(store: CacheStore, capsys: Captured) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as fuzzed
 from hypothesis import strategies as st
 from tmm_cache import CacheStore, tmm
+from tmm_cache.console import print_json
 
 import tmm_core
 from tmm_core import Epilogue, Traits, dispatch, settings
@@ -26,7 +27,6 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.tools import cli
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import doctor, variables
-from tmm_core.tools.commands.console import print_json
 
 CPU = ("--device", "cpu")
 
@@ -526,7 +526,7 @@ def test_doctor_names_a_bad_setting(
         ("TMM_CACHE_SHARED", "yes", "accepted is '1' or '0'"),
         ("TMM_SHIPPED_RECORDS", "no", "accepted is '1' or '0'"),
         ("TMM_CACHE_PATH", "~nobody-here/records", "unknown user"),
-        ("TMM_LOCK_FILE", __file__, "is not a lock file"),
+        ("TMM_LOCK_FILE", __file__, "is not a file of records"),
         ("TMM_ON_CACHE_MISS", "never", "on_cache_miss must be"),
         ("TMM_KERNEL", "triton.nave", "no kernel 'triton.nave' here; known: blas"),
         ("TMM_DISABLE", "blass,fp8", "no kernel 'blass', 'fp8' here; known: blas"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tmm_cache import CandidateResult, TuningRecord
-from tmm_cache.head import blas_us
+from tmm_cache.header import blas_us
 from tmm_cache.record import CLOCK
 
 from tmm_core.bench import candidates

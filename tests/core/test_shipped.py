@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,10 @@ def test_what_ships_is_chosen_by_and_checked(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     problem, record = tuned()
-    archive = tmp_path / "records.tar.gz"
-    command = [sys.executable, "-m", "tmm_cache.cli", "export", "--thin", str(archive)]
-    subprocess.run(command, check=True, capture_output=True)
-    with tarfile.open(archive) as tar:
-        tar.extractall(package, filter="data")
+    file = str(tmp_path / "records.json.gz")
+    for options in (["export", file], ["--cache-dir", str(package), "import", file]):
+        command = [sys.executable, "-m", "tmm_cache.cli", *options]
+        subprocess.run(command, check=True, capture_output=True)
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "another"))
     dispatch.default_dispatcher.cache_clear()
     found = dispatch.default_dispatcher().record(problem)

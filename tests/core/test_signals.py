@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, hookimpl, plugin
-from tmm_cache import errors as cache_errors
-from tmm_cache import files, locks
+from filelock import UnixFileLock
+from tmm_cache import cache_errors, files
 
 import tmm_core
 from tmm_core import dispatch, errors
@@ -182,7 +182,7 @@ def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str
     ("where", "module", "name"),
     [
         ("a record is read", files, "read_all"),
-        ("its lock is taken", locks, "_attempt"),
+        ("its lock is taken", UnixFileLock, "_acquire"),
         ("it is written", files, "write_atomically"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, installed
-from tmm_cache import CacheStore, CacheWarning, errors
+from tmm_cache import CacheStore, CacheWarning, cache_errors
 
 import tmm_core
 from tmm_core import TmmWarning, dispatch
@@ -115,7 +115,7 @@ def not_interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where kernels are interpreted nothing is tuned."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TMM_PLUGINS", "blas")  # Triton's may be loaded, to interpret
-    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(cache_errors, "_warned", set())
     fingerprint.cache_clear()
     yield
     fingerprint.cache_clear()

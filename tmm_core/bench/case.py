@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from tmm_cache.facets import SHORT_DTYPES
+from tmm_cache.problem_fields import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, formats, settings

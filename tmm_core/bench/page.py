@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from tmm_cache import CLOCK, CacheStore, Summary, markup, shipped_layers
+from tmm_cache import CLOCK, CacheStore, Summary, shipped_layers
 
-from tmm_core.bench import report
+from tmm_core.bench import html_tables, report
 from tmm_core.bench.charts import Line, Point, Row, plane, rows
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
 from tmm_core.bench.runner import TMM, TORCH, UNTUNED
@@ -75,7 +75,9 @@ def body(results: Results) -> str:
     measured = results.measured
     parts = [
         _runs(results),
-        markup.table(report.SUMMARY_COLUMNS, report.summaries(results), report.SUMMARY_NUMBERS),
+        html_tables.table(
+            report.SUMMARY_COLUMNS, report.summaries(results), report.SUMMARY_NUMBERS
+        ),
     ]
     if measured:
         parts += [
@@ -113,7 +115,7 @@ def body(results: Results) -> str:
                 "the L2, steady the chain without pause, between a chain with a small kernel "
                 "between its calls. In the table: geometric mean / worst.",
                 rows(clocks, "torch / tmm")
-                + markup.table(report.CLOCK_COLUMNS, report.clocks(results)),
+                + html_tables.table(report.CLOCK_COLUMNS, report.clocks(results)),
                 key={"tmm": "in use", **dict(zip(_CLOCK_SERIES, OTHER_CLOCKS, strict=True))},
             )
         )
@@ -122,7 +124,7 @@ def body(results: Results) -> str:
             _section(
                 "Random M, weight and epilogue",
                 "Problems that were not tuned, with one choice per bucket of M.",
-                markup.table(report.REGRET_COLUMNS, report.regrets(results)),
+                html_tables.table(report.REGRET_COLUMNS, report.regrets(results)),
                 key={},
             )
         )
@@ -145,7 +147,7 @@ def _runs(results: Results) -> str:
     if not results.runs:
         return ""
     runs = [(run["started"], f"tmm {run['tmm']}, {report.commit(run)}") for run in results.runs]
-    return markup.facts([*report.versions(results.runs[-1]), *runs])
+    return html_tables.facts([*report.versions(results.runs[-1]), *runs])
 
 
 def _grouped(documents: Iterable[Document]) -> dict[str, list[Document]]:
@@ -199,11 +201,11 @@ def _tuned_rows(results: Results) -> list[Row]:
         points = []
         for document in documents:
             tuned = document["times"][TMM]["median_us"]
-            if (record := shipped.get(_digest(document))) is not None and record.head.best.us:
-                winner = record.head.best
+            if (record := shipped.get(_digest(document))) is not None and record.header.best.us:
+                winner = record.header.best
                 said = f"{report.title(document)}: shipped {winner.kernel} {winner.us:.2f} µs, "
                 said += f"tuned {document['kernel']} {tuned:.2f} µs"
-                points.append(Point(record.head.best.us / tuned, said, "other"))
+                points.append(Point(record.header.best.us / tuned, said, "other"))
             if UNTUNED in document["times"]:
                 untuned = document["times"][UNTUNED]["median_us"]
                 said = f"{report.title(document)}: untuned {untuned:.2f} µs, tuned {tuned:.2f} µs"
@@ -254,4 +256,4 @@ def _problems(measured: Sequence[Document]) -> str:
     columns, cells = report.problem_table(measured)
     numbers = [name for name in columns if name not in ("problem", "kernel", "origin")]
     rows = [(document["suite"], *row) for document, row in zip(measured, cells, strict=True)]
-    return markup.table(("class", *columns), rows, numbers)
+    return html_tables.table(("class", *columns), rows, numbers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tmm_cache import CacheStore, TuningRecord
-from tmm_cache.places import NOWHERE
+from tmm_cache.paths import NOWHERE
 
 import tmm_core
 from tmm_core import dispatch, settings

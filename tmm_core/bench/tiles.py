@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tmm_cache import columns as layout
+from tmm_cache import console
 
 from tmm_core.bench.tile_order import Traffic, Wave, order, traffic, waves
 from tmm_core.spec.problem import Problem
@@ -97,9 +97,9 @@ def text(grid: Grid, groups: Sequence[int], colour: bool = False) -> str:
 
 def _order(grid: Grid, group: int, colour: bool) -> Iterator[str]:
     cell = max(_NARROWEST, len(str(grid.rows * grid.columns - 1)) + 3)
-    numbered = grid.rows <= _MOST_NUMBERED and grid.columns * cell < layout.width()
+    numbered = grid.rows <= _MOST_NUMBERED and grid.columns * cell < console.width()
     cell = cell if numbered else 2
-    columns, rows = min(grid.columns, (layout.width() - 2) // cell), min(grid.rows, _MOST_ROWS)
+    columns, rows = min(grid.columns, (console.width() - 2) // cell), min(grid.rows, _MOST_ROWS)
     number = {tile: program for program, tile in enumerate(order(grid.rows, grid.columns, group))}
     shown = "" if (rows, columns) == (grid.rows, grid.columns) else f", {rows}×{columns} of them"
     what = "by program, the first wave in brackets" if numbered else "by wave"
@@ -134,7 +134,7 @@ def _table(grid: Grid, groups: Sequence[int]) -> list[str]:
         if grid.row_bytes:
             cells += [round(moved.from_l2 / 1e6), round(moved.from_memory / 1e6)]
         rows.append([*map(str, cells), f"{moved.hits:.0%}"])
-    return layout.table(headings, rows, layout.width(), right=headings)
+    return console.table(headings, rows, console.width(), right=headings)
 
 
 def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:

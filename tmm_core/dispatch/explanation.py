@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import TuningRecord, facets, markup
-from tmm_cache import columns as layout
-from tmm_cache.head import blas_us
+from tmm_cache import TuningRecord, console, problem_fields
+from tmm_cache.header import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import Miss, rehearse
@@ -21,6 +20,9 @@ from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import compared_at, outlasted
 from tmm_core.tuning.untried import Left
+
+#: Columns of text that a notebook shows without folding.
+NOTEBOOK = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +63,20 @@ class Records(list[TuningRecord]):
         numbers = ("µs", "vs blas", "candidates")
         rows = []
         for record in self:
-            best, baseline = record.best, blas_us(record)
+            asked, best, baseline = record.problem, record.best, blas_us(record)
             rows.append(
                 (
-                    f"{facets.shape(record.problem)} {facets.dtypes(record.problem)}",
-                    facets.expression(record.problem),
+                    f"{problem_fields.shape(asked)} {problem_fields.dtypes(asked)}",
+                    problem_fields.expression(asked),
                     best.kernel,
-                    facets.config(best.config),
+                    problem_fields.config(best.config),
                     _shown_us(best.median_us),
                     f"{baseline / best.median_us:.2f}×" if baseline and best.median_us else "",
                     str(len(record.candidates)),
                 )
             )
-        return markup.table(("problem", "epilogue", "kernel", "config", *numbers), rows, numbers)
+        columns = ("problem", "epilogue", "kernel", "config", *numbers)
+        return console.html(console.table(columns, rows, NOTEBOOK, right=numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +129,23 @@ class Explanation:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, width: int = layout.PIPED) -> str:
+    def text(self, width: int = console.PIPED) -> str:
         """The text of ``str()``, in lines of at most ``width`` columns."""
         lines = []
         for name, said in self._facts():
-            lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
+            lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)
         if self.record is not None:
             columns, rows = _evidence(self.record)
             shown: list[tuple[str, ...] | str] = []
             for *cells, config, note in rows:
                 shown += [tuple(cells), f"     {'; '.join(filter(None, (config, note)))}"]
-            lines += layout.table(columns[:-2], shown, width, right=columns[1:-2])
+            lines += console.table(columns[:-2], shown, width, right=columns[1:-2])
         for name, said in self._others():
-            lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
+            lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        parts = [markup.facts(self._facts())]
-        if self.record is not None:
-            columns, rows = _evidence(self.record)
-            parts.append(markup.table(columns, rows, columns[1:-2]))
-        return "".join([*parts, markup.facts(self._others())])
+        return console.html([self.text(NOTEBOOK)])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         choice = self.choice

@@ -94,7 +94,7 @@ class Report:
         return bool(self.changes)
 
     def _repr_html_(self) -> str:
-        from tmm_cache import markup
+        from tmm_cache import console
 
         rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
         rows += [
@@ -102,7 +102,7 @@ class Report:
         ]
         rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
         rows += [("", "note", note) for note in self.notes]
-        return markup.table(("path", "what was done", "because"), rows)
+        return console.html(console.table(("path", "what was done", "because"), rows, 140))
 
     def __str__(self) -> str:
         kinds = [change.kind for change in self.changes]

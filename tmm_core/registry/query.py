@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-from tmm_cache.errors import trace_of
+from tmm_cache.cache_errors import trace_of
 from tmm_cache.fields import (
     A_NAME,
     NAME_MAX,

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from tmm_cache.errors import suppress
+from tmm_cache.cache_errors import suppress
 
 #: Seconds after which a query is reported, and one that may compile.
 PATIENCE, COMPILE_PATIENCE = 10.0, 120.0

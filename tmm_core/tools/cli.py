@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tmm_cache.console import Parser, argument, guarded
+from tmm_cache import CacheWarning
+from tmm_cache.console import DONE, Parser, argument, guarded, warnings_as_notes
 from tmm_cache.tmm import parsers
 
 from tmm_core.bench.case import parse_dtype, parse_shape
-from tmm_core.errors import TmmError
+from tmm_core.errors import TmmError, TmmWarning
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.console import DONE, UsageError, note, warnings_as_notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return guarded(lambda: _run(argv), note, (UsageError, TmmError, OSError))
+    return guarded("tmm", lambda: _run(argv), TmmError, OSError)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -36,7 +36,7 @@ def _run(argv: Sequence[str] | None) -> int:
     command = importlib.import_module(
         f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
     )
-    with warnings_as_notes():
+    with warnings_as_notes(TmmWarning, CacheWarning):
         status: int = command.run(options)
     return status
 

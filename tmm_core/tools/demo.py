@@ -18,14 +18,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from tmm_cache import CacheWarning
 from tmm_cache import cli as tmm_cache
+from tmm_cache.console import DONE, FOUND, note, print_table, warnings_as_notes
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
-from tmm_core.tools.commands.console import DONE, FOUND, note, print_table, warnings_as_notes
+from tmm_core.errors import TmmWarning
 from tmm_core.verify import compare
 
 #: One problem of each class where the choice matters: square, unaligned, fused, gated, decode,
@@ -49,7 +51,7 @@ INTERPRETED_CASE = Case(m=50, n=72, k=40, layout="nt", epilogue="silu", bias=Tru
 
 def main() -> int:
     """Run the demo; returns 1 if a result was wrong."""
-    with temporary_records(), warnings_as_notes():
+    with temporary_records(), warnings_as_notes(TmmWarning, CacheWarning):
         print(f"tmm {tmm_core.__version__}, torch {torch.__version__}")
         return on_gpu() if torch.cuda.is_available() else on_cpu()
 
@@ -102,7 +104,7 @@ def interpreted() -> int:
     print(
         f"\nThe Triton kernels in Triton's interpreter, tuned on {case}: tmm-cache show", flush=True
     )
-    with warnings_as_notes(), torch.no_grad():
+    with warnings_as_notes(TmmWarning, CacheWarning), torch.no_grad():
         call = case.call(device)
         limit = compare.tolerance(call.problem())
         assert call.bias is not None

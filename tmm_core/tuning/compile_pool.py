@@ -24,7 +24,7 @@ from concurrent.futures import Future, InvalidStateError
 from types import MappingProxyType
 from typing import Any
 
-from tmm_cache.errors import suppress
+from tmm_cache.cache_errors import suppress
 
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.registry.query import Asked

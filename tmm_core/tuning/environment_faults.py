@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from tmm_cache import CandidateResult
-from tmm_cache.errors import trace_of
+from tmm_cache.cache_errors import trace_of
 
 from tmm_core.errors import error_text, reraise
 from tmm_core.spec.kernel import Kernel

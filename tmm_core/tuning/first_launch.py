@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from tmm_cache.errors import suppress
+from tmm_cache.cache_errors import suppress
 
 from tmm_core.errors import reraise, warn
 from tmm_core.spec.kernel import Candidate

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO, Any
 
-from tmm_cache.errors import suppress
+from tmm_cache.cache_errors import suppress
 
 from tmm_core.errors import reraise
 

@@ -6,7 +6,7 @@ import importlib.util
 import threading
 from typing import Any
 
-from tmm_cache.errors import suppress
+from tmm_cache.cache_errors import suppress
 
 #: Seconds before the bar appears.
 SILENCE = 1.0

@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tmm_cache.console import (
+    DONE,
+    FOUND,
+    INTERRUPTED,
+    UsageError,
+    note,
+    print_json,
+    print_table,
+)
 from tmm_cache.disk import require_target
 
 from tmm_core import dispatch
@@ -30,15 +39,6 @@ from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands import verify
-from tmm_core.tools.commands.console import (
-    DONE,
-    FOUND,
-    INTERRUPTED,
-    UsageError,
-    note,
-    print_json,
-    print_table,
-)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tmm_cache import CLOCK, columns
-from tmm_cache.layout import VERSION
+from tmm_cache import CLOCK, console
+from tmm_cache.console import DONE, FOUND, print_json
 from tmm_cache.ownership import foreign, foreign_below
+from tmm_cache.paths import VERSION
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -35,7 +36,6 @@ from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import doctor_toolchain, variables
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.console import DONE, FOUND, print_json
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.verify import compare
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
             mark = {"ok": "  ", "note": "- ", "problem": "! "}[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
             line = f"{mark}{finding.about:<18}{finding.text}{advice}"
-            print("\n".join(columns.paragraph(line, columns.width(), hanging=20)), flush=True)
+            print("\n".join(console.paragraph(line, console.width(), hanging=20)), flush=True)
     if options.json:
         print_json([asdict(finding) for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache import columns
+from tmm_cache import console
+from tmm_cache.console import DONE, UsageError, note, print_json
 from tmm_cache.disk import require_target
 
 from tmm_core import dispatch, settings
@@ -21,7 +22,6 @@ from tmm_core.errors import reraise
 from tmm_core.spec.precision import precision
 from tmm_core.tools.commands import gpus, ncu, why, why_text
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.console import DONE, UsageError, note, print_json
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         print_json(explanation.to_json())
     else:
-        print(explanation.text(columns.width()))
+        print(explanation.text(console.width()))
     if options.plot is not None:
         _plot(explanation, options.plot)
     return DONE

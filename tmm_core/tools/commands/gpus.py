@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from tmm_cache import CacheStore, Summary
+from tmm_cache.console import UsageError
 
 from tmm_core.spec.device import DeviceFingerprint, version_of
-from tmm_core.tools.commands.console import UsageError
 
 #: Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide,
 #: technical specifications).

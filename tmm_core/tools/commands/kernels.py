@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from tmm_cache.console import DONE, print_json, print_table
+
 import tmm_core
 from tmm_core.spec.kernel import Traits
-from tmm_core.tools.commands.console import DONE, print_json, print_table
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tmm_cache import CacheStore, Miss, facets
-from tmm_cache.console import counted
-
-from tmm_core.tools.commands.console import DONE, note, print_json, print_table
+from tmm_cache import CacheStore, Miss, problem_fields
+from tmm_cache.console import DONE, counted, note, print_json, print_table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,8 +53,13 @@ def run(options: argparse.Namespace) -> int:
 
 def title(problem: Mapping[str, Any]) -> str:
     """A problem's document in one line, even with missing or unknown fields."""
-    told = facets.dtypes(problem), facets.layouts(problem), facets.expression(problem)
-    return " ".join((facets.shape(problem), *told)).removesuffix(" identity")
+    fields = (
+        problem_fields.shape(problem),
+        problem_fields.dtypes(problem),
+        problem_fields.layouts(problem),
+        problem_fields.expression(problem),
+    )
+    return " ".join(fields).removesuffix(" identity")
 
 
 def tuned_since(store: CacheStore, miss: Miss) -> bool:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tmm_cache.console import DONE, UsageError
+
 import tmm_core
-from tmm_core.tools.commands.console import DONE, UsageError
 
 TEMPLATE = Path(__file__).parents[1] / "template"
 

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import torch
-from tmm_cache.console import argument
+from tmm_cache.console import UsageError, argument
 
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
 from tmm_core.formats import IMPLIED
 from tmm_core.spec.groups import Ragged
-from tmm_core.tools.commands.console import UsageError
 
 T = TypeVar("T")
 

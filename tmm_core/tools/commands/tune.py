@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache.head import blas_us
+from tmm_cache.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
+from tmm_cache.header import blas_us
 
 import tmm_core
 from tmm_core import dispatch
@@ -26,7 +27,6 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
 from tmm_core.tools.commands.misses import title, tuned_since
 from tmm_core.tuning.first_launch import FirstLaunches
 

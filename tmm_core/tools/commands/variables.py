@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 
-from tmm_cache.variables import CHECKS
+from tmm_cache.environment_variables import CHECKS
 
 from tmm_core.errors import SettingsError
 from tmm_core.registry.registry import Registry

@@ -9,14 +9,13 @@ import argparse
 from collections import Counter
 from collections.abc import Iterable
 
-from tmm_cache.console import counted
+from tmm_cache.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
 
 from tmm_core import dispatch
 from tmm_core.bench import recheck, report
 from tmm_core.bench.results import Document
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, note, print_json
 from tmm_core.tools.commands.misses import title
 
 

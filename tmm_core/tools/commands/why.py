@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from tmm_cache.console import UsageError
+
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.errors import ConfigError, reraise
@@ -16,7 +18,6 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tools.commands.console import UsageError
 from tmm_core.tuning.ranking import by_time
 
 #: 32-bit registers of an SM, and the granularity in which a warp's are allocated.

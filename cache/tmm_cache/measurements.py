@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from tmm_cache import facets
+from tmm_cache import problem_fields
 
 #: A `tmm_cache.CandidateResult`. Its module imports this one, for notebooks.
 Result: TypeAlias = Any
@@ -26,7 +26,7 @@ def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str,
         result = candidates[index]
         cells = (
             "*" if index == winner else "",
-            facets.printable(result.kernel),
+            problem_fields.printable(result.kernel),
             result.status,
             microseconds(result.median_us),
             microseconds(min(result.samples_us, default=None)),
@@ -46,11 +46,11 @@ def _words(result: Result) -> str:
         filter(
             None,
             (
-                facets.config(result.config),
+                problem_fields.config(result.config),
                 " ".join(name for name, has in traits.items() if has),
-                f"version {facets.printable(result.version)}",
+                f"version {problem_fields.printable(result.version)}",
                 None if result.steady_us is None else f"{result.steady_us:.2f} µs without pause",
-                None if result.reason is None else facets.printable(result.reason),
+                None if result.reason is None else problem_fields.printable(result.reason),
             ),
         )
     )
@@ -58,7 +58,7 @@ def _words(result: Result) -> str:
 
 def microseconds(value: float | None) -> str:
     """A time in hundredths of a microsecond, finer than a GPU clock resolves."""
-    return facets.ABSENT if value is None else f"{value:.2f}"
+    return problem_fields.ABSENT if value is None else f"{value:.2f}"
 
 
 def bytes_text(count: int) -> str:
@@ -72,4 +72,4 @@ def bytes_text(count: int) -> str:
 
 
 def _error(value: float | None) -> str:
-    return facets.ABSENT if value is None else f"{value:.2e}"
+    return problem_fields.ABSENT if value is None else f"{value:.2e}"

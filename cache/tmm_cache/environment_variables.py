@@ -10,10 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from tmm_cache.errors import UsageError
-from tmm_cache.filters import parse_age
-from tmm_cache.places import absolute
-from tmm_cache.upkeep import parse_size
+from tmm_cache.cache_errors import UsageError
+from tmm_cache.paths import absolute
+from tmm_cache.size_limits import parse_age, parse_size
 
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("", "0", "false", "no", "off")
@@ -41,12 +40,12 @@ def _switch(text: str) -> None:
 
 
 def _lock_file(text: str) -> None:
-    from tmm_cache.lock import LockFile
+    from tmm_cache.transport import Transport
 
     locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
     if text and (locked or absolute(text).exists()):
         try:
-            LockFile(absolute(text))
+            Transport(absolute(text))
         except UsageError as error:
             raise ValueError(str(error).removeprefix(f"{absolute(text)}: ")) from error
 

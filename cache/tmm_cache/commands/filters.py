@@ -1,4 +1,4 @@
-"""The filters of the command: parses command-line options into a predicate on records.
+"""The filters of the commands: options of the command line, as a predicate on records.
 
 `parse_*` raise ValueError with a line that argparse shows, so that a bad value never removes
 anything.
@@ -9,19 +9,17 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from dataclasses import dataclass, fields
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from tmm_cache import facets
-from tmm_cache.keys import Document
+from tmm_cache import problem_fields
 from tmm_cache.scan import Summary
+from tmm_cache.size_limits import parse_age
 
 Shape: TypeAlias = tuple[int | None, int | None, int | None]
 
-_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", re.ASCII)
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_DTYPES = {short: name for name, short in facets.SHORT_DTYPES.items()} | {
+_DTYPES = {short: name for name, short in problem_fields.SHORT_DTYPES.items()} | {
     "f16": "float16",
     "f32": "float32",
     "f64": "float64",
@@ -37,17 +35,6 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(f"found {text!r}, accepted is MxNxK, each a size or *")
     m, n, k = (None if part == "*" else int(part) for part in parts)
     return m, n, k
-
-
-def parse_age(text: str) -> timedelta:
-    """`30d`, `12h`, `1.5w` as a span. Raises ValueError."""
-    match = _AGE.fullmatch(text)
-    if match:
-        try:
-            return timedelta(**{_UNITS[match[2]]: float(match[1])})
-        except OverflowError:
-            pass
-    raise ValueError(f"found {text!r}, accepted is a number and a unit of s m h d w, like 30d")
 
 
 def parse_ago(text: str) -> datetime:
@@ -73,36 +60,29 @@ class Filter:
     before: datetime | None = None
     after: datetime | None = None
 
+    @classmethod
+    def of(cls, options: Namespace) -> Filter:
+        """The filter for the command line's options, which are called like its fields."""
+        return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
+
     @property
     def is_empty(self) -> bool:
         """Whether the filter passes every record."""
         return self == Filter()
 
     def __call__(self, summary: Summary) -> bool:
-        head, problem = summary.head, summary.problem
+        header, problem = summary.header, summary.problem
         dtype = None if self.dtype is None else _DTYPES.get(self.dtype, self.dtype)
-        return (
-            _matches(summary.gpu, self.gpu)
-            and _matches(head.best.kernel, self.kernel)
-            and _matches(facets.operand(problem, "a", "dtype"), dtype)
-            and _matches(facets.epilogue(problem), self.epilogue)
-            and (self.shape is None or _fits(problem, self.shape))
-            and (self.before is None or head.created_at < self.before)
-            and (self.after is None or head.created_at > self.after)
+        globs = (
+            (summary.gpu, self.gpu),
+            (header.best.kernel, self.kernel),
+            (problem_fields.operand(problem, "a", "dtype"), dtype),
+            (problem_fields.epilogue(problem), self.epilogue),
         )
-
-
-def from_options(options: Namespace) -> Filter:
-    """The filter for the command line's options, which are called like its fields."""
-    return Filter(**{each.name: getattr(options, each.name) for each in fields(Filter)})
-
-
-def _matches(text: str, pattern: str | None) -> bool:
-    return pattern is None or fnmatchcase(text, pattern)
-
-
-def _fits(problem: Document, wanted: Shape) -> bool:
-    return all(
-        size is None or size == found
-        for size, found in zip(wanted, facets.sizes(problem), strict=True)
-    )
+        sizes = zip(self.shape or (), problem_fields.sizes(problem), strict=False)
+        return (
+            all(glob is None or fnmatchcase(text, glob) for text, glob in globs)
+            and all(wanted is None or wanted == size for wanted, size in sizes)
+            and (self.before is None or header.created_at < self.before)
+            and (self.after is None or header.created_at > self.after)
+        )

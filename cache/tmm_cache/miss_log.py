@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.disk import append_line
+from tmm_cache.cache_errors import reraise
+from tmm_cache.disk import append_line, remove_if_empty
 from tmm_cache.files import (
     MAX_BYTES,
     Fault,
@@ -22,7 +23,7 @@ from tmm_cache.files import (
     write_environment,
 )
 from tmm_cache.keys import Document, canonical
-from tmm_cache.layout import MISSES
+from tmm_cache.paths import MISSES
 from tmm_cache.scan import Folder, folders
 
 
@@ -50,7 +51,7 @@ def log_miss(log: Path, environment: Document, problem: Document) -> None:
 def logged_misses(root: Path, report: Report) -> list[Miss]:
     """The problems logged in a root, each once per GPU and environment."""
     found = []
-    for folder in folders_of_logs(root, report):
+    for folder in _folders(root, report):
         problems = read_misses(folder.path, report)
         environment = read_environment(folder.path, report) if problems else None
         found += [
@@ -60,7 +61,25 @@ def logged_misses(root: Path, report: Report) -> list[Miss]:
     return found
 
 
-def folders_of_logs(root: Path, report: Report) -> list[Folder]:
+def clear_misses(root: Path, report: Report) -> int:
+    """Remove the logs of a root; returns how many."""
+    removed = 0
+    for folder in _folders(root, report):
+        path = folder.path / MISSES
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            reraise(error)
+            report(Fault(path, f"cannot be removed: {error.strerror or error}"))
+            continue
+        removed += 1
+        remove_if_empty(folder.path, root)
+    return removed
+
+
+def _folders(root: Path, report: Report) -> list[Folder]:
     """The folders in which problems are logged."""
     return [folder for folder in folders(root, report) if not folder.is_old]
 

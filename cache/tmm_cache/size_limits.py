@@ -1,8 +1,9 @@
-"""Keeps the cache within bounds automatically: left-over files, size and age.
+"""Keeps the cache within its limits of size and age, and removes left-over temporary files.
 
 A save cleans its own folder and, now and then, the whole root. Only the least recently used records
 and notes of the root are removed: never a layer, a record that this process holds, or one that
-another process is tuning or has just written.
+another process is tuning or has just written. The last use of a record is its file's mtime: an
+index could be torn, and every process would write to it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import stat
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tmm_cache.ages import is_older, last_used
+from tmm_cache.cache_errors import reraise, suppress, warn_once
 from tmm_cache.disk import remove_if_empty
-from tmm_cache.errors import reraise, suppress, warn_once
 from tmm_cache.keys import SLUG
-from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
 from tmm_cache.locks import held_at_once
+from tmm_cache.paths import BROKEN, DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
 
 T = TypeVar("T")
 
@@ -37,9 +38,14 @@ _RECENT_SECONDS: Final = 60.0
 STALE_SECONDS: Final = 3600.0
 #: A file used later than this from now was written under a wrong clock.
 _CLOCK_SKEW_SECONDS: Final = 86400.0
+#: Archives and image layers set older mtimes; such a file was last used when it was put here.
+_FIRST_USE: Final = 365 * 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", re.ASCII)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SCHEMA, _GPU = re.compile(r"v[0-9]+"), re.compile(SLUG)
+_EVICTABLE = re.compile(f"{RECORD.pattern}|{BROKEN.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,20 @@ def parse_size(text: str) -> int | None:
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " ")) or None
 
 
+def parse_age(text: str) -> timedelta:
+    """`30d`, `12h`, `1.5w` as a span. Raises ValueError."""
+    match = _AGE.fullmatch(text)
+    if match:
+        try:
+            return timedelta(**{_UNITS[match[2]]: float(match[1])})
+        except OverflowError:
+            pass
+    raise ValueError(f"found {text!r}, accepted is a number and a unit of s m h d w, like 30d")
+
+
 def limits(environ: Mapping[str, str] = os.environ) -> Limits:
     """`TMM_CACHE_MAX_SIZE` and `TMM_CACHE_MAX_AGE`; the default, with one warning, for an invalid
     value."""
-    from tmm_cache.filters import parse_age
-
     return Limits(
         _variable(environ, "TMM_CACHE_MAX_SIZE", parse_size, DEFAULT_SIZE),
         _variable(environ, "TMM_CACHE_MAX_AGE", lambda text: parse_age(text).total_seconds(), None),
@@ -85,8 +100,8 @@ def _variable(
         return default
 
 
-class Upkeep:
-    """The upkeep of a root by a process that saves."""
+class SizeLimiter:
+    """Keeps a root within its limits, in a process that saves."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -102,7 +117,9 @@ class Upkeep:
         """
         if path.parent not in self._swept:
             self._swept.add(path.parent)
-            sweep(path.parent)
+            for left in leftovers(path.parent):
+                with suppress(OSError):
+                    left.unlink()
         due = self._saves % _EVERY == 0
         self._saves += 1
         self._bytes += size
@@ -115,20 +132,19 @@ class Upkeep:
 
 def leftovers(folder: Path) -> list[Path]:
     """The temporary files left by killed processes."""
-    return [path for path in files(folder, TEMPORARY) if is_older(path, STALE_SECONDS)]
+    latest = time.time() - STALE_SECONDS
+    found = []
+    for path in files(folder, TEMPORARY):
+        with suppress(OSError):
+            if os.stat(path, follow_symlinks=False).st_mtime < latest:
+                found.append(path)
+    return found
 
 
 def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
     """The files with such a name in a folder, sorted; none if it can't be listed."""
     found = _entries(folder, names)
     return sorted(Path(entry.path) for entry in found if entry.is_file(follow_symlinks=False))
-
-
-def sweep(folder: Path) -> None:
-    """Remove what killed processes left in a folder, if possible."""
-    for path in leftovers(folder):
-        with suppress(OSError):
-            path.unlink()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -172,12 +188,12 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
         for version in _entries(root, _SCHEMA)
         for gpu in _entries(version, _GPU)
         for environment in _entries(gpu, DIGEST)
-        for record in _entries(environment, RECORD)
+        for record in _entries(environment, _EVICTABLE)
     ]
     for entry in (*found, *_entries(root / NOTES, NOTE_FILE)):
         with suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            used = last_used(status)
+            used = status.st_mtime if status.st_mtime >= _FIRST_USE else status.st_ctime
             if used > now + _CLOCK_SKEW_SECONDS:
                 used = 0.0
             if stat.S_ISREG(status.st_mode):

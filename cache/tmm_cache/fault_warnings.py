@@ -6,11 +6,10 @@ import errno
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.errors import has_warned, warn_once
+from tmm_cache.cache_errors import has_warned, warn_once
 from tmm_cache.files import Fault, set_aside
-from tmm_cache.layout import RECORD, VERSIONS
 from tmm_cache.ownership import REPLACED, UNCHECKED, foreign
-from tmm_cache.places import is_nowhere
+from tmm_cache.paths import RECORD, VERSIONS, is_nowhere
 
 # Errors of the whole root rather than of one file: the next attempt would fail the same way.
 _UNWRITABLE: Final = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
@@ -29,7 +28,7 @@ def passed_over(fault: Fault, outcome: str = "passed over") -> None:
         warn_once(fault.path, f"{fault.reason}; {outcome}")
 
 
-class Complaints:
+class FaultWarnings:
     """The warnings of one root: its ownership, and files that could not be read or written."""
 
     def __init__(self, root: Path) -> None:

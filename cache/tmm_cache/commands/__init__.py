@@ -1,0 +1,2 @@
+"""The commands of `tmm-cache`; each takes the store and its parsed options, and returns the exit
+status."""

@@ -1,0 +1,193 @@
+"""The transport document: the records of a cache in one file, for export, import and freeze.
+
+`{"lock": 1, "records": [{"gpu": …, "environment": …, "record": …}], "checksum": …}`, compressed if
+the name ends in `.gz`. Under `TMM_REQUIRE_LOCKED=1` a store answers only from such a file, so that
+every process makes the choices that were tested. It may come from a stranger: its size is limited
+before memory is used, its checksum detects damage, and each record is checked when it is needed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, Final
+
+from tmm_cache.cache_errors import RecordError, UsageError
+from tmm_cache.disk import write_for_all
+from tmm_cache.files import (
+    Fault,
+    Stored,
+    has_checksum,
+    parse,
+    read_bytes,
+    read_stored,
+    record_bytes,
+    sealed,
+    write_record,
+)
+from tmm_cache.keys import JSON, Document, canonical, digest, is_slug
+from tmm_cache.paths import record_path
+from tmm_cache.record import TuningRecord
+from tmm_cache.scan import Key, Summary
+
+#: Version of the document.
+SCHEMA: Final = 1
+#: Limit of the uncompressed document: ten thousand records of some 6 kB.
+MAX_BYTES: Final = 64 * 2**20
+#: Limit of one environment, which takes about 300 bytes.
+MAX_ENVIRONMENT_BYTES: Final = 2**14
+#: How far the clock of the exporting machine may be ahead.
+CLOCK_SKEW: Final = timedelta(days=1)
+
+
+def write_transport(file: Path, found: Iterable[Summary]) -> int:
+    """Write these records to a file, without most of their samples; returns their number.
+
+    The first of several records of a problem is written; of no record, nothing. Records of
+    another clock, which never
+    answer, and records whose environment is unknown are left out. Raises UsageError for more than
+    `MAX_BYTES`, OSError like `write_for_all`.
+    """
+    written: dict[Key, JSON] = {}
+    for summary in found:
+        key, record = summary.key, summary.record
+        if not record.is_hint and summary.environment is not None and key not in written:
+            written[key] = {
+                "gpu": summary.gpu,
+                "environment": json.loads(canonical(summary.environment)),  # sorted
+                "record": record.thinned().to_json(),
+            }
+    if not written:
+        return 0
+    # Sorted: the same records give the same bytes, whichever layer they came from.
+    records = [written[key] for key in sorted(written)]
+    data = sealed({"lock": SCHEMA, "records": records})
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{file}: {len(data)} bytes exceed the limit of {MAX_BYTES}; use filters")
+    write_for_all(file, gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
+    return len(written)
+
+
+class Transport:
+    """The records of a transport document. Raises UsageError for any other file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        data = read_bytes(path, MAX_BYTES)
+        if not isinstance(data, bytes):
+            raise UsageError(f"{path}: {data.reason if data else 'there is no such file'}")
+        try:
+            self._items = dict(_items(_unpacked(data)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UsageError(f"{path}: is not a file of records: {error}") from error
+
+    def keys(self) -> Iterator[tuple[str, Document, Document]]:
+        """GPU, environment and problem of every record."""
+        for (gpu, _, _), (environment, document) in self._items.items():
+            yield gpu, environment, document["problem"]
+
+    def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault | None]]:
+        """Every record as `record` returns it, with its key and environment."""
+        for key, (environment, _) in self._items.items():
+            yield key, environment, self.record(key)
+
+    def record(self, key: Key) -> TuningRecord | Fault | None:
+        """The record of a problem, checked; None if there is none that answers."""
+        if key not in self._items:
+            return None
+        try:
+            record = TuningRecord.from_json(self._items[key][1])
+        except RecordError as error:
+            return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
+        return None if record.is_hint else record
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The uncompressed bytes. Raises ValueError if they are torn or exceed `MAX_BYTES`."""
+    if not data.startswith(b"\x1f\x8b"):
+        return data
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        data = stream.decompress(data, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"unpacks to more than {MAX_BYTES} bytes")
+    if not stream.eof or stream.unused_data:
+        raise ValueError("its compressed data is torn")
+    return data
+
+
+def _items(data: bytes) -> Iterator[tuple[Key, tuple[Document, dict[str, Any]]]]:
+    """The key, environment and document of each record; only the key is checked."""
+    document = parse(data)
+    if not isinstance(document, dict) or document.get("lock") != SCHEMA:
+        raise ValueError(f"its field 'lock' is not {SCHEMA}")
+    if not has_checksum(data, document, document.pop("checksum", None)):
+        raise ValueError("its checksum is not the content's: write it again")
+    records = document.get("records")
+    if not isinstance(records, list):
+        raise ValueError("it holds no list of records")
+    for place, item in enumerate(records):
+        if not isinstance(item, dict):
+            raise ValueError(f"records[{place}] is not an object")
+        gpu, environment, record = item.get("gpu"), item.get("environment"), item.get("record")
+        if not (isinstance(gpu, str) and is_slug(gpu) and isinstance(environment, dict)):
+            raise ValueError(f"records[{place}] lacks GPU and environment")
+        if len(canonical(environment)) > MAX_ENVIRONMENT_BYTES:
+            raise ValueError(f"records[{place}] has too large an environment")
+        if not (isinstance(record, dict) and isinstance(record.get("problem"), dict)):
+            raise ValueError(f"records[{place}] lacks a problem")
+        yield (gpu, digest(environment), digest(record["problem"])), (environment, record)
+
+
+@dataclass(slots=True)
+class Imported:
+    """The result of an import."""
+
+    written: int = 0
+    #: Records of the root that are at least as new.
+    kept: int = 0
+    #: Why records were left out.
+    faults: list[str] = field(default_factory=list)
+
+
+def import_records(file: Path, root: Path, force: bool) -> Imported:
+    """Write a document's records into a root, unless the root has one at least as new.
+
+    `force` overwrites newer ones too. A record that is invalid or created in the future is left
+    out: the latter would win over every record tuned until then. Raises UsageError, with nothing
+    written, for a file that is not a transport document, OSError if the root can't be used.
+    """
+    imported = Imported()
+    latest = datetime.now(timezone.utc) + CLOCK_SKEW
+    for key, environment, record in Transport(file).records():
+        if isinstance(record, Fault):
+            imported.faults.append(record.reason)
+        elif record is None:
+            imported.faults.append(f"{key[2]} was timed with another clock")
+        elif record.created_at > latest:
+            imported.faults.append(f"{key[2]} was created in the future: {record.created}")
+        else:
+            path = record_path(root, *key)
+            present = None if force else read_stored(path)
+            if isinstance(present, Fault) and not present.damaged:
+                # The record there may be newer, and readable the next time.
+                if present.place:
+                    raise OSError(f"{present.path} {present.reason}")
+                imported.faults.append(f"{key[2]}: {present.path} {present.reason}")
+            elif isinstance(present, Stored) and _is_as_new(present.record, record):
+                imported.kept += 1
+            else:
+                write_record(path, record_bytes(record, imported=True, checked=True), environment)
+                imported.written += 1
+    return imported
+
+
+def _is_as_new(present: TuningRecord, other: TuningRecord) -> bool:
+    return not present.is_hint and present.created_at >= other.created_at

@@ -1,0 +1,73 @@
+"""Tables for a width: what is left out, where cells fold, what notebooks get."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tmm_cache import console
+
+WORD = st.text("abcdefgh.=_[]", min_size=1, max_size=9)
+CELL = st.lists(WORD, max_size=6).map(" ".join)
+
+
+@given(st.lists(st.tuples(CELL, CELL, CELL), max_size=6), st.integers(40, 120))
+def test_no_line_is_too_long_and_no_word_is_cut_or_lost(
+    rows: list[tuple[str, str, str]], width: int
+) -> None:
+    lines = console.table(("one", "two", "three"), rows, width)
+    assert max(map(len, lines)) <= width
+    shown = sorted(" ".join(lines[2:]).split())
+    assert shown == sorted(" ".join(" ".join(row) for row in rows).split())
+
+
+def test_columns_are_left_out_in_order_and_numbers_stand_at_the_right() -> None:
+    rows = [("a", "12345678", "1.5"), ("bb", "x", "10.25")]
+    names = ("name", "config", "µs")
+    wide = console.table(names, rows, 40, right=("µs",), optional=("config",))
+    assert wide == [
+        "name  config       µs",
+        "─────────────────────",
+        "a     12345678    1.5",
+        "bb    x         10.25",
+    ]
+    narrow = console.table(names, rows, 20, right=("µs",), optional=("config",))
+    assert narrow == ["name     µs", "───────────", "a       1.5", "bb    10.25"]
+
+
+def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
+    rows = [("triton.warp_specialized", "a b c d e f g h i j k l m n o p")]
+    lines = console.table(("kernel", "config"), rows, 40)
+    assert lines[2].startswith("triton.warp_specialized  a b ")
+    assert len(lines) > 3
+
+
+def test_a_word_is_cut_only_where_the_width_leaves_no_other_way() -> None:
+    (line, *more) = console.table(("name", "of"), [("x" * 30, "y" * 10)], 20)[2:]
+    assert more
+    assert len(line) <= 20
+    assert console.paragraph("/a/" + "b" * 60, 40, indent=4) == ["    /a/" + "b" * 60]
+
+
+def test_a_text_among_the_rows_is_a_paragraph() -> None:
+    rows = ["weight 64x32 bf16: M 1…9, 3 records", ("a", "b"), "     tile=1 warps=2 stages=three"]
+    assert console.table(("x", "y"), rows, 30)[2:] == [
+        "weight 64x32 bf16: M 1…9, 3",
+        "records",
+        "a  b",
+        "     tile=1 warps=2",
+        "     stages=three",
+    ]
+
+
+def test_a_notebook_gets_what_a_stranger_wrote_escaped() -> None:
+    assert console.html(["<b>", "a&b"]) == "<pre>&lt;b&gt;\na&amp;b</pre>"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_width_is_the_terminals_or_that_of_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "133")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    assert console.width() == (133 if is_terminal else 100)
