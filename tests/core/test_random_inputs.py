@@ -14,7 +14,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.testing.memory import STACKINGS, operand
 from tmm_core.testing.probe import Probe
 from tmm_core.verify import random_inputs
-from tmm_core.verify.data_sets import Fixture
+from tmm_core.verify.data_sets import DataSets
 
 CPU = torch.device("cpu")
 
@@ -61,14 +61,14 @@ def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
         filled.append(name)
         return t.zero_()
 
-    for module in ("dispatch.random_inputs", "bench.case"):
+    for module in ("verify.random_inputs", "bench.case"):
         monkeypatch.setattr(f"tmm_core.{module}.fill", fill)
     case = Case(
         m=8, n=16, k=16, dtype=torch.float8_e4m3fn, layout="nt", bias=True, residual=True,
         scales="row",
     )  # fmt: skip
     problem = case.call(CPU).problem()
-    Fixture(problem, CPU, 1 << 20, sampled=True).sets()
+    DataSets(problem, CPU, 1 << 20, sampled=True).sets()
     Probe(
         m=8, n=16, k=16, dtype=case.dtype, bias="packed", residual="row", scale_a="row",
         scale_b="row",

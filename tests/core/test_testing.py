@@ -17,7 +17,7 @@ import torch
 from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
-from tmm_core.verify.guard_bands import Checksums, Guarded
+from tmm_core.verify.guard_bands import Checksums, GuardedTensor
 from tmm_core.verify.random_inputs import fill
 
 pytest_plugins = ["pytester"]
@@ -614,7 +614,7 @@ def test_operands_lie_in_memory_that_is_nan(layout: str, shape: tuple[int, ...])
         assert checksums.changed() == ["a"]
 
 
-def whole(made: Guarded) -> tuple[Tensor, Tensor]:
+def whole(made: GuardedTensor) -> tuple[Tensor, Tensor]:
     """All memory of a tensor and its surroundings, and the mask of its elements."""
     t, memory = made.tensor, made.words.view(made.tensor.dtype).flatten()
     inside = torch.zeros_like(memory, dtype=torch.bool)

@@ -19,7 +19,7 @@ from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
 from tmm_core.verify import compare, random_inputs
-from tmm_core.verify.guard_bands import Guarded
+from tmm_core.verify.guard_bands import GuardedTensor
 from tmm_core.verify.ragged_inputs import Inputs
 from tmm_core.verify.verifier import Verifier
 
@@ -68,7 +68,7 @@ class Probe:
             scale_a=self.scale_a, scale_b=self.scale_b,
         )  # fmt: skip
         layouts = {"a": self.a, "b": self.b, "bias": self.bias, "residual": self.residual}
-        operands: dict[str, Guarded] = {}
+        operands: dict[str, GuardedTensor] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
             stacking = getattr(self, f"stack_{name}", "packed")
@@ -102,8 +102,8 @@ class Posed:
     probe: Probe
     inputs: Inputs
     #: The memory of the inputs, by name, and of the output.
-    operands: Mapping[str, Guarded]
-    out: Guarded
+    operands: Mapping[str, GuardedTensor]
+    out: GuardedTensor
 
     @functools.cached_property
     def problem(self) -> Problem:

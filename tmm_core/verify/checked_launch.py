@@ -1,4 +1,4 @@
-"""One launcher on a fixture's inputs: launches it in one way, and checks what came of it."""
+"""One launcher on a data's inputs: launches it in one way, and checks what came of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.verify import compare, process_state
 from tmm_core.verify.auxiliary_outputs import Outputs
-from tmm_core.verify.data_sets import Fixture, InputSet
-from tmm_core.verify.guard_bands import Guarded, overlap
+from tmm_core.verify.data_sets import DataSets, InputSet
+from tmm_core.verify.guard_bands import GuardedTensor, overlap
 from tmm_core.verify.ragged_inputs import Inputs
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ class WrongError(Exception):
 
 
 class Trial:
-    """One launcher on a fixture's inputs.
+    """One launcher on a data's inputs.
 
     Args:
         deterministic: It promises the same bits for the same inputs.
@@ -42,19 +42,19 @@ class Trial:
 
     def __init__(
         self,
-        fixture: Fixture,
+        data: DataSets,
         launcher: Launcher | Bound,
         deterministic: bool,
         baseline: bool,
         slack: float = 1.0,
     ) -> None:
-        self._fixture, self._bound = fixture, Bound.of(launcher)
+        self._data, self._bound = data, Bound.of(launcher)
         self._launcher: Launcher = self._bound.run
         self._outputs: Outputs | None = None
-        if fixture.problem.epilogue.outputs:
-            self._launcher = self._outputs = Outputs(fixture, launcher, deterministic, slack)
+        if data.problem.epilogue.outputs:
+            self._launcher = self._outputs = Outputs(data, launcher, deterministic, slack)
         self._deterministic, self._baseline, self._slack = deterministic, baseline, slack
-        self._limit = compare.tolerance(fixture.problem) * slack
+        self._limit = compare.tolerance(data.problem) * slack
         self._errors: list[float] = []
         #: The memory of results that this trial holds no longer.
         self._returned: list[StorageWeakRef] = []
@@ -70,7 +70,7 @@ class Trial:
         of: InputSet,
         held: list[Tensor],
         *,
-        soil: bool = True,
+        poison: bool = True,
         special: bool = False,
         mode: Mode = "grad mode",
         inputs: Inputs | None = None,
@@ -84,13 +84,13 @@ class Trial:
             form: Launches in another form than by ``run``.
             watched: Compare the process's state before and after.
         """
-        if soil:
-            self._fixture.soil()
+        if poison:
+            self._data.poison_free_memory()
         given = inputs or of.inputs
         launch = form or (lambda given: given.launch(self._launcher, None))
         result = self._called(lambda: launch(given), mode, watched)
         self._hold_to_form(result)
-        if not (problem := self._fixture.problem).lies_as_made(result):
+        if not (problem := self._data.problem).lies_as_made(result):
             raise WrongError(
                 f"it returned strides {result.stride()}; a call returns {problem.out_strides}"
             )
@@ -105,7 +105,7 @@ class Trial:
 
     def _launch_into(
         self,
-        memory: Guarded,
+        memory: GuardedTensor,
         of: InputSet,
         *,
         special: bool = False,
@@ -113,7 +113,7 @@ class Trial:
         inputs: Inputs | None = None,
         watched: bool = True,
     ) -> Tensor:
-        """Launch into one of the fixture's outputs, which is full of NaN."""
+        """Launch into one of the data's outputs, which is full of NaN."""
         out, given = memory.tensor, inputs or of.inputs
         result = self._called(lambda: given.launch(self._launcher, out), mode, watched)
         self._hold_to_form(result)
@@ -123,10 +123,10 @@ class Trial:
         return out
 
     def _called(self, launch: Callable[[], Tensor], mode: Mode, watched: bool) -> Tensor:
-        with _in(mode, self._fixture.device.type, self._fixture.problem.a.dtype):
+        with _in(mode, self._data.device.type, self._data.problem.a.dtype):
             if not watched or self._baseline:
                 return launch()
-            result, changed = process_state.watched(launch, self._fixture.device)
+            result, changed = process_state.watched(launch, self._data.device)
         if changed:
             raise WrongError(f"it changed {' and '.join(changed)}")
         return result
@@ -145,7 +145,7 @@ class Trial:
 
     def _hold_inputs(self) -> None:
         """Check that the inputs are as they were."""
-        sets = self._fixture.sets()
+        sets = self._data.sets()
         if changed := dict.fromkeys(n for each in sets for n in each.checksums.changed()):
             raise WrongError(f"it wrote to its input {' and '.join(changed)}, or around it")
 
@@ -160,19 +160,19 @@ class Trial:
 
     def _hold_to_form(self, result: object) -> None:
         """Check shape, dtype and device against the problem."""
-        problem, shape = self._fixture.problem, self._fixture.problem.out_shape
+        problem, shape = self._data.problem, self._data.problem.out_shape
         if not isinstance(result, Tensor):
             raise WrongError(f"it returned {type(result).__name__} and not a tensor")
         if tuple(result.shape) != shape:
             raise WrongError(f"it returned shape {tuple(result.shape)} and not {shape}")
         if result.dtype != problem.out.dtype:
             raise WrongError(f"it returned {result.dtype} and not {problem.out.dtype}")
-        device = self._fixture.sets()[0].inputs.a.device
+        device = self._data.sets()[0].inputs.a.device
         if result.device != device:
             raise WrongError(f"its result is on {result.device} and not on {device}")
 
     def _compare(self, of: InputSet, result: Tensor, when: str) -> None:
-        self._accept(of.expected.error(result, self._fixture.at_once).item(), when)
+        self._accept(of.expected.error(result, self._data.at_once).item(), when)
 
     def _accept(self, error: float, when: str, slack: float = 0.0) -> None:
         self._errors.append(error)
@@ -184,7 +184,7 @@ class Trial:
     def _no_warnings(self) -> Iterator[None]:
         """Suppress warnings: Triton's interpreter uses numpy, which warns of planted NaN and
         Inf."""
-        if not self._fixture.problem.device.interpreted:
+        if not self._data.problem.device.interpreted:
             yield
             return
         with warnings.catch_warnings():

@@ -35,7 +35,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Lie:
+class MemoryLayout:
     """A tensor's layout in memory, in elements: ``length`` reaches from the first past the last."""
 
     shape: tuple[int, ...]
@@ -45,11 +45,11 @@ class Lie:
     length: int
 
 
-def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
+def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> MemoryLayout:
     """The layout of a tensor whose last two dimensions are of the class ``spec``."""
     *batch, rows, cols = shape
     if spec.layout == "col":
-        flipped = lie(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
+        flipped = memory_layout(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
         *outer, leading, inner = flipped.strides
         return replace(flipped, shape=shape, strides=(*outer, inner, leading))
     unit = max(1, ALIGNMENT // spec.dtype.itemsize)
@@ -76,27 +76,29 @@ def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
         matrix = -(-matrix // unit) * unit
     reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
     if padded and not spec.wide and reach > _INT32_MAX:
-        return lie(spec, shape)  # gaps would change its class
+        return memory_layout(spec, shape)  # gaps would change its class
     length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
     strides = (*([matrix] if batch else []), leading, inner)
-    return Lie(shape, spec.dtype, strides, offset, length)
+    return MemoryLayout(shape, spec.dtype, strides, offset, length)
 
 
-def _strided_by_columns(spec: Operand, shape: tuple[int, ...]) -> Lie:
+def _strided_by_columns(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
     """A layout of the class ``strided`` whose rows are interleaved: strides 3 and 3·rows + 1."""
     *batch, rows, cols = shape
     leading, inner = 3, 3 * rows + 1
     reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
     if not spec.wide and reach > _INT32_MAX:
-        return lie(spec, shape)
+        return memory_layout(spec, shape)
     matrix = cols * inner
     length = max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
-    return Lie(shape, spec.dtype, (*([matrix] if batch else []), leading, inner), 0, length)
+    return MemoryLayout(
+        shape, spec.dtype, (*([matrix] if batch else []), leading, inner), 0, length
+    )
 
 
-def expanded(spec: Operand, shape: tuple[int, ...]) -> Lie:
+def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
     """A layout of that class with strides of zero, as far as it allows them; only for inputs."""
-    placed = lie(spec, shape, padded=True)
+    placed = memory_layout(spec, shape, padded=True)
     *batch, rows, cols = shape
     leading, inner = placed.strides[-2:]
     if not spec.wide and not spec.aligned:
@@ -108,19 +110,19 @@ def expanded(spec: Operand, shape: tuple[int, ...]) -> Lie:
             leading = 0
     length = placed.offset + max(0, rows - 1) * leading + max(0, cols - 1) * inner + 1
     strides = (0, leading, inner) if batch else (leading, inner)
-    return Lie(shape, spec.dtype, strides, placed.offset, length)
+    return MemoryLayout(shape, spec.dtype, strides, placed.offset, length)
 
 
-def strided_vector(spec: Operand, shape: tuple[int, ...], step: int) -> Lie:
+def vector_layout(spec: Operand, shape: tuple[int, ...], step: int) -> MemoryLayout:
     """Rows of a matrix, or one vector, whose elements are ``step`` apart; zero: they are one."""
     rows, cols = shape
     leading = 0 if step == 0 else step * cols + 1
     length = max(0, rows - 1) * leading + max(0, cols - 1) * step + 1
-    return Lie(shape, spec.dtype, (leading, step), 0, length)
+    return MemoryLayout(shape, spec.dtype, (leading, step), 0, length)
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class GuardedTensor:
     """A tensor inside memory otherwise filled with one byte value."""
 
     tensor: torch.Tensor
@@ -148,11 +150,11 @@ class Guarded:
 class Checksums:
     """Checksums of tensors by name, which detect changes of them, their gaps and guard bands."""
 
-    memory: Mapping[str, Guarded]
+    memory: Mapping[str, GuardedTensor]
     before: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, memory: Mapping[str, Guarded]) -> Checksums:
+    def of(cls, memory: Mapping[str, GuardedTensor]) -> Checksums:
         return cls(memory, {name: each.sums() for name, each in memory.items()})
 
     def changed(self) -> list[str]:
@@ -162,23 +164,23 @@ class Checksums:
         return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
-def guarded(placed: Lie, device: torch.device, filler: int) -> Guarded:
+def with_guard_bands(placed: MemoryLayout, device: torch.device, filler: int) -> GuardedTensor:
     """An uninitialised tensor of that layout between two bands of ``filler``."""
     inside, band = _extent(placed)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
     offset = band // placed.dtype.itemsize + placed.offset
     tensor = memory.view(placed.dtype).as_strided(placed.shape, placed.strides, offset)
-    return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
+    return GuardedTensor(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
 
 
 def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
-    """Maximum bytes of :func:`guarded`, padded or not."""
-    extents = (_extent(lie(spec, shape, padded=padded)) for padded in (False, True))
+    """Maximum bytes of :func:`with_guard_bands`, padded or not."""
+    extents = (_extent(memory_layout(spec, shape, padded=padded)) for padded in (False, True))
     return max(inside + 2 * band for inside, band in extents)
 
 
-def _extent(placed: Lie) -> tuple[int, int]:
+def _extent(placed: MemoryLayout) -> tuple[int, int]:
     """Bytes of the inside, and of each band."""
     size = placed.dtype.itemsize
     longest = max(placed.strides[-2:]) * size

@@ -16,7 +16,7 @@ import torch
 from tmm_core.formats import BY_STORAGE, ScaleKind
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.verify.guard_bands import lie
+from tmm_core.verify.guard_bands import memory_layout
 from tmm_core.verify.ragged_inputs import Inputs, Reads, Rows, Sizes
 
 Tensor = torch.Tensor
@@ -169,9 +169,9 @@ def make(
     scale_b = scale("scale_b", problem.scale_b, problem.shape("scale_b"))
     given = Inputs(a, b, bias, residual, alpha, scale_a, scale_b, rows)
     if rows is not None:
-        rows.soil(problem, given)
+        rows.poison_beyond(problem, given)
         if recipe.poisoned:
-            rows.spoil_unread(problem, given)
+            rows.poison_unread(problem, given)
     elif problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b
     return given
@@ -190,7 +190,7 @@ def new_seed() -> int:
 
 def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
-    placed = lie(spec, shape)
+    placed = memory_layout(spec, shape)
     memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
     return memory.as_strided(shape, placed.strides, placed.offset)
 

@@ -15,7 +15,7 @@ import torch
 
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.verify.checked_launch import WrongError
-from tmm_core.verify.data_sets import Fixture, InputSet
+from tmm_core.verify.data_sets import DataSets, InputSet
 from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.nonfinite import planted
 from tmm_core.verify.ways_of_use import Ways
@@ -43,7 +43,7 @@ class Verdict:
         return self.reason is None
 
 
-class Verifier(Fixture):
+class Verifier(DataSets):
     """Compares launchers of one problem with references that are computed once, on first use.
 
     If the memory is too small for the whole result, samples of rows and columns are compared and
@@ -107,13 +107,13 @@ class _Trial(Ways):
         if extent == "brief" or extent == "first use":
             self.once_each()
             if extent == "first use":
-                self.forms(self._fixture.sets()[0], 1)
+                self.forms(self._data.sets()[0], 1)
                 self.rounds(1)
             return
         self.thoroughly(repeats)
         if extent == "whole":
-            self.forms(self._fixture.sets()[0])
-            self.autocast(self._fixture.sets()[0])
+            self.forms(self._data.sets()[0])
+            self.autocast(self._data.sets()[0])
             self.together()
             self.rounds()
 
@@ -123,8 +123,8 @@ class _Trial(Ways):
         Raises:
             WrongError: What is wrong.
         """
-        first = self._fixture.sets()[0]
-        if self._fixture.allocates:
+        first = self._data.sets()[0]
+        if self._data.allocates:
             self._compare(first, self._launch(first, []), "")
             self._hold_free()
         self._into(first)
@@ -135,15 +135,15 @@ class _Trial(Ways):
         Raises:
             WrongError: What is wrong.
         """
-        sets = self._fixture.sets()
-        if self._fixture.allocates:
+        sets = self._data.sets()
+        if self._data.allocates:
             first = self._allocating(sets[0], sets[-1])
             self._again(sets[0], first, repeats)
             del first
             self._hold_free()
         self._into(sets[0], sets[-1])
-        if not self._fixture.allocates:
-            self._again(sets[0], self._launch_into(self._fixture.out(0), sets[0]), repeats)
+        if not self._data.allocates:
+            self._again(sets[0], self._launch_into(self._data.out(0), sets[0]), repeats)
         if not self._baseline:
             self._special(sets[-1])
 
@@ -161,18 +161,18 @@ class _Trial(Ways):
         errors, same = [], []
         by_bits = self._deterministic and not self._baseline
         # A ring of buffers shows when more results are in use than it has.
-        held, room = [first], self._fixture.limit // 32
+        held, room = [first], self._data.limit // 32
         for _ in range(repeats):
-            if self._fixture.allocates:
-                result = self._launch(of, held, soil=False, watched=False, mode="no_grad")
+            if self._data.allocates:
+                result = self._launch(of, held, poison=False, watched=False, mode="no_grad")
                 room -= result.untyped_storage().nbytes()
                 held += [result] if room > 0 else []
             else:
-                result = self._launch_into(self._fixture.out(1), of, watched=False, mode="no_grad")
+                result = self._launch_into(self._data.out(1), of, watched=False, mode="no_grad")
             if by_bits:
                 same.append(same_bits(result, first))
             else:
-                errors.append(of.expected.error(result, self._fixture.at_once))
+                errors.append(of.expected.error(result, self._data.at_once))
             del result
         for error in torch.stack(errors).tolist() if errors else ():
             self._accept(error, f", in one of {repeats} launches on inputs it had before")
@@ -184,7 +184,7 @@ class _Trial(Ways):
 
     def _into(self, *sets: InputSet) -> None:
         """Launch into a given output, one for each of the sets."""
-        outs = [self._fixture.out(which) for which in range(len(sets))]
+        outs = [self._data.out(which) for which in range(len(sets))]
         given = [
             self._launch_into(out, of, mode="inference mode")
             for out, of in zip(outs, sets, strict=True)
@@ -195,11 +195,11 @@ class _Trial(Ways):
             raise WrongError("it wrote outside the out it was given")
 
     def _special(self, of: InputSet) -> None:
-        for special in self._fixture.special():
+        for special in self._data.nonfinite():
             with planted(special.changes), self._no_warnings():
-                if self._fixture.allocates:
+                if self._data.allocates:
                     result = self._launch(of, [], special=True)
                 else:
-                    result = self._launch_into(self._fixture.out(0), of, special=True)
+                    result = self._launch_into(self._data.out(0), of, special=True)
             if (fault := special.fault(result)) is not None:
                 raise WrongError(fault)

@@ -52,8 +52,8 @@ class Ways(Trial):
         Raises:
             WrongError: What is wrong.
         """
-        bound, problem = self._bound, self._fixture.problem
-        if self._baseline or self._outputs or not self._fixture.allocates or problem.groups:
+        bound, problem = self._bound, self._data.problem
+        if self._baseline or self._outputs or not self._data.allocates or problem.groups:
             return
         if bound.body is not None:
             self._form(of, of.inputs, bound, None)
@@ -65,7 +65,7 @@ class Ways(Trial):
                     self._form(of, given, wrapped, fold)
 
     def _form(self, of: InputSet, given: Inputs, launcher: Any, fold: Fold | None) -> None:
-        problem, bound = self._fixture.problem, Bound.of(launcher)
+        problem, bound = self._data.problem, Bound.of(launcher)
         ways: list[Callable[[], Any]] = []
         if fold is not None:
             ways.append(lambda: given.launch(bound.run, None))
@@ -89,7 +89,7 @@ class Ways(Trial):
         if not isinstance(result, Tensor) or tuple(result.shape) != shape:
             found = tuple(getattr(result, "shape", ()))
             raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
-        return result.view(self._fixture.problem.out_shape)
+        return result.view(self._data.problem.out_shape)
 
     def autocast(self, of: InputSet) -> None:
         """Launch under autocast to the dtype that operands and result have, which casts none.
@@ -97,35 +97,35 @@ class Ways(Trial):
         Raises:
             WrongError: What is wrong.
         """
-        problem = self._fixture.problem
+        problem = self._data.problem
         same = problem.a.dtype == problem.b.dtype == problem.out.dtype
         if self._baseline or not same or problem.a.dtype not in (torch.float16, torch.bfloat16):
             return
-        if self._fixture.allocates:
+        if self._data.allocates:
             result = self._launch(of, [], mode="autocast")
         else:
-            result = self._launch_into(self._fixture.out(0), of, mode="autocast")
+            result = self._launch_into(self._data.out(0), of, mode="autocast")
         self._compare(of, result, ", under autocast")
         del result
         self._hold_free()
 
     def rounds(self, limit: int | None = None) -> None:
-        """One launch for each of the fixture's rounds, or for ``limit`` of them.
+        """One launch for each of the data's rounds, or for ``limit`` of them.
 
         Raises:
             WrongError: What is wrong.
         """
-        if self._baseline or not (rounds := rounds_of(self._fixture)[:limit]):
+        if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
         self._hold_inputs()  # as the values are put back afterwards
-        of = self._fixture.sets()[-1]
-        with restoring(self._fixture), self._no_warnings():
+        of = self._data.sets()[-1]
+        with restoring(self._data), self._no_warnings():
             for each in rounds:
                 inputs = each.inputs()
-                if self._fixture.allocates:
+                if self._data.allocates:
                     result = self._launch(of, [], inputs=inputs)
                 else:
-                    result = self._launch_into(self._fixture.out(0), of, inputs=inputs)
+                    result = self._launch_into(self._data.out(0), of, inputs=inputs)
                 error = each.error(inputs, result)
                 del result
                 self._accept(error, f", with {each.plan.name}", each.slack)
@@ -137,13 +137,13 @@ class Ways(Trial):
         Raises:
             WrongError: What is wrong.
         """
-        sets = self._fixture.sets()
+        sets = self._data.sets()
         if self._baseline or self._outputs or len(sets) < 2:
             return
-        if self._fixture.problem.device.interpreted:
+        if self._data.problem.device.interpreted:
             _interpret_one_at_a_time()
-        out = max(1, self._fixture.problem.empty_out("meta").untyped_storage().nbytes())
-        held = max(1, min(MOST_TOGETHER, self._fixture.limit // (64 * out)))
+        out = max(1, self._data.problem.empty_out("meta").untyped_storage().nbytes())
+        held = max(1, min(MOST_TOGETHER, self._data.limit // (64 * out)))
         busy = set(range(len(sets)))
         workers = [_Worker(self, of, place, busy, held) for place, of in enumerate(sets)]
         with _switching():
@@ -157,8 +157,8 @@ class Ways(Trial):
                 for worker in workers:
                     if worker.ident is not None:
                         worker.join()
-        if self._fixture.device.type == "cuda":
-            torch.cuda.synchronize(self._fixture.device)
+        if self._data.device.type == "cuda":
+            torch.cuda.synchronize(self._data.device)
         for worker in workers:
             if worker.raised is not None:
                 raise worker.raised
@@ -173,10 +173,10 @@ class _Worker(threading.Thread):
 
     def __init__(self, trial: Ways, of: InputSet, place: int, busy: set[int], held: int) -> None:
         super().__init__(name="tmm-verify", daemon=True)
-        fixture = trial._fixture
-        self.of, self._launcher, self._device = of, trial._launcher, fixture.device
+        data = trial._data
+        self.of, self._launcher, self._device = of, trial._launcher, data.device
         self._place, self._busy = place, busy
-        self._out = None if fixture.allocates else fixture.out(place).tensor
+        self._out = None if data.allocates else data.out(place).tensor
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             if place == 0:
