@@ -197,6 +197,14 @@ class DataSets:
         self._outs[which].poison()
         return self._outs[which]
 
+    def outs_intact(self, count: int) -> list[bool]:
+        """Whether the memory around each of the first outputs is as it was; overwrites them."""
+        return [bool(out.intact()) for out in self._outs[:count]]
+
+    def changed_inputs(self) -> list[str]:
+        """The names of inputs that have changed, or whose surroundings have."""
+        return list(dict.fromkeys(n for each in self.sets() for n in each.checksums.changed()))
+
     def poison_free_memory(self) -> None:
         """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
         results of an earlier launch could remain where this one writes nothing."""
