@@ -102,11 +102,11 @@ class CheckedLauncher:
         launch = form or (lambda: given.launch(launcher, tensor))
         with self._in(mode):
             if repeated or self._baseline:
-                result, changed = launch(), []
+                result = launch()
             else:
                 result, changed = process_state.watched(launch, self._data.device)
-        if changed:
-            raise WrongError(f"it changed {' and '.join(changed)}")
+                if changed:
+                    raise WrongError(f"it changed {' and '.join(changed)}")
         self._check_form(result)
         if tensor is None:
             self._check_memory(of, result, held)
