@@ -72,7 +72,7 @@ def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
     Probe(
         m=8, n=16, k=16, dtype=case.dtype, bias="packed", residual="row", scale_a="row",
         scale_b="row",
-    ).pose(CPU)  # fmt: skip
+    ).tensors(CPU)  # fmt: skip
     assert filled == 3 * ["a", "b", "bias", "residual", "scale_a", "scale_b"]
 
 

@@ -509,7 +509,7 @@ WRONG = [
     (KeepsItsFirstAlpha, "alpha_is_read_at_every_call", "Its error is *"),
     (SharesAnOperandAmongLaunchers, "launchers_share_nothing", "Its error is *"),
     (RaisesToDecline, "reasons_are_strings_and_never_raise", "*raised NotImplementedError*"),
-    (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two answers for *'busy'*"),
+    (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two results for *'busy'*"),
     (GivesNoneForNoReasons, "reasons_are_strings_and_never_raise", "*object is not iterable*"),
     (TakesComplexForReal, "other_dtypes_are_declined_or_right", "Its error is *"),
     (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),

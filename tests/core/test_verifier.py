@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -21,11 +22,12 @@ from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify import compare
+from tmm_core.verify import compare, ways_of_use
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, memory_layout, with_guard_bands
 from tmm_core.verify.nonfinite import AXES, Axis, nonfinite_inputs, planted
 from tmm_core.verify.verifier import Verdict, Verifier
+from tmm_core.verify.ways_of_use import WaysOfUse
 
 CPU = torch.device("cpu")
 F16, F32, F64 = (Operand(dtype) for dtype in (torch.float16, torch.float32, torch.float64))
@@ -724,3 +726,20 @@ def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
         asked = problem(8, 8, k, a=operand, b=operand, out=operand)
         found = verdict(truncated, asked, extent="whole", repeats=2)
         assert found.ok, found.reason
+
+
+@pytest.mark.parametrize(("ms", "launches"), [(100.0, 2), (0.75, 10), (0.001, 128)])
+def test_long_launches_of_two_threads_are_few(
+    ms: float, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host submits launches faster than a GPU ends them, so their number follows their time."""
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(ways_of_use, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes(right: Any, *given: Any) -> Any:
+        now[0] += 1e-3 * ms
+        return right(*given)
+
+    checks = WaysOfUse(Verifier(problem(), CPU), Faulty(takes).bind(problem(), ANY), True, False)
+    assert checks._most_together() == launches

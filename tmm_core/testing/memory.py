@@ -89,9 +89,9 @@ def _placed(shape: Sequence[int], layout: str, stacking: str, dtype: torch.dtype
         else:
             strides = (col, row, col * batch[0])
     else:
-        reach = _reach((rows, cols), (row, col)) + 1
-        strides = (_rounded_up(reach, unit) if row % unit == 0 else reach, row, col)
-    return MemoryLayout(tuple(shape), dtype, strides, offset, offset + _reach(shape, strides) + 1)
+        length = MemoryLayout((rows, cols), dtype, (row, col)).length
+        strides = (_rounded_up(length, unit) if row % unit == 0 else length, row, col)
+    return MemoryLayout(tuple(shape), dtype, strides, offset)
 
 
 def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int]:
@@ -115,11 +115,6 @@ def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int
     if layout not in known:
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     return known[layout]
-
-
-def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Offset of the last element from the first."""
-    return sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def _rounded_up(count: int, unit: int) -> int:

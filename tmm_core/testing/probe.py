@@ -55,7 +55,7 @@ class Probe:
     scale_a: ScaleKind | None = None
     scale_b: ScaleKind | None = None
 
-    def pose(self, device: torch.device, *, seed: int = 0) -> Posed:
+    def tensors(self, device: torch.device, *, seed: int = 0) -> ProbeTensors:
         """Make the tensors. The same probe and seed make the same numbers."""
         plain = wide(self.dtype)
         out_dtype = self.out_dtype or plain
@@ -80,7 +80,7 @@ class Probe:
         seed += zlib.crc32(str(self).encode())
         inputs = random_inputs.make(sizes, device, seed=seed, allocate=allocate)
         out = memory.destination(sizes.out_shape, self.out, out_dtype, device)
-        return Posed(self, dataclasses.replace(inputs, alpha=self.alpha), operands, out)
+        return ProbeTensors(self, dataclasses.replace(inputs, alpha=self.alpha), operands, out)
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -96,7 +96,7 @@ def _word(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Posed:
+class ProbeTensors:
     """A probe's tensors."""
 
     probe: Probe

@@ -36,13 +36,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """A tensor's layout in memory, in elements: ``length`` reaches from the first past the last."""
+    """A tensor's layout in memory, in elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...]
-    offset: int
-    length: int
+    offset: int = 0
+
+    @property
+    def length(self) -> int:
+        """From the beginning to past the last element."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.offset + sum(max(0, size - 1) * step for size, step in steps) + 1
 
 
 def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> MemoryLayout:
@@ -53,15 +58,15 @@ def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False
         *outer, leading, inner = flipped.strides
         return replace(flipped, shape=shape, strides=(*outer, inner, leading))
     unit = max(1, ALIGNMENT // spec.dtype.itemsize)
-    gap = unit if padded else 0
     offset, inner = 0, 1
-    if spec.layout == "strided":
-        if padded:  # columns lie closer together than rows
-            return _strided_by_columns(spec, shape)
+    interleaved = spec.layout == "strided" and padded
+    if interleaved:
+        leading, inner = 3, 3 * rows + 1
+    elif spec.layout == "strided":
         leading, inner = 2 * cols, 2
     else:
         natural = cols % unit == 0 or rows == 1
-        leading = cols + gap
+        leading = cols + unit * padded
         if spec.aligned:
             leading = -(-leading // unit) * unit if rows > 1 else leading
         elif padded:
@@ -71,29 +76,14 @@ def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False
             leading += 1  # misaligned to 16 bytes
         elif natural:
             offset = 1  # a single row has no leading stride to misalign
-    matrix = rows * leading
-    if spec.aligned:
-        matrix = -(-matrix // unit) * unit
     reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
     if padded and not spec.wide and reach > _INT32_MAX:
         return memory_layout(spec, shape)  # gaps would change its class
-    length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
+    matrix = cols * inner if interleaved else rows * leading
+    if spec.aligned and not interleaved:
+        matrix = -(-matrix // unit) * unit
     strides = (*([matrix] if batch else []), leading, inner)
-    return MemoryLayout(shape, spec.dtype, strides, offset, length)
-
-
-def _strided_by_columns(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
-    """A layout of the class ``strided`` whose rows are interleaved: strides 3 and 3·rows + 1."""
-    *batch, rows, cols = shape
-    leading, inner = 3, 3 * rows + 1
-    reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
-    if not spec.wide and reach > _INT32_MAX:
-        return memory_layout(spec, shape)
-    matrix = cols * inner
-    length = max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
-    return MemoryLayout(
-        shape, spec.dtype, (*([matrix] if batch else []), leading, inner), 0, length
-    )
+    return MemoryLayout(shape, spec.dtype, strides, offset)
 
 
 def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
@@ -108,17 +98,13 @@ def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
             inner = 0
         elif spec.layout == "strided":
             leading = 0
-    length = placed.offset + max(0, rows - 1) * leading + max(0, cols - 1) * inner + 1
-    strides = (0, leading, inner) if batch else (leading, inner)
-    return MemoryLayout(shape, spec.dtype, strides, placed.offset, length)
+    return replace(placed, strides=(0, leading, inner) if batch else (leading, inner))
 
 
 def vector_layout(spec: Operand, shape: tuple[int, ...], step: int) -> MemoryLayout:
     """Rows of a matrix, or one vector, whose elements are ``step`` apart; zero: they are one."""
-    rows, cols = shape
-    leading = 0 if step == 0 else step * cols + 1
-    length = max(0, rows - 1) * leading + max(0, cols - 1) * step + 1
-    return MemoryLayout(shape, spec.dtype, (leading, step), 0, length)
+    leading = 0 if step == 0 else step * shape[1] + 1
+    return MemoryLayout(shape, spec.dtype, (leading, step))
 
 
 @dataclass(frozen=True, slots=True)
