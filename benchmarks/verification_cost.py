@@ -1,10 +1,11 @@
 """Measures what verification costs: its share of a tuning, and its time in a first call.
 
 ``python benchmarks/verification_cost.py`` tunes some problems on the GPU (or with ``--device cpu``)
-without records and prints a table: seconds of the tuning; the shares spent in verification and
-in its stages for further ways of use (other forms, autocast, two threads, further
-inputs); and milliseconds of a verification at first use and at a further size. On a CPU a kernel
-that multiplies in fp32 competes with BLAS.
+without records and prints a table: seconds of the tuning; the shares spent in verification and in
+the further ways of use; seconds in each of these (other forms, autocast, two threads together,
+rounds on further inputs), which include what they launched on the GPU; the number of candidates
+verified in them; and milliseconds of a verification at first use and at a further size. On a CPU a
+kernel that multiplies in fp32 competes with BLAS.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.verifier import Verifier
-from tmm_core.verify.ways_of_use import Ways
+from tmm_core.verify.ways_of_use import WaysOfUse
 
 Tensor = torch.Tensor
 
@@ -40,8 +41,9 @@ SIZES = {
 
 
 @contextlib.contextmanager
-def timed(owner: type, name: str, spent: dict[str, float]) -> Iterator[None]:
-    """Add the time of a method, with what it launched, to ``spent`` under its name."""
+def timed(owner: type, name: str, spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
+    """Add the time of a method, with what it launched, to ``spent`` under its name, and count its
+    calls."""
     method = getattr(owner, name)
 
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -52,6 +54,7 @@ def timed(owner: type, name: str, spent: dict[str, float]) -> Iterator[None]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun
+            calls[name] = calls.get(name, 0) + 1
 
     setattr(owner, name, call)
     try:
@@ -114,11 +117,12 @@ def problems(device: torch.device) -> Iterator[Problem]:
 def row(chooser: Dispatcher, problem: Problem) -> list[str]:
     """The figures of one problem."""
     spent: dict[str, float] = {}
+    calls: dict[str, int] = {}
     current = settings.current()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(timed(Verifier, "verdict", spent))
+        stack.enter_context(timed(Verifier, "verdict", spent, calls))
         for name in FURTHER:
-            stack.enter_context(timed(Ways, name, spent))
+            stack.enter_context(timed(WaysOfUse, name, spent, calls))
         begun = time.perf_counter()
         record = chooser.tune(problem, current, force=True)
         whole = time.perf_counter() - begun
@@ -131,7 +135,8 @@ def row(chooser: Dispatcher, problem: Problem) -> list[str]:
     )
     return [
         str(problem), record.best.kernel, f"{whole:.2f}", f"{verified / whole:.1%}",
-        f"{further / whole:.1%}", f"{1e3 * first:.1f}", f"{1e3 * later:.1f}",
+        f"{further / whole:.1%}", *(f"{spent.get(name, 0.0):.3f}" for name in FURTHER),
+        str(calls.get("rounds", 0)), f"{1e3 * first:.1f}", f"{1e3 * later:.1f}",
     ]  # fmt: skip
 
 
@@ -154,7 +159,8 @@ def main() -> None:
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=usual, choices=("cuda", "cpu"))
     device = torch.device(parser.parse_args().device)
-    head = ["problem", "kernel", "tuning s", "verifying", "further ways", "first use ms", "size ms"]
+    head = ["problem", "kernel", "tuning s", "verifying", "further ways"]
+    head += [*(f"{name} s" for name in FURTHER), "candidates", "first use ms", "size ms"]
     rows, shares = [head], []
     with tempfile.TemporaryDirectory() as folder:
         registry = dispatch.default_dispatcher().registry

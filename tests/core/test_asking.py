@@ -43,7 +43,7 @@ from tmm_core import (
 )
 from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
-from tmm_core.registry.query import Asked
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.tuning.tuner import Tuner
 
@@ -293,7 +293,7 @@ def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> 
 
 
 def test_proper_answers_pass() -> None:
-    asked = Asked(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), Source("p"))
+    asked = CheckedKernel(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), Source("p"))
     assert asked.reasons_against(problem()) == []
     assert asked.configs(problem()) == [FakeConfig(tile=3), FakeConfig(tile=4)]
     config = asked.default_config(problem())
@@ -331,14 +331,16 @@ def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None
 
     line = inspect.getsourcelines(Lame.bind)[1] + 2
     with pytest.raises(PluginError) as caught:
-        Asked(Lame("lame"), Source("mine")).bind(problem(), FakeConfig())
+        CheckedKernel(Lame("lame"), Source("mine")).bind(problem(), FakeConfig())
     assert str(caught.value) == (
         f"kernel 'lame' of plugin 'mine': bind raised KeyError: 'BLOCK_M' ({__file__}:{line})"
     )
     assert isinstance(caught.value.__cause__, KeyError)
     for error in (torch.OutOfMemoryError("no room"), ConfigError("no such tile")):
         with pytest.raises(type(error), match=r"^no "):
-            Asked(FakeKernel("k", bind_error=error), Source("mine")).bind(problem(), FakeConfig())
+            CheckedKernel(FakeKernel("k", bind_error=error), Source("mine")).bind(
+                problem(), FakeConfig()
+            )
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
@@ -369,7 +371,7 @@ def test_what_would_end_the_process_costs_one_candidate(error: BaseException, wh
             return super().measure(runs, rounds, **chain)
 
     timer = Launching({"blas": 10.0, "leaves": 5.0})
-    leaves = Asked(Leaves("leaves", tiles=(1, 2)), Source("p"))
+    leaves = CheckedKernel(Leaves("leaves", tiles=(1, 2)), Source("p"))
     record = Tuner(timer).tune(problem(), [FakeBlas(), leaves], settings())
     mine = {c.config["tile"]: c for c in record.candidates if c.kernel == "leaves"}
     assert leaves.fault is None
@@ -410,7 +412,7 @@ def test_ctrl_c_stops_at_once(question: str) -> None:
 
 
 def test_many_threads_are_told_once() -> None:
-    asked = Asked(strange("estimate_us", lambda *_: -1), Source("p"))
+    asked = CheckedKernel(strange("estimate_us", lambda *_: -1), Source("p"))
     ready = threading.Barrier(8)
 
     def ask() -> None:

@@ -215,11 +215,14 @@ def test_a_chain_has_two_calls_unless_memory_has_room_for_one_alone() -> None:
 def test_groups_are_drawn_in_turn_unless_their_results_fill_the_memory() -> None:
     grouped = problem(m=8, n=4, k=4, device=GPU, groups=Groups(2, "m"))
     inputs = cold_operands.random_inputs.make(replace(grouped, device=DEVICE), torch.device("cpu"))
-    every = cold_operands.DRAWS * grouped.sizes["out"]
-    assert len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every)) == cold_operands.DRAWS
+    every = cold_operands.SIZE_SAMPLES * grouped.sizes["out"]
+    assert (
+        len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every))
+        == cold_operands.SIZE_SAMPLES
+    )
     assert len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every - 1)) == 1
     assert len(cold_operands.rotated(inputs, grouped, 20, limit=2 * every)) == max(
-        20, cold_operands.DRAWS
+        20, cold_operands.SIZE_SAMPLES
     )
 
 

@@ -33,7 +33,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.tuning import cold_operands
 from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import ragged_inputs, random_inputs
-from tmm_core.verify.data_sets import Fixture
+from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.verifier import Verifier
 
 Tensor = torch.Tensor
@@ -835,11 +835,11 @@ def test_both_distributions_are_timed_and_verified() -> None:
     on_gpu = replace(problem, device=HOPPER)
     calls = cold_operands.rotated(inputs, on_gpu, 2)
     drawn = {tuple(each.rows.offs.tolist()) for each in calls}
-    assert len(calls) == ragged_inputs.DRAWS
+    assert len(calls) == ragged_inputs.SIZE_SAMPLES
     assert len(drawn) > 3
     assert [each.b.data_ptr() for each in calls[:2]] * 3 == [each.b.data_ptr() for each in calls]
     assert len(cold_operands.rotated(inputs, on_gpu, 2, limit=1e4)) == 2
-    dense, padded = Fixture(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
+    dense, padded = DataSets(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
     assert dense.inputs.rows is not None
     assert padded.inputs.rows is not None
     assert dense.inputs.rows.ends[-1] == 160

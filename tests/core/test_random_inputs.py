@@ -14,7 +14,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.testing.memory import STACKINGS, operand
 from tmm_core.testing.probe import Probe
 from tmm_core.verify import random_inputs
-from tmm_core.verify.data_sets import Fixture
+from tmm_core.verify.data_sets import DataSets
 
 CPU = torch.device("cpu")
 
@@ -68,11 +68,11 @@ def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
         scales="row",
     )  # fmt: skip
     problem = case.call(CPU).problem()
-    Fixture(problem, CPU, 1 << 20, sampled=True).sets()
+    DataSets(problem, CPU, 1 << 20, sampled=True).sets()
     Probe(
         m=8, n=16, k=16, dtype=case.dtype, bias="packed", residual="row", a_scale="row",
         b_scale="row",
-    ).pose(CPU)  # fmt: skip
+    ).tensors(CPU)  # fmt: skip
     assert sorted(filled) == sorted(3 * ["a", "b", "bias", "residual", "a_scale", "b_scale"])
 
 

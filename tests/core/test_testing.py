@@ -18,7 +18,7 @@ from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
 from tmm_core.spec.operand import Scale
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
-from tmm_core.verify.guard_bands import Checksums, Guarded
+from tmm_core.verify.guard_bands import Checksums, GuardedTensor
 from tmm_core.verify.random_inputs import fill
 
 pytest_plugins = ["pytester"]
@@ -510,7 +510,7 @@ WRONG = [
     (KeepsItsFirstAlpha, "alpha_is_read_at_every_call", "Its error is *"),
     (SharesAnOperandAmongLaunchers, "launchers_share_nothing", "Its error is *"),
     (RaisesToDecline, "reasons_are_strings_and_never_raise", "*raised NotImplementedError*"),
-    (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two answers for *'busy'*"),
+    (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two results for *'busy'*"),
     (GivesNoneForNoReasons, "reasons_are_strings_and_never_raise", "*object is not iterable*"),
     (TakesComplexForReal, "other_dtypes_are_declined_or_right", "Its error is *"),
     (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),
@@ -615,7 +615,7 @@ def test_operands_lie_in_memory_that_is_nan(layout: str, shape: tuple[int, ...])
         assert checksums.changed() == ["a"]
 
 
-def whole(made: Guarded) -> tuple[Tensor, Tensor]:
+def whole(made: GuardedTensor) -> tuple[Tensor, Tensor]:
     """All memory of a tensor and its surroundings, and the mask of its elements."""
     t, memory = made.tensor, made.words.view(made.tensor.dtype).flatten()
     inside = torch.zeros_like(memory, dtype=torch.bool)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -21,12 +22,12 @@ from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify import compare
-from tmm_core.verify.data_sets import Fixture
-from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, guarded, lie
-from tmm_core.verify.nonfinite import AXES, Axis, planted
-from tmm_core.verify.nonfinite import special as special_of
+from tmm_core.verify import compare, ways_of_use
+from tmm_core.verify.data_sets import DataSets
+from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, memory_layout, with_guard_bands
+from tmm_core.verify.nonfinite import AXES, Axis, nonfinite_inputs, planted
 from tmm_core.verify.verifier import Verdict, Verifier
+from tmm_core.verify.ways_of_use import WaysOfUse
 
 CPU = torch.device("cpu")
 F16, F32, F64 = (Operand(dtype) for dtype in (torch.float16, torch.float32, torch.float64))
@@ -328,12 +329,12 @@ def test_what_overwrites_its_inputs_spoils_them_for_nobody() -> None:
 
 
 def test_special_values_are_taken_back() -> None:
-    fixture = Fixture(problem(bias=torch.float32, residual=F32), CPU, 1 << 28, sampled=False)
-    of = fixture.sets()[1]
-    rows, columns = fixture.special()
+    data = DataSets(problem(bias=torch.float32, residual=F32), CPU, 1 << 28, sampled=False)
+    of = data.sets()[1]
+    rows, columns = data.nonfinite()
     assert of.checksums.changed() == []
-    for special, tensors in ((rows, ["a", "residual"]), (columns, ["b", "bias"])):
-        with planted(special.changes):
+    for values, tensors in ((rows, ["a", "residual"]), (columns, ["b", "bias"])):
+        with planted(values.changes):
             assert of.checksums.changed() == tensors
         assert of.checksums.changed() == []
 
@@ -341,10 +342,10 @@ def test_special_values_are_taken_back() -> None:
 def test_memory_that_a_launcher_may_get_next_holds_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fixture = Fixture(problem(), CPU, 1 << 28, sampled=False)
+    data = DataSets(problem(), CPU, 1 << 28, sampled=False)
     poison, soiled = compare.poison, []
     monkeypatch.setattr(compare, "poison", lambda t: (soiled.append(t), poison(t)))
-    fixture.soil()
+    data.poison_free_memory()
     assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
     assert all(t.isnan().all() for t in soiled)
 
@@ -352,20 +353,20 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
 @pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu"])
 def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
     asked = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
-    fixture = Fixture(asked, CPU, 1 << 28, sampled=False)
-    inputs = fixture.sets()[1].inputs
+    data = DataSets(asked, CPU, 1 << 28, sampled=False)
+    inputs = data.sets()[1].inputs
     for axis in AXES:
-        special = special_of(asked, inputs, axis, room=1)
-        assert special is not None
-        with planted(special.changes):
+        values = nonfinite_inputs(asked, inputs, axis, room=1)
+        assert values is not None
+        with planted(values.changes):
             z = compare.accumulated(asked, inputs)
             right = asked.epilogue.expression(z, residual=inputs.residual)
-        assert special.fault(right) is None
+        assert values.fault(right) is None
         # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
         if epilogue != "swiglu":
-            assert bool(special.free.any()) is (epilogue == "silu")
-        assert int((special.kinds != 0).sum()) > 0
-        assert special.fault(right.nan_to_num(0.0)) is not None
+            assert bool(values.free.any()) is (epilogue == "silu")
+        assert int((values.kinds != 0).sum()) > 0
+        assert values.fault(right.nan_to_num(0.0)) is not None
 
 
 ROWS = {"a_index": torch.int64, "out_index": torch.int32, "out_weights": torch.float32}
@@ -387,33 +388,33 @@ def test_special_values_of_groups(
         40, 33, 20, residual=F32, bias=None if along == "n" else torch.float32,
         epilogue=EPILOGUES[epilogue], groups=Groups(6, along, **rows),
     )  # fmt: skip
-    inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
+    inputs = DataSets(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
-    special = special_of(asked, inputs, axis, room=1)
-    assert special is not None
-    with planted(special.changes):
+    values = nonfinite_inputs(asked, inputs, axis, room=1)
+    assert values is not None
+    with planted(values.changes):
         right = compare.reference(asked, inputs)
     if (defined := inputs.rows.defined(asked)) is not None:
         dim, size = defined
         right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
-    assert special.fault(right) is None
-    assert special.fault(right.nan_to_num(0.0)) is not None
+    assert values.fault(right) is None
+    assert values.fault(right.nan_to_num(0.0)) is not None
     # In an element that none of them affects.
     dim = -2 if axis == "rows" else -1
-    other = min(set(range(right.shape[dim])) - set(special.places.tolist()))
+    other = min(set(range(right.shape[dim])) - set(values.places.tolist()))
     right.select(dim, other)[..., 0] = torch.nan
-    assert "elements of others are not finite" in str(special.fault(right))
+    assert "elements of others are not finite" in str(values.fault(right))
 
 
 def test_special_values_at_the_ends_of_groups() -> None:
     """Where a tile that sums a group's terms loads its neighbour's beside them."""
     asked = problem(40, 33, 50, groups=Groups(6, "k"))
-    inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
+    inputs = DataSets(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
     filled = [each for each in compare.ranges(inputs.rows.ends) if each[1] < each[2]]
-    special = special_of(asked, inputs, "rows", room=1)
-    assert special is not None
-    last, first = (change.index[-1] for change in special.changes[:2])
+    values = nonfinite_inputs(asked, inputs, "rows", room=1)
+    assert values is not None
+    last, first = (change.index[-1] for change in values.changes[:2])
     assert last in {end - 1 for _, _, end in filled[:-1]}
     assert first in {start for _, start, _ in filled[1:]}
 
@@ -531,10 +532,10 @@ def test_samples_where_memory_is_short() -> None:
         return result
 
     limit = 8 << 20
-    assert not Fixture(asked, CPU, limit, False)._affordable()[1]
-    assert Fixture(asked, CPU, limit * 8, False)._affordable() == (2, True)
+    assert not DataSets(asked, CPU, limit, False)._affordable()[1]
+    assert DataSets(asked, CPU, limit * 8, False)._affordable() == (2, True)
     # One set may take more than all else.
-    small = Fixture(asked, CPU, limit // 16, False)
+    small = DataSets(asked, CPU, limit // 16, False)
     assert small._affordable() == (0, False)
     small.most = limit
     assert small._affordable() == (1, False)
@@ -585,17 +586,17 @@ def test_a_reference_in_pieces_is_the_reference() -> None:
     asked = problem(
         m=150, n=130, k=2000, batch=2, bias=torch.float32, residual=F32, epilogue=parse("swiglu")
     )
-    fixture = Fixture(asked, CPU, 1 << 28, sampled=False)
-    (one, _) = fixture.sets()
-    fixture.limit = 1 << 20
+    data = DataSets(asked, CPU, 1 << 28, sampled=False)
+    (one, _) = data.sets()
+    data.limit = 1 << 20
     every = slice(None)
-    in_pieces = fixture._reference(one.inputs, every, every)
+    in_pieces = data._reference(one.inputs, every, every)
     z = compare.accumulated(asked, one.inputs)
     whole = asked.epilogue.expression(z, residual=one.inputs.residual)
     assert torch.allclose(in_pieces.double(), whole, atol=1e-6)
     rows, cols = torch.tensor([0, 7, 149]), torch.tensor([3, 64])
-    assert torch.allclose(fixture._reference(one.inputs, rows, every), in_pieces[:, rows])
-    assert torch.allclose(fixture._reference(one.inputs, every, cols), in_pieces[..., cols])
+    assert torch.allclose(data._reference(one.inputs, rows, every), in_pieces[:, rows])
+    assert torch.allclose(data._reference(one.inputs, every, cols), in_pieces[..., cols])
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -603,7 +604,7 @@ def test_both_sets_are_of_the_class_asked(name: str) -> None:
     asked = EDGES[name]
     if 0 in (asked.m, asked.k):
         pytest.skip("no class to speak of")
-    first, second = Fixture(asked, CPU, 1 << 28, sampled=False).sets()
+    first, second = DataSets(asked, CPU, 1 << 28, sampled=False).sets()
     for of in (first, second):
         for operand, t in ((asked.a, of.inputs.a), (asked.b, of.inputs.b)):
             if 1 not in t.shape:
@@ -612,14 +613,14 @@ def test_both_sets_are_of_the_class_asked(name: str) -> None:
 
 
 def test_bands() -> None:
-    held = guarded(lie(F16, (3, 5)), CPU, UNWRITTEN)
+    held = with_guard_bands(memory_layout(F16, (3, 5)), CPU, UNWRITTEN)
     held.poison()
     assert held.tensor.isnan().all()
     assert held.intact()
     held.poison()
     held.words[0, 0] += 1
     assert not held.intact()
-    around = guarded(lie(F16, (3, 5), padded=True), CPU, UNREADABLE).tensor
+    around = with_guard_bands(memory_layout(F16, (3, 5), padded=True), CPU, UNREADABLE).tensor
     assert around.as_strided((1,), (1,), around.storage_offset() + 5).isnan().all()
     before = held.sums()
     held.tensor[0, 0], held.tensor[2, 4] = 1.0, 2.0
@@ -631,7 +632,7 @@ def test_bands() -> None:
 def test_bands_hold_a_tile_of_128_rows(dtype: torch.dtype, layout: Literal["row", "col"]) -> None:
     """The last row that a tile without masks writes lies in the band, before and behind."""
     shape = (4, 512) if layout == "row" else (512, 4)
-    held = guarded(lie(Operand(dtype, layout), shape), CPU, UNWRITTEN)
+    held = with_guard_bands(memory_layout(Operand(dtype, layout), shape), CPU, UNWRITTEN)
     held.poison()
     first = held.tensor.storage_offset()
     for offset in (first + (3 + 127) * 512, first - 127 * 512):
@@ -725,3 +726,20 @@ def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
         asked = problem(8, 8, k, a=operand, b=operand, out=operand)
         found = verdict(truncated, asked, extent="whole", repeats=2)
         assert found.ok, found.reason
+
+
+@pytest.mark.parametrize(("ms", "launches"), [(100.0, 2), (0.75, 10), (0.001, 128)])
+def test_long_launches_of_two_threads_are_few(
+    ms: float, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host submits launches faster than a GPU ends them, so their number follows their time."""
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(ways_of_use, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes(right: Any, *given: Any) -> Any:
+        now[0] += 1e-3 * ms
+        return right(*given)
+
+    checks = WaysOfUse(Verifier(problem(), CPU), Faulty(takes).bind(problem(), ANY), True, False)
+    assert checks._most_together() == launches

@@ -18,6 +18,7 @@ from tmm_core.spec.operand import Operand
 from tmm_core.verify import compare, random_inputs
 from tmm_core.verify.data_sets import default_limit
 from tmm_core.verify.verifier import Verifier
+from tmm_core.verify.ways_of_use import WaysOfUse
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +118,19 @@ def test_what_it_costs() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     print(f"8192³ by samples: {took:.1f} ms, {peak / 2**20:.0f} MiB")
     assert peak <= default_limit(device())
+
+
+def test_two_threads_launch_a_large_product_within_a_time() -> None:
+    """128 launches of each thread would take 180 ms on an H100."""
+    asked = problem(4096, 4096, 14336)
+    blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
+    launcher = blas.bind(asked, blas.default_config(asked))
+    checks = WaysOfUse(Verifier(asked, device()), launcher, True, False)
+    checks.together()
+    started = time.perf_counter()
+    checks.together()
+    torch.cuda.synchronize()
+    assert time.perf_counter() - started < 0.1
 
 
 def test_references_do_not_ask_whether_tf32_is_allowed() -> None:

@@ -15,6 +15,7 @@ from kernels import KERNELS
 from limits import LIMITS
 from mutant import Mutant
 from outputs import OUTPUTS
+from verification import VERIFICATION
 
 MUTANTS: list[Mutant] = [
     *KEYS,
@@ -34,4 +35,5 @@ MUTANTS: list[Mutant] = [
     *CACHE,
     *VALID_CALLS,
     *SKIPPED_ROWS,
+    *VERIFICATION,
 ]

@@ -183,8 +183,8 @@ GROUPED = [
     Mutant(
         "ragged-one-distribution",
         "verify/ragged_inputs.py",
-        "offs=draws[call % len(draws)]",
-        "offs=draws[0]",
+        "offs=samples[call % len(samples)]",
+        "offs=samples[0]",
         "even routing is never timed",
         (f"{CORE}::test_both_distributions_are_timed_and_verified",),
     ),

@@ -33,7 +33,7 @@ from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.testing import KernelConformance, memory
 from tmm_core.testing.probe import Probe
 from tmm_core.triton import compile_for, source
-from tmm_core.verify.guard_bands import Checksums, Guarded
+from tmm_core.verify.guard_bands import Checksums, GuardedTensor
 from tmm_core.verify.random_inputs import fill, seeded
 
 KERNEL = Realigned()
@@ -108,7 +108,7 @@ ALIGNED = Operand(BF16)
 # The copy.
 
 
-def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> Guarded:
+def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> GuardedTensor:
     made = memory.operand(shape, layout, dtype, DEVICE)
     fill("a", made.tensor, 1, seeded(DEVICE, seed))
     return made

@@ -130,7 +130,7 @@ class Case:
         """The ends of the groups; the same for each measurement of a case."""
         sizes: Sizes = "even" if self.routing == "even" else "skewed"
         rows = Rows.of(groups, size, device, seeded(device, 0), sizes=sizes, whole=True)
-        return rows if self.routing == "both" else replace(rows, draws=())
+        return rows if self.routing == "both" else replace(rows, other_offs=())
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self) | {"dtype": dtype_name(self.dtype)}

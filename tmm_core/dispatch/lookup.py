@@ -19,7 +19,7 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.deferred import Answers
-from tmm_core.registry.query import Asked, read_config
+from tmm_core.registry.query import CheckedKernel, read_config
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
@@ -229,7 +229,7 @@ class Evidence:
                 bad.setdefault(result.kernel, error)
         for name, reason in bad.items():
             kernel = self.registry.kernel(name)
-            if isinstance(kernel, Asked):
+            if isinstance(kernel, CheckedKernel):
                 kernel.set_aside(f"gave what no record can hold: {error_text(reason)}")
         return set(bad)
 
@@ -278,7 +278,7 @@ class Evidence:
         self, kernel: Kernel[Any], message: str, error: BaseException | None = None
     ) -> None:
         """Report a fault of a kernel, as the one warning about its distribution."""
-        source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
+        source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
         warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
 
     def say_once(self, note: str) -> None:

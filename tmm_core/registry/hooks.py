@@ -68,10 +68,10 @@ class Hooks:
             if not _wraps(impl):
                 rank = int(impl.trylast) - int(impl.tryfirst)
                 ranks[id(impl.plugin)] = min(rank, ranks.get(id(impl.plugin), 1))
-        asked = [plugin for plugin in plugins if id(plugin) in ranks]
-        return sorted(asked, key=lambda plugin: ranks[id(plugin)])
+        implementing = [plugin for plugin in plugins if id(plugin) in ranks]
+        return sorted(implementing, key=lambda plugin: ranks[id(plugin)])
 
-    def ask(self, hook: str, plugin: object) -> tuple[list[Any], list[Failed]]:
+    def call(self, hook: str, plugin: object) -> tuple[list[Any], list[Failed]]:
         """The result of ``plugin``'s ``hook``, passed through all plugins' wrappers; and the
         failed wrappers, which are left out from then on.
 
@@ -103,8 +103,8 @@ class Hooks:
         return things, failed
 
     def _call(self, hook: str, plugin: object, wrappers: Sequence[object]) -> list[Any]:
-        asked = {id(plugin), *map(id, wrappers)}
-        others = [i.plugin for i in self._implementations(hook) if id(i.plugin) not in asked]
+        called = {id(plugin), *map(id, wrappers)}
+        others = [i.plugin for i in self._implementations(hook) if id(i.plugin) not in called]
         results = self.manager.subset_hook_caller(hook, others)()
         mine = [i for i in self._implementations(hook) if i.plugin is plugin and not _wraps(i)]
         # pluggy drops results that are None.

@@ -1,8 +1,8 @@
 """Calls a plugin's kernel methods in one place, and checks the results.
 
 Whatever a kernel returns or raises must cost only that kernel: not the process (``sys.exit`` in a
-hook), not the call, and not the other kernels' times in the record. Answers are checked against the
-limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid answer is set aside for the
+hook), not the call, and not the other kernels' times in the record. Results are checked against the
+limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid result is set aside for the
 life of the process, with a warning that points at the faulty code. Exceptions of signal handlers
 pass.
 """
@@ -60,8 +60,8 @@ T = TypeVar("T")
 MOST_CONFIGS, MOST_REASONS = 10_000, 100
 
 
-class NonsenseError(ValueError):
-    """An answer of the wrong type or out of bounds."""
+class InvalidResultError(ValueError):
+    """A plugin's result has the wrong type or is out of bounds."""
 
 
 def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
@@ -71,25 +71,26 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
         ConfigError: It is not a config of this kernel.
         PluginError: The kernel's own parsing failed, and the kernel is set aside.
     """
+    checked = kernel if isinstance(kernel, CheckedKernel) else None
     try:
-        if not isinstance(kernel, Asked):
+        if checked is None:
             return kernel.config_type.from_json(document)
-        with kernel._running("config_type"):
-            return kernel._within(kernel.config_type.from_json(document))
+        with checked._running("config_type"):
+            return checked._config(kernel.config_type.from_json(document))
     except ConfigError:
         raise
     except BaseException as error:
         reraise(error)
-        if isinstance(kernel, Asked):
-            raise kernel._set_aside("config_type", error) from error
+        if checked is not None:
+            raise checked.set_aside(checked._fault("config_type", error)) from error
         raise PluginError(f"config_type raised {error_text(error)}") from error
 
 
-class Asked(Kernel[Any]):
-    """A registered kernel with checked answers.
+class CheckedKernel(Kernel[Any]):
+    """A registered kernel whose results are checked.
 
-    After an answer that violates the spec, the kernel is set aside: it declines every problem with
-    the reason, and raises it where an answer is needed.
+    After a result that violates the spec, the kernel is set aside: it declines every problem with
+    the reason, and raises it where a result is needed.
 
     Args:
         kernel: A plugin's kernel.
@@ -117,16 +118,15 @@ class Asked(Kernel[Any]):
         self.name = plain_text(type(kernel).__qualname__, NAME_MAX)  # until it is known
         #: Whether every edit of its code changes its version; else records of it are no evidence.
         self.certain = True
-        for question, check in _IDENTITY.items():
+        for attribute, check in _IDENTITY.items():
             try:
-                setattr(self, question, check(getattr(kernel, question, None)))
-                if question == "version":
+                setattr(self, attribute, check(getattr(kernel, attribute, None)))
+                if attribute == "version":
                     self.version, self.certain = version_of(kernel, self.version)
             except BaseException as error:
                 reraise(error)
-                raise PluginError(
-                    f"kernel {self.name!r}: {self._fault(question, error)}"
-                ) from error
+                why = self._fault(attribute, error)
+                raise PluginError(f"kernel {self.name!r}: {why}") from error
             if type(kernel).reasons_against is not Kernel.reasons_against:
                 raise PluginError(
                     f"kernel {self.name!r} is written for tmm's first "
@@ -136,7 +136,7 @@ class Asked(Kernel[Any]):
 
     def declines(self, problem: Problem) -> list[str]:
         try:
-            return self._ask("declines", _reasons, problem)
+            return self._call("declines", _reasons, problem)
         except PluginError as error:
             return [str(error)]
 
@@ -146,7 +146,7 @@ class Asked(Kernel[Any]):
         Raises:
             PluginError: It is set aside.
         """
-        return self._ask("configs", self._configs, problem)
+        return self._call("configs", self._configs, problem)
 
     def default_config(self, problem: Problem) -> Config:
         """The kernel's default config.
@@ -158,12 +158,12 @@ class Asked(Kernel[Any]):
             raise PluginError(self.fault)
         try:
             with self._running("default_config"):
-                return self._within(self.kernel.default_config(problem))
+                return self._config(self.kernel.default_config(problem))
         except BaseException as error:
             reraise(error)
             if issubclass(type(error), Exception) and not self.configs(problem):
                 raise PluginError("its search space is empty for this problem") from error
-            raise self._set_aside("default_config", error) from error
+            raise self.set_aside(self._fault("default_config", error)) from error
 
     def bind(self, problem: Problem, config: Any) -> Launcher:
         """Compile and return the launcher.
@@ -173,22 +173,8 @@ class Asked(Kernel[Any]):
                 where. This costs only the candidate; the kernel is not set aside. TmmError,
                 torch.OutOfMemoryError: As raised by the kernel.
         """
-        if self.fault is not None:
-            raise PluginError(self.fault)
-        try:
-            with self._running("bind", COMPILE_PATIENCE):
-                launcher = self.kernel.bind(problem, config)
-                # Callers ask for its class, which runs code of an odd one.
-                launches = callable(launcher) and not isinstance(launcher, BaseException)
-        except (TmmError, torch.OutOfMemoryError):
-            raise
-        except BaseException as error:
-            reraise(error)
-            raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
-        if not launches:
-            fault = NonsenseError(f"returned {shown(launcher)}, which is not callable")
-            raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
-        return launcher
+        passing = (TmmError, torch.OutOfMemoryError)
+        return self._call("bind", _launcher, problem, config, compiles=True, passing=passing)
 
     def compile(self, problem: Problem, config: Any) -> None:
         with self._running("compile", COMPILE_PATIENCE):
@@ -217,53 +203,65 @@ class Asked(Kernel[Any]):
         Raises:
             Exception: Whatever the kernel raised; it is not set aside.
         """
-        try:
-            with self._running("resources", COMPILE_PATIENCE):
-                return _resources(self.kernel.resources(problem, config))
-        except Exception:
-            raise
-        except BaseException as error:
-            reraise(error)
-            raise PluginError(f"{self._whose}: {self._fault('resources', error)}") from error
+        passing = (Exception,)
+        return self._call("resources", _resources, problem, config, compiles=True, passing=passing)
 
-    def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
-        try:
-            return self._ask(question, check, *about)
-        except PluginError:
-            return default
+    def _call(
+        self,
+        method: str,
+        check: Callable[[Any], T],
+        *arguments: Any,
+        compiles: bool = False,
+        passing: tuple[type[BaseException], ...] = (),
+    ) -> T:
+        """The checked result of one of the kernel's methods.
 
-    def _ask(self, question: str, check: Callable[[Any], T], *about: Any) -> T:
+        Args:
+            compiles: It may take long, and a failure costs only the candidate.
+            passing: Types of exceptions that pass.
+
+        Raises:
+            PluginError: The kernel is set aside, now or before, or the candidate fails.
+        """
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
-            with self._running(question):
-                return check(getattr(self.kernel, question)(*about))
+            with self._running(method, COMPILE_PATIENCE if compiles else None):
+                return check(getattr(self.kernel, method)(*arguments))
+        except passing:
+            raise
         except BaseException as error:
             reraise(error)
-            raise self._set_aside(question, error) from error
+            why = self._fault(method, error)
+            if compiles:
+                raise PluginError(f"{self._title}: {why}") from error
+            raise self.set_aside(why) from error
 
-    def _set_aside(self, question: str, error: BaseException) -> PluginError:
-        return self.set_aside(self._fault(question, error))
+    def _or(self, default: T, method: str, check: Callable[[Any], T], *arguments: Any) -> T:
+        try:
+            return self._call(method, check, *arguments)
+        except PluginError:
+            return default
 
     def set_aside(self, why: str) -> PluginError:
         """Decline every problem from now on; the first reason is kept and reported."""
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = f"{self._whose} is set aside: {why}"
+                self.fault = f"{self._title} is set aside: {why}"
         assert self.fault is not None
         if first:
             warn_of_plugin(self.source, self.fault)
         return PluginError(self.fault)
 
     @contextmanager
-    def _running(self, question: str, patience: float | None = None) -> Iterator[None]:
+    def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
         """A context in which the kernel's own code runs: a product that it computes is answered by
         BLAS, and if it does not return, that is reported."""
 
         def what() -> str:
             return (
-                f"{question} of {self._whose} does not return; to do without this kernel, set "
+                f"{method} of {self._title} does not return; to do without this kernel, set "
                 f"TMM_DISABLE_PLUGINS={self.source.plugin}"
             )
 
@@ -271,70 +269,70 @@ class Asked(Kernel[Any]):
             yield
 
     @property
-    def _whose(self) -> str:
+    def _title(self) -> str:
         return f"kernel {self.name!r} of {self.source}"
 
-    def _fault(self, question: str, error: BaseException) -> str:
-        ours = type(error) is NonsenseError
+    def _fault(self, method: str, error: BaseException) -> str:
+        ours = type(error) is InvalidResultError
         what = error_message(error) if ours else f"raised {error_text(error)}"
-        where = _where(type(self.kernel), question, error)
-        return f"{question} {what}" + (f" ({where})" if where else "")
+        where = _where(type(self.kernel), method, error)
+        return f"{method} {what}" + (f" ({where})" if where else "")
 
-    def _configs(self, answer: Any) -> list[Config]:
-        return [self._within(config) for config in _items(answer, MOST_CONFIGS, "configs")]
+    def _configs(self, result: Any) -> list[Config]:
+        return [self._config(config) for config in _items(result, MOST_CONFIGS, "configs")]
 
-    def _within(self, config: Any) -> Config:
+    def _config(self, config: Any) -> Config:
         """``config``, checked to be comparable, hashable and storable in a record."""
         if not issubclass(type(config), self.config_type):
-            raise NonsenseError(f"gave {shown(config)}, not a {self.config_type.__name__}")
+            raise InvalidResultError(f"gave {shown(config)}, not a {self.config_type.__name__}")
         hash(config)
         if not config == config:  # a plugin's __eq__, called here first
-            raise NonsenseError(f"gave {shown(config)}, which is not equal to itself")
+            raise InvalidResultError(f"gave {shown(config)}, which is not equal to itself")
         for name in _items(config.assumes, PARAMETERS_MAX, "names that a config assumes"):
             if not is_name(name):
-                raise NonsenseError(f"gave a config that assumes {shown(name)}, not {A_NAME}")
+                raise InvalidResultError(f"gave a config that assumes {shown(name)}, not {A_NAME}")
         try:
             fields = parameters(config.to_json())
             if fields != parameters(config.to_json()):
-                raise NonsenseError(f"gave {shown(config)}, whose fields change")
+                raise InvalidResultError(f"gave {shown(config)}, whose fields change")
         except RefusedError as error:
             found, accepted, place = error.args
             about = f"a config whose {place.removeprefix('.')}" if place else "a config which"
-            raise NonsenseError(f"gave {about} is {found}, accepted is {accepted}") from None
+            raise InvalidResultError(f"gave {about} is {found}, accepted is {accepted}") from None
         if None in fields.values():
-            raise NonsenseError(f"gave a config with a field that is None: {shown(fields)}")
+            raise InvalidResultError(f"gave a config with a field that is None: {shown(fields)}")
         checked: Config = config
         return checked
 
 
-def _items(answer: Any, most: int, what: str) -> list[Any]:
-    """The items of an answer, which may be a generator without an end."""
-    if isinstance(answer, str) or not isinstance(answer, Iterable):
-        raise NonsenseError(f"returned {shown(answer)}, not {what}")
-    found = list(islice(answer, most + 1))
+def _items(result: Any, most: int, what: str) -> list[Any]:
+    """The items of a result, which may be a generator without an end."""
+    if isinstance(result, str) or not isinstance(result, Iterable):
+        raise InvalidResultError(f"returned {shown(result)}, not {what}")
+    found = list(islice(result, most + 1))
     if len(found) > most:
-        raise NonsenseError(f"yielded more than {most} items, not {what}")
+        raise InvalidResultError(f"yielded more than {most} items, not {what}")
     return found
 
 
 def _such(holds: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
-    """A check that returns an answer that ``holds`` accepts, and raises ``fault`` for others."""
+    """A check that returns a result that ``holds`` accepts, and raises ``fault`` for others."""
 
-    def check(answer: Any) -> Any:
-        if not holds(answer):
-            raise NonsenseError(fault.format(shown(answer)))
-        return answer
+    def check(result: Any) -> Any:
+        if not holds(result):
+            raise InvalidResultError(fault.format(shown(result)))
+        return result
 
     return check
 
 
-def _is_traits(answer: Any) -> bool:
+def _is_traits(result: Any) -> bool:
     names = [field.name for field in fields(Traits)]
-    return type(answer) is Traits and all(type(getattr(answer, name)) is bool for name in names)
+    return type(result) is Traits and all(type(getattr(result, name)) is bool for name in names)
 
 
-def _is_config_type(answer: Any) -> bool:
-    return issubclass(type(answer), type) and issubclass(answer, Config)
+def _is_config_type(result: Any) -> bool:
+    return issubclass(type(result), type) and issubclass(result, Config)
 
 
 #: Attributes that are read once, when a kernel is registered.
@@ -354,44 +352,51 @@ _anatomy: Callable[[Any], Anatomy | None] = _such(
 )
 
 
-def _reasons(answer: Any) -> list[str]:
-    reasons = _items(answer, MOST_REASONS, "a list of reasons")
+_launcher: Callable[[Any], Launcher] = _such(
+    # Callers read its class, which runs code of an odd one.
+    lambda x: callable(x) and not isinstance(x, BaseException),
+    "returned {}, which is not callable",
+)
+
+
+def _reasons(result: Any) -> list[str]:
+    reasons = _items(result, MOST_REASONS, "a list of reasons")
     if not all(issubclass(type(reason), str) for reason in reasons):
-        raise NonsenseError(f"returned {shown(reasons)}, not reasons as text")
+        raise InvalidResultError(f"returned {shown(reasons)}, not reasons as text")
     return [plain_text(reason) for reason in reasons]
 
 
-def _microseconds(answer: Any) -> float | None:
-    if answer is None:
+def _microseconds(result: Any) -> float | None:
+    if result is None:
         return None
-    if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
-        raise NonsenseError(f"returned {shown(answer)}, not µs")
-    time = float(answer)
+    if isinstance(result, bool) or not isinstance(result, numbers.Real):
+        raise InvalidResultError(f"returned {shown(result)}, not µs")
+    time = float(result)
     if not (type(time) is float and math.isfinite(time) and time >= 0):
-        raise NonsenseError(f"returned {shown(answer)}, which is not a time")
+        raise InvalidResultError(f"returned {shown(result)}, which is not a time")
     return time
 
 
-def _bytes(answer: Any) -> int:
-    if isinstance(answer, bool) or not isinstance(answer, numbers.Integral):
-        raise NonsenseError(f"returned {shown(answer)}, not a number of bytes")
-    size = int(answer)
+def _bytes(result: Any) -> int:
+    if isinstance(result, bool) or not isinstance(result, numbers.Integral):
+        raise InvalidResultError(f"returned {shown(result)}, not a number of bytes")
+    size = int(result)
     if not 0 <= size < SIZE_MAX:
-        raise NonsenseError(f"returned {shown(answer)}, not a number of bytes below 2**40")
+        raise InvalidResultError(f"returned {shown(result)}, not a number of bytes below 2**40")
     return size
 
 
-def _resources(answer: Any) -> list[Resources]:
-    found = _items(answer, MOST_REASONS, "Resources")
+def _resources(result: Any) -> list[Resources]:
+    found = _items(result, MOST_REASONS, "Resources")
     if not all(issubclass(type(each), Resources) for each in found):
-        raise NonsenseError(f"returned {shown(answer)}, not Resources")
+        raise InvalidResultError(f"returned {shown(result)}, not Resources")
     return found
 
 
-def _where(kind: type, question: str, error: BaseException) -> str:
+def _where(kind: type, method: str, error: BaseException) -> str:
     """File and line where the author's function raised, or where it begins; empty if neither is
     known."""
-    member = inspect.getattr_static(kind, question, None)
+    member = inspect.getattr_static(kind, method, None)
     function = getattr(member, "fget", None) or getattr(member, "func", None) or member
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     frames = traceback.extract_tb(trace_of(error))

@@ -35,7 +35,7 @@ from tmm_core.errors import (
 from tmm_core.formats import Format
 from tmm_core.registry.deferred import collector_off
 from tmm_core.registry.hooks import HOOKS, Hooks
-from tmm_core.registry.query import Asked
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.settings import POINTWISE, Settings, names, nested
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Deferred, Kernel
@@ -122,7 +122,7 @@ class Registry:
         self.hooks = Hooks()
         #: With their origins, by id.
         self._plugins: dict[int, tuple[object, Source]] = {}
-        self._kernels: dict[str, Asked] = {}
+        self._kernels: dict[str, CheckedKernel] = {}
         #: All deferred kernels, and those of them not loaded yet.
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
@@ -165,7 +165,7 @@ class Registry:
             with self._all_or_nothing(), nested():
                 source = Source(_label(name or getattr(plugin, "__name__", type(plugin).__name__)))
                 before = len(self._faults)
-                self._ask([plugin] if self._take(plugin, source) else [])
+                self._call_hooks([plugin] if self._take(plugin, source) else [])
             found = self._faults[before:]
             self._unreported += [fault for fault in found if fault.source != source]
         self._report()
@@ -202,9 +202,9 @@ class Registry:
         found.sort(key=lambda each: (not each[0].is_ours, each[0].distribution, each[0].plugin))
         for source, entry_point in found:
             self._load(source, entry_point)
-        # All are registered before one is asked: wrappers apply to other plugins' hooks.
+        # All are registered before a hook is called: wrappers apply to other plugins' hooks.
         for ours in (True, False):
-            self._ask([each for each, by in self._plugins.values() if by.is_ours is ours])
+            self._call_hooks([each for each, by in self._plugins.values() if by.is_ours is ours])
         self._unreported += [fault for fault in self._faults if not fault.intended]
         self._loaded = True
 
@@ -212,7 +212,7 @@ class Registry:
         with self._lock:
             if self._baseline is not None and BASELINE not in self._kernels:
                 source = Source(BASELINE, DISTRIBUTION, __version__)
-                self._kernels[BASELINE] = Asked(self._baseline(), source)
+                self._kernels[BASELINE] = CheckedKernel(self._baseline(), source)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -288,16 +288,16 @@ class Registry:
                 self._faults.append(Fault(source, f"{failed}: {error_text(error)}", error))
 
     def _take(self, plugin: object, source: Source) -> bool:
-        """Register with pluggy, which checks signatures; returns whether the plugin can be
-        asked."""
+        """Register with pluggy, which checks signatures; returns whether the plugin has
+        hooks to call."""
         with self._costing(source, "cannot be registered"):
-            complaints = self.hooks.register(plugin, source.plugin)
+            faults = self.hooks.register(plugin, source.plugin)
             self._plugins[id(plugin)] = plugin, source
-            self._faults += [Fault(source, complaint) for complaint in complaints]
+            self._faults += [Fault(source, reason) for reason in faults]
             return True
         return False
 
-    def _ask(self, plugins: Sequence[object]) -> None:
+    def _call_hooks(self, plugins: Sequence[object]) -> None:
         """Call each plugin's hooks separately, with the others' wrappers."""
         adders = (self._add_kernel, self._add_epilogue, self._add_format)
         for hook, add in zip(HOOKS, adders, strict=True):
@@ -305,7 +305,7 @@ class Registry:
                 _, source = self._plugins[id(plugin)]
                 with self._costing(source, f"{hook} failed"):
                     with watched(lambda: f"{hook} of {source} does not return{_advice(source)}"):  # noqa: B023
-                        things, failed = self.hooks.ask(hook, plugin)
+                        things, failed = self.hooks.call(hook, plugin)
                     for wrapper, failure in failed:
                         reason = (
                             f"its wrapper of {hook} failed around {source}: {error_text(failure)}"
@@ -319,7 +319,7 @@ class Registry:
         deferred = type(brought) is Deferred
         if deferred and not is_name(brought.name):
             raise PluginError(f"a deferred kernel's name is {shown(brought.name)}, not {A_NAME}")
-        kernel = brought if deferred else Asked(brought, source)
+        kernel = brought if deferred else CheckedKernel(brought, source)
         known = self._kernels.get(kernel.name)
         other = known.source if known is not None else self._unloaded.get(kernel.name)
         if other is not None:
@@ -339,7 +339,7 @@ class Registry:
             what = f"the import of kernel {name!r} of {source} does not return{_advice(source)}"
             with self._costing(source, f"kernel {name!r} failed to load"):
                 with collector_off(), nested(), watched(lambda: what):
-                    kernel = Asked(self.deferred[name].load(), source)
+                    kernel = CheckedKernel(self.deferred[name].load(), source)
                 if kernel.name != name:
                     raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
                 self._kernels[name] = kernel
@@ -368,9 +368,9 @@ class Registry:
         except ValueError as error:
             raise PluginError(str(error)) from error
 
-    # -- answers ---------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------
 
-    def kernels(self) -> list[Asked]:
+    def kernels(self) -> list[CheckedKernel]:
         """All kernels in use, by name."""
         self.load()
         for name in list(self._unloaded):
@@ -464,13 +464,13 @@ class Registry:
         """Kernels that can serve ``problem``, and the others' reasons by name.
 
         Args:
-            deferred: Also ask kernels registered as deferred, which loads them.
+            deferred: Also query deferred kernels, which loads them.
         """
         self.load()
-        asked = self.kernels() if deferred else list(self._kernels.values())
+        queried = self.kernels() if deferred else list(self._kernels.values())
         able: list[Kernel[Any]] = []
         rejected: dict[str, list[str]] = {}
-        for kernel in asked:
+        for kernel in queried:
             if not deferred and kernel.name in self.deferred:
                 continue
             if reasons := self.reasons_against(kernel, problem, settings):

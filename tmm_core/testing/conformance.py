@@ -32,9 +32,9 @@ from tmm_core.spec.kernel import Config, Kernel
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe import Posed, Probe
+from tmm_core.testing.probe import Probe, ProbeTensors
 from tmm_core.testing.probe_problems import odd_problems
-from tmm_core.testing.ragged_conformance import RaggedQuestions, ragged_id
+from tmm_core.testing.ragged_conformance import RaggedProblems, ragged_id
 from tmm_core.triton.interpreted import REMEDY
 from tmm_core.verify.verifier import Extent, Verifier
 
@@ -45,7 +45,7 @@ REPEATS = {"cuda": 12, "cpu": 2}
 LONG = 100_000_000
 
 
-class KernelConformance(RaggedQuestions):
+class KernelConformance(RaggedProblems):
     """Checks ``kernel`` against the spec in :mod:`tmm_core.spec.kernel` and an fp64 reference.
 
     ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, and ``test_ragged(ragged)``
@@ -85,7 +85,7 @@ class KernelConformance(RaggedQuestions):
         registry = Registry()
         registry.register(Plugin())
         registered = registry.kernel(kernel.name)
-        # The registry wraps the plugin's kernel, to check its answers.
+        # The registry wraps the plugin's kernel, to check its results.
         assert getattr(registered, "kernel", registered) is kernel
 
     def test_version_is_stable(self) -> None:
@@ -100,15 +100,15 @@ class KernelConformance(RaggedQuestions):
         """The kernel serves at least one problem; otherwise nothing would be tested."""
         reasons: collections.Counter[str] = collections.Counter()
         for probe in (*self.probes_of_sizes(), *self.probes_of_layouts(), *self.probes_of_terms()):
-            against = self.kernel.reasons_against(probe.pose(self._device()).problem)
+            against = self.kernel.reasons_against(probe.tensors(self._device()).problem)
             if not against:
                 return
             reasons.update(against)
         if not all(map(self.kernel.reasons_against, self.ragged_problems())):
             return
-        said = "; ".join(reason for reason, _ in reasons.most_common(5))
+        found = "; ".join(reason for reason, _ in reasons.most_common(5))
         pytest.fail(
-            f"{self.kernel.name} declines every problem of the suite on {self._device()}: {said}. "
+            f"{self.kernel.name} declines every problem of the suite on {self._device()}: {found}. "
             "Set sizes, size and dtypes to problems that it serves."
         )
 
@@ -122,7 +122,7 @@ class KernelConformance(RaggedQuestions):
                 pytest.fail(f"reasons_against raised {error!r} for {problem!r}")
             assert isinstance(reasons, list), f"{reasons!r} is not a list, for {problem!r}"
             assert all(isinstance(r, str) and r for r in reasons), f"{reasons!r} for {problem!r}"
-            assert again == reasons, f"two answers for {problem!r}: {reasons}, then {again}"
+            assert again == reasons, f"two results for {problem!r}: {reasons}, then {again}"
 
     @pytest.mark.parametrize(
         "dtype",
@@ -130,61 +130,61 @@ class KernelConformance(RaggedQuestions):
         ids=lambda dtype: str(dtype).removeprefix("torch."),
     )
     def test_other_dtypes_are_declined_or_right(self, dtype: torch.dtype) -> None:
-        self._hold(replace(self._probe(), dtype=dtype))
+        self._check(replace(self._probe(), dtype=dtype))
 
     # -- the numbers -------------------------------------------------------------------
 
     def test_sizes(self, probe: Probe) -> None:
-        self._hold(probe)
+        self._check(probe)
 
     def test_layouts(self, probe: Probe) -> None:
         """Any strides of operands and output, including unaligned, broadcast and overlapping."""
-        self._hold(probe)
+        self._check(probe)
 
     def test_dtypes(self, probe: Probe) -> None:
         """Outputs wider and narrower than the operands, and TF32."""
-        self._hold(probe)
+        self._check(probe)
 
     def test_epilogues(self, probe: Probe) -> None:
-        self._hold(probe)
+        self._check(probe)
 
     def test_terms(self, probe: Probe) -> None:
-        self._hold(probe)
+        self._check(probe)
 
     def test_scales(self, probe: Probe) -> None:
         """8-bit floats with and without scales, for kernels that accept them."""
-        self._hold(probe)
+        self._check(probe)
 
     def test_batches(self, probe: Probe) -> None:
-        self._hold(probe)
+        self._check(probe)
 
     def test_empties(self, probe: Probe) -> None:
         """Empty results and empty sums: zero goes through bias and epilogue."""
-        self._hold(probe)
+        self._check(probe)
 
     def test_verification(self, probe: Probe) -> None:
         """Right in every way that tuning verifies: without ``out=`` in memory of its own, on a
         second launch on other inputs with other addresses and leading strides, repeated, and with
         NaN and Inf, which reach exactly the elements that they reach in the reference."""
-        self._hold_verified(self._posed(probe).problem)
+        self._check_verified(self._tensors(probe).problem)
 
     def test_use(self, probe: Probe) -> None:
         """Right in all further ways of use: N-D operands and plans, torch's modes, two threads at
         once, values that change at the same address, strides of zero, one tensor as two arguments,
         small and large numbers; and it changes no state of the process and keeps no result."""
-        self._hold_verified(self._posed(probe).problem, whole=True)
+        self._check_verified(self._tensors(probe).problem, whole=True)
 
     def test_every_tile(self) -> None:
         """Sizes of every alignment, and with every remainder in a tile."""
         served = 0
         for probe in self.sizes_of_tiles():
-            posed = probe.pose(self._device())
-            if self.kernel.reasons_against(posed.problem):
+            tensors = probe.tensors(self._device())
+            if self.kernel.reasons_against(tensors.problem):
                 continue
-            launcher, served = self._bind(posed.problem), served + 1
-            self._blame(posed.problem, posed.faults(launcher, self.slack), probe)
+            launcher, served = self._bind(tensors.problem), served + 1
+            self._check_launcher(tensors, launcher)
         if not served:
-            self._decline(self._probe().pose(self._device()).problem)
+            self._decline(self._probe().tensors(self._device()).problem)
             pytest.skip("declines small sizes")
 
     def test_use_of_ragged(self) -> None:
@@ -194,31 +194,31 @@ class KernelConformance(RaggedQuestions):
         if not served:
             self._decline(next(iter(self.ragged_in_use())))
         for problem in served:
-            self._hold_verified(problem, whole=True)
+            self._check_verified(problem, whole=True)
 
     def test_outputs(self, probe: Probe) -> None:
         """What an epilogue writes beside the result, for kernels that declare it."""
-        self._hold_verified(self._posed(probe).problem)
+        self._check_verified(self._tensors(probe).problem)
 
     def test_configs_of_outputs(self) -> None:
         """And of each config."""
-        self._hold_configs(self._first_served(list(self.probes_of_outputs())).problem)
+        self._check_configs(self._first_served(list(self.probes_of_outputs())).problem)
 
     def test_ragged(self, ragged: Problem) -> None:
         """Groups along a dimension, for kernels that accept them: of equal and different sizes,
         with and without ``out``, and repeatedly."""
         self._decline(ragged)
-        self._hold_verified(ragged)
+        self._check_verified(ragged)
 
     # -- its configs -------------------------------------------------------------------
 
     def test_configs(self) -> None:
         """Every config of the search space is correct."""
-        self._hold_configs(self._first_served(self.demanding()).problem)
+        self._check_configs(self._first_served(self.demanding()).problem)
 
     def test_configs_of_scales(self) -> None:
         """Every config for 8-bit operands is correct, for kernels that accept them."""
-        self._hold_configs(self._first_served(self.demanding_scales()).problem)
+        self._check_configs(self._first_served(self.demanding_scales()).problem)
 
     def test_configs_of_ragged(self) -> None:
         """Every config for ragged products is correct, along each dimension."""
@@ -226,7 +226,7 @@ class KernelConformance(RaggedQuestions):
         if not served:
             self._decline(self.demanding_ragged()[0])
         for problem in {problem.along: problem for problem in reversed(served)}.values():
-            self._hold_configs(problem)
+            self._check_configs(problem)
 
     def test_configs_are_well_formed(self) -> None:
         """Configs are hashable, equal after a round trip through JSON, which is how records store
@@ -263,12 +263,12 @@ class KernelConformance(RaggedQuestions):
         """Every config gives the same bits, run after run."""
         if not self.kernel.traits.deterministic:
             pytest.skip("claims no determinism")
-        posed = self._first_served(self.fine_grained())
-        problem = posed.problem
+        tensors = self._first_served(self.fine_grained())
+        problem = tensors.problem
         for config, launcher in self._bound(problem, self._configs(problem)):
-            first = posed.launch(launcher, posed.out.tensor).clone()
+            first = tensors.launch(launcher, tensors.out.tensor).clone()
             for run in range(1, REPEATS[self._device().type] + 1):
-                again = posed.launch(launcher, posed.out.tensor)
+                again = tensors.launch(launcher, tensors.out.tensor)
                 differ = int((first != again).sum())
                 assert not differ, (
                     f"{self.kernel.name} claims determinism; run {run} of {config} differs from "
@@ -279,12 +279,12 @@ class KernelConformance(RaggedQuestions):
         """Configs that declare the same arithmetic give the same bits."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
-        posed = self._first_served(self.fine_grained())
-        problem = posed.problem
+        tensors = self._first_served(self.fine_grained())
+        problem = tensors.problem
         seen: dict[object, tuple[Config, torch.Tensor]] = {}
         compared = False
         for config, launcher in self._bound(problem, self._invariant_configs(problem)):
-            bits = posed.launch(launcher, posed.out.tensor).clone()
+            bits = tensors.launch(launcher, tensors.out.tensor).clone()
             first, expected = seen.setdefault(
                 self.kernel.arithmetic(problem, config), (config, bits)
             )
@@ -306,8 +306,8 @@ class KernelConformance(RaggedQuestions):
         """With one config, the bits of a row do not depend on the number of rows."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
-        posed = self._first_served(self.fine_grained())
-        whole, m = posed.problem, posed.probe.m
+        tensors = self._first_served(self.fine_grained())
+        whole, m = tensors.problem, tensors.probe.m
         rows = [(0, 1), (0, 2), (0, 17), (0, m - 1)]
         if self._device().type == "cuda":
             # On a CPU, interpreted tl.dot rounds a row depending on its position in the tile.
@@ -315,10 +315,10 @@ class KernelConformance(RaggedQuestions):
         configs = self._invariant_configs(whole)[:3]
         compared = False
         for config, whole_launcher in self._bound(whole, configs):
-            full = posed.launch(whole_launcher, posed.out.tensor).clone()
+            full = tensors.launch(whole_launcher, tensors.out.tensor).clone()
             for first, last in rows:
                 some = slice(first, min(last, m))
-                a, b, out = posed.inputs.a[some], posed.inputs.b, posed.out.tensor[some]
+                a, b, out = tensors.inputs.a[some], tensors.inputs.b, tensors.out.tensor[some]
                 part = Problem.of(a, b, out, whole.device)
                 if not out.shape[0] or self.kernel.reasons_against(part):
                     continue
@@ -336,27 +336,29 @@ class KernelConformance(RaggedQuestions):
 
     def test_alpha_is_read_at_every_call(self) -> None:
         probe = replace(self._probe(), alpha=0.5)
-        first, second = (replace(probe, alpha=alpha).pose(self._device()) for alpha in (0.5, -3.0))
+        first, second = (
+            replace(probe, alpha=alpha).tensors(self._device()) for alpha in (0.5, -3.0)
+        )
         assert first.problem == second.problem
         self._decline(first.problem)
         launcher = self._bind(first.problem)
-        for posed in (first, second):
-            self._blame(posed.problem, posed.faults(launcher, self.slack), posed.probe)
+        for tensors in (first, second):
+            self._check_launcher(tensors, launcher)
 
     def test_launchers_share_nothing(self) -> None:
         """Two launchers of one problem, called in turn, do not disturb each other."""
-        first, second = (self._probe().pose(self._device(), seed=seed) for seed in (0, 1))
+        first, second = (self._probe().tensors(self._device(), seed=seed) for seed in (0, 1))
         self._decline(first.problem)
         one, two = self._bind(first.problem), self._bind(first.problem)
-        for posed, launcher in ((first, one), (second, two), (second, one), (first, two)):
-            self._blame(posed.problem, posed.faults(launcher, self.slack), posed.probe)
+        for tensors, launcher in ((first, one), (second, two), (second, one), (first, two)):
+            self._check_launcher(tensors, launcher)
 
     def test_current_stream(self) -> None:
         """It launches on the current stream, behind its queued work, and does not synchronise."""
-        posed = self._posed_on_gpu()
-        launcher = self._bind(posed.problem)
-        a, out = posed.inputs.a, posed.out.tensor
-        posed.launch(launcher, out)  # the first launch loads modules
+        tensors = self._tensors_on_gpu()
+        launcher = self._bind(tensors.problem)
+        a, out = tensors.inputs.a, tensors.out.tensor
+        tensors.launch(launcher, out)  # the first launch loads modules
         values = a.clone()
         a.fill_(math.nan)
         torch.cuda.synchronize()
@@ -364,36 +366,36 @@ class KernelConformance(RaggedQuestions):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(LONG)
             a.copy_(values)
-            posed.launch(launcher, out)
+            tensors.launch(launcher, out)
             waited = stream.query()
         stream.synchronize()
         assert not waited, f"{self.kernel.name} waits for the GPU when launched"
-        self._blame(posed.problem, list(posed.differences(out, self.slack)), posed.probe)
+        self._check_result(tensors, out)
 
     def test_graph_capture(self) -> None:
         """Once bound, it can be captured without a prior launch, and the graph replays on the
         operands' current values."""
         if not self.kernel.traits.capture_safe:
             pytest.skip("claims no safety under graph capture")
-        posed = self._posed_on_gpu()
-        launcher = self._bind(posed.problem)
+        tensors = self._tensors_on_gpu()
+        launcher = self._bind(tensors.problem)
         torch.cuda.synchronize()
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         unchanged = torch.cuda.stream(torch.cuda.current_stream())
         try:
             with unchanged, torch.cuda.graph(graph, pool=pool):
-                posed.launch(launcher, posed.out.tensor)
-                made = posed.launch(launcher, None)
+                tensors.launch(launcher, tensors.out.tensor)
+                made = tensors.launch(launcher, None)
         except Exception:  # or torch's random generator would fail the tests that follow
             torch.cuda.synchronize()
             compat.end_failed_capture(pool)
             raise
         for factor in (1.0, -0.5):
-            posed.inputs.a.mul_(factor)
-            posed.out.tensor.fill_(math.nan)
+            tensors.inputs.a.mul_(factor)
+            tensors.out.tensor.fill_(math.nan)
             graph.replay()
-            for result in (posed.out.tensor, made):
-                self._blame(posed.problem, list(posed.differences(result, self.slack)), posed.probe)
+            for result in (tensors.out.tensor, made):
+                self._check_result(tensors, result)
 
     # -- machinery ---------------------------------------------------------------------
 
@@ -417,34 +419,34 @@ class KernelConformance(RaggedQuestions):
         if "_compiled" in vars(cls) or self._device().type != "cuda":
             return
         cls._compiled = True  # type: ignore[attr-defined]
-        asked: list[Probe | Problem] = []
+        compiled: list[Probe | Problem] = []
         for item in request.session.items:
             if getattr(item, "cls", None) is cls and hasattr(item, "callspec"):
                 given = item.callspec.params
-                asked += [given[name] for name in ("probe", "ragged") if given.get(name)]
+                compiled += [given[name] for name in ("probe", "ragged") if given.get(name)]
 
-        def attempt(given: Probe | Problem) -> None:
-            problem = given if isinstance(given, Problem) else given.pose(self._device()).problem
+        def compile_one(given: Probe | Problem) -> None:
+            problem = given if isinstance(given, Problem) else given.tensors(self._device()).problem
             if not self.kernel.reasons_against(problem):
                 self._bind(problem)
 
         with futures.ThreadPoolExecutor() as pool:
-            futures.wait([pool.submit(attempt, each) for each in dict.fromkeys(asked)])
+            futures.wait([pool.submit(compile_one, each) for each in dict.fromkeys(compiled)])
 
     def _decline(self, problem: Problem) -> None:
         if reasons := self.kernel.reasons_against(problem):
             pytest.skip("; ".join(reasons))
 
-    def _posed(self, probe: Probe) -> Posed:
+    def _tensors(self, probe: Probe) -> ProbeTensors:
         """The probe's tensors; skips the test if the kernel declines the problem."""
-        posed = probe.pose(self._device())
-        self._decline(posed.problem)
-        return posed
+        tensors = probe.tensors(self._device())
+        self._decline(tensors.problem)
+        return tensors
 
-    def _posed_on_gpu(self) -> Posed:
+    def _tensors_on_gpu(self) -> ProbeTensors:
         if self._device().type != "cuda":
             pytest.skip("streams and graphs are CUDA's")
-        return self._posed(self._probe())
+        return self._tensors(self._probe())
 
     def _bind(self, problem: Problem) -> Launcher:
         return self.kernel.bind(problem, self.kernel.default_config(problem))
@@ -456,20 +458,27 @@ class KernelConformance(RaggedQuestions):
             launchers = pool.map(lambda config: self.kernel.bind(problem, config), configs)
             return list(zip(configs, launchers, strict=True))
 
-    def _hold(self, probe: Probe) -> None:
-        posed = self._posed(probe)
-        self._blame(posed.problem, posed.faults(self._bind(posed.problem), self.slack), probe)
+    def _check(self, probe: Probe) -> None:
+        tensors = self._tensors(probe)
+        self._check_launcher(tensors, self._bind(tensors.problem))
 
-    def _blame(self, problem: Problem, faults: Sequence[str], probe: Probe | None = None) -> None:
+    def _check_launcher(self, tensors: ProbeTensors, launcher: Launcher) -> None:
+        self._report(tensors.problem, tensors.faults(launcher, self.slack), tensors.probe)
+
+    def _check_result(self, tensors: ProbeTensors, result: torch.Tensor) -> None:
+        faults = list(tensors.differences(result, self.slack))
+        self._report(tensors.problem, faults, tensors.probe)
+
+    def _report(self, problem: Problem, faults: Sequence[str], probe: Probe | None = None) -> None:
         if faults:
             what = f"{self.kernel.name} is wrong on {problem}{f' ({probe})' if probe else ''}:"
             hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in repr(problem) else []
             pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
 
-    def _hold_configs(self, problem: Problem) -> None:
-        self._hold_verified(problem, self._configs(problem))
+    def _check_configs(self, problem: Problem) -> None:
+        self._check_verified(problem, self._configs(problem))
 
-    def _hold_verified(
+    def _check_verified(
         self, problem: Problem, briefly: Sequence[Config] = (), whole: bool = False
     ) -> None:
         """Verify the default config as a finalist is, or these configs by two launches."""
@@ -485,15 +494,15 @@ class KernelConformance(RaggedQuestions):
                 )
             if not verdict.ok:
                 wrong.append(f"{config}: {verdict.reason}")
-        self._blame(problem, wrong)
+        self._report(problem, wrong)
 
-    def _first_served(self, probes: Sequence[Probe]) -> Posed:
+    def _first_served(self, probes: Sequence[Probe]) -> ProbeTensors:
         """The first of these probes that the kernel does not decline."""
         reasons: list[str] = []
         for probe in probes:
-            posed = probe.pose(self._device())
-            if not (reasons := self.kernel.reasons_against(posed.problem)):
-                return posed
+            tensors = probe.tensors(self._device())
+            if not (reasons := self.kernel.reasons_against(tensors.problem)):
+                return tensors
         pytest.skip("; ".join(reasons))
 
     def _configs(self, problem: Problem) -> list[Config]:

@@ -25,7 +25,7 @@ from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.hookspecs import hookimpl
-from tmm_core.testing.probe_problems import Questions
+from tmm_core.testing.probe_problems import ProbeProblems
 from tmm_core.verify import compare
 
 Tensor = torch.Tensor
@@ -88,8 +88,8 @@ class EpilogueConformance:
         for epilogue in self._variants():
             y = epilogue.apply(z)
             width = z.shape[-1] // 2 if epilogue.gated else z.shape[-1]
-            self._hold((*z.shape[:-1], width) == tuple(y.shape), "reference", f"{tuple(y.shape)}")
-            self._hold(y.dtype == dtype, "reference", f"it returns {y.dtype} for {dtype}")
+            self._check((*z.shape[:-1], width) == tuple(y.shape), "reference", f"{tuple(y.shape)}")
+            self._check(y.dtype == dtype, "reference", f"it returns {y.dtype} for {dtype}")
             generator = torch.Generator("cpu").manual_seed(0)
             mixed = torch.randperm(len(z), generator=generator, device="cpu")
             self._close(epilogue.apply(z[mixed]), y[mixed], "reference of other rows", 1e-12)
@@ -115,7 +115,7 @@ class EpilogueConformance:
     def test_output_vjp(self) -> None:
         if self.epilogue.output_vjp is None:
             pytest.skip("has no output_vjp")
-        self._hold(not self.epilogue.gated, "output_vjp", "not for a gated epilogue")
+        self._check(not self.epilogue.gated, "output_vjp", "not for a gated epilogue")
         for epilogue in self._variants():
             z = self._z()
             grad = torch.linspace(-2, 2, z.numel(), dtype=z.dtype, device=z.device).reshape(z.shape)
@@ -156,7 +156,7 @@ class EpilogueConformance:
         y = y.expand(2, -1).contiguous()
         for port in ports:
             exact = port.terms(y)
-            self._hold(exact.shape == y.shape, f"outputs.{port.name}", f"{tuple(exact.shape)}")
+            self._check(exact.shape == y.shape, f"outputs.{port.name}", f"{tuple(exact.shape)}")
             if port.device is not None:
                 (found,) = self._evaluated(port_function(port), of=(y,))
                 self._close(found, exact, f"outputs.{port.name}", None)
@@ -207,7 +207,7 @@ class EpilogueConformance:
         """``function``, as :func:`tmm_core.triton.device_function` returns it, at the points or of
         these tensors: z, or gate and up. ``pair``: it returns two values, like the derivative of a
         gated epilogue."""
-        device = Questions._device() if self.device is None else torch.device(self.device)
+        device = ProbeProblems._device() if self.device is None else torch.device(self.device)
         if device.type != "cuda" and not interpreting():
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
         from tmm_core.triton import pointwise
@@ -254,14 +254,14 @@ class EpilogueConformance:
         # Of outputs and products the places are not those of the points.
         z = [half[place].item() for half in halves] if off.shape == halves[0].shape else []
         at = f" at {', '.join(f'{value:g}' for value in z)}" if z else f" at {list(place)}"
-        self._hold(
+        self._check(
             float(off.max()) <= limit,
             what,
             f"it is {found[place]:.9g}{at}, the reference has {exact[place]:.9g}; "
             f"the tolerance is {limit:.1g}",
         )
 
-    def _hold(self, holds: bool, what: str, fault: str) -> None:
+    def _check(self, holds: bool, what: str, fault: str) -> None:
         if holds:
             return
         function = dict(self._functions()).get(what.split()[0])

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from tmm_core.spec.operand import ALIGNMENT
-from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, Guarded, Lie, guarded
+from tmm_core.verify.guard_bands import (
+    UNREADABLE,
+    UNWRITTEN,
+    GuardedTensor,
+    MemoryLayout,
+    with_guard_bands,
+)
 
 #: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
 #: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out
@@ -47,27 +53,27 @@ def operand(
     device: torch.device,
     *,
     stacking: str = "packed",
-) -> Guarded:
+) -> GuardedTensor:
     """An uninitialised matrix (or 3-D batch of them) in ``layout``, surrounded by NaN.
 
     Args:
         shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
         layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
     """
-    return guarded(_placed(shape, layout, stacking, dtype), device, UNREADABLE)
+    return with_guard_bands(_placed(shape, layout, stacking, dtype), device, UNREADABLE)
 
 
 def destination(
     shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device
-) -> Guarded:
+) -> GuardedTensor:
     """An output filled with NaN, surrounded by another number; ``layout`` is one of
     :data:`WRITABLE`."""
-    made = guarded(_placed(shape, layout, "packed", dtype), device, UNWRITTEN)
+    made = with_guard_bands(_placed(shape, layout, "packed", dtype), device, UNWRITTEN)
     made.poison()
     return made
 
 
-def _placed(shape: Sequence[int], layout: str, stacking: str, dtype: torch.dtype) -> Lie:
+def _placed(shape: Sequence[int], layout: str, stacking: str, dtype: torch.dtype) -> MemoryLayout:
     *batch, rows, cols = shape
     unit = max(1, ALIGNMENT // dtype.itemsize)
     row, col, offset = _matrix(layout, rows, cols, unit)
@@ -83,9 +89,9 @@ def _placed(shape: Sequence[int], layout: str, stacking: str, dtype: torch.dtype
         else:
             strides = (col, row, col * batch[0])
     else:
-        reach = _reach((rows, cols), (row, col)) + 1
-        strides = (_rounded_up(reach, unit) if row % unit == 0 else reach, row, col)
-    return Lie(tuple(shape), dtype, strides, offset, offset + _reach(shape, strides) + 1)
+        length = MemoryLayout((rows, cols), dtype, (row, col)).length
+        strides = (_rounded_up(length, unit) if row % unit == 0 else length, row, col)
+    return MemoryLayout(tuple(shape), dtype, strides, offset)
 
 
 def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int]:
@@ -109,11 +115,6 @@ def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int
     if layout not in known:
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     return known[layout]
-
-
-def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Offset of the last element from the first."""
-    return sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def _rounded_up(count: int, unit: int) -> int:

@@ -19,7 +19,7 @@ from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
 from tmm_core.verify import compare, random_inputs
-from tmm_core.verify.guard_bands import Guarded
+from tmm_core.verify.guard_bands import GuardedTensor
 from tmm_core.verify.ragged_inputs import Inputs
 from tmm_core.verify.verifier import Verifier
 
@@ -58,7 +58,7 @@ class Probe:
     a_scale: ScaleKind | None = None
     b_scale: ScaleKind | None = None
 
-    def pose(self, device: torch.device, *, seed: int = 0) -> Posed:
+    def tensors(self, device: torch.device, *, seed: int = 0) -> ProbeTensors:
         """Make the tensors. The same probe and seed make the same numbers."""
         b_dtype = self.b_dtype or self.dtype
         names = f"{self.a_format},{self.b_format}" if self.a_format or self.b_format else ""
@@ -78,7 +78,7 @@ class Probe:
             residual=None if self.residual is None else Operand(self.residual_dtype or out_dtype),
         )  # fmt: skip
         layouts = {"a": self.a, "b": self.b, "bias": self.bias, "residual": self.residual}
-        operands: dict[str, Guarded] = {}
+        operands: dict[str, GuardedTensor] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
             stacking = getattr(self, f"stack_{name}", "packed")
@@ -90,7 +90,9 @@ class Probe:
         seed += zlib.crc32(str(self).encode())
         inputs = random_inputs.make(sizes, device, seed=seed, allocate=allocate)
         out = memory.destination(sizes.out_shape, self.out, out_dtype, device)
-        return Posed(self, sizes, dataclasses.replace(inputs, alpha=self.alpha), operands, out)
+        return ProbeTensors(
+            self, sizes, dataclasses.replace(inputs, alpha=self.alpha), operands, out
+        )
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -106,7 +108,7 @@ def _word(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Posed:
+class ProbeTensors:
     """A probe's tensors."""
 
     probe: Probe
@@ -114,8 +116,8 @@ class Posed:
     sizes: Problem
     inputs: Inputs
     #: The memory of the inputs, by name, and of the output.
-    operands: Mapping[str, Guarded]
-    out: Guarded
+    operands: Mapping[str, GuardedTensor]
+    out: GuardedTensor
 
     @functools.cached_property
     def problem(self) -> Problem:

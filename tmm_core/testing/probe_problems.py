@@ -64,7 +64,7 @@ SIZES = {
 SIZE = {"cuda": (304, 208, 144), "cpu": (48, 80, 112)}
 
 
-class Questions:
+class ProbeProblems:
     """The probes of a conformance suite; subclasses set the attributes.
 
     Attributes: See :class:`tmm_core.testing.KernelConformance`.

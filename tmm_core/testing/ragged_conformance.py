@@ -20,13 +20,13 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe_problems import Questions
+from tmm_core.testing.probe_problems import ProbeProblems
 
 #: Default number of groups of a problem; one in five is empty.
 GROUPS = 6
 
 
-class RaggedQuestions(Questions):
+class RaggedProblems(ProbeProblems):
     """The ragged problems of a conformance suite."""
 
     def ragged_problems(self) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Literal
 
 from tmm_core.errors import error_message, error_text
-from tmm_core.registry.query import Asked
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
@@ -89,7 +89,7 @@ class Attempt:
     def hold_to_answers(self) -> None:
         """Take it out if its kernel was set aside for an invalid answer; BLAS is always needed."""
         kernel = self.candidate.kernel
-        if isinstance(kernel, Asked) and kernel.fault is not None and not self.is_baseline:
+        if isinstance(kernel, CheckedKernel) and kernel.fault is not None and not self.is_baseline:
             self.fail(kernel.fault)
 
 

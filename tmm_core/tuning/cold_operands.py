@@ -22,7 +22,7 @@ from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import ALIGNMENT
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import random_inputs
-from tmm_core.verify.ragged_inputs import DRAWS, Inputs
+from tmm_core.verify.ragged_inputs import SIZE_SAMPLES, Inputs
 
 T = TypeVar("T")
 
@@ -89,8 +89,8 @@ def rotated(
     ]
     if problem.groups is None:
         return variants
-    varies = problem.device.type == "cuda" and DRAWS * problem.sizes["out"] <= limit / 2
-    calls = max(count, DRAWS) if varies else count
+    varies = problem.device.type == "cuda" and SIZE_SAMPLES * problem.sizes["out"] <= limit / 2
+    calls = max(count, SIZE_SAMPLES) if varies else count
     chain: list[Any] = [variants[call % count] for call in range(calls)]
     return [dataclasses.replace(x, rows=x.rows.of_call(i)) for i, x in enumerate(chain)]
 

@@ -27,7 +27,7 @@ from typing import Any
 from tmm_cache.cache_errors import suppress
 
 from tmm_core.errors import error_text, reraise, warn
-from tmm_core.registry.query import Asked
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
@@ -325,6 +325,6 @@ def _resolve(future: Future[None], answer: Mapping[str, Any] = MappingProxyType(
 
 def _compiles(kernel: Kernel[Any]) -> bool:
     """Whether it compiles ahead of ``bind``."""
-    if isinstance(kernel, Asked):
+    if isinstance(kernel, CheckedKernel):
         return kernel.compiles
     return type(kernel).compile is not Kernel.compile

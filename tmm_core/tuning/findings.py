@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
-from tmm_core.registry.query import Asked
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
 from tmm_core.tuning.environment_faults import Cause, chain, place_of
@@ -50,7 +50,7 @@ class Findings:
 
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
         """Note a fault of a kernel's own code."""
-        source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
+        source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
         fault = Fault(kernel.name, placed(kernel, reason, raised))
         self.faults.setdefault(source, []).append(fault)
 

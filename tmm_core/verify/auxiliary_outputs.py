@@ -19,8 +19,8 @@ from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
 from tmm_core.verify import compare
-from tmm_core.verify.data_sets import Expected, Fixture
-from tmm_core.verify.guard_bands import UNWRITTEN, guarded, lie, same_bits
+from tmm_core.verify.data_sets import DataSets, Expected
+from tmm_core.verify.guard_bands import UNWRITTEN, memory_layout, same_bits, with_guard_bands
 from tmm_core.verify.nonfinite import kinds_of
 
 Tensor = torch.Tensor
@@ -30,7 +30,7 @@ SLACK = 2.0
 
 
 class Outputs:
-    """Calls a launcher with a fixture's outputs, and reports what is wrong with them.
+    """Calls a launcher with a data's outputs, and reports what is wrong with them.
 
     Args:
         deterministic: Whether the launcher promises the same bits for the same inputs.
@@ -38,14 +38,16 @@ class Outputs:
     """
 
     def __init__(
-        self, fixture: Fixture, launcher: Launcher, deterministic: bool, slack: float
+        self, data: DataSets, launcher: Launcher, deterministic: bool, slack: float
     ) -> None:
-        self._fixture, self._launcher = fixture, launcher
-        self._ports = fixture.problem.epilogue.outputs
+        self._data, self._launcher = data, launcher
+        self._ports = data.problem.epilogue.outputs
         self._deterministic, self._slack = deterministic, slack
-        self._shapes = [port.shape(fixture.problem.out_shape) for port in self._ports]
+        self._shapes = [port.shape(data.problem.out_shape) for port in self._ports]
         self._memory = [
-            guarded(lie(Operand(port.dtype), (1, math.prod(shape))), fixture.device, UNWRITTEN)
+            with_guard_bands(
+                memory_layout(Operand(port.dtype), (1, math.prod(shape))), data.device, UNWRITTEN
+            )
             for port, shape in zip(self._ports, self._shapes, strict=True)
         ]
         self._given: tuple[Tensor, ...] = ()
@@ -68,7 +70,7 @@ class Outputs:
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)
         again = expected is not None and self._deterministic and first is not given
-        of_result = compare.tolerance(self._fixture.problem)
+        of_result = compare.tolerance(self._data.problem)
         for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
             if not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
@@ -108,7 +110,7 @@ class Outputs:
     def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
         """The output for ``tile`` in fp64, and the scale of its error: the size of a term, or of a
         sum of as many terms of random sign. Computed piecewise, by rows."""
-        step = max(1, self._fixture.at_once // max(1, tile.shape[-1]))
+        step = max(1, self._data.at_once // max(1, tile.shape[-1]))
         parts, squares = [], tile.new_zeros((), dtype=torch.float64)
         for low in range(0, max(1, len(tile)), step):
             terms = port.terms(tile[low : low + step].double())

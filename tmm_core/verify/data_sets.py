@@ -20,17 +20,17 @@ from tmm_core.verify.guard_bands import (
     UNREADABLE,
     UNWRITTEN,
     Checksums,
-    Guarded,
+    GuardedTensor,
     footprint,
-    guarded,
-    lie,
-    strided_vector,
+    memory_layout,
+    vector_layout,
+    with_guard_bands,
 )
-from tmm_core.verify.nonfinite import AXES, Special, special
+from tmm_core.verify.nonfinite import AXES, NonFinite, nonfinite_inputs
 from tmm_core.verify.ragged_inputs import Inputs, rows_read
 from tmm_core.verify.random_inputs import Recipe
 
-F = TypeVar("F", bound="Fixture")
+F = TypeVar("F", bound="DataSets")
 
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
 #: CPU's memory, and this, unless one set of inputs and its results take more.
@@ -117,7 +117,7 @@ class InputSet:
     seed: int = 0
 
 
-class Fixture:
+class DataSets:
     """Inputs and outputs of one problem, made on first use.
 
     Two sets of inputs differ in values, address, and strides as far as their class allows: the
@@ -146,8 +146,8 @@ class Fixture:
         #: Bytes that one set may take with samples of its result if ``limit`` is too small.
         self.most = default_limit(device, math.inf) if memory_limit is None else memory_limit
         self._sets: list[InputSet] | None = None
-        self._outs: list[Guarded] = []
-        self._special: list[Special] | None = None
+        self._outs: list[GuardedTensor] = []
+        self._nonfinite: list[NonFinite] | None = None
         #: Further inputs (:mod:`tmm_core.verify.further_inputs`), made on first use.
         self.rounds: list[Any] | None = None
 
@@ -156,17 +156,17 @@ class Fixture:
         cls: type[F],
         problem: Problem,
         inputs: Inputs,
-        memory: Mapping[str, Guarded],
-        out: Guarded,
+        memory: Mapping[str, GuardedTensor],
+        out: GuardedTensor,
     ) -> F:
-        """A fixture with these inputs, which lie in ``memory`` by their names, and this output,
+        """Data sets of these inputs, which are in ``memory`` by their names, and this output,
         into which every launch writes."""
         device = inputs.a.device
-        fixture = cls(problem, device)
-        expected = fixture.expect(inputs, whole=True)
-        fixture._sets = [InputSet(inputs, Checksums.of(memory), expected)]
-        fixture._outs, fixture.allocates = [out], False
-        return fixture
+        data = cls(problem, device)
+        expected = data.expect(inputs, whole=True)
+        data._sets = [InputSet(inputs, Checksums.of(memory), expected)]
+        data._outs, data.allocates = [out], False
+        return data
 
     @property
     def at_once(self) -> int:
@@ -180,24 +180,32 @@ class Fixture:
             self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
         return self._sets
 
-    def special(self) -> list[Special]:
-        """Special values for the last set of inputs, in rows and in columns."""
-        if self._special is None:
+    def nonfinite(self) -> list[NonFinite]:
+        """NonFinite values for the last set of inputs, in rows and in columns."""
+        if self._nonfinite is None:
             inputs, room = self.sets()[-1].inputs, self.limit // 8
-            made = [special(self.problem, inputs, axis, room) for axis in AXES]
-            self._special = [each for each in made if each is not None]
-        return self._special
+            made = [nonfinite_inputs(self.problem, inputs, axis, room) for axis in AXES]
+            self._nonfinite = [each for each in made if each is not None]
+        return self._nonfinite
 
-    def out(self, which: int) -> Guarded:
+    def out(self, which: int) -> GuardedTensor:
         """One of two outputs between guard bands, filled with NaN."""
         while len(self._outs) <= which:
             padded = len(self._outs) == 1
-            placed = lie(self.problem.out, self.problem.out_shape, padded=padded)
-            self._outs.append(guarded(placed, self.device, UNWRITTEN))
+            placed = memory_layout(self.problem.out, self.problem.out_shape, padded=padded)
+            self._outs.append(with_guard_bands(placed, self.device, UNWRITTEN))
         self._outs[which].poison()
         return self._outs[which]
 
-    def soil(self) -> None:
+    def outs_intact(self, count: int) -> list[bool]:
+        """Whether the memory around each of the first outputs is as it was; overwrites them."""
+        return [bool(out.intact()) for out in self._outs[:count]]
+
+    def changed_inputs(self) -> list[str]:
+        """The names of inputs that have changed, or whose surroundings have."""
+        return list(dict.fromkeys(n for each in self.sets() for n in each.checksums.changed()))
+
+    def poison_free_memory(self) -> None:
         """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
         results of an earlier launch could remain where this one writes nothing."""
         for each in [self.problem.empty_out(self.device) for _ in range(2)]:
@@ -205,7 +213,7 @@ class Fixture:
 
     def release(self) -> None:
         """Release all tensors; they are made again with other values on the next use."""
-        self._sets, self._outs, self._special, self.rounds = None, [], None, None
+        self._sets, self._outs, self._nonfinite, self.rounds = None, [], None, None
 
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs fit, and whether their whole results do."""
@@ -242,13 +250,13 @@ class Fixture:
         return FULL_FLOPS if narrow else FULL_FLOPS_FP64
 
     def _set(self, padded: bool, whole: bool) -> InputSet:
-        memory: dict[str, Guarded] = {}
+        memory: dict[str, GuardedTensor] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-            placed = lie(spec, shape, padded=padded)
+            placed = memory_layout(spec, shape, padded=padded)
             if name == "bias" and padded:  # a call's bias may have any stride
-                placed = strided_vector(spec, shape, 2)
-            memory[name] = guarded(placed, self.device, UNREADABLE)
+                placed = vector_layout(spec, shape, 2)
+            memory[name] = with_guard_bands(placed, self.device, UNREADABLE)
             return memory[name].tensor
 
         # One set of ragged products is skewed, the other even and does not fill its rows.

@@ -21,13 +21,20 @@ from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import random_inputs
 from tmm_core.verify.compare import reference
-from tmm_core.verify.data_sets import Expected, Fixture, InputSet
-from tmm_core.verify.guard_bands import UNREADABLE, Lie, expanded, guarded, lie, strided_vector
+from tmm_core.verify.data_sets import DataSets, Expected, InputSet
+from tmm_core.verify.guard_bands import (
+    UNREADABLE,
+    MemoryLayout,
+    expanded_layout,
+    memory_layout,
+    vector_layout,
+    with_guard_bands,
+)
 from tmm_core.verify.nonfinite import kinds_of, marks, split, values_of
 from tmm_core.verify.ragged_inputs import Inputs
 from tmm_core.verify.random_inputs import Recipe, Values
 
-#: Where the tensors of a round are: in the memory of the fixture's last set, in memory of their
+#: Where the tensors of a round are: in the memory of the data's last set, in memory of their
 #: own, with strides of zero, or in one memory for several arguments.
 Place = Literal["same", "own", "expanded", "shared"]
 
@@ -94,11 +101,11 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
 
 
 class Round:
-    """One round of a fixture, whose reference is computed once."""
+    """One round of a data, whose reference is computed once."""
 
-    def __init__(self, fixture: Fixture, plan: Plan) -> None:
+    def __init__(self, data: DataSets, plan: Plan) -> None:
         self.plan = plan
-        self._fixture = fixture
+        self._data = data
         self._seed = random_inputs.new_seed()
         self._expected: Expected | None = None
         self._kinds: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -107,13 +114,13 @@ class Round:
 
     def inputs(self) -> Inputs:
         """Write the values, and return the arguments."""
-        fixture, plan = self._fixture, self.plan
+        data, plan = self._data, self.plan
         if plan.place == "same":
-            made = rewritten(fixture, fixture.sets()[-1], plan.recipe, self._seed)
+            made = rewritten(data, data.sets()[-1], plan.recipe, self._seed)
         else:
             made = random_inputs.make(
-                fixture.problem, fixture.device, seed=self._seed, recipe=plan.recipe,
-                allocate=functools.partial(_allocate, fixture, plan.place, {}),
+                data.problem, data.device, seed=self._seed, recipe=plan.recipe,
+                allocate=functools.partial(_allocate, data, plan.place, {}),
             )  # fmt: skip
         if plan.flooded:
             _flood(made.a.data, self._seed)
@@ -121,29 +128,29 @@ class Round:
 
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
         """The result's error; NaN if NaN or Inf is where it should not be."""
-        fixture = self._fixture
+        data = self._data
         if self.plan.flooded:
             return self._kinds_differ(inputs, result)
-        expected = self._expected or fixture.expect(inputs, whole=False)
+        expected = self._expected or data.expect(inputs, whole=False)
         self.slack = 0.0
-        if fixture.problem.out.dtype == torch.float16:
+        if data.problem.out.dtype == torch.float16:
             self.slack += _STEP / float(expected.rms)
         if self.plan.recipe.values.cancelling:
-            self.slack += fixture.problem.k * _TRUNCATED * random_inputs.CANCELLED
+            self.slack += data.problem.k * _TRUNCATED * random_inputs.CANCELLED
         if self._is_kept(expected.in_rows):
             self._expected = expected
-        return expected.error(result, fixture.at_once).item()
+        return expected.error(result, data.at_once).item()
 
     def _is_kept(self, reference: torch.Tensor) -> bool:
         """Whether a reference of that size is kept for the next launcher."""
-        return reference.nbytes <= self._fixture.limit // _KEPT
+        return reference.nbytes <= self._data.limit // _KEPT
 
     def _kinds_differ(self, inputs: Inputs, result: torch.Tensor) -> float:
-        problem = self._fixture.problem
-        rows, cols = self._fixture.sampled(inputs)
+        problem = self._data.problem
+        rows, cols = self._data.sampled(inputs)
         if self._kinds is None:
             of = functools.partial(marks, problem)
-            room = self._fixture.limit // 16
+            room = self._data.limit // 16
             kinds, free = split(reference(problem, inputs, rows, cols, room, of))
         else:
             rows, kinds, free = self._kinds
@@ -153,32 +160,32 @@ class Round:
         return math.nan if bool(((found != kinds) & ~free).any()) else 0.0
 
 
-def rounds_of(fixture: Fixture) -> list[Round]:
-    """The rounds of a fixture: none if its inputs were given, or do not fit twice."""
-    if fixture.rounds is None:
-        fixture.rounds = []
-        of, problem = fixture.sets()[-1], fixture.problem
+def rounds_of(data: DataSets) -> list[Round]:
+    """The rounds of a data: none if its inputs were given, or do not fit twice."""
+    if data.rounds is None:
+        data.rounds = []
+        of, problem = data.sets()[-1], data.problem
         if of.recipe is not None and 0 not in problem.out_shape:
             fits = sum(g.words.nbytes for g in of.checksums.memory.values())
-            fits = fits <= fixture.limit // _SHARE
+            fits = fits <= data.limit // _SHARE
             for plan in planned(problem):
                 if _applies(problem, plan.place) and (fits or plan.place == "same"):
-                    fixture.rounds.append(Round(fixture, plan))
-    return fixture.rounds
+                    data.rounds.append(Round(data, plan))
+    return data.rounds
 
 
 @contextlib.contextmanager
-def restoring(fixture: Fixture) -> Iterator[None]:
-    """Put the values of the fixture's last set back at the end."""
+def restoring(data: DataSets) -> Iterator[None]:
+    """Put the values of the data's last set back at the end."""
     try:
         yield
     finally:
-        of = fixture.sets()[-1]
+        of = data.sets()[-1]
         assert of.recipe is not None
-        rewritten(fixture, of, of.recipe, of.seed)
+        rewritten(data, of, of.recipe, of.seed)
 
 
-def rewritten(fixture: Fixture, of: InputSet, recipe: Recipe, seed: int) -> Inputs:
+def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs:
     """Draw other values into the tensors of a set, whose objects and versions stay the same."""
     memory = of.checksums.memory
     assert of.recipe is not None
@@ -188,7 +195,7 @@ def rewritten(fixture: Fixture, of: InputSet, recipe: Recipe, seed: int) -> Inpu
         return memory[name].tensor.data  # whose version is counted apart
 
     made = random_inputs.make(
-        fixture.problem, fixture.device, seed=seed, allocate=allocate, recipe=recipe
+        data.problem, data.device, seed=seed, allocate=allocate, recipe=recipe
     )
     rows, before = made.rows, of.inputs.rows
     if rows is not None and before is not None:
@@ -209,7 +216,7 @@ def _applies(problem: Problem, place: Place) -> bool:
             return True
         operands = [(problem.a, problem.a_shape), (problem.b, problem.b_shape)]
         operands += [(problem.residual, problem.out_shape)] if problem.residual else []
-        return any(0 in expanded(spec, shape).strides for spec, shape in operands)
+        return any(0 in expanded_layout(spec, shape).strides for spec, shape in operands)
     return True
 
 
@@ -227,21 +234,21 @@ def _aliases(problem: Problem) -> dict[str, str]:
 
 
 def _allocate(
-    fixture: Fixture,
+    data: DataSets,
     place: Place,
     made: dict[str, torch.Tensor],
     name: str,
     spec: Operand,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    if place == "shared" and (other := _aliases(fixture.problem).get(name)):
+    if place == "shared" and (other := _aliases(data.problem).get(name)):
         return made[other]
-    placed: Lie = lie(spec, shape)
+    placed: MemoryLayout = memory_layout(spec, shape)
     if place == "expanded" and name == "bias":
-        placed = strided_vector(spec, shape, 0)
+        placed = vector_layout(spec, shape, 0)
     elif place == "expanded" and name in ("a", "b", "residual"):
-        placed = expanded(spec, shape)
-    made[name] = guarded(placed, fixture.device, UNREADABLE).tensor
+        placed = expanded_layout(spec, shape)
+    made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
     return made[name]
 
 

@@ -35,33 +35,38 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Lie:
-    """A tensor's layout in memory, in elements: ``length`` reaches from the first past the last."""
+class MemoryLayout:
+    """A tensor's layout in memory, in elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...]
-    offset: int
-    length: int
+    offset: int = 0
+
+    @property
+    def length(self) -> int:
+        """From the beginning to past the last element."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.offset + sum(max(0, size - 1) * step for size, step in steps) + 1
 
 
-def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
+def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> MemoryLayout:
     """The layout of a tensor whose last two dimensions are of the class ``spec``."""
     *batch, rows, cols = shape
     if spec.layout == "col":
-        flipped = lie(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
+        flipped = memory_layout(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
         *outer, leading, inner = flipped.strides
         return replace(flipped, shape=shape, strides=(*outer, inner, leading))
     unit = max(1, ALIGNMENT // spec.dtype.itemsize)
-    gap = unit if padded else 0
     offset, inner = 0, 1
-    if spec.layout == "strided":
-        if padded:  # columns lie closer together than rows
-            return _strided_by_columns(spec, shape)
+    interleaved = spec.layout == "strided" and padded
+    if interleaved:
+        leading, inner = 3, 3 * rows + 1
+    elif spec.layout == "strided":
         leading, inner = 2 * cols, 2
     else:
         natural = cols % unit == 0 or rows == 1
-        leading = cols + gap
+        leading = cols + unit * padded
         if spec.aligned:
             leading = -(-leading // unit) * unit if rows > 1 else leading
         elif padded:
@@ -71,32 +76,19 @@ def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
             leading += 1  # misaligned to 16 bytes
         elif natural:
             offset = 1  # a single row has no leading stride to misalign
-    matrix = rows * leading
-    if spec.aligned:
-        matrix = -(-matrix // unit) * unit
     reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
     if padded and not spec.wide and reach > _INT32_MAX:
-        return lie(spec, shape)  # gaps would change its class
-    length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
+        return memory_layout(spec, shape)  # gaps would change its class
+    matrix = cols * inner if interleaved else rows * leading
+    if spec.aligned and not interleaved:
+        matrix = -(-matrix // unit) * unit
     strides = (*([matrix] if batch else []), leading, inner)
-    return Lie(shape, spec.dtype, strides, offset, length)
+    return MemoryLayout(shape, spec.dtype, strides, offset)
 
 
-def _strided_by_columns(spec: Operand, shape: tuple[int, ...]) -> Lie:
-    """A layout of the class ``strided`` whose rows are interleaved: strides 3 and 3·rows + 1."""
-    *batch, rows, cols = shape
-    leading, inner = 3, 3 * rows + 1
-    reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
-    if not spec.wide and reach > _INT32_MAX:
-        return lie(spec, shape)
-    matrix = cols * inner
-    length = max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
-    return Lie(shape, spec.dtype, (*([matrix] if batch else []), leading, inner), 0, length)
-
-
-def expanded(spec: Operand, shape: tuple[int, ...]) -> Lie:
+def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
     """A layout of that class with strides of zero, as far as it allows them; only for inputs."""
-    placed = lie(spec, shape, padded=True)
+    placed = memory_layout(spec, shape, padded=True)
     *batch, rows, cols = shape
     leading, inner = placed.strides[-2:]
     if not spec.wide and not spec.aligned:
@@ -106,21 +98,17 @@ def expanded(spec: Operand, shape: tuple[int, ...]) -> Lie:
             inner = 0
         elif spec.layout == "strided":
             leading = 0
-    length = placed.offset + max(0, rows - 1) * leading + max(0, cols - 1) * inner + 1
-    strides = (0, leading, inner) if batch else (leading, inner)
-    return Lie(shape, spec.dtype, strides, placed.offset, length)
+    return replace(placed, strides=(0, leading, inner) if batch else (leading, inner))
 
 
-def strided_vector(spec: Operand, shape: tuple[int, ...], step: int) -> Lie:
+def vector_layout(spec: Operand, shape: tuple[int, ...], step: int) -> MemoryLayout:
     """Rows of a matrix, or one vector, whose elements are ``step`` apart; zero: they are one."""
-    rows, cols = shape
-    leading = 0 if step == 0 else step * cols + 1
-    length = max(0, rows - 1) * leading + max(0, cols - 1) * step + 1
-    return Lie(shape, spec.dtype, (leading, step), 0, length)
+    leading = 0 if step == 0 else step * shape[1] + 1
+    return MemoryLayout(shape, spec.dtype, (leading, step))
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class GuardedTensor:
     """A tensor inside memory otherwise filled with one byte value."""
 
     tensor: torch.Tensor
@@ -148,11 +136,11 @@ class Guarded:
 class Checksums:
     """Checksums of tensors by name, which detect changes of them, their gaps and guard bands."""
 
-    memory: Mapping[str, Guarded]
+    memory: Mapping[str, GuardedTensor]
     before: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, memory: Mapping[str, Guarded]) -> Checksums:
+    def of(cls, memory: Mapping[str, GuardedTensor]) -> Checksums:
         return cls(memory, {name: each.sums() for name, each in memory.items()})
 
     def changed(self) -> list[str]:
@@ -162,23 +150,23 @@ class Checksums:
         return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
-def guarded(placed: Lie, device: torch.device, filler: int) -> Guarded:
+def with_guard_bands(placed: MemoryLayout, device: torch.device, filler: int) -> GuardedTensor:
     """An uninitialised tensor of that layout between two bands of ``filler``."""
     inside, band = _extent(placed)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
     offset = band // placed.dtype.itemsize + placed.offset
     tensor = memory.view(placed.dtype).as_strided(placed.shape, placed.strides, offset)
-    return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
+    return GuardedTensor(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
 
 
 def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
-    """Maximum bytes of :func:`guarded`, padded or not."""
-    extents = (_extent(lie(spec, shape, padded=padded)) for padded in (False, True))
+    """Maximum bytes of :func:`with_guard_bands`, padded or not."""
+    extents = (_extent(memory_layout(spec, shape, padded=padded)) for padded in (False, True))
     return max(inside + 2 * band for inside, band in extents)
 
 
-def _extent(placed: Lie) -> tuple[int, int]:
+def _extent(placed: MemoryLayout) -> tuple[int, int]:
     """Bytes of the inside, and of each band."""
     size = placed.dtype.itemsize
     longest = max(placed.strides[-2:]) * size

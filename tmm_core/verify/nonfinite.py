@@ -1,6 +1,6 @@
 """Plants NaN and Inf in some rows of ``a`` or columns of ``b``, and checks where they arrive.
 
-Each row (or column) gets one special value, so that no sum has two and none depends on the order of
+Each row (or column) gets one such value, so that no sum has two and none depends on the order of
 its terms: a product with NaN is NaN, one with Inf is Inf of one sign, or NaN if the other factor is
 zero. Any result is accepted where the reference gives NaN although only Inf was accumulated, such
 as silu(-Inf) = -Inf · 0: it depends on how the formula is written.
@@ -41,8 +41,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Special:
-    """Special values for some inputs, and their expected effect on a result."""
+class NonFinite:
+    """NonFinite values for some inputs, and their expected effect on a result."""
 
     axis: Axis
     changes: tuple[Change, ...]
@@ -55,7 +55,7 @@ class Special:
     within: tuple[int, int] | None = None
 
     def fault(self, out: torch.Tensor) -> str | None:
-        """Where the special values of ``out`` differ from the reference."""
+        """How the non-finite values of ``out`` differ from the reference."""
         if self.within is not None:
             out = out.narrow(self.within[0], 0, self.within[1])
         elsewhere = ~out.isfinite()
@@ -76,8 +76,8 @@ class Special:
 _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
-def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special | None:
-    """Special values for these inputs; None if no input can hold one.
+def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> NonFinite | None:
+    """NonFinite values for these inputs; None if no input can hold one.
 
     Along rows they are in a and the residual, along columns in b and the bias.
 
@@ -99,7 +99,7 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
     rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
     with planted(changes):
         marked = reference(problem, inputs, rows, cols, room, functools.partial(marks, problem))
-    return Special(axis, changes, places, *split(marked), within)
+    return NonFinite(axis, changes, places, *split(marked), within)
 
 
 @contextmanager
@@ -147,10 +147,10 @@ def _changes(
         value = values[place % len(values)]
         places = read.get(line) or (line if rows else column(problem, line),)
         yield Change(matrix, index, tuple(places), value)
-    yield from _beside(problem, inputs, rows, filled, chance)
+    yield from _in_terms(problem, inputs, rows, filled, chance)
 
 
-def _beside(
+def _in_terms(
     problem: Problem,
     inputs: Inputs,
     rows: bool,
@@ -192,7 +192,7 @@ def column(problem: Problem, line: int) -> int:
 
 
 def values_of(dtype: torch.dtype) -> tuple[float, ...]:
-    """The special values of the format."""
+    """The non-finite values of the format."""
     infinite = torch.tensor(math.inf, device="cpu").to(dtype).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 

@@ -33,10 +33,6 @@ def _attribute(owner: Any, name: str) -> Piece:
     return Piece(lambda: getattr(owner, name, None), lambda value: setattr(owner, name, value))
 
 
-def _deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 #: A denormal number: halved, it is zero where the processor flushes denormals.
 _DENORMAL = 1e-310
 
@@ -71,7 +67,7 @@ SETTINGS: dict[str, Piece] = {
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        _deterministic,
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
     "the flushing of denormal numbers": Piece(
         lambda: _DENORMAL * 0.5 == 0, torch.set_flush_denormal
@@ -103,38 +99,27 @@ def _set_numpy_state(state: Any) -> None:
         sys.modules["numpy"].random.set_state(state)
 
 
-def _torch_random() -> bytes:
-    return bytes(torch.get_rng_state().numpy())
+def _generator(module: Any) -> Piece:
+    """The state of torch's generator of a module, as bytes, which can be compared."""
 
+    def write(state: bytes) -> None:
+        module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-def _set_torch_random(state: bytes) -> None:
-    torch.set_rng_state(_as_tensor(state))
-
-
-def _cuda_random() -> bytes:
-    return bytes(torch.cuda.get_rng_state().numpy())
-
-
-def _set_cuda_random(state: bytes) -> None:
-    torch.cuda.set_rng_state(_as_tensor(state))
-
-
-def _as_tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    return Piece(lambda: bytes(module.get_rng_state().numpy()), write)
 
 
 #: States of random generators by name. Other threads may draw from them at any time.
 GENERATORS: dict[str, Piece] = {
-    "torch's random generator": Piece(_torch_random, _set_torch_random),
+    "torch's random generator": _generator(torch),
     "Python's random generator": Piece(random.getstate, random.setstate),
     "NumPy's random generator": Piece(_numpy_state, _set_numpy_state),
 }
+CUDA_GENERATOR = {"torch's random generator of the GPU": _generator(torch.cuda)}
 #: Further pieces where the launch is on a GPU.
 ON_CUDA: dict[str, Piece] = {
     "the current CUDA device": Piece(torch.cuda.current_device, torch.cuda.set_device),
     "the current CUDA stream": Piece(torch.cuda.current_stream, torch.cuda.set_stream),
 }
-CUDA_GENERATOR = {"torch's random generator of the GPU": Piece(_cuda_random, _set_cuda_random)}
 
 
 class State:

@@ -1,6 +1,6 @@
 """Group sizes and indices for launches of a ragged problem, to verify and to time them.
 
-Group sizes are drawn on the host, so that a reference can compute one product per group. Timing
+Group sizes are sampled on the host, so that a reference can compute one product per group. Timing
 uses two distributions (:data:`Sizes`), since the fastest kernel for one need not be the fastest for
 the other: a *skewed* one, where few groups have most of the rows, as from a router, and an *even*
 one. Both have empty groups. Verification also uses the extremes.
@@ -21,9 +21,9 @@ from tmm_core.spec.problem import Problem
 
 #: One group in this many is empty.
 EMPTY_ONE_IN = 5
-#: Draws of group sizes that a chain of calls takes in turn. Each fills the groups' last tiles
+#: Samples of group sizes that a chain of calls takes in turn. Each fills the groups' last tiles
 #: differently: torch's product of 4096 rows in 8 groups took 718 µs with some, 851 with others.
-DRAWS = 6
+SIZE_SAMPLES = 6
 #: How often each gathered row is read: ``a`` has fewer rows by this factor.
 READS = 2
 #: Least rows of ``a`` where rows are gathered: with one row, every index would be zero.
@@ -53,8 +53,8 @@ class Rows:
     a_index: torch.Tensor | None = None
     out_index: torch.Tensor | None = None
     out_weights: torch.Tensor | None = None
-    #: The ``offs`` of other draws, from the two distributions in turn.
-    draws: tuple[torch.Tensor, ...] = ()
+    #: The ``offs`` of other samples, from the two distributions in turn.
+    other_offs: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(
@@ -97,21 +97,23 @@ class Rows:
             drawn[used:] = torch.nan
             out_weights = place(drawn, groups.out_weights)
         pair: tuple[Sizes, Sizes] = ("skewed", "even") if sizes == "skewed" else ("even", "skewed")
-        draws = [ends_of(groups.count, used, chance, pair[draw % 2]) for draw in range(1, DRAWS)]
-        offs, *others = (place(each, torch.int32) for each in (ends, *draws))
+        samples = [
+            ends_of(groups.count, used, chance, pair[place % 2]) for place in range(1, SIZE_SAMPLES)
+        ]
+        offs, *others = (place(each, torch.int32) for each in (ends, *samples))
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
 
     def of_call(self, call: int) -> Rows:
-        """The rows of that call of a chain, whose calls take the draws in turn."""
-        draws = (self.offs, *self.draws)
-        return replace(self, offs=draws[call % len(draws)])
+        """The rows of that call of a chain, whose calls take the samples in turn."""
+        samples = (self.offs, *self.other_offs)
+        return replace(self, offs=samples[call % len(samples)])
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """The keyword tensors of a launch, scales left out."""
         return {name: t for name in ROWS if (t := getattr(self, name)) is not None}
 
-    def soil(self, problem: Problem, given: Inputs) -> None:
+    def poison_beyond(self, problem: Problem, given: Inputs) -> None:
         """Put NaN beyond the last group, where nothing may be read."""
         end, residual = self.ends[-1], given.residual
         a = given.a if self.a_index is None else None
@@ -126,23 +128,23 @@ class Rows:
             if t is not None:
                 poison(t.narrow(dimension, end, t.shape[dimension] - end))
 
-    def spoil_unread(self, problem: Problem, given: Inputs) -> None:
+    def poison_unread(self, problem: Problem, given: Inputs) -> None:
         """Put NaN into rows of ``a`` that no group reads, and into operands of empty groups."""
         end = self.ends[-1]
         if self.a_index is not None:
             unread = torch.ones(self.read, dtype=torch.bool, device=given.a.device)
             unread[self.a_index[:end].long()] = False
-            _spoil(given.a, unread)
+            _poison_at(given.a, unread)
             for part in given.by_row(problem, "a").values():
-                _spoil(part, unread)
+                _poison_at(part, unread)
         starts = (0, *self.ends[:-1])
         empty = [start == end for start, end in zip(starts, self.ends, strict=True)]
         if not any(empty) or problem.along == "k":
             return
         at = torch.tensor(empty, device=given.a.device)
-        _spoil(given.b if problem.along == "m" else given.a, at)
+        _poison_at(given.b if problem.along == "m" else given.a, at)
         if given.bias is not None:
-            _spoil(given.bias, at)
+            _poison_at(given.bias, at)
 
     def defined(self, problem: Problem) -> tuple[int, int] | None:
         """The dimension along which the result is defined only up to the last group, and that
@@ -227,7 +229,7 @@ def poison(t: torch.Tensor) -> torch.Tensor:
     return t.fill_(torch.iinfo(t.dtype).max)
 
 
-def _spoil(t: torch.Tensor, at: torch.Tensor) -> None:
+def _poison_at(t: torch.Tensor, at: torch.Tensor) -> None:
     """Poison ``t`` where ``at`` is true along the first dimension."""
     if not t.is_floating_point():
         t[at] = torch.iinfo(t.dtype).max

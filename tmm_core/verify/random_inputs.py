@@ -17,7 +17,7 @@ from tmm_core.formats import Format
 from tmm_core.spec.arguments import PARTS
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.verify.guard_bands import lie
+from tmm_core.verify.guard_bands import memory_layout
 from tmm_core.verify.ragged_inputs import Inputs, Reads, Rows, Sizes
 
 Tensor = torch.Tensor
@@ -196,9 +196,9 @@ def make(
     }
     given = Inputs(a, b, bias, residual, alpha, parts, rows)
     if rows is not None:
-        rows.soil(problem, given)
+        rows.poison_beyond(problem, given)
         if recipe.poisoned:
-            rows.spoil_unread(problem, given)
+            rows.poison_unread(problem, given)
     elif problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b
     return given
@@ -217,7 +217,7 @@ def new_seed() -> int:
 
 def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
-    placed = lie(spec, shape)
+    placed = memory_layout(spec, shape)
     memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
     return memory.as_strided(shape, placed.strides, placed.offset)
 

@@ -24,7 +24,7 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import PART, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
-from tmm_core.verify.checked_launch import Trial, WrongError
+from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.data_sets import InputSet
 from tmm_core.verify.further_inputs import restoring, rounds_of
 from tmm_core.verify.ragged_inputs import Inputs
@@ -34,6 +34,9 @@ Tensor = torch.Tensor
 #: Launches of each of two threads, and the seconds that they may take beyond the least number: 32
 #: launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
 LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
+#: Seconds that a GPU may take for the launches of both threads: 128 of each, of 4096×4096×14336,
+#: take 0.18 s, and a host submits them within :data:`TOGETHER_SECONDS`.
+TOGETHER_ON_GPU = 0.015
 #: Seconds for which a thread goes on until the other one has made its launches.
 LONGEST_TOGETHER = 0.2
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
@@ -42,18 +45,15 @@ _GATHERING = 1_000_000
 _SWITCHING = 1e-6
 
 
-class Ways(Trial):
-    """A trial with further ways to launch; none for BLAS, which is not judged."""
+class WaysOfUse(CheckedLauncher):
+    """A launcher with further ways to launch, none for BLAS, which is not judged. Methods raise
+    :class:`WrongError` with the first fault."""
 
-    def forms(self, of: InputSet, limit: int | None = None) -> None:
+    def forms(self, limit: int | None = None) -> None:
         """Launch N-D operands as the launcher folds them, in ``limit`` shapes, and its source as a
-        plan calls it.
-
-        Raises:
-            WrongError: What is wrong.
-        """
-        bound, problem = self._bound, self._fixture.problem
-        if self._baseline or self._outputs or not self._fixture.allocates or problem.groups:
+        plan calls it."""
+        bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
+        if self._baseline or self._outputs or not self._data.allocates or problem.groups:
             return
         if bound.body is not None:
             self._form(of, of.inputs, bound, None)
@@ -65,7 +65,7 @@ class Ways(Trial):
                     self._form(of, given, wrapped, fold)
 
     def _form(self, of: InputSet, given: Inputs, launcher: Any, fold: Fold | None) -> None:
-        problem, bound = self._fixture.problem, Bound.of(launcher)
+        problem, bound = self._data.problem, Bound.of(launcher)
         ways: list[Callable[[], Any]] = []
         if fold is not None:
             ways.append(lambda: given.launch(bound.run, None))
@@ -81,73 +81,54 @@ class Ways(Trial):
         shape = problem.out_shape if fold is None else tuple(fold.shape)
         when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
         for way in ways:
-            result = self._launch(of, [], form=functools.partial(self._flat, way, shape))
+            result = self._launch(of, form=functools.partial(self._flat, way, shape))
             self._compare(of, result, when)
             del result
-            self._hold_free()
+            self._check_released()
 
-    def _flat(self, way: Callable[[], Any], shape: tuple[int, ...], _: Inputs) -> Tensor:
+    def _flat(self, way: Callable[[], Any], shape: tuple[int, ...]) -> Tensor:
         result = way()
         if not isinstance(result, Tensor) or tuple(result.shape) != shape:
             found = tuple(getattr(result, "shape", ()))
             raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
-        return result.view(self._fixture.problem.out_shape)
+        return result.view(self._data.problem.out_shape)
 
-    def autocast(self, of: InputSet) -> None:
-        """Launch under autocast to the dtype that operands and result have, which casts none.
-
-        Raises:
-            WrongError: What is wrong.
-        """
-        problem = self._fixture.problem
+    def autocast(self) -> None:
+        """Launch under autocast to the dtype that operands and result have, which casts none."""
+        problem, of = self._data.problem, self._data.sets()[0]
         same = problem.a.dtype == problem.b.dtype == problem.out.dtype
         if self._baseline or not same or problem.a.dtype not in (torch.float16, torch.bfloat16):
             return
-        if self._fixture.allocates:
-            result = self._launch(of, [], mode="autocast")
-        else:
-            result = self._launch_into(self._fixture.out(0), of, mode="autocast")
-        self._compare(of, result, ", under autocast")
-        del result
-        self._hold_free()
+        self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
+        self._check_released()
 
     def rounds(self, limit: int | None = None) -> None:
-        """One launch for each of the fixture's rounds, or for ``limit`` of them.
-
-        Raises:
-            WrongError: What is wrong.
-        """
-        if self._baseline or not (rounds := rounds_of(self._fixture)[:limit]):
+        """One launch on each of the data's further inputs, or on ``limit`` of them."""
+        if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
-        self._hold_inputs()  # as the values are put back afterwards
-        of = self._fixture.sets()[-1]
-        with restoring(self._fixture), self._no_warnings():
+        self._check_inputs()  # as the values are put back afterwards
+        of = self._data.sets()[-1]
+        with restoring(self._data):
             for each in rounds:
                 inputs = each.inputs()
-                if self._fixture.allocates:
-                    result = self._launch(of, [], inputs=inputs)
-                else:
-                    result = self._launch_into(self._fixture.out(0), of, inputs=inputs)
+                result = self._launch(of, inputs=inputs)
                 error = each.error(inputs, result)
                 del result
                 self._accept(error, f", with {each.plan.name}", each.slack)
-                self._hold_free()
+                self._check_released()
 
     def together(self) -> None:
-        """Launch on both sets from two threads at once, on two streams of a GPU.
-
-        Raises:
-            WrongError: What is wrong.
-        """
-        sets = self._fixture.sets()
+        """Launch on both sets from two threads at once, on two streams of a GPU."""
+        sets, device = self._data.sets(), self._data.device
         if self._baseline or self._outputs or len(sets) < 2:
             return
-        if self._fixture.problem.device.interpreted:
+        if self._data.problem.device.interpreted:
             _interpret_one_at_a_time()
-        out = max(1, self._fixture.problem.empty_out("meta").untyped_storage().nbytes())
-        held = max(1, min(MOST_TOGETHER, self._fixture.limit // (64 * out)))
+        most = self._most_together() if device.type == "cuda" else MOST_TOGETHER
+        out = max(1, self._data.problem.empty_out("meta").untyped_storage().nbytes())
+        held = max(1, min(most, self._data.limit // (64 * out)))
         busy = set(range(len(sets)))
-        workers = [_Worker(self, of, place, busy, held) for place, of in enumerate(sets)]
+        workers = [_Worker(self, of, place, busy, most, held) for place, of in enumerate(sets)]
         with _switching():
             try:
                 for worker in workers:
@@ -159,31 +140,49 @@ class Ways(Trial):
                 for worker in workers:
                     if worker.ident is not None:
                         worker.join()
-        if self._fixture.device.type == "cuda":
-            torch.cuda.synchronize(self._fixture.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         for worker in workers:
             if worker.raised is not None:
                 raise worker.raised
             for result in worker.results:
-                self._hold_to_form(result)
+                self._check_form(result)
                 self._compare(worker.of, result, ", launched by two threads at once")
+
+    def _most_together(self) -> int:
+        """Launches of each thread that a GPU ends in time. A host submits long ones faster."""
+        of, device = self._data.sets()[0], self._data.device
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        self._launch(of, repeated=True)
+        torch.cuda.synchronize(device)
+        seconds = 2 * (time.perf_counter() - begun)
+        return max(LEAST_TOGETHER, min(MOST_TOGETHER, int(TOGETHER_ON_GPU / seconds)))
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """Two streams for all verifications: torch keeps a stream's freed memory for that stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class _Worker(threading.Thread):
     """Launches on one set of inputs, on a stream of its own, until no thread is ``busy``: so the
-    slower thread's launches are beside others."""
+    slower thread's launches run beside others."""
 
-    def __init__(self, trial: Ways, of: InputSet, place: int, busy: set[int], held: int) -> None:
+    def __init__(
+        self, checked: WaysOfUse, of: InputSet, place: int, busy: set[int], most: int, held: int
+    ) -> None:
         super().__init__(name="tmm-verify", daemon=True)
-        fixture = trial._fixture
-        self.of, self._launcher, self._device = of, trial._launcher, fixture.device
-        self._place, self._busy = place, busy
-        self._out = None if fixture.allocates else fixture.out(place).tensor
+        data = checked._data
+        self.of, self._launcher, self._device = of, checked._launcher, data.device
+        self._place, self._busy, self._most = place, busy, most
+        self._out = None if data.allocates else data.out(place).tensor
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             if place == 0:
                 compat.gpu_sleep(_GATHERING)
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = _streams(self._device)[place]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         held = 1 if self._out is not None else held
         self.results: collections.deque[Any] = collections.deque(maxlen=held)
@@ -209,10 +208,10 @@ class _Worker(threading.Thread):
 
     def _launches(self) -> None:
         begun = time.monotonic()
-        for made in range(1, 2 * MOST_TOGETHER):
+        for made in range(1, 2 * self._most):
             self.results.append(self.of.inputs.launch(self._launcher, self._out))
             taken = time.monotonic() - begun
-            if made >= MOST_TOGETHER or (made >= LEAST_TOGETHER and taken > TOGETHER_SECONDS):
+            if made >= self._most or (made >= LEAST_TOGETHER and taken > TOGETHER_SECONDS):
                 self._busy.discard(self._place)
             if not self._busy or (taken > LONGEST_TOGETHER and made >= LEAST_TOGETHER):
                 return

@@ -29,7 +29,7 @@ from tmm_core.bench import recheck
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
-from tmm_core.registry.query import Asked
+from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import DISTRIBUTION, Registry
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -262,7 +262,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def _tried(
-    registry: Registry, kernel: Asked, device: torch.device, first: FirstLaunches
+    registry: Registry, kernel: CheckedKernel, device: torch.device, first: FirstLaunches
 ) -> Finding:
     foreign = kernel.source.distribution not in ("", DISTRIBUTION)
     advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {kernel.source}"
