@@ -14,7 +14,7 @@ from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 
 from tmm_core import ANY, Epilogue, Groups, Operand, Problem, Supports, UnsupportedProblemError
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.supports import _QUESTIONS
 

@@ -3,9 +3,9 @@
 ``out = epilogue(alpha · (a @ b) + bias) + residual``
 
 An :class:`Epilogue` holds the same function in several forms: as torch code (the reference that
-kernels are verified against and that BLAS applies), as a ``@triton.jit`` device function (which
-kernels fuse) and, to train without torch differentiating the reference, as a derivative. Those that
-every installation has are in :mod:`tmm_core.epilogues`.
+kernels are verified against and that BLAS applies), as a device function in Triton's language
+(which kernels fuse) and, to train without torch differentiating the reference, as a derivative.
+Those that every installation has are in :mod:`tmm_core.epilogues`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
@@ -27,6 +27,9 @@ from tmm_core.errors import reraise
 from tmm_core.spec.closures import cells_of, frozen
 from tmm_core.spec.identity import Identity, identify
 from tmm_core.spec.port import Port
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 _Function = Callable[..., torch.Tensor]
 EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
@@ -44,17 +47,18 @@ class Epilogue:
         name: An identifier, as users write it in ``epilogue="…"``.
         reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
             ``(gate, up, *parameters)``. Runs in any floating dtype, fp64 included.
-        device: A ``@triton.jit`` function of the same signature over fp32 blocks, its
-            parameters annotated ``tl.constexpr``; or ``"module:attribute"`` naming one, so
-            that defining an epilogue need not import Triton. ``None``: no kernel can fuse
-            it and BLAS applies the reference.
+        device: The same function of fp32 blocks in Triton's language, its parameters annotated
+            ``tl.constexpr``: a ``@triton.jit`` function; or a plain one, which is compiled as if
+            decorated when a kernel first fuses it, so that defining an epilogue need not import
+            Triton; or ``"module:attribute"`` naming either. A plain function may name ``tl``
+            without importing it, numbers, and other plain functions of this kind. ``None``: no
+            kernel can fuse it and BLAS applies the reference.
         derivative: ``(z, *parameters) -> Tensor``, d epilogue / d z; for a gated epilogue
             ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
             operators, so that it can be differentiated again. ``None``: torch differentiates
             the reference.
-        device_derivative: The same as a ``@triton.jit`` function, or the name of one, as
-            ``device``. With all three, training takes one kernel for the epilogue and one for
-            its derivative.
+        device_derivative: The same in Triton's language, as ``device``. With all three, training
+            takes one kernel for the epilogue and one for its derivative.
         parameters: Default values of the extra arguments, baked into compiled kernels. ``None``:
             the numbers that ``reference`` has as defaults.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
@@ -360,8 +364,8 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
     given = itertools.takewhile(lambda argument: argument.kind in by_position, arguments)
     defaults = [argument.default for argument in given]
     numbers = tuple(itertools.takewhile(lambda value: type(value) in (int, float), defaults))
-    takes = getattr(epilogue.device, "arg_names", None)
-    return numbers if takes is None else numbers[: max(0, len(takes) - operands)]
+    code = getattr(getattr(epilogue.device, "fn", epilogue.device), "__code__", None)
+    return numbers if code is None else numbers[: max(0, code.co_argcount - operands)]
 
 
 def _source(function: Any) -> Any:
@@ -382,20 +386,20 @@ def _module_source(name: str) -> str:
         return ""  # reported where it is needed
 
 
-def builtin(
-    name: str, reference: Callable[..., torch.Tensor], *parameters: float, **kw: Any
-) -> Epilogue:
-    """An epilogue whose device functions have its name in :mod:`tmm_core.triton.epilogues` and
-    :mod:`tmm_core.triton.derivatives`."""
-    return Epilogue(
-        name,
-        reference,
-        device=f"tmm_core.triton.epilogues:{name}",
-        device_derivative=f"tmm_core.triton.derivatives:{name}",
-        parameters=parameters,
-        builtin=True,
-        **kw,
-    )
+def _identity(z):  # type: ignore[no-untyped-def]
+    return z
 
 
-IDENTITY = builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)
+def _ones(z):  # type: ignore[no-untyped-def]
+    return tl.full(z.shape, 1.0, tl.float32)
+
+
+IDENTITY = Epilogue(
+    "identity",
+    lambda z: z,
+    device=_identity,
+    device_derivative=_ones,
+    output_vjp=lambda grad, y: grad,
+    linear=True,
+    builtin=True,
+)
