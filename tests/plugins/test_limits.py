@@ -40,6 +40,12 @@ def test_a_maximum_below_zero_at_edge_tiles(kind: Any) -> None:
     torch.testing.assert_close(most, port.apply(y), rtol=1e-4, atol=1e-4)
 
 
+def test_a_closed_gate_passes_no_infinite_gradient() -> None:
+    z = torch.tensor([[-1.0, 2.0, float("inf"), float("inf")]])
+    dz = Pointwise(parse("reglu"), 4, z.dtype, z.device).backward(torch.ones(1, 2), z)
+    assert dz.tolist() == [[0.0, float("inf"), 0.0, 2.0]]
+
+
 @pytest.mark.parametrize("name", ["relu", "relu2", "leaky_relu(0.25)", "reglu"])
 def test_a_slope_at_zero_is_torchs(name: str) -> None:
     epilogue = parse(name)

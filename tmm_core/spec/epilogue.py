@@ -11,19 +11,16 @@ Those that every installation has are in :mod:`tmm_core.epilogues`.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from tmm_core.errors import reraise
 from tmm_core.spec.closures import cells_of, frozen
 from tmm_core.spec.identity import Identity, identify
 from tmm_core.spec.port import Port
@@ -48,11 +45,10 @@ class Epilogue:
         reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
             ``(gate, up, *parameters)``. Runs in any floating dtype, fp64 included.
         device: The same function of fp32 blocks in Triton's language, its parameters annotated
-            ``tl.constexpr``: a ``@triton.jit`` function; or a plain one, which is compiled as if
-            decorated when a kernel first fuses it, so that defining an epilogue need not import
-            Triton; or ``"module:attribute"`` naming either. A plain function may name ``tl``
-            without importing it, numbers, and other plain functions of this kind. ``None``: no
-            kernel can fuse it and BLAS applies the reference.
+            ``tl.constexpr``. It is a ``@triton.jit`` function, or a plain one, which is jitted when
+            a kernel first fuses it, so that defining an epilogue need not import Triton. A plain
+            one may use ``tl`` without importing it, numbers, and other functions of both kinds.
+            ``None``: no kernel can fuse it and BLAS applies the reference.
         derivative: ``(z, *parameters) -> Tensor``, d epilogue / d z; for a gated epilogue
             ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
             operators, so that it can be differentiated again. ``None``: torch differentiates
@@ -77,6 +73,7 @@ class Epilogue:
         ValueError: The name is not an identifier, or a parameter is not a finite number, or not
             above 0 where it has to be, or two outputs have one name, or an interleaved one is not
             gated or has a derivative.
+        TypeError: A device function is not a function.
     """
 
     name: str
@@ -107,6 +104,9 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
         if self.positive and min(self.parameters) < _LEAST_POSITIVE:
             raise ValueError(f"epilogue {self}: its parameters must be above 0")
+        for function in (self.device, self.device_derivative):
+            if function is not None and not callable(function):
+                raise TypeError(f"epilogue {self.name!r}: {function!r} is no device function")
         if self.interleaved and not self.gated:
             raise ValueError(f"epilogue {self.name!r} is interleaved but not gated")
         if self.interleaved and (self.derivative or self.device_derivative):
@@ -146,10 +146,9 @@ class Epilogue:
         parts: list[Any] = [self.gated, self.interleaved, self.linear]
         if not self.builtin:
             functions = (self.reference, self.device, self.derivative, self.output_vjp)
-            parts += map(_source, (*functions, self.device_derivative))
+            parts += *functions, self.device_derivative
         for port in self.outputs:
-            parts += port.name, port.kind, port.dtype, port.reduce
-            parts += _source(port.of), _source(port.device)
+            parts += port.name, port.kind, port.dtype, port.reduce, port.of, port.device
         return identify(*parts)
 
     @property
@@ -366,24 +365,6 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
     numbers = tuple(itertools.takewhile(lambda value: type(value) in (int, float), defaults))
     code = getattr(getattr(epilogue.device, "fn", epilogue.device), "__code__", None)
     return numbers if code is None else numbers[: max(0, code.co_argcount - operands)]
-
-
-def _source(function: Any) -> Any:
-    """A function; for ``"module:attribute"``, that text and the module's source, without importing
-    it."""
-    if isinstance(function, str):
-        return function, _module_source(function.partition(":")[0])
-    return function
-
-
-@functools.cache
-def _module_source(name: str) -> str:
-    try:
-        spec = importlib.util.find_spec(name)
-        return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
-    except (ImportError, ValueError, OSError) as error:
-        reraise(error)
-        return ""  # reported where it is needed
 
 
 def _identity(z):  # type: ignore[no-untyped-def]

@@ -239,7 +239,7 @@ class EpilogueConformance:
         for port in self.epilogue.outputs:
             functions += [(f"outputs.{port.name}", each) for each in (port.of, port.device)]
         for name, function in functions:
-            if function is not None and not isinstance(function, str):
+            if function is not None:
                 yield name, inspect.unwrap(getattr(function, "fn", function))
 
     def _close(self, found: Tensor, exact: Tensor, what: str, limit: float | None) -> None:

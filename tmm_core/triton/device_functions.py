@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import importlib
 import linecache
 import types
 from typing import Any
@@ -107,12 +106,9 @@ def _generated(lines: list[str], names: dict[str, Any], title: str) -> Any:
 
 
 def _jitted(device: Any, of: str) -> Any:
-    """The ``@triton.jit`` function that ``device`` is, names or becomes."""
+    """The ``@triton.jit`` function that ``device`` is or becomes."""
     if device is None:
         raise ValueError(f"{of} has no device function to fuse")
-    if isinstance(device, str):
-        module, _, attribute = device.partition(":")
-        device = getattr(importlib.import_module(module), attribute)
     return _compiled(device) if isinstance(device, types.FunctionType) else device
 
 
