@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from tmm_core import Epilogue, Port, epilogues
+from tmm_core.spec.epilogue import INTERNED
 from tmm_core.testing import EpilogueConformance
 from tmm_core.triton.device_functions import device_derivative, device_function, port_function
 
@@ -147,6 +148,25 @@ def test_a_closure_variable_and_a_number_alter_the_key() -> None:
     key = Epilogue("damped", DAMPED.reference, device=damped(2)).key
     assert Epilogue("damped", DAMPED.reference, device=damped(2)).key == key
     assert Epilogue("damped", DAMPED.reference, device=damped(3)).key != key
+
+
+def test_a_closure_variable_that_changes_is_another_epilogue() -> None:
+    rate = 2.0
+
+    def device(z):
+        return z * rate
+
+    def reset(value: float) -> None:
+        nonlocal rate
+        rate = value
+
+    epilogue = Epilogue("times", lambda z: 2 * z, device=device)
+    text = epilogue.interned()
+    kept = INTERNED[text]
+    reset(3.0)
+    assert epilogue.interned() != text
+    # The kept one computes what its key says, however late it is compiled.
+    assert device_function(kept).fn.__globals__["rate"].value == 2.0
 
 
 def test_what_is_no_device_function_is_refused() -> None:

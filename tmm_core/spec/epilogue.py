@@ -145,8 +145,7 @@ class Epilogue:
             return identify(self.name)
         parts: list[Any] = [self.gated, self.interleaved, self.linear]
         if not self.builtin:
-            functions = (self.reference, self.device, self.derivative, self.output_vjp)
-            parts += *functions, self.device_derivative
+            parts += [getattr(self, name) for name in _FUNCTIONS]
         for port in self.outputs:
             parts += port.name, port.kind, port.dtype, port.reduce, port.of, port.device
         return identify(*parts)
@@ -174,7 +173,7 @@ class Epilogue:
         """The text, this epilogue with its closure variables as they are, and these variables:
         plans outlive calls, and equal epilogues share them."""
         stages = self.stages or (self,)
-        given = [{} if s.builtin else {f: getattr(s, f) for f in _APPLIED} for s in stages]
+        given = [{} if s.builtin else {f: getattr(s, f) for f in _FUNCTIONS} for s in stages]
         ports = [port.of for stage in stages for port in stage.outputs]
         cells = cells_of(*(each for fields in given for each in fields.values()), *ports)
         if not cells:
@@ -342,8 +341,8 @@ class Epilogue:
         return tuple(port.apply(y) for port in self.outputs)
 
 
-#: The fields with functions that torch applies.
-_APPLIED = ("reference", "derivative", "output_vjp")
+#: The fields with functions, in the order in which they enter the key.
+_FUNCTIONS = ("reference", "device", "derivative", "output_vjp", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
 
