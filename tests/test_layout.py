@@ -28,6 +28,9 @@ ALLOWED = {
 }
 #: Parts of core that are never imported by ``import tmm_core`` may need more.
 EXTRA = {
+    # For type checkers alone, which then know what ``tl`` is in a device function.
+    "tmm_core/epilogues": {"triton"},
+    "tmm_core/spec/epilogue.py": {"triton"},
     "tmm_core/triton": {"triton", "numpy"},  # numpy only where Triton interprets, which needs it
     "tmm_core/testing": {"triton", "pytest", "numpy"},
     "tmm_core/bench": {"triton", "matplotlib"},

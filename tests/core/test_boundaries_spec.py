@@ -214,7 +214,7 @@ def test_operands_share_a_dtype() -> None:
 
 def test_a_way_to_reduce_and_a_function_to_do_it_are_declared() -> None:
     def asked(port: Port) -> Any:
-        epilogue = Epilogue("relu", torch.relu, device="x:y", outputs=(port,))
+        epilogue = Epilogue("relu", torch.relu, device=torch.relu, outputs=(port,))
         return replace(ON_GPU, epilogue=epilogue)
 
     able = replace(LEAST, epilogues=True, outputs=("row",), reduces=("max",))

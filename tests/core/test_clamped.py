@@ -15,8 +15,8 @@ from tmm_blas.blas import Blas, BlasConfig
 import tmm_core
 from tmm_core import Epilogue, Groups, Operand
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
-from tmm_core.nn import Experts, GatedMLP, clamped
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
+from tmm_core.nn import Experts, GatedMLP, clamped_gate
 from tmm_core.registry.registry import Registry
 from tmm_core.testing import EpilogueConformance
 from tmm_core.verify.verifier import Verifier
@@ -122,16 +122,16 @@ class Layer(torch.nn.Module):
 
 def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
-    assert clamped.epilogue_of(layer, Layer.gate) == CLAMPED.key
+    assert clamped_gate.epilogue_of(layer, Layer.gate) == CLAMPED.key
     with monkeypatch.context() as patch:
-        patch.setattr(clamped, "_proven", None)
-        assert clamped.epilogue_of(layer, Layer.gate) == CLAMPED.key
+        patch.setattr(clamped_gate, "_proven", None)
+        assert clamped_gate.epilogue_of(layer, Layer.gate) == CLAMPED.key
     layer.limit = 3.0
-    assert clamped.epilogue_of(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key
-    again = pickle.loads(pickle.dumps(layer))
-    assert clamped.epilogue_of(again, Layer.gate) == clamped.epilogue_of(layer, Layer.gate)
+    assert clamped_gate.epilogue_of(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key
+    again, same = pickle.loads(pickle.dumps(layer)), clamped_gate.epilogue_of(layer, Layer.gate)
+    assert clamped_gate.epilogue_of(again, Layer.gate) == same
     layer.limit = None
-    assert clamped.epilogue_of(layer, Layer.gate) is None
+    assert clamped_gate.epilogue_of(layer, Layer.gate) is None
 
 
 GATES: dict[str, Any] = {
@@ -150,12 +150,12 @@ GATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", GATES)
 def test_another_gate_is_not(case: str) -> None:
-    assert clamped.epilogue_of(Layer(), GATES[case]) is None
+    assert clamped_gate.epilogue_of(Layer(), GATES[case]) is None
 
 
 def test_a_graph_traced_before_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert clamped.epilogue_of(Layer(), Layer.gate) is None
+    assert clamped_gate.epilogue_of(Layer(), Layer.gate) is None
 
 
 def test_no_name_of_the_builtin_ones() -> None:

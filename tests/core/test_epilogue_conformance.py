@@ -16,7 +16,7 @@ import tmm_core
 from tmm_core import Epilogue, Port, dispatch
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.testing import EpilogueConformance
-from tmm_core.testing.probe_problems import USERS
+from tmm_core.testing.terms import USERS
 
 
 @triton.jit

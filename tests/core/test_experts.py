@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tmm_core
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.nn import Experts, convert, experts
 from tmm_core.spec.epilogue import INTERNED
 

@@ -23,7 +23,7 @@ from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.dispatcher import ROWS_EACH, Dispatcher
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.interop import grouped_operator
 from tmm_core.launch import warm
 from tmm_core.nn import Experts

@@ -244,7 +244,6 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "which derivative": ({"derivative": times(2.0)}, {"output_vjp": times(2.0)}),
     "device": ({"device": times(2.0)}, {"device": times(3.0)}),
     "which device": ({"device": times(2.0)}, {"device_derivative": times(2.0)}),
-    "device by name": ({"device": "one:f"}, {"device": "another:f"}),
     "parameters": ({"parameters": (2.0,)}, {"parameters": (3.0,)}),
     "gated": ({"gated": True}, {}),
     "linear": ({"linear": True}, {}),

@@ -1211,7 +1211,7 @@ def test_import_tmm_core_does_not_import_nn() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["", ".linear", ".gated", ".convert"])
+@pytest.mark.parametrize("name", ["", ".linear", ".gated_layers", ".convert"])
 def test_examples_in_docstrings(name: str) -> None:
     module = importlib.import_module(f"tmm_core.nn{name}")
     result = doctest.testmod(module, extraglobs={"nn": nn})

@@ -27,7 +27,7 @@ def compiled() -> list[dict[str, Any]]:
     from triton.backends.compiler import GPUTarget
 
     from tmm_core.triton import compile_for, device_function, pointwise, source
-    from tmm_core.triton.derivatives import device_derivative
+    from tmm_core.triton.device_functions import device_derivative
 
     def both_ways(job: tuple[str, int]) -> list[dict[str, Any]]:
         name, sm = job

@@ -23,7 +23,7 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.supports import _QUESTIONS
 

@@ -9,6 +9,7 @@ from choosing import DISPATCHING, TUNING
 from convert import CONVERTED
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
+from epilogues import EPILOGUE_FILES
 from fresh import FRESH
 from grouped import GROUPED
 from kernels import KERNELS
@@ -36,4 +37,5 @@ MUTANTS: list[Mutant] = [
     *VALID_CALLS,
     *SKIPPED_ROWS,
     *VERIFICATION,
+    *EPILOGUE_FILES,
 ]

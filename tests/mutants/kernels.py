@@ -238,7 +238,7 @@ KERNELS = [
     ),
     Mutant(
         "derivative-at-zero",
-        "triton/derivatives.py",
+        "epilogues/leaky_relu.py",
         "return tl.where(z > 0, 1.0, slope)",
         "return tl.where(z >= 0, 1.0, slope)",
         "leaky_relu's slope at zero is another than torch's",

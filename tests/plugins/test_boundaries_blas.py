@@ -13,7 +13,7 @@ from tmm_blas.blas import Blas, BlasConfig
 import tmm_core
 from tmm_core import Groups, Operand, Problem
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.interop.grouped_operator import grouped_matmul
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.device import DeviceFingerprint

@@ -20,7 +20,6 @@ pytest.importorskip("triton")
 
 from tmm_triton.hopper.operand_layout import rows_brought
 
-from tmm_core.triton import epilogues
 from tmm_core.triton.pointwise import Pointwise
 
 KINDS = ("row", "col", "scalar")
@@ -35,10 +34,16 @@ def test_a_maximum_below_zero_at_edge_tiles(kind: Any) -> None:
     """What lies beyond the result counts for nothing, not for zero."""
     a, b = torch.rand(37, 24) + 0.1, -torch.rand(24, 40) - 0.1
     port = Port("most", kind, reduce="max")
-    epilogue = Epilogue("f", same, device=epilogues.identity, outputs=(port,))
+    epilogue = Epilogue("f", same, device=same, outputs=(port,))
     y, most = tmm_core.matmul(a, b, epilogue=epilogue, kernel="triton.fused_epilogue")
     assert most.max() < 0
     torch.testing.assert_close(most, port.apply(y), rtol=1e-4, atol=1e-4)
+
+
+def test_a_closed_gate_passes_no_infinite_gradient() -> None:
+    z = torch.tensor([[-1.0, 2.0, float("inf"), float("inf")]])
+    dz = Pointwise(parse("reglu"), 4, z.dtype, z.device).backward(torch.ones(1, 2), z)
+    assert dz.tolist() == [[0.0, float("inf"), 0.0, 2.0]]
 
 
 @pytest.mark.parametrize("name", ["relu", "relu2", "leaky_relu(0.25)", "reglu"])

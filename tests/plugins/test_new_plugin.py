@@ -56,7 +56,7 @@ def test_the_package_builds_installs_is_listed_and_conforms(package: Path, tmp_p
 
 def test_the_package_has_all_its_files_and_lints(package: Path) -> None:
     files = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
-    modules = ("__init__", "plugin", "kernel", "epilogue", "device")
+    modules = ("__init__", "plugin", "kernel", "epilogue")
     assert files == {
         *(".gitignore", ".github/workflows/test.yml", "README.md", "pyproject.toml"),
         *(f"fast_gemm/{name}.py" for name in modules),

@@ -20,13 +20,12 @@ from tmm_core import Epilogue, Operand, Port, Problem
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.testing.terms import ABSOLUTE, SQUARE
 from tmm_core.verify.verifier import Verifier
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 TILE = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}
 HALVES = FusedEpilogueConfig(**TILE, GROUP_M=3, SUBTILE=2)
-ABSOLUTE = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
-SQUARE = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
 
 ROW = Port("row", "row", reduce="max", **ABSOLUTE)
 ROW_SUM = Port("row_sum", "row", torch.bfloat16, reduce="sum", **SQUARE)

@@ -16,7 +16,7 @@ from tmm_triton.tiled import Grouped
 
 from tmm_core import Groups, Operand, Problem, Scale, grouped_matmul
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.spec.epilogue import EpilogueLike
 

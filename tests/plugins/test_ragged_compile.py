@@ -23,7 +23,7 @@ from tmm_triton.ragged import Ragged
 
 from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.triton import target_of
 

@@ -26,6 +26,7 @@ from uninterpreted import Uninterpreted
 from tmm_core import Operand, Port, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.testing.terms import ABSOLUTE
 from tmm_core.triton import target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -42,7 +43,7 @@ KERNELS = ("naive", "grouped", "split_k", "fused_epilogue", "persistent")
 #: Those that write outputs beside the result, and some.
 TILED = {"grouped", "fused_epilogue"}
 OUTPUTS = (
-    Port("amax", "row", reduce="max", of=torch.abs, device="tmm_core.testing.terms:absolute"),
+    Port("amax", "row", reduce="max", **ABSOLUTE),
     Port("total", "scalar", reduce="sum"),
 )
 

@@ -31,7 +31,7 @@ import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
-from tmm_core.triton import epilogues
+from tmm_core.triton import device_function
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 #: Of the fp64 reference's norm. The interpreter truncates to bf16 where a GPU rounds.
@@ -612,10 +612,13 @@ def test_versions_differ() -> None:
     assert len({kernel.version for kernel in KERNELS}) == len(KERNELS)
 
 
+GELU = device_function(parse("gelu"))
+
+
 @triton.jit
 def _gelu_kernel(z_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    tl.store(out_ptr + at, epilogues.gelu(tl.load(z_ptr + at)))
+    tl.store(out_ptr + at, GELU(tl.load(z_ptr + at)))
 
 
 @interpreted

@@ -43,6 +43,7 @@ from tmm_core import ConfigError, Groups, Operand, Port, Problem
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
+from tmm_core.testing.terms import ABSOLUTE
 from tmm_core.triton import compile_for, source
 from tmm_core.verify import random_inputs
 
@@ -73,8 +74,7 @@ def problem(
 
 
 def with_amax(asked: Problem, reduce: str = "max") -> Problem:
-    of = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
-    port = Port("amax", "row", reduce=reduce, **of)  # type: ignore[arg-type]
+    port = Port("amax", "row", reduce=reduce, **ABSOLUTE)  # type: ignore[arg-type]
     return dataclasses.replace(asked, epilogue=dataclasses.replace(asked.epilogue, outputs=(port,)))
 
 

@@ -1,6 +1,8 @@
-"""The epilogues that every installation has, one module per family, and how callers name them.
+"""The epilogues that every installation has, and how callers name them.
 
-A family is a module with its ``EPILOGUES`` and a place in the list below.
+Each other module of this package defines an epilogue and its relatives as ``EPILOGUES``, and other
+ways to name them as ``SPELLINGS``. It is discovered automatically: a new epilogue is one file, and
+removing the file removes the epilogue.
 
 >>> parse("silu").name
 'silu'
@@ -12,23 +14,33 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
+import inspect
+import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from tmm_core.epilogues import activations, clamped, gated
-from tmm_core.epilogues.spellings import ALIASES, text_of
+from torch import nn
+
+from tmm_core.epilogues._gated import GATED_BY
 from tmm_core.errors import UnknownNameError
 from tmm_core.spec.epilogue import IDENTITY, Epilogue, EpilogueLike
 from tmm_core.spec.port import Port
 
+__all__ = ["BUILTIN", "EPILOGUES", "GATED_BY", "SPELLINGS", "parse", "text_of"]
+
 #: All by name.
-EPILOGUES: Mapping[str, Epilogue] = {
-    epilogue.name: epilogue
-    for family in (activations, gated, clamped)
-    for epilogue in family.EPILOGUES
-}
+EPILOGUES: dict[str, Epilogue] = {IDENTITY.name: IDENTITY}
+#: Epilogues by other names, torch's functions and classes of modules: a name, or a function of the
+#: activation's arguments that returns the name, or None if no epilogue has these arguments.
+SPELLINGS: dict[Any, str | Callable[..., str | None]] = {nn.Identity: IDENTITY.name}
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.name.startswith("_"):  # what several share
+        _family = importlib.import_module(f"{__name__}.{_module.name}")
+        EPILOGUES.update({epilogue.name: epilogue for epilogue in _family.EPILOGUES})
+        SPELLINGS.update(getattr(_family, "SPELLINGS", {}))
 #: Those whose name alone is their key.
 BUILTIN = {name: epilogue for name, epilogue in EPILOGUES.items() if epilogue.builtin}
 
@@ -77,7 +89,7 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
         )
     name, args = match["name"], match["args"]
     if name not in known:
-        name = ALIASES.get(name, name)
+        name = str(SPELLINGS.get(name, name))
     if name not in known:
         raise UnknownNameError("epilogue", name, known)
     found = known[name]
@@ -90,6 +102,58 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
     if match["digest"] and found.key != re.sub(r"\s", "", term):
         raise ValueError(f"epilogue {term.strip()!r} has other source than {found.key!r} here")
     return found
+
+
+def text_of(activation: Callable[..., Any]) -> str:
+    """The epilogue's text for a torch activation: a function, a module or a partial.
+
+    >>> text_of(nn.SiLU()), text_of(nn.GELU(approximate="tanh")), text_of(nn.LeakyReLU(0.2))
+    ('silu', 'gelu_tanh', 'leaky_relu(0.2)')
+
+    Raises:
+        TypeError: It is not an activation, or has arguments that no epilogue has; the message shows
+            the :class:`~tmm_core.Epilogue` to write.
+    """
+    given: dict[str, Any] = {}
+    function: Any = activation
+    if isinstance(function, functools.partial) and not function.args:
+        # Without ``inplace``: nothing else uses the product.
+        given = {k: v for k, v in function.keywords.items() if k != "inplace"}
+        function = function.func
+    try:
+        text = SPELLINGS.get(type(function) if isinstance(function, nn.Module) else function)
+    except TypeError:  # unhashable
+        text = None
+    if callable(text):
+        arguments = inspect.signature(text).parameters
+        if isinstance(function, nn.Module):
+            given = {name: getattr(function, name) for name in arguments}
+        text = None if given.keys() - arguments.keys() else text(**given)
+    elif given:
+        text = None
+    if text is None or isinstance(function, type):
+        raise TypeError(_refusal(activation))
+    return text
+
+
+def _refusal(activation: Any) -> str:
+    if isinstance(activation, type):
+        return f"epilogue: {activation.__name__} is a class; pass an instance of it"
+    jitted = hasattr(activation, "fn") and hasattr(activation, "arg_names")
+    name = getattr(activation, "__name__", "")
+    if not isinstance(name, str) or not name.isidentifier():
+        name = "my_epilogue"
+    if jitted:
+        return (
+            f"epilogue: {name} is only a @triton.jit function, and kernels are verified "
+            f"against a reference in torch: write tmm_core.Epilogue({name!r}, "
+            f"reference=lambda z: …, device={name}), the same function of a tensor z"
+        )
+    return (
+        f"epilogue: {activation!r} is not a known activation: write "
+        f"tmm_core.Epilogue({name!r}, reference=…), a function of the product in torch, and give "
+        "it device=…, the same function in Triton's language, for kernels to fuse it"
+    )
 
 
 def _named(text: str, outputs: tuple[Port, ...]) -> Epilogue:

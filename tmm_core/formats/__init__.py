@@ -40,9 +40,9 @@ class Format:
             (:class:`tmm_core.Quantized`) and give a scale.
         native: Whether tensor cores multiply two such operands as they are stored.
         decode: Device function ``decode(block, dtype)``: converts a block of stored numbers to
-            values of a dtype of 16 bits or more, without the scales. A function that Triton can
-            compile, or ``"module:attribute"``; None: only BLAS serves the format, unless a kernel
-            names it.
+            values of a dtype of 16 bits or more, without the scales. A plain function, in which
+            ``tl`` is Triton's language, or one under ``@triton.jit``; None: only BLAS serves the
+            format, unless a kernel names it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Format:
     result: torch.dtype = torch.bfloat16
     implied: bool = False
     native: bool = False
-    decode: Callable[..., Any] | str | None = None
+    decode: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return " and ".join(str(dtype).removeprefix("torch.") for dtype in self.storage)

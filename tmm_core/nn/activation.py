@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from tmm_core.epilogues import parse
+from tmm_core.epilogues import EPILOGUES, parse
 from tmm_core.nn.trace import NotProvenError, trace
 
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus")
+#: Epilogues that are functions of one number.
+ACTIVATIONS = tuple(name for name, epilogue in EPILOGUES.items() if epilogue.activation)
 
 _FUNCTIONS = (F.relu, F.leaky_relu, F.gelu, F.silu, F.softplus, F.sigmoid, F.tanh)
 _OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)

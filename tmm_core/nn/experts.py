@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from tmm_core import compat, grouped
-from tmm_core.nn import clamped, fusion_match
-from tmm_core.nn.gated_layers import GATED_BY, gated_by
+from tmm_core.epilogues import GATED_BY
+from tmm_core.nn import clamped_gate, fusion_match
+from tmm_core.nn.gated_layers import gated_by
 from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
@@ -214,7 +215,7 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
     default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
     if gate is default and layer.is_concatenated and name in GATED_BY:
         return GATED_BY[name], None
-    if not layer.is_concatenated and (found := clamped.epilogue_of(layer, gate)) is not None:
+    if not layer.is_concatenated and (found := clamped_gate.epilogue_of(layer, gate)) is not None:
         return found, None
     return None, functools.partial(gate, layer)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tmm_core.epilogues import GATED_BY
 from tmm_core.nn import activation as activations
 from tmm_core.nn.activation import TOLERANCE, Activation, is_elementwise, of_node
-from tmm_core.nn.gated_layers import GATED_BY
 from tmm_core.nn.trace import NotProvenError, Trace
 
 __all__ = ["TOLERANCE", "Gating", "NotProvenError", "Program", "activation", "gating"]

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from tmm_core import compat, dispatch
+from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
 from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
 from tmm_core.nn.joint_storage import join, move_together, seen_alone, whole
@@ -24,9 +25,6 @@ from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 Tensor = torch.Tensor
 _forward_ad = compat.forward_ad
-
-#: The gated epilogue made of each activation.
-GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from tmm_core.epilogues import SPELLINGS
+
 #: Torch's modules that multiply by weights without calling the layers that hold them.
 _MODULES: dict[type[nn.Module], str] = {
     nn.TransformerEncoderLayer: (
@@ -36,7 +38,7 @@ _PRODUCTS = {
 }
 _PRODUCTS |= {"einsum", "tensordot", "multi_dot", "scaled_dot_product_attention"}
 _PRODUCTS |= {"grouped_mm", "_grouped_mm", "scaled_mm", "_scaled_mm"}
-_ACTIVATIONS = {"relu", "leaky_relu", "gelu", "silu", "sigmoid", "tanh", "softplus"}
+_ACTIVATIONS = {each.__name__ for each in SPELLINGS if not isinstance(each, (str, type))}
 #: How far calls of functions are followed.
 _DEPTH = 3
 

@@ -3,30 +3,30 @@
 ``out = epilogue(alpha · (a @ b) + bias) + residual``
 
 An :class:`Epilogue` holds the same function in several forms: as torch code (the reference that
-kernels are verified against and that BLAS applies), as a ``@triton.jit`` device function (which
-kernels fuse) and, to train without torch differentiating the reference, as a derivative. Those that
-every installation has are in :mod:`tmm_core.epilogues`.
+kernels are verified against and that BLAS applies), as a device function in Triton's language
+(which kernels fuse) and, to train without torch differentiating the reference, as a derivative.
+Those that every installation has are in :mod:`tmm_core.epilogues`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from tmm_core.errors import reraise
 from tmm_core.spec.closures import cells_of, frozen
 from tmm_core.spec.identity import Identity, identify
 from tmm_core.spec.port import Port
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 _Function = Callable[..., torch.Tensor]
 EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
@@ -44,17 +44,17 @@ class Epilogue:
         name: An identifier, as users write it in ``epilogue="…"``.
         reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
             ``(gate, up, *parameters)``. Runs in any floating dtype, fp64 included.
-        device: A ``@triton.jit`` function of the same signature over fp32 blocks, its
-            parameters annotated ``tl.constexpr``; or ``"module:attribute"`` naming one, so
-            that defining an epilogue need not import Triton. ``None``: no kernel can fuse
-            it and BLAS applies the reference.
+        device: The same function of fp32 blocks in Triton's language, its parameters annotated
+            ``tl.constexpr``. It is a ``@triton.jit`` function, or a plain one, which is jitted when
+            a kernel first fuses it, so that defining an epilogue need not import Triton. A plain
+            one may use ``tl`` without importing it, numbers, and other functions of both kinds.
+            ``None``: no kernel can fuse it and BLAS applies the reference.
         derivative: ``(z, *parameters) -> Tensor``, d epilogue / d z; for a gated epilogue
             ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
             operators, so that it can be differentiated again. ``None``: torch differentiates
             the reference.
-        device_derivative: The same as a ``@triton.jit`` function, or the name of one, as
-            ``device``. With all three, training takes one kernel for the epilogue and one for
-            its derivative.
+        device_derivative: The same in Triton's language, as ``device``. With all three, training
+            takes one kernel for the epilogue and one for its derivative.
         parameters: Default values of the extra arguments, baked into compiled kernels. ``None``:
             the numbers that ``reference`` has as defaults.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
@@ -73,6 +73,7 @@ class Epilogue:
         ValueError: The name is not an identifier, or a parameter is not a finite number, or not
             above 0 where it has to be, or two outputs have one name, or an interleaved one is not
             gated or has a derivative.
+        TypeError: A device function is not a function.
     """
 
     name: str
@@ -103,6 +104,9 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
         if self.positive and min(self.parameters) < _LEAST_POSITIVE:
             raise ValueError(f"epilogue {self}: its parameters must be above 0")
+        for function in (self.device, self.device_derivative):
+            if function is not None and not callable(function):
+                raise TypeError(f"epilogue {self.name!r}: {function!r} is no device function")
         if self.interleaved and not self.gated:
             raise ValueError(f"epilogue {self.name!r} is interleaved but not gated")
         if self.interleaved and (self.derivative or self.device_derivative):
@@ -141,11 +145,9 @@ class Epilogue:
             return identify(self.name)
         parts: list[Any] = [self.gated, self.interleaved, self.linear]
         if not self.builtin:
-            functions = (self.reference, self.device, self.derivative, self.output_vjp)
-            parts += map(_source, (*functions, self.device_derivative))
+            parts += [getattr(self, name) for name in _FUNCTIONS]
         for port in self.outputs:
-            parts += port.name, port.kind, port.dtype, port.reduce
-            parts += _source(port.of), _source(port.device)
+            parts += port.name, port.kind, port.dtype, port.reduce, port.of, port.device
         return identify(*parts)
 
     @property
@@ -171,7 +173,7 @@ class Epilogue:
         """The text, this epilogue with its closure variables as they are, and these variables:
         plans outlive calls, and equal epilogues share them."""
         stages = self.stages or (self,)
-        given = [{} if s.builtin else {f: getattr(s, f) for f in _APPLIED} for s in stages]
+        given = [{} if s.builtin else {f: getattr(s, f) for f in _FUNCTIONS} for s in stages]
         ports = [port.of for stage in stages for port in stage.outputs]
         cells = cells_of(*(each for fields in given for each in fields.values()), *ports)
         if not cells:
@@ -339,8 +341,8 @@ class Epilogue:
         return tuple(port.apply(y) for port in self.outputs)
 
 
-#: The fields with functions that torch applies.
-_APPLIED = ("reference", "derivative", "output_vjp")
+#: The fields with functions, in the order in which they enter the key.
+_FUNCTIONS = ("reference", "device", "derivative", "output_vjp", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
 
@@ -360,42 +362,24 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
     given = itertools.takewhile(lambda argument: argument.kind in by_position, arguments)
     defaults = [argument.default for argument in given]
     numbers = tuple(itertools.takewhile(lambda value: type(value) in (int, float), defaults))
-    takes = getattr(epilogue.device, "arg_names", None)
-    return numbers if takes is None else numbers[: max(0, len(takes) - operands)]
+    code = getattr(getattr(epilogue.device, "fn", epilogue.device), "__code__", None)
+    return numbers if code is None else numbers[: max(0, code.co_argcount - operands)]
 
 
-def _source(function: Any) -> Any:
-    """A function; for ``"module:attribute"``, that text and the module's source, without importing
-    it."""
-    if isinstance(function, str):
-        return function, _module_source(function.partition(":")[0])
-    return function
+def _identity(z):  # type: ignore[no-untyped-def]
+    return z
 
 
-@functools.cache
-def _module_source(name: str) -> str:
-    try:
-        spec = importlib.util.find_spec(name)
-        return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
-    except (ImportError, ValueError, OSError) as error:
-        reraise(error)
-        return ""  # reported where it is needed
+def _ones(z):  # type: ignore[no-untyped-def]
+    return tl.full(z.shape, 1.0, tl.float32)
 
 
-def builtin(
-    name: str, reference: Callable[..., torch.Tensor], *parameters: float, **kw: Any
-) -> Epilogue:
-    """An epilogue whose device functions have its name in :mod:`tmm_core.triton.epilogues` and
-    :mod:`tmm_core.triton.derivatives`."""
-    return Epilogue(
-        name,
-        reference,
-        device=f"tmm_core.triton.epilogues:{name}",
-        device_derivative=f"tmm_core.triton.derivatives:{name}",
-        parameters=parameters,
-        builtin=True,
-        **kw,
-    )
-
-
-IDENTITY = builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)
+IDENTITY = Epilogue(
+    "identity",
+    lambda z: z,
+    device=_identity,
+    device_derivative=_ones,
+    output_vjp=lambda grad, y: grad,
+    linear=True,
+    builtin=True,
+)

@@ -31,12 +31,14 @@ class Port:
             maximum is NaN if one of its elements is.
         of: ``y -> Tensor``, an element-wise torch function whose values are reduced or stored.
             ``y`` is the result before rounding, residual included. None: ``y`` itself.
-        device: The same as a ``@triton.jit`` function over an fp32 block, or ``"module:attribute"``
-            naming one. If None beside an ``of``, no kernel can fuse it, and BLAS applies ``of``.
+        device: The same function of an fp32 block in Triton's language, jitted or plain, as
+            :attr:`Epilogue.device`. If None beside an ``of``, no kernel can fuse it, and BLAS
+            applies ``of``.
 
     Raises:
         ValueError: An unknown name, kind, dtype or reduction, a tile that is reduced, another kind
             that is not, or a ``device`` without its reference ``of``.
+        TypeError: ``device`` is not a function.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Port:
             )
         if self.device is not None and self.of is None:
             raise ValueError(f"output {self.name!r} has a device function and no reference `of`")
+        if self.device is not None and not callable(self.device):
+            raise TypeError(f"output {self.name!r}: {self.device!r} is no device function")
 
     @property
     def fusable(self) -> bool:

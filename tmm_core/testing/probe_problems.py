@@ -14,22 +14,14 @@ import torch
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
-from tmm_core.spec.epilogue import Epilogue, EpilogueLike
+from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
-
-#: A parametrised user-defined epilogue, and one that no kernel can fuse.
-USERS = Epilogue(
-    "squareplus",
-    lambda z, b: 0.5 * (z + (z * z + b).sqrt()),
-    device="tmm_core.testing.terms:squareplus",
-    parameters=(1.5,),
-)
-UNFUSABLE = Epilogue("no_device_function", lambda z: z.sin())
+from tmm_core.testing.terms import ABSOLUTE, SQUARE, UNFUSABLE, USERS
 
 #: M×N×K, each chosen for a special property. On a GPU they exceed tiles of up to 256, and one has
 #: more tiles than there are SMs; interpreted programs cost 7 ms each, so few tiles of 16 to 64.
@@ -282,14 +274,12 @@ class ProbeProblems:
         aligned = replace(self._probe(), m=m, alpha=0.5)
         base = replace(aligned, n=n, k=k)
         terms = replace(base, bias="packed", residual="row")
-        absolute: dict[str, Any] = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
-        square: dict[str, Any] = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
-        row_max = Port("row_max", "row", reduce="max", **absolute)
-        row_sum = Port("row_sum", "row", reduce="sum", **square)
+        row_max = Port("row_max", "row", reduce="max", **ABSOLUTE)
+        row_sum = Port("row_sum", "row", reduce="sum", **SQUARE)
         col_sum = Port("col_sum", "col", torch.float16, reduce="sum")
         col_max = Port("col_max", "col", reduce="max")
-        scalar_max = Port("scalar_max", "scalar", torch.bfloat16, reduce="max", **absolute)
-        scalar_sum = Port("scalar_sum", "scalar", reduce="sum", **square)
+        scalar_max = Port("scalar_max", "scalar", torch.bfloat16, reduce="max", **ABSOLUTE)
+        scalar_sum = Port("scalar_sum", "scalar", reduce="sum", **SQUARE)
         tile = Port("tile", "tile", torch.bfloat16)
         for probe, text, outputs in (
             (aligned, "identity", (row_max,)),

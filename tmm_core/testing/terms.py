@@ -1,23 +1,33 @@
-"""Device functions of the conformance suite: a user-defined epilogue, which it passes to every
-kernel, and what it reduces to an epilogue's outputs."""
+"""User-defined epilogues and functions of outputs, which the suites pass to kernels."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tmm_core.spec.epilogue import Epilogue
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
-@triton.jit
 def squareplus(z, b: tl.constexpr):
-    """½(z + √(z² + b)), a smooth relu (arXiv:2112.11687), is not built in anywhere."""
     return 0.5 * (z + tl.sqrt(z * z + b))
 
 
-@triton.jit
 def absolute(y):
     return tl.abs(y)
 
 
-@triton.jit
 def square(y):
     return y * y
+
+
+#: ½(z + √(z² + b)), a smooth relu (arXiv:2112.11687), is not built in anywhere.
+USERS = Epilogue("squareplus", lambda z, b=1.5: 0.5 * (z + (z * z + b).sqrt()), device=squareplus)
+#: No kernel can fuse it.
+UNFUSABLE = Epilogue("no_device_function", lambda z: z.sin())
+#: Fields of a :class:`~tmm_core.Port`.
+ABSOLUTE: dict[str, Any] = {"of": torch.abs, "device": absolute}
+SQUARE: dict[str, Any] = {"of": torch.square, "device": square}

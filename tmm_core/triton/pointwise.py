@@ -17,8 +17,7 @@ import triton.language as tl
 
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.triton.compile import pointer
-from tmm_core.triton.derivatives import device_derivative
-from tmm_core.triton.epilogues import device_function
+from tmm_core.triton.device_functions import device_derivative, device_function
 from tmm_core.triton.launch import Launch
 
 Tensor = torch.Tensor

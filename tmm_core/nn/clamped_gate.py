@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.epilogues import EPILOGUES
 from tmm_core.errors import reraise
 from tmm_core.nn.fusion_match import TOLERANCE, is_elementwise
 
@@ -35,7 +35,7 @@ def epilogue_of(layer: nn.Module, gate: Gate) -> str | None:
 
 def _proven(layer: nn.Module, gate: Gate, alpha: float, limit: float) -> str | None:
     try:
-        epilogue = CLAMPED.with_parameters(alpha, limit)
+        epilogue = EPILOGUES["clamped_swiglu"].with_parameters(alpha, limit)
         graph = fx.Tracer().trace(lambda product: gate(layer, product))
         if not _pairs_columns(graph):
             return None

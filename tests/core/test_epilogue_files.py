@@ -1,0 +1,182 @@
+"""An epilogue is one file: without its file it is unknown and all else works, and a new file is all
+that a new one needs. Its device function is plain code, which is jitted when it is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_core import Epilogue, Port, epilogues
+from tmm_core.spec.epilogue import INTERNED
+from tmm_core.testing import EpilogueConformance
+from tmm_core.triton.device_functions import device_derivative, device_function, port_function
+
+PACKAGE = Path(epilogues.__file__).parents[1]
+#: All that stays of the package.
+FILES = ("__init__", "_fast_math", "_gated", "sigmoid", "silu")
+
+SINE = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import torch
+from tmm_core.epilogues._gated import gated
+from tmm_core.spec.epilogue import Epilogue
+if TYPE_CHECKING:
+    import triton.language as tl
+
+def sine(z, rate: tl.constexpr):
+    return tl.sin(z * rate)
+
+def slope(z, rate: tl.constexpr):
+    return rate * tl.cos(z * rate)
+
+def cosine(z):
+    return tl.cos(z)
+
+SINE = Epilogue("sine", lambda z, rate=2.0: torch.sin(z * rate), device=sine, builtin=True,
+                derivative=lambda z, rate: rate * torch.cos(z * rate), device_derivative=slope)
+COSINE = Epilogue("cosine", torch.cos, device=cosine, builtin=True,
+                  derivative=lambda z: -torch.sin(z))
+EPILOGUES = (SINE, COSINE, gated("cosglu", COSINE))
+SPELLINGS = {"cos": "cosine", torch.cos: "cosine"}
+"""
+
+PROGRAM = """
+import sys
+import torch, tmm_core
+from tmm_core import nn
+from tmm_core.epilogues import EPILOGUES
+assert "triton" not in sys.modules
+assert {*EPILOGUES} == {"identity", "sigmoid", "silu", "swiglu", "sine", "cosine", "cosglu"}
+for unknown in ("relu", "geglu", "clamped_swiglu", torch.relu):
+    try:
+        tmm_core.matmul(torch.ones(2, 2), torch.ones(2, 2), epilogue=unknown)
+    except (tmm_core.UnknownNameError, TypeError):
+        continue
+    raise AssertionError(f"{unknown} is known")
+x, w = torch.randn(5, 8), torch.randn(8, 6)
+forced = {"kernel": "triton.fused_epilogue"}
+with torch.no_grad():
+    y = tmm_core.matmul(x, w, epilogue="sine(3)+cos", **forced)
+    torch.testing.assert_close(y, torch.cos(torch.sin(3 * (x @ w))), rtol=1e-4, atol=1e-4)
+    y = tmm_core.matmul(x, w, epilogue="cosglu", **forced)
+    gate, up = (x @ w).chunk(2, -1)
+    torch.testing.assert_close(y, torch.cos(gate) * up, rtol=1e-4, atol=1e-4)
+layer = nn.GatedMLP(8, 6, activation=torch.cos)
+assert layer.epilogue == "cosglu"
+expected = layer.down_proj(torch.cos(layer.gate_proj(x)) * layer.up_proj(x))
+torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+class Other(torch.nn.Module):
+    def forward(self, z):
+        return torch.sigmoid(z)
+assert nn.activation.recognise(Other()).epilogue == "sigmoid"
+"""
+
+
+def test_an_epilogue_is_its_file(tmp_path: Path) -> None:
+    copy = tmp_path / "tmm_core"
+    copy.mkdir()
+    for path in PACKAGE.iterdir():
+        if path.name not in ("epilogues", "__pycache__"):
+            (copy / path.name).symlink_to(path)
+    (copy / "epilogues").mkdir()
+    for name in FILES:
+        (copy / "epilogues" / f"{name}.py").symlink_to(PACKAGE / "epilogues" / f"{name}.py")
+    (copy / "epilogues" / "sine.py").write_text(SINE)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120,
+        env={**os.environ, "TRITON_INTERPRET": "1", "TMM_ON_CACHE_MISS": "heuristic"},
+    )  # fmt: skip
+
+
+# -- plain device functions --------------------------------------------------------------------
+
+RATE = 0.5
+
+
+# Named like the function of Triton's that it calls.
+def exp(z):
+    return tl.exp(z * -RATE)  # noqa: F821  # tmm gives it
+
+
+def damped(power: int):
+    def device(z):
+        return z * exp(z * z) * power
+
+    return device
+
+
+def slope(z):
+    return 2 * exp(z * z) * (1 - 2 * RATE * z * z)
+
+
+DAMPED = Epilogue(
+    "damped", lambda z: 2 * z * torch.exp(-RATE * z * z), device=damped(2),
+    derivative=lambda z: 2 * torch.exp(-RATE * z * z) * (1 - 2 * RATE * z * z),
+    device_derivative=slope,
+)  # fmt: skip
+
+
+class TestPlainFunctions(EpilogueConformance):
+    epilogue = DAMPED
+
+
+def test_jitting_leaves_the_functions_as_they_are() -> None:
+    before = dict(globals())
+    assert device_function(DAMPED) is device_function(DAMPED)
+    assert device_derivative(DAMPED).__name__ == "slope"
+    assert globals() == before
+    assert "tl" not in globals()
+    # A helper that several use is jitted once.
+    other = Epilogue("other", torch.exp, device=exp)
+    (helper,) = {
+        function.fn.__globals__["exp"]
+        for function in (device_function(DAMPED), device_derivative(DAMPED))
+    }
+    assert helper is device_function(other)
+
+
+def test_a_closure_variable_and_a_number_alter_the_key() -> None:
+    key = Epilogue("damped", DAMPED.reference, device=damped(2)).key
+    assert Epilogue("damped", DAMPED.reference, device=damped(2)).key == key
+    assert Epilogue("damped", DAMPED.reference, device=damped(3)).key != key
+
+
+def test_a_closure_variable_that_changes_is_another_epilogue() -> None:
+    rate = 2.0
+
+    def device(z):
+        return z * rate
+
+    def reset(value: float) -> None:
+        nonlocal rate
+        rate = value
+
+    epilogue = Epilogue("times", lambda z: 2 * z, device=device)
+    text = epilogue.interned()
+    kept = INTERNED[text]
+    reset(3.0)
+    assert epilogue.interned() != text
+    # The kept one computes what its key says, however late it is compiled.
+    assert device_function(kept).fn.__globals__["rate"].value == 2.0
+
+
+def test_what_is_no_device_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="'module:f' is no device function"):
+        Epilogue("mine", torch.sin, device="module:f")
+    with pytest.raises(TypeError, match="3 is no device function"):
+        Epilogue("mine", torch.sin, device=torch.sin, device_derivative=3)
+    with pytest.raises(TypeError, match="output 'amax': 'module:f' is no device function"):
+        Port("amax", "row", reduce="max", of=torch.abs, device="module:f")
+    with pytest.raises(ValueError, match="output 'amax' has no device function"):
+        port_function(Port("amax", "row", reduce="max", of=torch.abs))
+    with pytest.raises(ValueError, match="epilogue 'mine' has no device function"):
+        device_function(Epilogue("mine", torch.sin))

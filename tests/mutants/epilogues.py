@@ -1,0 +1,41 @@
+"""Bugs in finding, naming and jitting epilogues."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+FILES = "tests/core/test_epilogue_files.py"
+SPELLED = "tests/core/test_spellings.py::test_another_is_refused_with_what_to_write"
+JIT, PACKAGE = "triton/device_functions.py", "epilogues/__init__.py"
+
+EPILOGUE_FILES = [
+    Mutant("jitted-attribute", JIT,
+           'read = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]',
+           "read = code.co_names", "a function cannot have the name of Triton's that it calls",
+           (f"{FILES}::TestPlainFunctions",)),
+    Mutant("jitted-twice", JIT, "@functools.cache\ndef _compiled", "def _compiled",
+           "each use of a helper is another function", (f"{FILES}::test_jitting_leaves_the_functions_as_they_are",)),
+    Mutant("jitted-closure", JIT, "(*read, *code.co_freevars)", "read",
+           "functions that a closure holds are not jitted", (f"{FILES}::test_an_epilogue_is_its_file",)),
+    Mutant("frozen-device", "spec/epilogue.py", "{f: getattr(s, f) for f in _FUNCTIONS}",
+           '{f: getattr(s, f) for f in ("reference", "derivative", "output_vjp")}',
+           "a plain function's closure variable changes in a kernel with the old key",
+           (f"{FILES}::test_a_closure_variable_that_changes_is_another_epilogue",)),
+    Mutant("text-device", "spec/epilogue.py", "if function is not None and not callable(function):", "if False:",
+           "a kernel fails where the epilogue was wrong",
+           (f"{FILES}::test_what_is_no_device_function_is_refused",)),
+    Mutant("text-port", "spec/port.py", "if self.device is not None and not callable(self.device):", "if False:",
+           "a kernel fails where the output was wrong",
+           (f"{FILES}::test_what_is_no_device_function_is_refused",)),
+    Mutant("gated-unfound", "epilogues/_gated.py", "    GATED_BY[activation.name] = name\n", "",
+           "layers do not find a gated form", (f"{FILES}::test_an_epilogue_is_its_file",)),
+    Mutant("gated-product-rule", "epilogues/relu.py", ", device_derivative=reglu_slopes", "",
+           "zero times an infinite gradient is NaN",
+           ("tests/plugins/test_limits.py::test_a_closed_gate_passes_no_infinite_gradient",)),
+    Mutant("spelled-class", PACKAGE, " or isinstance(function, type)", "",
+           "a class is taken for an instance of it", (SPELLED,)),
+    Mutant("spelled-arguments", PACKAGE, "    elif given:\n", "    elif False:\n",
+           "an argument that no epilogue has is dropped", (SPELLED,)),
+    Mutant("spelled-threshold", "epilogues/softplus.py", "(beta, threshold) == (1, 20)", "beta == 1",
+           "another threshold is dropped", (SPELLED,)),
+]  # fmt: skip

@@ -1,0 +1,166 @@
+"""Compiles the device functions of epilogues and formats: jits plain ones, bakes parameters in, and
+combines those of a chain into one.
+
+Those of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a separate kernel.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+import types
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core.formats import Format
+from tmm_core.spec.device import interpreting
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.port import Port
+from tmm_core.spec.problem import Problem
+
+
+@functools.lru_cache(maxsize=1024)
+def device_function(epilogue: Epilogue) -> Any:
+    """The ``@triton.jit`` function of ``epilogue``: it takes the fp32 accumulator (two of them if
+    gated) and returns a block of its shape. Parameters are baked in.
+
+    A kernel takes it as a ``tl.constexpr`` argument and calls it; Triton's cache key covers its
+    source and that of all its callees.
+
+    Raises:
+        ValueError: A stage has no device function (``epilogue.fusable`` is False).
+    """
+    stages = epilogue.stages or (epilogue,)
+    names = {f"stage{i}": _baked(stage.device, stage) for i, stage in enumerate(stages)}
+    if len(stages) == 1:
+        return names["stage0"]
+    inputs = _inputs(epilogue)
+    lines = [f"def chain({inputs}):", f"    z = stage0({inputs})"]
+    lines += [f"    z = {name}(z)" for name in list(names)[1:]]
+    return _generated([*lines, "    return z"], names, f"epilogue {epilogue.key}")
+
+
+@functools.lru_cache(maxsize=1024)
+def device_derivative(epilogue: Epilogue) -> Any:
+    """The ``@triton.jit`` derivative of ``epilogue``: with the signature of
+    :func:`device_function`, it returns the factor of the gradient, a block, or the pair
+    ``(d/d gate, d/d up)``. Where the choice is arbitrary (relu at zero, a NaN), those of built-in
+    epilogues follow torch's backward.
+
+    Raises:
+        ValueError: A stage lacks a device function or its derivative.
+    """
+    stages = epilogue.stages or (epilogue,)
+    names = {f"slope{i}": _baked(stage.device_derivative, stage) for i, stage in enumerate(stages)}
+    if len(stages) == 1:
+        return names["slope0"]
+    # The chain rule, written out: every stage's input, then the product of their slopes.
+    inputs = _inputs(epilogue)
+    slopes = "s, t" if epilogue.gated else "s"
+    lines, argument = [f"def slopes({inputs}):", f"    {slopes} = slope0({inputs})"], inputs
+    for i, stage in enumerate(stages[:-1]):
+        names[f"stage{i}"] = _baked(stage.device, stage)
+        lines += [f"    z = stage{i}({argument})", f"    r = slope{i + 1}(z)"]
+        lines += [f"    {name} = {name} * r" for name in slopes.split(", ")]
+        argument = "z"
+    lines.append(f"    return {slopes}")
+    return _generated(lines, names, f"derivative of {epilogue.key}")
+
+
+def port_function(port: Port) -> Any:
+    """The ``@triton.jit`` function of what an output of an epilogue holds or reduces: takes an fp32
+    block of the result and returns one of its shape.
+
+    Raises:
+        ValueError: It has no device function (``port.fusable`` is False).
+    """
+    return _jitted(IDENTITY.device if port.of is None else port.device, f"output {port.name!r}")
+
+
+def step_function(problem: Problem, plain: Any) -> Any:
+    """The ``@triton.jit`` function of one step along K for the formats of a problem's operands.
+
+    Args:
+        plain: That of plain operands, and of operands that tensor cores multiply as they are
+            stored: ``plain(a, b, acc, PRECISION, SWAP=False)``.
+
+    Raises:
+        ValueError: The format of ``b`` has no device function.
+    """
+    form = problem.b.form
+    if form is None or problem.a.form is not None:
+        return plain
+    return _decoding(plain, form)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding(plain: Any, form: Format) -> Any:
+    lines = [
+        "def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):",
+        "    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)",
+    ]
+    names = {"plain": plain, "decode": _jitted(form.decode, f"format {form.name!r}")}
+    return _generated(lines, names, f"step of {form.name} weights")
+
+
+def _inputs(epilogue: Epilogue) -> str:
+    return "gate, up" if epilogue.gated else "z"
+
+
+def _baked(device: Any, stage: Epilogue) -> Any:
+    """A function of a single stage, with its parameters as constants."""
+    function = _jitted(device, f"epilogue {stage.name!r}")
+    if not stage.parameters:
+        return function
+    inputs = _inputs(stage)
+    arguments = ", ".join([inputs, *map(repr, stage.parameters)])
+    lines = [f"def stage({inputs}):", f"    return function({arguments})"]
+    return _generated(lines, {"function": function}, f"stage {stage}")
+
+
+def _generated(lines: list[str], names: dict[str, Any], title: str) -> Any:
+    """The ``@triton.jit`` function with these lines, which use these names: Triton compiles from
+    source only, which it reads through linecache, here under ``title``."""
+    source = "\n".join([*lines, ""])
+    filename = f"<tmm {title}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    namespace = {"tl": tl, "__name__": __name__, **names}
+    exec(compile(source, filename, "exec"), namespace)
+    return triton.jit(namespace[lines[0][len("def ") : lines[0].index("(")]])
+
+
+def _jitted(device: Any, of: str) -> Any:
+    """The ``@triton.jit`` function that ``device`` is or becomes."""
+    if device is None:
+        raise ValueError(f"{of} has no device function to fuse")
+    return _compiled(device) if isinstance(device, types.FunctionType) else device
+
+
+@functools.cache
+def _compiled(function: types.FunctionType) -> Any:
+    """A copy of a plain function under ``@triton.jit``, in which the globals and closure variables
+    that it reads are what Triton accepts: functions like it are jitted, numbers are constants."""
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    names = {
+        "tl": tl,
+        # Inline PTX serves instructions that Triton's language lacks.
+        "INLINE_PTX": torch.version.hip is None and not interpreting(),
+        **function.__globals__,
+        **{name: cell.cell_contents for name, cell in cells},
+    }
+    read = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    for name in (*read, *code.co_freevars):
+        value = names.get(name)
+        if isinstance(value, types.FunctionType):
+            names[name] = _compiled(value)
+        elif type(value) in (bool, int, float):
+            names[name] = tl.constexpr(value)
+    closure = tuple(types.CellType(names[name]) for name in code.co_freevars)
+    copy = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
+    copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
+    return triton.jit(copy)
