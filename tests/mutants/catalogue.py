@@ -11,6 +11,7 @@ from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
 from fresh import FRESH
 from grouped import GROUPED
+from identity import IDENTITY
 from kernels import KERNELS
 from mutant import Mutant
 from outputs import OUTPUTS
@@ -32,4 +33,5 @@ MUTANTS: list[Mutant] = [
     *CACHE,
     *VALID_CALLS,
     *SKIPPED_ROWS,
+    *IDENTITY,
 ]

@@ -8,7 +8,6 @@ IDENTITY = "tests/core/test_identity.py"
 CODE = "tests/core/test_code.py"
 LIMITS = "tests/plugins/test_limits.py"
 WIDE = "tests/plugins/test_wide_strides.py"
-DIGEST = "tests/core/test_digest.py"
 PAIRS = f"{IDENTITY}::test_functions_that_differ_in_one_thing_give_their_own_answers"
 
 KERNELS = [
@@ -139,62 +138,6 @@ KERNELS = [
         "if True:",
         "records that no process can use fill the disk",
         (f"{IDENTITY}::test_no_record_of_an_epilogue_of_one_process_is_saved",),
-    ),
-    Mutant(
-        "digest-sets",
-        "spec/digest.py",
-        "return repr(sorted(map(_repr, value)))",
-        "return repr(list(map(_repr, value)))",
-        "a kernel has another version under another hash seed",
-        (f"{DIGEST}::test_the_order_of_a_set_is_no_part_of_it",),
-    ),
-    Mutant(
-        "code-contents",
-        "spec/code.py",
-        'contents.append(f"{name} {_content(path)}")',
-        "contents.append(name)",
-        "an edited file leaves the version",
-        (f"{CODE}::test_every_edit_makes_another_version",),
-    ),
-    Mutant(
-        "code-together",
-        "spec/code.py",
-        "return any(top in names and names & others for names in _plugins(os.path.dirname(root)))",
-        "return False",
-        "a helper beside the package is left out",
-        (f"{CODE}::test_every_edit_makes_another_version",),
-    ),
-    Mutant(
-        "code-stated",
-        "spec/code.py",
-        'both = f"{stated}+{code.files}"',
-        "both = stated",
-        "a version that its author forgot to change is trusted",
-        (f"{CODE}::test_every_edit_makes_another_version",),
-    ),
-    Mutant(
-        "code-times",
-        "spec/code.py",
-        "if known is not None and known[:-1] == state:",
-        "if known is not None:",
-        "a file is read once and never again",
-        (f"{CODE}::test_an_edit_within_one_process_is_read_again",),
-    ),
-    Mutant(
-        "code-certain",
-        "spec/code.py",
-        "            certain &= top not in tops\n",
-        "",
-        "code without files is trusted",
-        (f"{CODE}::test_a_kernel_without_files_is_its_objects",),
-    ),
-    Mutant(
-        "trust-uncertain",
-        "dispatch/first_use.py",
-        "            if _certain(candidate):\n                self._store.mark",
-        "            if True:\n                self._store.mark",
-        "code that may have changed is stamped for other processes",
-        (f"{CODE}::test_one_verification_serves_a_process_where_code_may_change_unseen",),
     ),
     Mutant(
         "deferred-files",
