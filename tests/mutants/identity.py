@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-CODE = "tests/core/test_code.py"
+CODE, USERS = "tests/core/test_code.py", "tests/core/test_identity.py"
+PAIRS = f"{USERS}::test_functions_that_differ_in_one_thing_give_their_own_answers"
+EVERY = f"{USERS}::test_keys_of_functions_with_files_are_the_same_in_every_process"
+LATER = f"{USERS}::test_a_closure_that_changes_later_is_not_taken_for_a_new_one"
 EDIT = f"{CODE}::test_every_edit_makes_another_version"
 
 IDENTITY = [
@@ -38,4 +41,45 @@ IDENTITY = [
     Mutant("ptx-version", "tmm_triton/naive.py", "acc = tl.zeros", "acc = 1 + tl.zeros",
            "changed machine code keeps its version",
            ("tests/plugins/test_ptx_digests.py::test_changed_machine_code_has_another_version",)),
+    Mutant("identity-cells", "spec/identity.py", "_value((*reads, cells))", "_value(reads)",
+           "two closures of one source are one epilogue", (PAIRS,)),
+    Mutant("identity-defaults", "spec/identity.py",
+           "reads = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())",
+           "reads = (function.__defaults__,)", "a keyword's default is no part of a function",
+           (PAIRS,)),
+    Mutant("identity-globals", "spec/identity.py",
+           "return id(function.__code__), id(function.__globals__), _value",
+           "return function.__code__.co_code, _value", "the same code with other globals is one epilogue",
+           (PAIRS,)),
+    Mutant("identity-self", "spec/identity.py", "id(function.__func__), id(function.__self__)",
+           "(id(function.__func__),)", "methods of two objects are one epilogue", (PAIRS,)),
+    Mutant("identity-partial", "spec/identity.py",
+           "given = function.args, tuple(function.keywords.items())", "given = function.args",
+           "a partial's keywords are dropped", (PAIRS,)),
+    Mutant("identity-constants", "spec/identity.py", "return type(value), repr(value)",
+           "return value", "1 and 1.0, and 0.0 and -0.0, are one", (PAIRS,)),
+    Mutant("identity-written", "spec/identity.py", "return inner or bool", "return False and bool",
+           "a function counts in a copy of its variable",
+           (f"{USERS}::test_a_function_that_writes_its_closure_keeps_it",)),
+    Mutant("identity-methods", "spec/identity.py", "if type(function) is MethodType:", "if False:",
+           "each access to a method is another epilogue",
+           (f"{USERS}::test_methods_of_one_object_share_a_key",)),
+    Mutant("identity-closures", "spec/identity.py", " or function.__closure__ or is_typed", " or is_typed",
+           "closures of one source share a record", (EVERY, PAIRS)),
+    Mutant("identity-typed", "spec/identity.py", " or is_typed(function):", ":",
+           "a function from a prompt has the key of a file", (EVERY,)),
+    Mutant("identity-files", "spec/identity.py", "{function.__qualname__} {files} ",
+           "{function.__qualname__} ", "an edited file leaves the key", (EVERY,)),
+    Mutant("identity-one-line", "spec/identity.py", "{defaults!r} {code}", "{defaults!r}",
+           "two functions on one line share a key", (EVERY,)),
+    Mutant("identity-sets", "spec/identity.py", "sorted(map(repr, each)) if isinstance(each, frozenset) else each",
+           "each", "a set has another key under another hash seed", (EVERY,)),
+    Mutant("identity-process", "spec/epilogue.py", "texts = [PROCESS, str(kept[0])]",
+           "texts = [str(kept[0])]", "another process has the key of a closure", (EVERY,)),
+    Mutant("epilogue-shares-cells", "spec/epilogue.py",
+           "fields = {name: frozen(getattr(stage, name)) for name in names}", "fields = {}",
+           "a plan follows the closure of another epilogue", (LATER,)),
+    Mutant("epilogue-gated", "spec/epilogue.py", "flags = self.gated, self.interleaved, self.linear",
+           "flags = self.interleaved, self.linear", "gated or not is no part of the key",
+           (f"{USERS}::test_every_field_that_results_depend_on_is_in_the_key",)),
 ]  # fmt: skip
