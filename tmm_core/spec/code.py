@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import itertools
 import os
 import sys
@@ -107,9 +108,20 @@ def _package(module: str) -> str:
     return next((name for name in names if _file(name) is not None), names[0])
 
 
+def _found(module: str) -> tuple[Any, list[str]]:
+    """The file of a module, and the folders of a package, which need not be imported."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", None) or ())
+    with contextlib.suppress(ImportError, ValueError):
+        if (spec := importlib.util.find_spec(module)) is not None:
+            return spec.origin, list(spec.submodule_search_locations or ())
+    return None, []
+
+
 def _file(module: str) -> str | None:
-    """The file of a loaded module, or the archive that it is in."""
-    path = getattr(sys.modules.get(module), "__file__", None)
+    """The file of a module, or the archive that it is in."""
+    path = _found(module)[0]
     if type(path) is not str:
         return None
     path = os.path.abspath(path)
@@ -121,8 +133,7 @@ def _file(module: str) -> str | None:
 def _files(module: str) -> list[tuple[str, str]]:
     """The files of a module's package, and their names within it."""
     package = _package(module)
-    folders = list(getattr(sys.modules.get(package), "__path__", None) or ())
-    alone = _file(package)
+    folders, alone = _found(package)[1], _file(package)
     if alone is not None and "." in package and not folders:
         folders = [os.path.dirname(alone)]  # a folder without __init__.py
     found = [(path, os.path.relpath(path, folder)) for folder in folders for path in _walk(folder)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import importlib.util
 import sys
 from collections.abc import Hashable
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from tmm_core.errors import reraise
 from tmm_core.spec.code import LIBRARIES, is_typed, package_digest
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
@@ -110,15 +108,7 @@ def lasting_text(function: Any) -> str | None:
 def _files_digest(module: str) -> str | None:
     """A digest of the files of a module's package, which need not be imported; of a library's,
     whose version belongs to the environment, the empty text."""
-    if module.partition(".")[0] in LIBRARIES:
-        return ""
-    try:
-        if module not in sys.modules:
-            importlib.util.find_spec(module)  # imports the packages that it is in
-        return package_digest(module)
-    except Exception as error:  # of a stranger's package
-        reraise(error)
-        return None  # reported where it is needed
+    return "" if module.partition(".")[0] in LIBRARIES else package_digest(module)
 
 
 def _code_text(code: CodeType) -> str:
