@@ -192,7 +192,8 @@ print(Typed().version)
 def test_only_a_kernel_with_files_has_one_version_in_all_processes(site: Path) -> None:
     said = []
     for seed in ("1", "2"):
-        environment = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": str(site)}
+        path = os.pathsep.join([str(site), *sys.path])
+        environment = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": path}
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True,
             check=True,

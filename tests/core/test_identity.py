@@ -4,6 +4,7 @@ Keys of functions without a closure, in modules with files, are the same in ever
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -411,10 +412,12 @@ print([Epilogue("f", each).key for each in (typed(2.0), typed(lock), executed, l
 def test_keys_of_functions_with_files_are_the_same_in_every_process(tmp_path: Path) -> None:
     (tmp_path / "shared.py").write_text(SHARED)
 
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
     def keys(seed: str) -> list[str]:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM],
-            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": str(tmp_path)},
+            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,
