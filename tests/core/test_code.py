@@ -233,8 +233,12 @@ def test_files_of_the_interpreter_and_of_editors_are_no_part(site: Path) -> None
         (site / "stranger" / name).write_text("anything")
     os.utime(site / KERNEL_FILE)
     assert own().version == before
-    (site / "stranger" / "new_table.bin").write_text("x")
-    assert own().version != before
+    new = site / "stranger" / "new_table.bin"
+    new.write_text("x")
+    named = own().version
+    assert named != before
+    new.rename(new.with_name("other_table.bin"))
+    assert own().version != named
 
 
 def test_an_edit_within_one_process_is_read_again(site: Path) -> None:

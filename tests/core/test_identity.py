@@ -49,6 +49,13 @@ def default(c: float) -> Function:
     return scaled
 
 
+def keyword_list(c: float) -> Function:
+    def scaled(z: torch.Tensor, *, by: Any = [c]) -> torch.Tensor:  # noqa: B006  # never changed
+        return z * by[0]
+
+    return scaled
+
+
 def positional(c: Any) -> Function:
     # Not a parameter of the epilogue, since it is no number.
     return lambda z, by=(c,): z * by[0]
@@ -156,6 +163,7 @@ MAKERS: dict[str, Callable[[float], Any]] = {
     "closure": times,
     "nested": nested,
     "keyword default": default,
+    "list as keyword default": keyword_list,
     "default": positional,
     "closure over a list": lambda c: (lambda cs: lambda z: z * cs[0])([c]),
     "closure over a dict": lambda c: (lambda cs: lambda z: z * cs["c"])({"c": c}),
@@ -397,13 +405,13 @@ F += [Epilogue("f", constant, device=device), Epilogue("f", constant, device="sh
 F += [Epilogue("f", constant, derivative=constant), Epilogue("g", constant)]
 F += [Epilogue("f", constant, outputs=(Port("p", "tile", of=constant),))]
 F += [F[0].then(F[2])]
+exec("def executed(z): return z * 2")
 """
 PROGRAM = """
 from shared import *
 
 lock = object()
 def typed(c): return lambda z: z * c
-exec("def executed(z): return z * 2")
 print([each.key for each in F], all(each.lasting for each in F))
 print([Epilogue("f", each).key for each in (typed(2.0), typed(lock), executed, lambda z: z)])
 """
