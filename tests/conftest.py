@@ -97,9 +97,9 @@ def uninterpreted_amd(compiler_folder: Path) -> Iterator[Uninterpreted]:
     process.close()
 
 
-def stated(kernel: Any, version: str) -> tuple[str, bool]:
+def stated(kernel: Any, version: str) -> str:
     """A fake's version is what its test states: a test file is not the code of one kernel."""
-    return (version, True) if isinstance(kernel, FakeKernel) else code.version_of(kernel, version)
+    return version if isinstance(kernel, FakeKernel) else code.version_of(kernel, version)
 
 
 def forget() -> None:

@@ -207,7 +207,7 @@ def imported(site: Path, name: str, source: str) -> Iterator[Any]:
 
 def registered(kernel: Any) -> Any:
     """A kernel, with the version that it has where it is registered."""
-    kernel.__dict__["version"] = version_of(kernel, kernel.version)[0]
+    kernel.__dict__["version"] = version_of(kernel, kernel.version)
     return kernel
 
 

@@ -63,6 +63,7 @@ class BlasConfig(Config):
 
 class Blas(Kernel[BlasConfig]):
     name = "blas"
+    version = "3"
     # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig

@@ -62,7 +62,7 @@ class Gathered(Built[WarpSpecializedConfig]):
 
     @functools.cached_property
     def version(self) -> str:
-        return version_with(self, [self.inner])
+        return version_with("3", [self.inner])
 
     def declines(self, problem: Problem) -> Iterable[str]:
         if problem.groups is None or problem.groups.a_index is None:

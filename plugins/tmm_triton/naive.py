@@ -62,6 +62,7 @@ _SHAPES = [
 
 class Naive(TritonKernel[TileConfig]):
     name = "triton.naive"
+    version = "3"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = TileConfig
     reach = 0.58

@@ -209,6 +209,7 @@ class PersistentConfig(FusedEpilogueConfig):
 
 class Persistent(TritonKernel[PersistentConfig]):
     name = "triton.persistent"
+    version = "3"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = PersistentConfig
     supports = replace(

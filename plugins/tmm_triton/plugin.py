@@ -32,6 +32,7 @@ KERNELS = {
 class Missing(Kernel[Config]):
     """A stand-in for a kernel that cannot be imported; declines every problem with the reason."""
 
+    version = "0"
     supports = Supports.everything()
 
     def __init__(self, name: str, reason: str) -> None:

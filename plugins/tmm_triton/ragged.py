@@ -267,6 +267,7 @@ class RaggedConfig(FusedEpilogueConfig):
 
 class Ragged(TritonKernel[RaggedConfig]):
     name = "triton.ragged"
+    version = "3"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = RaggedConfig
     supports = replace(

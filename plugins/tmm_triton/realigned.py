@@ -180,7 +180,7 @@ class Realigned(Built[RealignedConfig]):
 
     @functools.cached_property
     def version(self) -> str:
-        return version_with(self, inner_kernels().values())
+        return version_with("3", inner_kernels().values())
 
     # Inner kernels may decline more.
     supports = replace(POINTERS, formats=(), weights=(), gated=True)

@@ -201,6 +201,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
     """Up to 16 rows of 16-bit floats, both operands contiguous along K."""
 
     name = "triton.skinny"
+    version = "3"
     # Each of an MMA's sums has its own order, the same for every row.
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = SkinnyConfig

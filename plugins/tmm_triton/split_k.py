@@ -206,6 +206,7 @@ class SplitKConfig(TileConfig):
 
 class SplitK(TritonKernel[SplitKConfig]):
     name = "triton.split_k"
+    version = "3"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = SplitKConfig
     reach = 0.62

@@ -175,6 +175,7 @@ def _ports(problem: Problem, config: GroupedConfig) -> Ports:
 
 class Grouped(Tiled[GroupedConfig]):
     name = "triton.grouped"
+    version = "3"
     config_type = GroupedConfig
     reach = 0.62
 
@@ -227,6 +228,7 @@ class FusedEpilogueConfig(GroupedConfig):
 
 class FusedEpilogue(Tiled[FusedEpilogueConfig]):
     name = "triton.fused_epilogue"
+    version = "3"
     config_type = FusedEpilogueConfig
     supports = replace(Tiled.supports, gated=True)
     reach = 0.66

@@ -1,9 +1,10 @@
-"""User code is identified by all that its results depend on: pairs that differ in one thing run one
-after the other, and keys are the same in every process where they can be."""
+"""Two functions are never taken for one: pairs that differ in one thing run one after the other.
+Keys of functions without a closure, in modules with files, are the same in every process."""
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from torch import nn
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.spec.epilogue import INTERNED
-from tmm_core.spec.identity import identify
 
 Function = Callable[..., torch.Tensor]
 
@@ -45,6 +45,13 @@ def nested(c: float) -> Function:
 def default(c: float) -> Function:
     def scaled(z: torch.Tensor, *, by: float = c) -> torch.Tensor:
         return z * by
+
+    return scaled
+
+
+def keyword_list(c: float) -> Function:
+    def scaled(z: torch.Tensor, *, by: Any = [c]) -> torch.Tensor:  # noqa: B006  # never changed
+        return z * by[0]
 
     return scaled
 
@@ -156,6 +163,7 @@ MAKERS: dict[str, Callable[[float], Any]] = {
     "closure": times,
     "nested": nested,
     "keyword default": default,
+    "list as keyword default": keyword_list,
     "default": positional,
     "closure over a list": lambda c: (lambda cs: lambda z: z * cs[0])([c]),
     "closure over a dict": lambda c: (lambda cs: lambda z: z * cs["c"])({"c": c}),
@@ -225,12 +233,23 @@ def test_functions_that_differ_in_one_thing_give_their_own_answers(maker: str) -
         torch.testing.assert_close(z_of(epilogue), c * (A @ B))
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-def test_what_is_made_again_alike_has_the_same_key(maker: str) -> None:
-    make = MAKERS[maker]
-    one, other = (Epilogue("f", make(2.0)) for _ in range(2))
-    assert one.lasting
+#: Functions that are equal when they are made again in this process.
+AGAIN = ("closure", "keyword default", "default", "int or float", "class method", "partial",
+         "one line", "nested")  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", AGAIN)
+def test_functions_of_equal_constants_share_a_key(maker: str) -> None:
+    one, other = (Epilogue("f", MAKERS[maker](2.0)) for _ in range(2))
     assert one.key == other.key
+    assert one == other
+    assert one.interned() == other.interned()
+
+
+def test_methods_of_one_object_share_a_key() -> None:
+    of = Scaled(2.0)
+    assert of.method is not of.method
+    assert Epilogue("f", of.method) == Epilogue("f", of.method) != Epilogue("f", Scaled(2.0).method)
 
 
 def neither(z: torch.Tensor) -> torch.Tensor:
@@ -288,8 +307,8 @@ def test_outputs_of_one_source_give_their_own_values() -> None:
 @pytest.mark.parametrize(
     "thing", [threading.Lock, lambda: (x for x in ()), lambda: torch.empty(2**19)]
 )
-def test_what_has_no_description_stands_for_itself(thing: Any) -> None:
-    """A lock, a generator, a large tensor: its key is of this process, and of this object."""
+def test_what_a_closure_holds_stands_for_itself(thing: Any) -> None:
+    """A key is of this process, and of this object."""
 
     def having(c: float, it: Any) -> Function:
         return lambda z: z * c if it is not None else z
@@ -307,11 +326,9 @@ def test_what_has_no_description_stands_for_itself(thing: Any) -> None:
 
 @pytest.mark.usefixtures("blas_alone")
 def test_objects_alike_that_change_later_are_not_one() -> None:
-    """What torch applies reads an object's state in every call; a new epilogue of a changed object
-    has another key."""
+    """An object stands for itself, and what torch applies reads its state in every call."""
     first, second = Scaled(2.0), Scaled(2.0)
     one, other = Epilogue("f", first), Epilogue("f", second)
-    assert one.key == other.key
     assert one != other
     assert one.interned() != other.interned()
     for epilogue in (one, other):
@@ -373,55 +390,58 @@ def test_an_epilogue_made_in_every_call_keeps_one_plan() -> None:
     assert len(INTERNED) == 1
 
 
-def test_two_sets_in_another_order_are_one() -> None:
-    # 0 and 8 collide in a small table, where the first one inserted comes first.
-    assert [*{0, 8}] != [*{8, 0}]
-    for one, other in (({0, 8}, {8, 0}), ({"s": {0, 8}}, {"s": {8, 0}}), (({0, 8},), ({8, 0},))):
-        assert identify(one).digest == identify(other).digest
-    assert identify({0, 8}).digest != identify({0, 9}).digest
-    assert identify({"a": 1, "b": 2}).digest != identify({"b": 2, "a": 1}).digest
+SHARED = """
+import torch, triton
+from tmm_core import Epilogue, Port
 
+ON_ONE_LINE = lambda z: z * 2, lambda z: z * 3
+def constant(z, kind="x", *, by=2.0): return z if kind in {"x", "y", "zz"} else z * by
+@triton.jit
+def device(z): return z
 
+F = [Epilogue("f", each) for each in (*ON_ONE_LINE, constant, torch.relu, torch.nn.functional.silu)]
+F += [Epilogue("f", constant, device=device), Epilogue("f", constant, device="shared:device")]
+F += [Epilogue("f", constant, derivative=constant), Epilogue("g", constant)]
+F += [Epilogue("f", constant, outputs=(Port("p", "tile", of=constant),))]
+F += [F[0].then(F[2])]
+exec("def executed(z): return z * 2")
+"""
 PROGRAM = """
-import functools, torch
-from tmm_core import Epilogue
-from tmm_core.spec.identity import identify
+from shared import *
 
-class Scaled:
-    def __init__(self, c): self.c, self.names = c, {"alpha", "beta", "gamma"}
-    def __call__(self, z): return z * self.c if "alpha" in {"alpha", "delta"} else z
-    def method(self, z): return z * self.c
-
-TABLE = {"rows": {"x", "y", "z"}, "columns": frozenset(("u", "v"))}
-def global_(z): return z * len(TABLE["rows"])
-def constant(z, kind="x"): return z if kind in {"x", "y", "zz"} else -z
-
-functions = [
-    Scaled(2.0), Scaled(2.0).method, functools.partial(Scaled.method, Scaled(1.0)), global_,
-    constant, functools.partial(constant, kind="y"), (lambda s: lambda z: z * len(s))({"p", "q"}),
-    torch.nn.PReLU(),
-]
-print([Epilogue("f", function).key for function in functions])
-print(all(Epilogue("f", function).lasting for function in functions))
+lock = object()
+def typed(c): return lambda z: z * c
+print([each.key for each in F], all(each.lasting for each in F))
+print([Epilogue("f", each).key for each in (typed(2.0), typed(lock), executed, lambda z: z)])
 """
 
 
-def test_keys_are_the_same_in_every_process(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    told = set()
-    for seed in ("1", "2"):
+def test_keys_of_functions_with_files_are_the_same_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "shared.py").write_text(SHARED)
+
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    def keys(seed: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, str(program)],
-            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            [sys.executable, "-c", PROGRAM],
+            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,
         )
-        told.add(done.stdout)
-    (keys,) = told
-    assert keys.endswith("True\n")
-    assert keys.count("@") == 8
+        return done.stdout.splitlines()
+
+    (one, typed_one), (other, typed_other) = keys("1"), keys("2")
+    assert one == other
+    assert one.endswith("True")
+    assert len(set(re.findall("[fg]@[0-9a-f]{12}", one))) == 10
+    ours, theirs = (re.findall("@[0-9a-f]{12}", each) for each in (typed_one, typed_other))
+    assert len(ours) == 4
+    assert not set(ours) & set(theirs)
+    # An edit of the file makes other keys.
+    (tmp_path / "shared.py").write_text(SHARED + "\nMORE = 1\n")
+    edited = set(re.findall("@[0-9a-f]{12}", keys("1")[0]))
+    assert len(edited & set(re.findall("@[0-9a-f]{12}", one))) == 2  # torch's functions
 
 
 def test_no_record_of_an_epilogue_of_one_process_is_saved(tmp_path: Path) -> None:

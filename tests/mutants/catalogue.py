@@ -12,6 +12,7 @@ from environ import ENVIRON
 from epilogues import EPILOGUE_FILES
 from fresh import FRESH
 from grouped import GROUPED
+from identity import IDENTITY
 from kernels import KERNELS
 from limits import LIMITS
 from mutant import Mutant
@@ -38,4 +39,5 @@ MUTANTS: list[Mutant] = [
     *SKIPPED_ROWS,
     *VERIFICATION,
     *EPILOGUE_FILES,
+    *IDENTITY,
 ]

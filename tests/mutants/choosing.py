@@ -181,8 +181,6 @@ DISPATCHING = [
            "", "guesses expect memory to be faster than it is", ("tests/plugins/test_estimates.py",)),
     Mutant("machine-unlisted", "spec/machine.py", "if name in device.name)", "if True)",
            "every GPU has the bandwidth of an H200", ("tests/plugins/test_estimates.py",)),
-    Mutant("digest-cost-model", "spec/digest.py", "_plain(each) if name not in _NO_CODE else None", "_plain(each)",
-           "an edit of an estimate discards a kernel's records", ("tests/core/test_digest.py",)),
     Mutant("neighbour-unfit", "dispatch/heuristic.py", "if candidate is not None and fits(candidate, problem):",
            "if candidate is not None:", "a config outside the search space is launched", (CHOICES, DISPATCHER)),
     Mutant("bucket-64", "bucket.py", "    if m <= 64:\n", "    if m <= 32:\n",

@@ -1,4 +1,4 @@
-"""Mutants of how user code is identified, of kernels' versions, and of limits in kernels."""
+"""Mutants of epilogues' keys and of limits in kernels."""
 
 from __future__ import annotations
 
@@ -8,98 +8,9 @@ IDENTITY = "tests/core/test_identity.py"
 CODE = "tests/core/test_code.py"
 LIMITS = "tests/plugins/test_limits.py"
 WIDE = "tests/plugins/test_wide_strides.py"
-DIGEST = "tests/core/test_digest.py"
 PAIRS = f"{IDENTITY}::test_functions_that_differ_in_one_thing_give_their_own_answers"
 
 KERNELS = [
-    Mutant(
-        "identity-cells",
-        "spec/identity.py",
-        "self._all(function.__defaults__, function.__kwdefaults__, function.__closure__)",
-        "self._all(function.__defaults__, function.__kwdefaults__)",
-        "two closures of one source are one epilogue",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-keyword-defaults",
-        "spec/identity.py",
-        "self._all(function.__defaults__, function.__kwdefaults__, function.__closure__)",
-        "self._all(function.__defaults__, function.__closure__)",
-        "a keyword's default is no part of a function",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-globals",
-        "spec/identity.py",
-        '            self.text("global", name)\n            self.add(value)\n',
-        '            self.text("global", name)\n',
-        "the same code with other globals is one epilogue",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-self",
-        "spec/identity.py",
-        "self._all(value.__func__, value.__self__)",
-        "self._all(value.__func__)",
-        "methods of two objects are one epilogue",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-partial",
-        "spec/identity.py",
-        "self._all(kind, value.func, value.args, tuple(value.keywords.items()), vars(value))",
-        "self._all(kind, value.func, value.args)",
-        "a partial's keywords are dropped",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-slots",
-        "spec/identity.py",
-        '{**getattr(value, "__dict__", {}), **dict(_slots(value, kind))}',
-        'getattr(value, "__dict__", {})',
-        "objects with slots are all alike",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-modules",
-        "spec/identity.py",
-        "                if name in vars(module):\n",
-        "                if False:\n",
-        "attributes of modules are no part",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-scalars",
-        "spec/identity.py",
-        "self.text(kind.__name__, repr(value))",
-        'self.text("scalar", repr(float(value)) if kind is int else repr(value))',
-        "1 and 1.0 are one",
-        (PAIRS,),
-    ),
-    Mutant(
-        "identity-sets",
-        "spec/identity.py",
-        'self.text("set", *sorted(digests))',
-        'self.text("set", *digests)',
-        "a set has another key under another hash seed",
-        (f"{IDENTITY}::test_two_sets_in_another_order_are_one",),
-    ),
-    Mutant(
-        "identity-state",
-        "spec/identity.py",
-        "            self.state[id(value)] = value\n            self._instance",
-        "            self._instance",
-        "two objects that were alike share a plan after one has changed",
-        (f"{IDENTITY}::test_objects_alike_that_change_later_are_not_one",),
-    ),
-    Mutant(
-        "identity-process",
-        "spec/identity.py",
-        "        self.lasting = False\n",
-        "",
-        "a key of one process is taken for one of all",
-        (f"{IDENTITY}::test_what_has_no_description_stands_for_itself",),
-    ),
     Mutant(
         "epilogue-keeps-cells",
         "spec/epilogue.py",
@@ -107,22 +18,6 @@ KERNELS = [
         "            if False:\n",
         "a closure that changed keeps its old plan",
         (f"{IDENTITY}::test_a_closure_that_changes_later_is_not_taken_for_a_new_one",),
-    ),
-    Mutant(
-        "epilogue-shares-cells",
-        "spec/epilogue.py",
-        "fields = {name: frozen(value) for name, value in fields.items()}",
-        "fields = dict(fields)",
-        "a plan follows the closure of another epilogue",
-        (f"{IDENTITY}::test_a_closure_that_changes_later_is_not_taken_for_a_new_one",),
-    ),
-    Mutant(
-        "epilogue-gated",
-        "spec/epilogue.py",
-        "parts: list[Any] = [self.gated, self.interleaved, self.linear]",
-        "parts: list[Any] = [self.interleaved, self.linear]",
-        "gated or not is no part of the key",
-        (f"{IDENTITY}::test_every_field_that_results_depend_on_is_in_the_key",),
     ),
     Mutant(
         "epilogue-keyword-parameters",
@@ -139,62 +34,6 @@ KERNELS = [
         "if True:",
         "records that no process can use fill the disk",
         (f"{IDENTITY}::test_no_record_of_an_epilogue_of_one_process_is_saved",),
-    ),
-    Mutant(
-        "digest-sets",
-        "spec/digest.py",
-        "return repr(sorted(map(_repr, value)))",
-        "return repr(list(map(_repr, value)))",
-        "a kernel has another version under another hash seed",
-        (f"{DIGEST}::test_the_order_of_a_set_is_no_part_of_it",),
-    ),
-    Mutant(
-        "code-contents",
-        "spec/code.py",
-        'contents.append(f"{name} {_content(path)}")',
-        "contents.append(name)",
-        "an edited file leaves the version",
-        (f"{CODE}::test_every_edit_makes_another_version",),
-    ),
-    Mutant(
-        "code-together",
-        "spec/code.py",
-        "return any(top in names and names & others for names in _plugins(os.path.dirname(root)))",
-        "return False",
-        "a helper beside the package is left out",
-        (f"{CODE}::test_every_edit_makes_another_version",),
-    ),
-    Mutant(
-        "code-stated",
-        "spec/code.py",
-        'both = f"{stated}+{code.files}"',
-        "both = stated",
-        "a version that its author forgot to change is trusted",
-        (f"{CODE}::test_every_edit_makes_another_version",),
-    ),
-    Mutant(
-        "code-times",
-        "spec/code.py",
-        "if known is not None and known[:-1] == state:",
-        "if known is not None:",
-        "a file is read once and never again",
-        (f"{CODE}::test_an_edit_within_one_process_is_read_again",),
-    ),
-    Mutant(
-        "code-certain",
-        "spec/code.py",
-        "            certain &= top not in tops\n",
-        "",
-        "code without files is trusted",
-        (f"{CODE}::test_a_kernel_without_files_is_its_objects",),
-    ),
-    Mutant(
-        "trust-uncertain",
-        "dispatch/first_use.py",
-        "            if _certain(candidate):\n                self._store.mark",
-        "            if True:\n                self._store.mark",
-        "code that may have changed is stamped for other processes",
-        (f"{CODE}::test_one_verification_serves_a_process_where_code_may_change_unseen",),
     ),
     Mutant(
         "deferred-files",

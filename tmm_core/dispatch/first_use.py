@@ -49,8 +49,6 @@ class Trust:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        #: Keys verified by this process, of kernels whose code may change unseen.
-        self._verified: set[str] = set()
 
     def holds(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification.
@@ -63,7 +61,7 @@ class Trust:
             return True
         if choice.origin == "forced" and not forced:
             return True
-        if _certain(candidate) and self._tuned_at(problem, choice) == problem.extent:
+        if self._tuned_at(problem, choice) == problem.extent:
             return True  # verified there in every way
         return self.is_verified(problem, candidate)
 
@@ -91,15 +89,10 @@ class Trust:
         device = problem.device
         for sized in (False, True):
             key = _key(problem, candidate, sized)
-            if _certain(candidate):
-                self._store.mark_verified(device.gpu, device.environment, key)
-            else:
-                self._verified.add(key)
+            self._store.mark_verified(device.gpu, device.environment, key)
 
     def _stamped(self, problem: Problem, candidate: Candidate, sized: bool) -> bool:
         key, device = _key(problem, candidate, sized), problem.device
-        if not _certain(candidate):
-            return key in self._verified
         return self._store.is_verified(device.gpu, device.environment, key)
 
     def verify(
@@ -121,7 +114,7 @@ class Trust:
         from tmm_core.verify.verifier import Extent, Verdict, Verifier  # only needed here
 
         candidate = choice.candidate
-        known = _certain(candidate) and self._tuned_at(problem, choice) is not None
+        known = self._tuned_at(problem, choice) is not None
         known = known or self._stamped(problem, candidate, sized=False)
         extent: Extent = "brief" if known else "first use"
         try:
@@ -133,11 +126,6 @@ class Trust:
         if verdict.ok:
             self.stamp(problem, candidate)
         return verdict
-
-
-def _certain(candidate: Candidate) -> bool:
-    """Whether every edit of the kernel's code changes its version."""
-    return getattr(candidate.kernel, "certain", True)
 
 
 def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:

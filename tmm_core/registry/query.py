@@ -116,13 +116,11 @@ class CheckedKernel(Kernel[Any]):
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = plain_text(type(kernel).__qualname__, NAME_MAX)  # until it is known
-        #: Whether every edit of its code changes its version; else records of it are no evidence.
-        self.certain = True
         for attribute, check in _IDENTITY.items():
             try:
                 setattr(self, attribute, check(getattr(kernel, attribute, None)))
                 if attribute == "version":
-                    self.version, self.certain = version_of(kernel, self.version)
+                    self.version = version_of(kernel, self.version)
             except BaseException as error:
                 reraise(error)
                 why = self._fault(attribute, error)

@@ -1,49 +1,50 @@
-"""Identifies the code of a kernel that is not tmm's own, so that an edited one is measured again.
+"""Identifies the files of third parties' packages, so that an edited plugin is measured again.
 
-The contents of all files of its package count, whatever their type, and those of the modules it
-uses; library packages count by their versions. Objects that a class or an instance holds count too.
-Code without files may change unseen: its kernel is verified in every process.
+All files of a package count, whatever their type; the packages that it imports do not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
+import itertools
 import os
 import sys
-import types
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from tmm_cache.fields import NAME_MAX
 
-from tmm_core.spec.digest import digest
-from tmm_core.spec.identity import identify
-from tmm_core.spec.libraries import LIBRARIES
-
-#: Packages whose kernels' versions are digests of the code that they reach.
+#: tmm's own packages: their kernels state their versions.
 OWN = frozenset(("tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"))
-#: More files than this are not read.
-_MOST_FILES = 5_000
-#: Bytes of a file whose digest other processes look up: reading this much takes 1 ms.
-_LARGE = 2**20
-#: Names of folders of installed packages.
-_INSTALLED = ("site-packages", "dist-packages")
+#: Packages whose versions belong to a record's environment, or to Python's; and tmm's own.
+LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | OWN
+#: The contents of a package's first files are read, up to this many bytes: about 30 ms. Later files
+#: count by size and modification time.
+_MOST_BYTES = 32 * 2**20
+#: Bytes that a file counts at least: opening a small one takes as long as reading these.
+_LEAST_BYTES = 8192
+#: Differs in every process.
+PROCESS = os.urandom(6).hex()
+_numbers = itertools.count()
 
 
-class Code(NamedTuple):
-    """The identity of a kernel's code.
-
-    Attributes:
-        digest: Twelve hexadecimal digits: of the files, and of the objects that the kernel holds.
-        files: Twelve digits of the files alone.
-        certain: Every edit changes the digest.
-    """
-
-    digest: str
-    files: str
-    certain: bool
+def version_of(kernel: Any, stated: str) -> str:
+    """The version under which a kernel's measurements are stored. The version that the author of a
+    third party's kernel ``stated`` is combined with the files, since an author may forget to change
+    it."""
+    if is_own(type(kernel)):
+        return stated
+    files = code_version(type(kernel), kernel.config_type)
+    if stated == files:
+        return stated
+    both = f"{stated}+{files}"
+    return both if len(both) <= NAME_MAX else _short(both)
 
 
 def is_own(kind: type) -> bool:
@@ -51,194 +52,124 @@ def is_own(kind: type) -> bool:
     return _top(kind.__module__) in OWN
 
 
+def code_version(*kinds: type) -> str:
+    """Twelve hexadecimal digits of the files of the packages in which these classes and their base
+    classes are. If a class is in no file, as one from a prompt or a notebook, they are valid in
+    this process only."""
+    found = (base for kind in kinds for base in kind.__mro__)
+    bases = [base for base in found if _top(base.__module__) not in LIBRARIES]
+    files = [package_digest(module) for module in sorted({base.__module__ for base in bases})]
+    typed = any(is_typed(vars(base).get("bind")) for base in bases)
+    return _of_process(kinds) if typed or None in files else _short(*map(str, files))
+
+
+def is_typed(function: Any) -> bool:
+    """Whether a function's code is from a prompt or ``exec``."""
+    return isinstance(function, FunctionType) and function.__code__.co_filename.startswith("<")
+
+
+@functools.cache
+def _of_process(kinds: tuple[type, ...]) -> str:
+    return _short(PROCESS, str(next(_numbers)))
+
+
+def package_digest(module: str) -> str | None:
+    """A digest of the files of the top-level package that a module is in, wherever they are; None
+    if it is in no file. Files that changed are read again."""
+    stamps = tuple(_stamp(path, name) for path, name in _files(module))
+    return _digest(_package(module), stamps) if stamps else None
+
+
+def files_of(function: Any) -> set[Path]:
+    """The files of the package that a third party's function is in."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return set() if _top(module) in LIBRARIES else {Path(path) for path, _ in _files(module)}
+
+
 def _top(module: str) -> str:
     return module.partition(".")[0]
-
-
-def code_of(kernel: Any) -> Code:
-    """The identity of the code and of the objects that ``kernel`` consists of."""
-    kinds = (*type(kernel).__mro__, kernel.config_type)
-    modules = {kind.__module__ for kind in kinds}
-    files, versions, certain = _sources({m for m in modules if _top(m) not in LIBRARIES | OWN})
-    computed = [
-        name
-        for kind in type(kernel).__mro__
-        for name, value in vars(kind).items()
-        if isinstance(value, functools.cached_property)
-    ]
-    objects = identify(kernel, kernel.config_type, without=computed, libraries=OWN)
-    contents = sorted(versions)
-    for path, name in sorted(files.items(), key=lambda item: item[1]):
-        try:
-            contents.append(f"{name} {_content(path)}")
-        except OSError:
-            certain = False
-    of_files = _short(*contents)
-    found = _short(of_files, objects.digest, digest(type(kernel), kernel.config_type))
-    return Code(found, of_files, certain and objects.lasting)
-
-
-def version_of(kernel: Any, stated: str) -> tuple[str, bool]:
-    """The version of a registered kernel that states one, and whether every edit changes it."""
-    if is_own(type(kernel)):
-        return stated, True
-    code = code_of(kernel)
-    if stated == code.digest:
-        return stated, code.certain
-    # Its author may forget to change it.
-    both = f"{stated}+{code.files}"
-    return both if len(both) <= NAME_MAX else _short(both), code.certain
 
 
 def _short(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def files_of(function: Any) -> set[Path]:
-    """The files of the package that a third party's function is in, and of what it uses."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    module = getattr(function, "__module__", None) or type(function).__module__
-    if _top(module) in LIBRARIES | OWN:
-        return set()
-    files, _, _ = _sources({module})
-    return {Path(path) for path in files}
+def _package(module: str) -> str:
+    """The top-level package of a module. Within a namespace, which several distributions share, it
+    is the first package that has a file."""
+    if module == "__main__":
+        spec: ModuleSpec | None = getattr(sys.modules[module], "__spec__", None)
+        if spec is None or not spec.parent:  # a script
+            return module
+        module = spec.parent  # python -m
+    names = list(itertools.accumulate(module.split("."), "{}.{}".format))
+    return next((name for name in names if _file(name) is not None), names[0])
 
 
-def _sources(modules: set[str]) -> tuple[dict[str, str], set[str], bool]:
-    """The files of these modules' packages and of what they use, with names that do not depend on
-    where they are; the versions of libraries; whether every module has files."""
-    files: dict[str, str] = {}
-    versions: set[str] = set()
-    certain = True
-    tops = {_top(module) for module in modules}
-    for top in _used(modules):
-        roots = _roots(top)
-        if not roots:
-            # A namespace that was executed rather than imported.
-            certain &= top not in tops
-            continue
-        if (
-            top not in tops
-            and any(map(_is_installed, roots))
-            and not _together(roots[0], top, tops)
-        ):
-            versions.add(f"{top} {getattr(sys.modules.get(top), '__version__', '')}")
-            continue
-        for root in roots:
-            for path in _files_in(root):
-                files[path] = f"{top}/{os.path.relpath(path, root)}"
-                if len(files) > _MOST_FILES:
-                    return {}, versions, False
-    return files, versions, certain
+def _found(module: str) -> tuple[Any, list[str]]:
+    """The file of a module, and the folders of a package, which need not be imported."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", None) or ())
+    with contextlib.suppress(ImportError, ValueError):
+        if (spec := importlib.util.find_spec(module)) is not None:
+            return spec.origin, list(spec.submodule_search_locations or ())
+    return None, []
 
 
-def _used(modules: set[str]) -> list[str]:
-    """The top-level packages of these modules and of those that they refer to, without tmm and the
-    libraries that a record's environment names."""
-    own = {_top(module) for module in modules}
-    tops: dict[str, None] = {}
-    waiting, seen = sorted(modules), set(modules)
-    while waiting:
-        name = waiting.pop()
-        top = _top(name)
-        first = top not in tops
-        tops[top] = None
-        if top not in own and any(map(_is_installed, _roots(top))):
-            continue
-        module = sys.modules.get(name)
-        found = [each for each in list(sys.modules) if first and each.startswith(f"{top}.")]
-        for value in list(vars(module).values()) if module is not None else ():
-            if isinstance(value, types.ModuleType):
-                found.append(value.__name__)
-            else:
-                of = getattr(value, "__module__", None)
-                found.append(of if type(of) is str else type(value).__module__)
-        for each in found:
-            if each not in seen and _top(each) not in LIBRARIES | OWN:
-                seen.add(each)
-                waiting.append(each)
-    return list(tops)
-
-
-def _is_installed(root: str) -> bool:
-    return os.path.basename(os.path.dirname(root)) in _INSTALLED
-
-
-def _roots(top: str) -> list[str]:
-    """The folders of a loaded package, or the file of a module or of an archive with it."""
-    module = sys.modules.get(top)
-    paths = list(getattr(module, "__path__", None) or ())
-    if not paths:
-        file = getattr(module, "__file__", None)
-        paths = [file] if type(file) is str else []
-    return [file for path in paths if (file := _existing(os.path.abspath(path))) is not None]
-
-
-def _existing(path: str) -> str | None:
-    """The path, or the archive that it is in; None if there is neither."""
-    if os.path.exists(path):
-        return path
+def _file(module: str) -> str | None:
+    """The file of a module, or the archive that it is in."""
+    path = _found(module)[0]
+    if type(path) is not str:
+        return None
+    path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return path if os.path.isfile(path) else None
 
 
-def _files_in(root: str) -> Iterator[str]:
-    if os.path.isfile(root):
-        yield root
-    for folder, folders, names in os.walk(root):
+def _files(module: str) -> list[tuple[str, str]]:
+    """The files of a module's package, and their names within it."""
+    package = _package(module)
+    folders, alone = _found(package)[1], _file(package)
+    if alone is not None and "." in package and not folders:
+        folders = [os.path.dirname(alone)]  # a folder without __init__.py
+    found = [(path, os.path.relpath(path, folder)) for folder in folders for path in _walk(folder)]
+    return sorted(found) or ([(alone, "")] if alone is not None else [])
+
+
+def _walk(folder: str) -> Iterator[str]:
+    for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__" and name[0] != "."]
-        yield from (os.path.join(folder, name) for name in names if not name.endswith(".pyc"))
+        yield from (os.path.join(place, name) for name in names if not name.endswith(".pyc"))
 
 
-def _together(root: str, top: str, others: set[str]) -> bool:
-    """Whether a plugin's distribution installed this package and one of the ``others``."""
-    return any(top in names and names & others for names in _plugins(os.path.dirname(root)))
+class _Stamp(NamedTuple):
+    path: str
+    name: str
+    size: int
+    modified: int
+    changed: int
 
 
-@functools.cache
-def _plugins(folder: str) -> list[set[str]]:
-    """The top-level names that each plugin's distribution in ``folder`` installed."""
-    found = []
-    for declared in Path(folder).glob("*.dist-info/entry_points.txt"):
-        try:
-            if b"[tmm_core]" in declared.read_bytes():
-                record = declared.with_name("RECORD").read_text("utf-8", "replace")
-                found.append({line.split("/")[0].split(".py,")[0] for line in record.splitlines()})
-        except OSError:
-            continue
-    return found
+def _stamp(path: str, name: str) -> _Stamp:
+    try:
+        of = os.stat(path)
+    except OSError:  # just removed
+        return _Stamp(path, name, 0, 0, 0)
+    return _Stamp(path, name, of.st_size, of.st_mtime_ns, of.st_ctime_ns)
 
 
-def _content(path: str) -> str:
-    """A digest of a file's content, which is read again after a change of its size or times.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    of = os.stat(path)
-    state = [of.st_size, of.st_mtime_ns, of.st_ctime_ns]
-    known = _contents.get(path)
-    if known is None and of.st_size >= _LARGE:
-        noted = _notes().get(path)
-        known = noted if isinstance(noted, list) else None
-    if known is not None and known[:-1] == state:
-        return str(known[-1])
-    with open(path, "rb") as file:
-        found = hashlib.sha256(file.read()).hexdigest()
-    _contents[path] = [*state, found]
-    if of.st_size >= _LARGE:
-        _notes().add(path, _contents[path])
-    return found
-
-
-@functools.cache
-def _notes() -> Any:
-    from tmm_cache import Notes
-
-    return Notes("files", ["sha256"])
-
-
-#: Size, times and digest of each file that was read.
-_contents: dict[str, list[Any]] = {}
+@functools.lru_cache(256)
+def _digest(package: str, stamps: tuple[_Stamp, ...]) -> str:
+    found, room = [package], _MOST_BYTES
+    for each in stamps:
+        room -= max(each.size, _LEAST_BYTES)
+        content = f"{each.size} {each.modified}"
+        if room >= 0:
+            with contextlib.suppress(OSError):  # the package cannot read it either
+                content = hashlib.sha256(Path(each.path).read_bytes()).hexdigest()
+        found.append(f"{each.name} {content}")
+    return _short(*found)

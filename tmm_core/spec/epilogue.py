@@ -11,18 +11,19 @@ Those that every installation has are in :mod:`tmm_core.epilogues`.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from tmm_core.spec.closures import cells_of, frozen
-from tmm_core.spec.identity import Identity, identify
+from tmm_core.spec.code import PROCESS
+from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text
 from tmm_core.spec.port import Port
 
 if TYPE_CHECKING:
@@ -116,9 +117,9 @@ class Epilogue:
 
     @cached_property
     def key(self) -> str:
-        """Identity on disk: the name, the parameters and, for a user's, a digest of everything that
-        its functions depend on when it is first used. A later change of what they read is not
-        noticed here: the change is another epilogue's."""
+        """Identity on disk: the name, the parameters and, for a user's, a digest of its functions
+        when it is first used. If it is not :attr:`lasting`, only this process has that digest. A
+        later change of a closure variable is not noticed here: the change is another epilogue's."""
         if self.stages:
             return "+".join(stage.key for stage in self.stages)
         text = self.name
@@ -126,65 +127,75 @@ class Epilogue:
             text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
         if self.builtin and not self.outputs:
             return text
-        return f"{text}@{self.identity.digest[:12]}"
-
-    @cached_property
-    def identity(self) -> Identity:
-        """Identity of the functions, which two epilogues of one key may differ in later."""
-        return self._identify()
-
-    def _identify(self) -> Identity:
-        if self.stages:
-            stages = [stage._identify() for stage in self.stages]
-            return Identity(
-                " ".join(stage.digest for stage in stages),
-                all(stage.lasting for stage in stages),
-                tuple(itertools.chain.from_iterable(stage.state for stage in stages)),
-            )
-        if self.builtin and not self.outputs:
-            return identify(self.name)
-        parts: list[Any] = [self.gated, self.interleaved, self.linear]
-        if not self.builtin:
-            parts += [getattr(self, name) for name in _FUNCTIONS]
-        for port in self.outputs:
-            parts += port.name, port.kind, port.dtype, port.reduce, port.of, port.device
-        return identify(*parts)
+        texts = self._texts
+        if texts is None:
+            kept = _of_process.setdefault(self._identity(), (len(_of_process), self._kept[0]))
+            texts = [PROCESS, str(kept[0])]
+        return f"{text}@{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
 
     @property
     def lasting(self) -> bool:
-        """Whether other processes can have the same key. None can if a function depends on an
-        object without a description, such as a lock or a large tensor."""
-        return self.identity.lasting
+        """Whether other processes can have the same key: each function is None, a name, a function
+        of torch's, or one without a closure in a module with files."""
+        return all(stage._texts is not None for stage in self.stages or (self,))
+
+    @cached_property
+    def _texts(self) -> list[str] | None:
+        """What identifies it in every process; None if nothing does."""
+        texts = [text for each in self._functions if (text := lasting_text(each)) is not None]
+        return [repr(self._fields), *texts] if len(texts) == len(self._functions) else None
+
+    def _identity(self) -> Hashable:
+        """What identifies it in this process, at present."""
+        if self.stages:
+            return tuple(stage._identity() for stage in self.stages)
+        return self._fields, tuple(map(identity, self._functions))
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        """The fields that results depend on, without functions."""
+        ports = [(port.name, port.kind, str(port.dtype), port.reduce) for port in self.outputs]
+        flags = self.gated, self.interleaved, self.linear
+        return self.name, self.parameters, *flags, *ports
+
+    @property
+    def _functions(self) -> list[Any]:
+        """The functions that results depend on; those of a built-in epilogue are its name's."""
+        names = () if self.builtin else _FUNCTIONS
+        ports = [each for port in self.outputs for each in (port.of, port.device)]
+        return [getattr(self, name) for name in names] + ports
 
     def interned(self) -> str:
         """The text under which the operator finds this epilogue again, with the closure variables
         that its functions have now."""
-        text, kept, cells = self._kept
+        kept, cells = self._kept
         for cell, value in cells:
             if cell.cell_contents is not value:
                 del self.__dict__["_kept"]
                 return self.interned()
+        text = kept._text
         if text not in INTERNED:
             INTERNED[text] = kept
         return text
 
     @cached_property
-    def _kept(self) -> tuple[str, Epilogue, list[tuple[Any, Any]]]:
-        """The text, this epilogue with its closure variables as they are, and these variables:
-        plans outlive calls, and equal epilogues share them."""
+    def _kept(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
+        """This epilogue with its closure variables as they are, and these variables: plans outlive
+        calls, and equal epilogues share them."""
         stages = self.stages or (self,)
-        given = [{} if s.builtin else {f: getattr(s, f) for f in _FUNCTIONS} for s in stages]
-        ports = [port.of for stage in stages for port in stage.outputs]
-        cells = cells_of(*(each for fields in given for each in fields.values()), *ports)
+        cells = [cell for stage in stages for each in stage._functions for cell in cells_of(each)]
         if not cells:
-            return self._text, self, cells
+            return self, cells
         copies = []
-        for stage, fields in zip(stages, given, strict=True):
-            outputs = tuple(replace(port, of=frozen(port.of)) for port in stage.outputs)
-            fields = {name: frozen(value) for name, value in fields.items()}
+        for stage in stages:
+            outputs = tuple(
+                replace(port, of=frozen(port.of), device=frozen(port.device))
+                for port in stage.outputs
+            )
+            names = () if stage.builtin else _FUNCTIONS
+            fields = {name: frozen(getattr(stage, name)) for name in names}
             copies.append(replace(stage, outputs=outputs, **fields))
-        kept = functools.reduce(Epilogue.then, copies)
-        return kept._text, kept, cells
+        return functools.reduce(Epilogue.then, copies), cells
 
     @cached_property
     def _text(self) -> str:
@@ -192,7 +203,7 @@ class Epilogue:
         for number in itertools.count():
             text = f"{self.key}#{number}" if number else self.key
             known = INTERNED.setdefault(text, self)
-            if known is self or (known == self and known.identity.same(known._identify())):
+            if known is self or known == self:
                 return text
         raise AssertionError("unreachable")
 
@@ -247,7 +258,7 @@ class Epilogue:
             return True
         if not isinstance(other, Epilogue) or self.key != other.key:
             return False
-        return self.identity.same(other.identity)
+        return self._identity() == other._identity()
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -341,10 +352,13 @@ class Epilogue:
         return tuple(port.apply(y) for port in self.outputs)
 
 
-#: The fields with functions, in the order in which they enter the key.
-_FUNCTIONS = ("reference", "device", "derivative", "output_vjp", "device_derivative")
+#: The fields with functions.
+_FUNCTIONS = ("reference", "derivative", "output_vjp", "device", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
+#: The numbers of epilogues that only this process has, by their identities. An epilogue is kept, so
+#: that no other object gets an id in its identity.
+_of_process: dict[Hashable, tuple[int, Epilogue]] = {}
 
 
 def _defaults(epilogue: Epilogue) -> tuple[float, ...]:

@@ -13,12 +13,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
-from tmm_core.spec.code import code_of, is_own
-from tmm_core.spec.digest import digest
+from tmm_core.spec.code import code_version, is_own
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
-from tmm_core.spec.versions import kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +110,13 @@ class Kernel(abc.ABC, Generic[C]):
     @functools.cached_property
     def version(self) -> str:
         """A version that changes when results or speed may, so that only edited kernels are timed
-        again. By default a digest of the files of the kernel's package and of what it uses
-        (:mod:`tmm_core.spec.code`); an own text is combined with that digest. Of tmm's own kernels
-        it is a digest of the code reached from ``bind`` and ``compile``."""
-        if not is_own(type(self)):
-            return code_of(self).digest
-        return kept(self.name, digest(type(self), self.config_type))
+        again. By default a digest of all files of the packages that the class, its base classes
+        and its config's are in; an own text is combined with that digest. A class in no file has a
+        version of this process. tmm's own kernels state versions, which the digests of their PTX
+        in ``tests/plugins/ptx_digests.json`` keep honest."""
+        if is_own(type(self)):
+            raise TypeError(f"{type(self).__qualname__} states no version")
+        return code_version(type(self), self.config_type)
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Why this kernel cannot serve ``problem``; empty if it can. Not to be overridden: the

@@ -68,13 +68,13 @@ class EpilogueConformance:
         assert parse(f"{epilogue.name}+softcap(30)", known) == epilogue.then(parse("softcap(30)"))
 
     def test_its_key_follows_its_source(self) -> None:
-        """Its key includes what its functions depend on, and is the same in every process: else old
+        """Its key holds a digest of its package's files, and is the same in every process: else old
         records would serve a changed epilogue, or none would serve it at all."""
         assert replace(self.epilogue).key == self.epilogue.key
         if not self.epilogue.lasting:
             pytest.fail(
-                f"a function of {self.epilogue.name} reads an object that has no description, such "
-                "as a lock or a large tensor, so its key is another in every process"
+                f"a function of {self.epilogue.name} has a closure, is an object or is in no "
+                "file, so its key is another in every process: write it as a function of a module"
             )
 
     @pytest.mark.parametrize(

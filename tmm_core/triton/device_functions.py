@@ -1,7 +1,8 @@
 """Compiles the device functions of epilogues and formats: jits plain ones, bakes parameters in, and
 combines those of a chain into one.
 
-Those of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a separate kernel.
+Those of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a
+separate kernel.
 """
 
 from __future__ import annotations

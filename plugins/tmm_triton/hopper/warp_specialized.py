@@ -121,6 +121,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     """Persistent TMA + ``wgmma`` with specialised warps, for 16-bit operands on Hopper."""
 
     name = "triton.warp_specialized"
+    version = "3"
     # A row's sums are formed in the order of k in any tile.
     traits = Traits(
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
@@ -212,7 +213,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         """The build of the product itself, which is launched first."""
         at, blocks = _parts(problem, config), _blocks(problem, config)
         problem = multiplied(problem, config)
-        c = Constants.of(problem, config, self.version)
+        c = Constants.of(problem, config)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
         groups, kinds = problem.groups, kinds_of(problem)
 
