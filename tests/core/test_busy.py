@@ -207,15 +207,15 @@ root, rank = Path(sys.argv[1]), sys.argv[2]
 made, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=root)
 made.tuner.timer = Slow({{"fast": 10.0, "blas": 20.0}})
 dispatch.default_dispatcher.made = made
-seconds, tune = {{}}, made.tuner.tune
+seconds, tuning = {{}}, made.tuner.steps
 
-def noting(problem, *arguments):
+def noting(problem, *arguments, **named):
     began = time.monotonic()
-    record = tune(problem, *arguments)
+    record = yield from tuning(problem, *arguments, **named)
     seconds[problem.n] = time.monotonic() - began
     return record
 
-made.tuner.tune = noting
+made.tuner.steps = noting
 data = [(torch.randn(64, 16), torch.randn(16, n)) for n in range(16, 16 + 8 * 6, 8)]
 (root / rank).touch()
 while len(list(root.glob("rank*"))) < 2:

@@ -25,7 +25,7 @@ from tmm_core import (
 )
 from tmm_core.dispatch.explanation import Records, explain_problem
 from tmm_core.spec.bucket import bucket_edge
-from tmm_core.tuning.unmeasured import BUDGET_ENDED
+from tmm_core.tuning.environment_faults import BUDGET_ENDED
 
 FAST = {"fast": 10.0, "blas": 20.0}
 
@@ -451,10 +451,10 @@ def test_quarantine_holds_inside_the_bucket_too(culprit: str) -> None:
 def test_a_tuner_that_fails_costs_the_tuning_not_the_call() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
 
-    def explode(*_: object) -> Any:
+    def explode(*_: object, **__: object) -> Any:
         raise RuntimeError("no timer")
 
-    d.tuner.tune = explode  # type: ignore[method-assign]
+    d.tuner.steps = explode  # type: ignore[method-assign]
     with pytest.warns(TmmWarning, match="no timer"):
         choice = d.choose(problem(), settings())
     assert choice.candidate.kernel.name == "blas"

@@ -76,7 +76,7 @@ ENVIRON = [
     ),
     Mutant(
         "old-records-believed",
-        "unmeasured.py",
+        "tuning/untried.py",
         "for result in verdicts(record.candidates):",
         "for result in record.candidates:",
         "kernels that once had no compiler are never tried again",
@@ -116,7 +116,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-never-resumed",
-        "unmeasured.py",
+        "tuning/untried.py",
         "return resume or name in again",
         "return name in again",
         "tmm tune does not try what a call left",
@@ -125,7 +125,7 @@ ENVIRON = [
     Mutant(
         "untried-silent",
         "dispatch/dispatcher.py",
-        "            self.say_untried(problem, noted)\n",
+        "            self.say_untried(problem, self.untried.get(key))\n",
         "",
         "a second process says nothing of kernels that it does without",
         (ENVIRONMENT,),
@@ -173,16 +173,16 @@ ENVIRON = [
     Mutant(
         "baseline-untried",
         "tuning/stages.py",
-        'if trial.is_baseline and trial.status == "untried":',
+        'if run.is_baseline and run.status == "untried":',
         "if False:",
         "kernels win for good because BLAS had no memory once",
         (ENVIRONMENT,),
     ),
     Mutant(
         "partial-untried",
-        "dispatch/dispatcher.py",
-        "        if settings is not None:\n            noted = self.untried.get(key)\n",
-        "        if settings is not None:\n            noted = None\n",
+        "dispatch/lookup.py",
+        "        left = self.untried.left(key) if record is not None else ((), ())\n",
+        "        left = ((), ())\n",
         "configs that had no memory are never tried again",
         (ENVIRONMENT,),
     ),
@@ -277,7 +277,7 @@ ENVIRON = [
     Mutant(
         "budget-verified",
         "tuning/stages.py",
-        "if time.monotonic() > self._deadline and not (must and start == 0):",
+        "if self._is_late() and not (must and start == 0):",
         "if False:",
         "thousands of kernels are verified after the budget's end",
         (BUDGET,),
@@ -292,8 +292,8 @@ ENVIRON = [
     ),
     Mutant(
         "budget-refund",
-        "tuning/stages.py",
-        "                self._deadline += time.monotonic() - started\n",
+        "tuning/candidate_launchers.py",
+        "                self.deadline += time.monotonic() - started\n",
         "",
         "one candidate's hang eats the others' budget",
         (BUDGET,),

@@ -46,14 +46,15 @@ from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.environment_faults import cause_of, verdicts
-from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.ranking import fastest_first
 from tmm_core.tuning.search import CLOSE, NO_HINTS, Hints
-from tmm_core.tuning.unmeasured import unmeasured
 from tmm_core.tuning.untried import Able, Left, Noted
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.invariant import Invariance
     from tmm_core.dispatch.neighbour import Neighbours
+    from tmm_core.tuning.candidate_launchers import Steps
+    from tmm_core.tuning.progress import Progress
     from tmm_core.tuning.tuner import Tuner
 
 #: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
@@ -514,12 +515,11 @@ class Dispatcher(Evidence):
         if record is None:
             return None
         if settings is not None:
-            noted = self.untried.get(key)
-            again = self.untried.again(key, noted) if noted is not None else frozenset()
-            completed = self.forbids_tuning(problem, settings) is None
-            if completed and unmeasured(problem, able, record, False, noted, again):
+            if self.forbids_tuning(problem, settings) is None and self.missing(
+                key, able, record, asked=problem
+            ):
                 return None
-            self.say_untried(problem, noted)
+            self.say_untried(problem, self.untried.get(key))
         candidate = self.best(record, able, problem)
         return None if candidate is None else self.chosen_by(candidate, key, problem)
 
@@ -533,7 +533,28 @@ class Dispatcher(Evidence):
         wait: bool = True,
         spent: float = 0.0,
     ) -> TuningRecord:
+        """All of :meth:`_tuning` at once, with a progress bar."""
+        from tmm_core.tuning.progress import Progress
+        from tmm_core.tuning.tuner import drained
+
+        with Progress(str(key), settings.progress) as progress:
+            return drained(self._tuning(key, able, settings, force, resume, wait, spent, progress))
+
+    def _tuning(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        force: bool,
+        resume: bool,
+        wait: bool,
+        spent: float,
+        progress: Progress,
+    ) -> Steps[TuningRecord]:
         """Measure a problem, unless its record is complete, and store the record.
+
+        It yields between measurements (:meth:`Tuner.steps`), and then holds only locks against
+        other processes.
 
         Args:
             wait: For another process that is tuning it, rather than raising :class:`_BusyError`.
@@ -553,22 +574,25 @@ class Dispatcher(Evidence):
             # The lock's previous holder may have stored the record.
             kept = None if force else self.record_of(key)
             hints = self._hints(key) if kept is None else NO_HINTS
-            noted = self.untried.get(key)
-            again = self.untried.again(key, noted) if noted is not None else frozenset()
             # A record from elsewhere keeps candidates that this machine never verified.
             found = self.store.locate(device.gpu, device.environment, document)
             verified = kept is None or (found is not None and found.trusted)
 
-            def tuned() -> TuningRecord:
-                return self.tuner.tune(
-                    key, able, settings, kept, hints, resume, noted, again, findings, spent
-                )
+            def tuned() -> Steps[TuningRecord]:
+                new = self.missing(key, able, kept, resume)
+                options: dict[str, Any] = {
+                    "hints": hints,
+                    "new": new,
+                    "findings": findings,
+                    "spent": spent,
+                }
+                return self.tuner.steps(key, able, settings, kept, progress=progress, **options)
 
-            record = tuned()
+            record = yield from tuned()
             while record is not kept and (bad := self.unstorable(record)):
                 # Others may have left the race because of theirs.
                 able = [kernel for kernel in able if kernel.name not in bad]
-                record = tuned()
+                record = yield from tuned()
             if record is not kept:
                 if key.epilogue.lasting:
                     self.store.save(device.gpu, device.environment, record, verified=verified)
@@ -638,7 +662,7 @@ class Dispatcher(Evidence):
         candidates = [
             (result.kernel, result.config)
             for each in near
-            for result in by_time(each.record)[:HINTS_EACH]
+            for result in fastest_first(each.record)[:HINTS_EACH]
         ]
         return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
 

@@ -16,7 +16,6 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.unmeasured import unmeasured
 from tmm_core.tuning.untried import Noted
 
 
@@ -81,9 +80,6 @@ class _Rehearsal(Dispatcher):
         self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any, **__: Any
     ) -> TuningRecord:
         before = self.record_of(key)
-        noted = self.untried.get(key)
-        again = self.untried.again(key, noted) if noted is not None else frozenset()
-        missing = unmeasured(key, able, before, False, noted, again)
-        names = ", ".join(kernel.name for kernel in missing)
+        names = ", ".join(kernel.name for kernel in self.missing(key, able, before))
         what = "no record" if before is None else "a record without them"
         raise _Measuring(f"{what} at M={key.m}: {names}, for up to {settings.tune_budget:g} s")

@@ -19,7 +19,7 @@ from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import compared_at, outlasted
+from tmm_core.tuning.ranking import compared_at, slower_in_steady_state
 from tmm_core.tuning.untried import Left
 
 
@@ -220,7 +220,7 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     wrong and failed ones. The last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in compared_at(record) if m != own]
-    baseline, late = blas_us(record), outlasted(record.candidates)
+    baseline, late = blas_us(record), slower_in_steady_state(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at M={own}", "vs blas"]
     columns += ["without pause"] if steady else []

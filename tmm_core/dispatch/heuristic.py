@@ -13,7 +13,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.ranking import fastest_first
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
 #: times this factor: estimates are rooflines, and a default config is not the best one. Over
@@ -67,7 +67,7 @@ def _nearest(
     for near in neighbours.nearest(problem):
         if near.record.clock != CLOCK:
             continue  # another clock's choice is only a hint
-        for result in by_time(near.record):
+        for result in fastest_first(near.record):
             candidate = host.candidate(result, able, problem, any_version=True)
             if candidate is not None and fits(candidate, problem):
                 return candidate, near

@@ -31,7 +31,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import behind, by_time, holds_at, identity
+from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
 #: The M at which arithmetics are compared, from decode to prefill.
 LADDER = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -207,7 +207,7 @@ class Invariance:
 
     def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
         times: dict[str, float] = {}
-        results = by_time(record, _ELIMINATED)
+        results = fastest_first(record, _ELIMINATED)
         if not results:
             return None
         for result in results:
@@ -304,8 +304,10 @@ class Invariance:
 def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResult]:
     """The timed results of a bucket's record: first those timed at the M measured around this one,
     by these times."""
-    slower = behind(holds_at(record.candidates, extent, edge))
-    return sorted(by_time(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf))
+    slower = behind(times_around(record.candidates, extent, edge))
+    return sorted(
+        fastest_first(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf)
+    )
 
 
 def _us_beside(result: CandidateResult, fastest: CandidateResult) -> float:

@@ -27,14 +27,14 @@ from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import (
-    by_time,
     compared_at,
-    fastest_of_blas,
-    holds_at,
+    fastest_blas,
+    fastest_first,
     identity,
     ranked_around,
+    times_around,
 )
-from tmm_core.tuning.untried import Noted, Untried
+from tmm_core.tuning.untried import Noted, Untried, unmeasured
 
 
 class Evidence:
@@ -90,7 +90,7 @@ class Evidence:
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
     ) -> Candidate | None:
         """The winner on record, or the next fastest that may serve this call."""
-        for result in (record.best, *by_time(record)):
+        for result in (record.best, *fastest_first(record)):
             candidate = self.candidate(result, able, problem)
             if candidate is not None:
                 return candidate
@@ -148,7 +148,7 @@ class Evidence:
         ):
             return choice
         record = found[1]
-        around = holds_at(record.candidates, problem.extent, edge.extent)
+        around = times_around(record.candidates, problem.extent, edge.extent)
         ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
         for name in ahead:
@@ -163,7 +163,7 @@ class Evidence:
         blas = self.registry.kernel(BASELINE)
         if self.registry.reasons_against(blas, problem, settings):
             return choice
-        own = fastest_of_blas(around)
+        own = fastest_blas(around)
         answer = self.able_candidate(results[own], problem, edge, settings) if own else None
         if answer is None and choice.candidate.kernel.name == BASELINE:
             return choice
@@ -190,6 +190,23 @@ class Evidence:
         if problem.device.interpreted:
             return "interpreted kernels' times mean nothing"
         return None
+
+    def missing(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        record: TuningRecord | None,
+        resume: bool = False,
+        asked: Problem | None = None,
+    ) -> list[Kernel[Any]]:
+        """The kernels that a tuning of ``key`` would time.
+
+        Args:
+            resume: Also those that a call does not try again.
+            asked: The problem of the call, if it is not ``key``.
+        """
+        left = self.untried.left(key) if record is not None else ((), ())
+        return unmeasured(asked or key, able, record, resume, left)
 
     def note_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
