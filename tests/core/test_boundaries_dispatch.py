@@ -18,7 +18,7 @@ from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
 from tmm_core.dispatch.invariant import LADDER, _place, ladder, weight
-from tmm_core.dispatch.lookup import Evidence
+from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.bucket import inside, probes
@@ -402,9 +402,9 @@ def test_a_quarantine_is_the_reason_in_its_own_bucket_alone() -> None:
 
 
 def test_a_warning_is_given_once(tmp_path: Path) -> None:
-    evidence = Evidence(Registry(), CacheStore(tmp_path, []))
+    evidence = Lookup(Registry(), CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning, match="odd"):
-        evidence.say_once("odd")
-    evidence.say_once("odd")  # a second warning would be an error
+        evidence.warn_once("odd")
+    evidence.warn_once("odd")  # a second warning would be an error
     with pytest.warns(TmmWarning, match="even"):
-        evidence.say_once("even")
+        evidence.warn_once("even")

@@ -17,7 +17,7 @@ from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core.dispatch.first_use import Trust
+from tmm_core.dispatch.first_use import FirstUse
 from tmm_core.registry.deferred import Answers
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
@@ -268,11 +268,11 @@ def test_one_verification_serves_a_process_where_code_may_change_unseen(
         registry.register(plugin(own()), "stranger")
         asked = registry.kernel("stranger.own")
         asked.certain = certain  # type: ignore[attr-defined]
-        trust, candidate = Trust(store), Candidate(asked, kernel.default_config(problem))
+        trust, candidate = FirstUse(store), Candidate(asked, kernel.default_config(problem))
         before = trust.is_verified(problem, candidate)
         trust.stamp(problem, candidate)
         assert trust.is_verified(problem, candidate)
-        return before, Trust(store).is_verified(problem, candidate)
+        return before, FirstUse(store).is_verified(problem, candidate)
 
     assert trusted(False) == (False, False)
     assert trusted(True) == (False, True)

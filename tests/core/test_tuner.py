@@ -762,7 +762,7 @@ class Pauseless(FakeTimer):
 def without_pause(
     times: dict[Any, float], steady: dict[str, float] | None = None, **how: Any
 ) -> tuple[str, list[str]]:
-    """The winner and those that were timed without pause, in the order of their kernels."""
+    """The winner and those that were timed in steady state, in the order of their kernels."""
     kernels = [FakeKernel(name, traits=Traits(batch_invariant=True)) for name in "pqr"]
     still = {"blas": 200.0, "p": 199.0, "q": 198.0, "r": 150.0, **(steady or {})}
     record = Tuner(Pauseless(times, still)).tune(problem(**how), [FakeBlas(), *kernels], settings())
@@ -772,7 +772,7 @@ def without_pause(
 
 
 def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() -> None:
-    # r is fastest without pause, but 3 % slower in use.
+    # r is fastest in steady state, but 3 % slower in use.
     times = {"blas": 210.0, "p": 200.0, "q": 203.0, "r": 206.0}
     assert without_pause(times) == ("q", ["blas", "p", "q"])
     assert without_pause({**times, "q": 205.0})[0] == "p"
@@ -795,7 +795,7 @@ def test_what_blas_outlasts_does_not_win() -> None:
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}
     assert without_pause(times, steady={"p": 204.1})[0] == "q"
     assert without_pause(times, steady={"p": 203.9})[0] == "p"
-    # Others are timed without pause where BLAS outlasts the first.
+    # Others are timed in steady state where the first are slower than BLAS.
     assert without_pause(times, steady={"p": 205.0, "q": 203.9})[1] == ["blas", "p", "q"]
     assert without_pause(times, steady={"p": 205.0, "q": 206.0}) == ("r", ["blas", "p", "q", "r"])
     assert without_pause(times, steady={"p": 205.0, "q": 205.0, "r": 205.0})[0] == "blas"
@@ -835,7 +835,7 @@ def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
     assert decide(results) == 2
     record = TuningRecord({"m": 64}, 2, tuple(results), "2026-01-01T00:00:00Z", 1.0)
     assert [r.kernel for r in fastest_first(record)] == ["q", "blas", "p"]
-    # Nor does one that was not timed without pause where others were.
+    # Nor does one that was not timed in steady state where others were.
     assert decide([late, blas, result("r", 195.0)]) == 1
     around = times_around(results, 33, 64)
     assert {name for name, _ in around[33]} == {"blas", "q"}

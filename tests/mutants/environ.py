@@ -108,7 +108,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-unnoted",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "                self.untried.note(key, findings.tried, findings.left)\n",
         "",
         "every process tunes again while ptxas is missing",
@@ -125,7 +125,7 @@ ENVIRON = [
     Mutant(
         "untried-silent",
         "dispatch/dispatcher.py",
-        "            self.say_untried(problem, self.untried.get(key))\n",
+        "            self.warn_untried(query.problem, self.untried.get(key))\n",
         "",
         "a second process says nothing of kernels that it does without",
         (ENVIRONMENT,),
@@ -156,7 +156,7 @@ ENVIRON = [
     ),
     Mutant(
         "warned-before-saved",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "        findings.report(key)\n        return record\n",
         "        return record\n",
         "a plugin that is wrong is never named",
@@ -197,8 +197,8 @@ ENVIRON = [
     Mutant(
         "alone-silent",
         "dispatch/dispatcher.py",
-        "            return self._alone(problem)\n        if key",
-        "            return self._fallback(problem, _ALONE)\n        if key",
+        "            return self._alone(problem)\n        forbidden",
+        "            return self._fallback(problem, _ALONE)\n        forbidden",
         "a machine without a compiler is never told of",
         (ENVIRONMENT,),
     ),
@@ -237,14 +237,14 @@ ENVIRON = [
     Mutant(
         "busy-talks",
         "dispatch/dispatcher.py",
-        "if time.monotonic() - self._said >= SAID_EVERY:",
+        "if time.monotonic() - self._logged >= LOG_INTERVAL:",
         "if True:",
         "a line for every product",
         (BUSY,),
     ),
     Mutant(
         "busy-gpu",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "if not (wait or (held and alone)):",
         "if not (wait or held):",
         "two processes on one GPU disturb each other's times",

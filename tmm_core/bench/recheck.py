@@ -155,7 +155,7 @@ def _judged(
     if not verdict.ok:
         status = "unknown" if verdict.unknown else "wrong"
         return document | {"status": status, "reason": verdict.reason}, None
-    dispatch.default_dispatcher().trust.stamp(winner.problem, winner.candidate)
+    dispatch.default_dispatcher().first_use.stamp(winner.problem, winner.candidate)
     return document | {"status": "ok"}, winner
 
 

@@ -1,4 +1,4 @@
-"""Explains a choice: every candidate, every rejection and the evidence."""
+"""Explains a choice: every candidate, every rejection and the measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tmm_cache import columns as layout
 from tmm_cache.head import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
-from tmm_core.dispatch.dry_run import Miss, rehearse
+from tmm_core.dispatch.dry_run import Miss, dry_run
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.settings import Settings
@@ -103,7 +103,7 @@ class Explanation:
 
     @property
     def origin(self) -> str:
-        """The rung of the ladder; on a miss ``tune`` or ``error``."""
+        """The source of the choice; on a miss ``tune`` or ``error``."""
         return self.choice.origin if self.miss is None else self.miss.action
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Explanation:
         for name, said in self._facts():
             lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
         if self.record is not None:
-            columns, rows = _evidence(self.record)
+            columns, rows = _measurements(self.record)
             shown: list[tuple[str, ...] | str] = []
             for *cells, config, note in rows:
                 shown += [tuple(cells), f"     {'; '.join(filter(None, (config, note)))}"]
@@ -144,7 +144,7 @@ class Explanation:
     def _repr_html_(self) -> str:
         parts = [markup.facts(self._facts())]
         if self.record is not None:
-            columns, rows = _evidence(self.record)
+            columns, rows = _measurements(self.record)
             parts.append(markup.table(columns, rows, columns[1:-2]))
         return "".join([*parts, markup.facts(self._others())])
 
@@ -185,7 +185,7 @@ class Explanation:
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
     """Explain what ``dispatcher`` does with ``problem``, without measuring or launching."""
-    choice, miss = rehearse(dispatcher, problem, settings)
+    choice, miss = dry_run(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
     able = [k.name for k in dispatcher.registry.kernels() if k.name not in rejected]
@@ -215,15 +215,15 @@ def _left(left: Left) -> str:
     return f"{reason}; tried again {when.get(left.cause, usual)}"
 
 
-def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _measurements(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The columns and rows of a record's candidates: timed ones, fastest first; then eliminated,
     wrong and failed ones. The last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in compared_at(record) if m != own]
-    baseline, late = blas_us(record), slower_in_steady_state(record.candidates)
+    baseline, slower = blas_us(record), slower_in_steady_state(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at M={own}", "vs blas"]
-    columns += ["without pause"] if steady else []
+    columns += ["steady state"] if steady else []
     columns += [f"at M={m}" for m in inside]
     order = ("ok", "slow", "wrong", "failed")
     rows = []
@@ -237,8 +237,8 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
         config = config_text(result.config)
         if result is record.best:
             note = "← winner"
-        elif result in late:
-            note = "slower than blas without pause"
+        elif result in slower:
+            note = "slower than blas in steady state"
         else:
             note = result.reason or ("" if result.status == "ok" else result.status)
         times = map(_shown_us, others)

@@ -1,4 +1,4 @@
-"""What records and kernels offer for a problem: who may serve it, and which candidates of a record
+"""Looks up records and kernels: which kernels can serve a problem, and which candidates of a record
 still can."""
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.findings import warn_of_environment
 from tmm_core.tuning.ranking import (
     compared_at,
     fastest_blas,
@@ -37,7 +38,7 @@ from tmm_core.tuning.ranking import (
 from tmm_core.tuning.untried import Noted, Untried, unmeasured
 
 
-class Evidence:
+class Lookup:
     """The kernels of a registry and the records of a store, less what failed in this process."""
 
     def __init__(self, registry: Registry, store: CacheStore) -> None:
@@ -110,13 +111,15 @@ class Evidence:
                     config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a plugin's own
                     reraise(error)
-                    self.warn_once(kernel, error)
+                    self.warn_kernel_once(kernel, error)
                     continue
                 candidate = Candidate(kernel, config)
                 if kernel.name == BASELINE and not fits(candidate, problem):
                     # A candidate that does not bind falls back to BLAS.
                     if not any_version:
-                        self.warn_once(kernel, f"{config} on record is not a config for {problem}")
+                        self.warn_kernel_once(
+                            kernel, f"{config} on record is not a config for {problem}"
+                        )
                 elif not config.unsaid(problem):
                     return candidate
         return None
@@ -208,15 +211,13 @@ class Evidence:
         left = self.untried.left(key) if record is not None else ((), ())
         return unmeasured(asked or key, able, record, resume, left)
 
-    def note_miss(self, key: Problem) -> None:
+    def log_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
-    def say_untried(self, problem: Problem, noted: Noted | None) -> None:
+    def warn_untried(self, problem: Problem, noted: Noted | None) -> None:
         """Warn, once per process, that kernels are not tried for this problem."""
         if noted is None or not noted.kernels:
             return
-        from tmm_core.tuning.findings import warn_of_environment
-
         warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))
 
     def chosen_by(
@@ -282,10 +283,10 @@ class Evidence:
         differences = "".join(f"\n  {difference}" for difference in near.differences)
         return f"{said}; the nearest key there differs in{differences}"
 
-    def warn_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
+    def warn_kernel_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
         """Report a kernel whose answer cannot be used."""
         if not isinstance(fault, BaseException):
-            self.say_once(f"kernel {kernel.name}: {fault}")
+            self.warn_once(f"kernel {kernel.name}: {fault}")
             return
         reraise(fault)
         if not issubclass(type(fault), PluginError):  # set aside, with a warning
@@ -298,7 +299,7 @@ class Evidence:
         source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
         warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
 
-    def say_once(self, note: str) -> None:
+    def warn_once(self, note: str) -> None:
         if note not in self._warned:
             self._warned.add(note)
             warn(note)
