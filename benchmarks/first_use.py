@@ -34,7 +34,7 @@ from tmm_core.tuning import stages
 from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.search import NO_HINTS
-from tmm_core.tuning.timing import levelled, timer_for
+from tmm_core.tuning.timing import normalised, timer_for
 
 COLUMNS = (3072, 3584, 4096, 5120, 6144, 8192, 11008, 13824, 14336)
 DEPTHS = (2048, 2560, 3584, 4096, 5120, 6912, 8192)
@@ -98,7 +98,7 @@ def raced(
         timer, copies = timer_for(device), Copies(problem, device, int(12e9))
         runs = [copies.runner(launcher) for launcher in launchers.values()]
         count = len(runs[0].inputs)
-        times = levelled(timer.measure(runs, rounds, copies=count, burst_us=burst))
+        times = normalised(timer.measure(runs, rounds, copies=count, burst_us=burst))
         for name, samples in zip(launchers, times, strict=True):
             use[name].append(median(samples))
         if steady:
@@ -122,9 +122,9 @@ def step_of(best: str, results: dict[str, Any], proposed: set[str], chosen: str)
     result = results[best]
     if not result.samples_us:
         return f"failed: {result.reason}"[:80]
-    if len(result.samples_us) <= stages.LOOK:
+    if len(result.samples_us) <= stages.SCREENING:
         return "screening round"
-    if len(result.samples_us) <= stages.CLOSER:
+    if len(result.samples_us) <= stages.SECOND:
         return "second round"
     return "steady-state round" if result.steady_us is not None else "deciding round"
 

@@ -81,7 +81,7 @@ def test_the_choice_is_held_against_the_fastest_of_those_on_record(
     register(FakeKernel("fake.a", tiles=range(1, 10)))
     # How many of them a tuning times to the end, its clock decides.
     timed = [CandidateResult("fake.a", "1", {"tile": tile}, "ok", (1.0,)) for tile in range(1, 9)]
-    monkeypatch.setattr(regret, "by_time", lambda record: timed)
+    monkeypatch.setattr(regret, "fastest_first", lambda record: timed)
     timer, (point,) = measured(monkeypatch, [30.0, 20.0, 25.0, 10.0, 40.0, 50.0, 60.0, 70.0])
     assert (point["torch_us"], point["us"], point["best_us"]) == (30.0, 20.0, 10.0)
     assert point["best"] != point["chosen"]

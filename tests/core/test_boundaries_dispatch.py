@@ -17,9 +17,9 @@ from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
-from tmm_core.dispatch.explanation import _evidence
+from tmm_core.dispatch.explanation import _measurements
 from tmm_core.dispatch.invariant import LADDER, _place, ladder, weight
-from tmm_core.dispatch.lookup import Evidence
+from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.bucket import inside, probes
@@ -30,13 +30,13 @@ from tmm_core.tuning import cold_operands, timing
 from tmm_core.tuning.ranking import (
     compared_at,
     decide,
-    fastest_of_blas,
-    holds_at,
-    raced,
+    fastest_blas,
+    finalists,
     ranked_around,
+    times_around,
 )
-from tmm_core.tuning.search import MOST_HINTS, Hints, Proposals
-from tmm_core.tuning.unmeasured import unmeasured
+from tmm_core.tuning.search import MOST_HINTS, Hints, Search
+from tmm_core.tuning.untried import unmeasured
 
 FP32 = torch.float32
 COLUMN = Operand(FP32, "col")
@@ -249,23 +249,23 @@ def test_the_time_is_of_one_call_of_a_chain(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_run_always_follows_the_same() -> None:
-    turns = list(timing._turns(3, 40))
+    turns = list(timing._interleaved(3, 40))
     rounds = [tuple(turns[i : i + 3]) for i in range(0, 120, 3)]
     assert all(sorted(each) == [0, 1, 2] for each in rounds)
     assert len(set(rounds)) == 6
 
 
 def test_samples_are_disturbed_from_two_on_where_the_quartiles_are_far_apart() -> None:
-    assert not timing.held_up([])
-    assert not timing.held_up([10.0])
-    assert timing.held_up([10.0, 30.0])
-    assert not timing.held_up([10.0, 11.0])
+    assert not timing.is_disturbed([])
+    assert not timing.is_disturbed([10.0])
+    assert timing.is_disturbed([10.0, 30.0])
+    assert not timing.is_disturbed([10.0, 11.0])
 
 
 def test_what_a_round_did_to_all_is_taken_out_and_the_usual_pace_stays() -> None:
     """Two rounds of a slow clock among five: the medians stay µs of the others."""
     pace = [1.0, 1.0, 1.5, 1.0, 1.5]
-    first, second = timing.levelled([[10 * p for p in pace], [20 * p for p in pace]])
+    first, second = timing.normalised([[10 * p for p in pace], [20 * p for p in pace]])
     assert first == pytest.approx([10.0] * 5)
     assert second == pytest.approx([20.0] * 5)
 
@@ -276,7 +276,7 @@ def test_what_a_round_did_to_all_is_taken_out_and_the_usual_pace_stays() -> None
 def test_one_sample_less_is_not_the_whole_race() -> None:
     whole = replace(result("whole", 10.0), samples_us=(10.0,) * 5)
     nearly = replace(result("nearly", 9.0), samples_us=(9.0,) * 4)
-    assert raced([whole, nearly]) == [whole]
+    assert finalists([whole, nearly]) == [whole]
     assert decide([nearly, whole, replace(whole, kernel="blas")]) == 2
 
 
@@ -310,9 +310,9 @@ def test_inside_a_bucket_blas_is_beaten_by_the_margin_or_answers() -> None:
 def test_an_m_that_was_measured_is_both_sides_of_itself() -> None:
     k = result("k", 5.0, inside_us={33: 6.0, 49: 7.0})
     blas = result("blas", 10.0, inside_us={33: 10.0, 49: 10.0})
-    assert set(holds_at([k, blas], 49, 64)) == {49}
-    assert set(holds_at([k, blas], 50, 64)) == {49, 64}
-    assert set(holds_at([k, blas], 32, 64)) == {33}
+    assert set(times_around([k, blas], 49, 64)) == {49}
+    assert set(times_around([k, blas], 50, 64)) == {49, 64}
+    assert set(times_around([k, blas], 32, 64)) == {33}
 
 
 @pytest.mark.parametrize("along", ["m", "n", "k"])
@@ -325,7 +325,7 @@ def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
     assert (record.along, record.extent) == (along, 64)
     assert record.measured_at == (33, 49, 64)
     assert compared_at(record) == [33, 64]
-    columns, _ = _evidence(record)
+    columns, _ = _measurements(record)
     assert columns[1:4:2] == (f"µs at {along.upper()}=64", f"at {along.upper()}=33")
 
 
@@ -343,9 +343,9 @@ def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> No
 
 def test_blas_answers_in_its_fastest_way_whatever_its_name() -> None:
     first, last = ("blas", (("fused", False),)), ("blas", (("fused", True),))
-    assert fastest_of_blas({33: {first: 10.0, last: 8.0}, 64: {first: 10.0, last: 9.0}}) == last
-    assert fastest_of_blas({33: {first: 10.0, last: 11.0}}) == first
-    assert fastest_of_blas({}) is None
+    assert fastest_blas({33: {first: 10.0, last: 8.0}, 64: {first: 10.0, last: 9.0}}) == last
+    assert fastest_blas({33: {first: 10.0, last: 11.0}}) == first
+    assert fastest_blas({}) is None
 
 
 # -- what is tried ------------------------------------------------------------------------
@@ -353,9 +353,9 @@ def test_blas_answers_in_its_fastest_way_whatever_its_name() -> None:
 
 def proposed(
     *kernels: FakeKernel, hints: Sequence[tuple[str, dict[str, Any]]] = (), **fields: Any
-) -> Proposals:
+) -> Search:
     given = Hints(hints, close=True) if hints else Hints()
-    return Proposals(problem(**fields), kernels, kernels, None, given)
+    return Search(problem(**fields), kernels, kernels, None, given)
 
 
 def test_a_config_that_may_just_be_worth_it_is_tried() -> None:
@@ -390,14 +390,14 @@ def test_the_best_ratio_of_a_kernel_scales_its_estimates() -> None:
     assert [each.config.tile for each in tried] == [1, 2]
     # The first took half of what was expected, the second all of it: by the first, the others
     # may be the fastest.
-    more = search.promising({tried[0]: 5.0, tried[1]: 10.0})
+    more = search.next_batch({tried[0]: 5.0, tried[1]: 10.0})
     assert [each.config.tile for each in more] == [3, 4]
 
 
 def test_when_all_have_been_tried_nothing_is() -> None:
     search = proposed(FakeBlas(), FakeKernel("k", tiles=range(1, 60)))
     times = {Candidate(FakeKernel("x"), FakeConfig(tile=i)): 1.0 for i in range(1, 60)}
-    assert search.promising(times) == []
+    assert search.next_batch(times) == []
 
 
 # -- what is known ------------------------------------------------------------------------
@@ -438,9 +438,9 @@ def test_a_quarantine_is_the_reason_in_its_own_bucket_alone() -> None:
 
 
 def test_a_warning_is_given_once(tmp_path: Path) -> None:
-    evidence = Evidence(Registry(), CacheStore(tmp_path, []))
+    evidence = Lookup(Registry(), CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning, match="odd"):
-        evidence.say_once("odd")
-    evidence.say_once("odd")  # a second warning would be an error
+        evidence.warn_once("odd")
+    evidence.warn_once("odd")  # a second warning would be an error
     with pytest.warns(TmmWarning, match="even"):
-        evidence.say_once("even")
+        evidence.warn_once("even")

@@ -23,6 +23,7 @@ from tmm_cache import CacheStore
 import tmm_core
 from tmm_core import Traits, dispatch
 from tmm_core.dispatch import dispatcher as answers
+from tmm_core.dispatch import measuring
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 
@@ -62,7 +63,7 @@ def test_a_call_does_not_wait_for_another_process(
     assert d.choose(problem(), settings()).candidate.kernel.name == "fast"
     assert timer.measured
     # The line is said again once a minute has passed.
-    d._said -= answers.SAID_EVERY
+    d._logged -= answers.LOG_INTERVAL
     caplog.clear()
     with held(other, problem(n=80)):
         d.choose(problem(n=80), settings())
@@ -96,7 +97,7 @@ def test_where_bits_must_not_change_a_call_waits(tmp_path: Path) -> None:
     d.store.lock = noting  # type: ignore[method-assign]
     with held(other, asked):
         d.choose(asked, settings(tune_budget=5.0))
-    assert min(waits) == 5.0 * answers.LOCK_PATIENCE
+    assert min(waits) == 5.0 * measuring.LOCK_PATIENCE
 
 
 def test_asking_for_tuning_waits(shared: Any) -> None:
@@ -207,15 +208,15 @@ root, rank = Path(sys.argv[1]), sys.argv[2]
 made, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=root)
 made.tuner.timer = Slow({{"fast": 10.0, "blas": 20.0}})
 dispatch.default_dispatcher.made = made
-seconds, tune = {{}}, made.tuner.tune
+seconds, tuning = {{}}, made.tuner.steps
 
-def noting(problem, *arguments):
+def noting(problem, *arguments, **named):
     began = time.monotonic()
-    record = tune(problem, *arguments)
+    record = yield from tuning(problem, *arguments, **named)
     seconds[problem.n] = time.monotonic() - began
     return record
 
-made.tuner.tune = noting
+made.tuner.steps = noting
 data = [(torch.randn(64, 16), torch.randn(16, n)) for n in range(16, 16 + 8 * 6, 8)]
 (root / rank).touch()
 while len(list(root.glob("rank*"))) < 2:

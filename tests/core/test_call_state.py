@@ -11,7 +11,7 @@ from fakes import FakeBlas, FakeKernel, installed
 
 import tmm_core
 from tmm_core import TmmWarning, Traits
-from tmm_core.dispatch.first_use import Trust
+from tmm_core.dispatch.first_use import FirstUse
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,7 @@ class Raising(FakeKernel):
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Untuned, and as if verified before: these are tests of later launches."""
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
-    monkeypatch.setattr(Trust, "holds", lambda *_: True)
+    monkeypatch.setattr(FirstUse, "holds", lambda *_: True)
 
 
 A, B = torch.randn(4, 8), torch.randn(8, 5)

@@ -18,7 +18,7 @@ from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core.dispatch.first_use import Trust
+from tmm_core.dispatch.first_use import FirstUse
 from tmm_core.registry.deferred import Answers
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
@@ -312,9 +312,9 @@ def test_a_kernel_of_one_process_is_verified_in_every_process(tmp_path: Path, si
         registry = Registry()
         registry.register(plugin(kernel), "stranger")
         candidate = Candidate(registry.kernel("stranger.own"), kernel.default_config(problem))
-        before = Trust(store).is_verified(problem, candidate)
-        Trust(store).stamp(problem, candidate)
-        assert Trust(store).is_verified(problem, candidate)
+        before = FirstUse(store).is_verified(problem, candidate)
+        FirstUse(store).stamp(problem, candidate)
+        assert FirstUse(store).is_verified(problem, candidate)
         return before
 
     assert [trusted(own()) for _ in range(2)] == [False, True]

@@ -257,8 +257,8 @@ if sys.argv[1] == "record":
 choice = chooser.choose(posed, tmm_core.settings.current())
 assert choice.candidate.kernel.name == sys.argv[2], choice
 torch.testing.assert_close(tmm_core.matmul(a, a), a @ a)
-parts = ("compil", "rotation", "special", "t", "verif")
-ours = ("tmm_triton.", *(f"tmm_core.dispatch.{part}" for part in parts))
+parts = ("dispatch.f", "verify.", *(f"tuning.{part}" for part in ("c", "st", "ti", "tu")))
+ours = ("tmm_triton.", *(f"tmm_core.{part}" for part in parts))
 print(*sorted(name for name in sys.modules if name == "triton" or name.startswith(ours)))
 """
 

@@ -1,4 +1,4 @@
-"""Every rung of the ladder, with fakes and no GPU."""
+"""Every source of a choice, with fakes and no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tmm_core import (
 )
 from tmm_core.dispatch.explanation import Records, explain_problem
 from tmm_core.spec.bucket import bucket_edge
-from tmm_core.tuning.unmeasured import BUDGET_ENDED
+from tmm_core.tuning.environment_faults import BUDGET_ENDED
 
 FAST = {"fast": 10.0, "blas": 20.0}
 
@@ -450,10 +450,10 @@ def test_quarantine_holds_inside_the_bucket_too(culprit: str) -> None:
 def test_a_tuner_that_fails_costs_the_tuning_not_the_call() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
 
-    def explode(*_: object) -> Any:
+    def explode(*_: object, **__: object) -> Any:
         raise RuntimeError("no timer")
 
-    d.tuner.tune = explode  # type: ignore[method-assign]
+    d.tuner.steps = explode  # type: ignore[method-assign]
     with pytest.warns(TmmWarning, match="no timer"):
         choice = d.choose(problem(), settings())
     assert choice.candidate.kernel.name == "blas"
@@ -540,7 +540,7 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]
 
 
-def test_explain_tells_what_is_slower_than_blas_without_pause(tmp_path: Path) -> None:
+def test_explain_tells_what_is_slower_than_blas_in_steady_state(tmp_path: Path) -> None:
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("fast"), times={"blas": 20.0, "fast": 10.0}, root=tmp_path
     )
@@ -552,11 +552,11 @@ def test_explain_tells_what_is_slower_than_blas_without_pause(tmp_path: Path) ->
     blas = [c.kernel for c in candidates].index("blas")
     record = replace(explained.record, candidates=tuple(candidates), winner=blas)
     text = str(replace(explained, record=record))
-    assert "vs blas without pause" in " ".join(text.split())
+    assert "vs blas steady state" in " ".join(text.split())
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
     assert rows["fast"][:3] == ["10.0", "2.00×", "205.0"]
-    assert "tile=1; slower than blas without pause" in text
-    assert "without pause" not in str(explained)
+    assert "tile=1; slower than blas in steady state" in text
+    assert "steady state" not in str(explained)
     cells = [said for _, said in measurements.rows(record.candidates, record.winner)]
     assert ["200.00 µs without pause" in said for said in cells] == [True, False]
 

@@ -54,23 +54,23 @@ class TimerByM:
 
 def timed(d: Dispatcher, times: Mapping[tuple[str, int], Any]) -> TimerByM:
     timer = TimerByM(times)
-    tune = Tuner(timer).tune
+    steps = Tuner(timer).steps
 
-    def noting(key: Problem, *rest: Any) -> Any:
-        record = tune(key, *rest)
+    def noting(key: Problem, *rest: Any, **named: Any) -> Any:
+        record = yield from steps(key, *rest, **named)
         timer.tuned.append(key.m)
         return record
 
-    d.tuner.tune = noting  # type: ignore[method-assign]
+    d.tuner.steps = noting  # type: ignore[method-assign]
     return timer
 
 
 def sampled(d: Dispatcher, change: Mapping[int, Callable[[Any], tuple[float, ...]]]) -> None:
     """Change the samples of these tiles in every record that is tuned."""
-    tune = d.tuner.tune
+    steps = d.tuner.steps
 
-    def changed(key: Problem, *rest: Any) -> Any:
-        record = tune(key, *rest)
+    def changed(key: Problem, *rest: Any, **named: Any) -> Any:
+        record = yield from steps(key, *rest, **named)
         found = [
             replace(each, samples_us=change[tile](each.samples_us))
             if (tile := each.config.get("tile")) in change
@@ -79,7 +79,7 @@ def sampled(d: Dispatcher, change: Mapping[int, Callable[[Any], tuple[float, ...
         ]
         return replace(record, candidates=tuple(found))
 
-    d.tuner.tune = changed  # type: ignore[method-assign]
+    d.tuner.steps = changed  # type: ignore[method-assign]
 
 
 def asked(m: int, **fields: Any) -> Problem:
@@ -353,14 +353,14 @@ def test_a_strangers_arithmetic_that_fails_costs_the_kernel() -> None:
 def test_a_rung_that_cannot_be_tuned_costs_the_rung(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0})
-    tune = d.tuner.tune
+    steps = d.tuner.steps
 
-    def failing(key: Problem, *rest: Any) -> Any:
+    def failing(key: Problem, *rest: Any, **named: Any) -> Any:
         if key.m == 8192:
             raise torch.OutOfMemoryError("no room")
-        return tune(key, *rest)
+        return steps(key, *rest, **named)
 
-    d.tuner.tune = failing  # type: ignore[method-assign]
+    d.tuner.steps = failing  # type: ignore[method-assign]
     with pytest.warns(TmmWarning, match="for 8192×.*tuning failed: OutOfMemoryError: no room"):
         assert chosen(d, 16) == ("k", 1, "one")
 

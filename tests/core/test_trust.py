@@ -287,10 +287,10 @@ def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
     store.save(DEVICE.gpu, DEVICE.environment, record)
     invariant = replace(asked, batch_invariant=True)
     choice = Choice(candidate, "cache", evidence=asked)
-    assert first_use.Trust(store).holds(invariant, choice)
+    assert first_use.FirstUse(store).may_launch(invariant, choice)
     # Its own record would be another one.
-    assert not first_use.Trust(store).holds(invariant, replace(choice, arithmetic="k"))
-    assert not first_use.Trust(store).holds(replace(invariant, m=100), choice)
+    assert not first_use.FirstUse(store).may_launch(invariant, replace(choice, arithmetic="k"))
+    assert not first_use.FirstUse(store).may_launch(replace(invariant, m=100), choice)
 
 
 def test_batch_invariant_mode_is_no_way_around(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from tmm_core.tuning import bind, search, stages
 from tmm_core.tuning.cold_operands import LaunchError
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.findings import Findings
-from tmm_core.tuning.ranking import by_time, compared_at, decide, holds_at
-from tmm_core.tuning.search import Hints, Proposals
-from tmm_core.tuning.timing import GraphTimer, levelled
+from tmm_core.tuning.ranking import compared_at, decide, fastest_first, times_around
+from tmm_core.tuning.search import Hints, Search
+from tmm_core.tuning.timing import GraphTimer, normalised
 from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import compare, random_inputs
 
@@ -294,7 +294,7 @@ def test_the_budget_ends_it_with_what_there_is() -> None:
         problem(), [FakeBlas(), FakeKernel("k")], settings(tune_budget=0.05)
     )
     assert winner(record) == "k"
-    assert len(record.candidates[record.winner].samples_us) == stages.LOOK
+    assert len(record.candidates[record.winner].samples_us) == stages.SCREENING
 
 
 def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
@@ -365,10 +365,10 @@ def test_kernels_with_level_estimates_take_turns(monkeypatch: pytest.MonkeyPatch
     many = FakeKernel("many", tiles=tuple(range(1, 20)), estimate=100.0)
     few, far = Graded("few", tiles=(104, 106, 108)), Graded("far", tiles=(111, 112))
     kernels = [FakeBlas(estimate=90.0), many, few, far]
-    first = [c.kernel.name for c in Proposals(problem(), kernels, kernels).first()]
+    first = [c.kernel.name for c in Search(problem(), kernels, kernels).first()]
     assert sorted(first) == ["blas", "far", "few", "few", "many", "many"]
     monkeypatch.setattr(search, "BATCHES", (8, 24))
-    first = [c.kernel.name for c in Proposals(problem(), kernels, kernels).first()]
+    first = [c.kernel.name for c in Search(problem(), kernels, kernels).first()]
     assert sorted(first) == ["blas", "far", *["few"] * 3, *["many"] * 3]
 
 
@@ -421,13 +421,13 @@ def test_idle_processes_compile_what_may_follow_of_every_kernel(
     monkeypatch.setattr(search, "BATCHES", (3, 5))
     near, far = Graded("near", tiles=(100, 101, 102, 103)), Graded("far", tiles=(110, 120, 130))
     kernels = [FakeBlas(estimate=100.0), near, far]
-    given = Proposals(problem(), kernels, kernels)
+    given = Search(problem(), kernels, kernels)
     assert len(given.first()) == 3
     for handed, room, tiles in (
         (3, 0, [101, 102]), (3, 3, [101, 102, 120]), (3, 16, [101, 102, 120, 130]),
         (4, 16, [101, 120]), (5, 16, []),
     ):  # fmt: skip
-        found = [c.config.to_json()["tile"] for c in given.likely(handed, room)]
+        found = [c.config.to_json()["tile"] for c in given.speculative(handed, room)]
         assert found == tiles
 
 
@@ -438,13 +438,13 @@ def test_what_a_round_does_to_all_is_levelled() -> None:
     better = [us * 0.9 for us in better]
     assert median(blas) == 100.0
     assert median(same) == 110.0
-    medians = [median(mine) for mine in levelled([blas, same, better])]
+    medians = [median(mine) for mine in normalised([blas, same, better])]
     assert [us / medians[0] for us in medians] == pytest.approx([1.0, 1.0, 0.9])
     assert 100.0 <= medians[0] <= 110.0
-    assert levelled([[3.0, 4.0, 5.0]]) == [[4.0, 4.0, 4.0]]
+    assert normalised([[3.0, 4.0, 5.0]]) == [[4.0, 4.0, 4.0]]
     # What held up one of them alone stays.
     held = [100.0, 300.0, 100.0]
-    assert levelled([[100.0] * 3, held, [50.0] * 3])[1] == held
+    assert normalised([[100.0] * 3, held, [50.0] * 3])[1] == held
 
 
 class Flickering(FakeTimer):
@@ -519,7 +519,7 @@ def test_blas_counts_at_the_nearest_m_at_which_it_was_timed() -> None:
     kernel = replace(result("k", 7.0), inside_us={33: 5.0, 49: 7.5})
 
     def around(m: int) -> dict[int, dict[str, float]]:
-        found = holds_at([blas, kernel], m, 64)
+        found = times_around([blas, kernel], m, 64)
         return {
             there: {name: us for (name, _), us in times.items()} for there, times in found.items()
         }
@@ -688,12 +688,12 @@ def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -
     kernel = FakeKernel("k", tiles=(1, 2, 3), traits=Traits(batch_invariant=True))
     asked = problem(batch_invariant=True)
     record = Tuner(Cool(times)).tune(asked, [FakeBlas(), kernel], settings())
-    raced = [c for c in by_time(record) if len(c.samples_us) == stages.FINAL]
+    raced = [c for c in fastest_first(record) if len(c.samples_us) == stages.FINAL]
     assert [(c.kernel, c.median_us) for c in raced[:3]] == [
         ("blas", 10.0), ("k", 30.0), ("k", 40.0),
     ]  # fmt: skip
     usual = Tuner(Cool(times)).tune(problem(), [FakeBlas(), kernel], settings())
-    assert [c.kernel for c in by_time(usual) if len(c.samples_us) == stages.FINAL] == ["blas"]
+    assert [c.kernel for c in fastest_first(usual) if len(c.samples_us) == stages.FINAL] == ["blas"]
 
 
 def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
@@ -762,7 +762,7 @@ class Pauseless(FakeTimer):
 def without_pause(
     times: dict[Any, float], steady: dict[str, float] | None = None, **how: Any
 ) -> tuple[str, list[str]]:
-    """The winner and those that were timed without pause, in the order of their kernels."""
+    """The winner and those that were timed in steady state, in the order of their kernels."""
     kernels = [FakeKernel(name, traits=Traits(batch_invariant=True)) for name in "pqr"]
     still = {"blas": 200.0, "p": 199.0, "q": 198.0, "r": 150.0, **(steady or {})}
     record = Tuner(Pauseless(times, still)).tune(problem(**how), [FakeBlas(), *kernels], settings())
@@ -772,7 +772,7 @@ def without_pause(
 
 
 def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() -> None:
-    # r is fastest without pause, but 3 % slower in use.
+    # r is fastest in steady state, but 3 % slower in use.
     times = {"blas": 210.0, "p": 200.0, "q": 203.0, "r": 206.0}
     assert without_pause(times) == ("q", ["blas", "p", "q"])
     assert without_pause({**times, "q": 205.0})[0] == "p"
@@ -795,7 +795,7 @@ def test_what_blas_outlasts_does_not_win() -> None:
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}
     assert without_pause(times, steady={"p": 204.1})[0] == "q"
     assert without_pause(times, steady={"p": 203.9})[0] == "p"
-    # Others are timed without pause where BLAS outlasts the first.
+    # Others are timed in steady state where the first are slower than BLAS.
     assert without_pause(times, steady={"p": 205.0, "q": 203.9})[1] == ["blas", "p", "q"]
     assert without_pause(times, steady={"p": 205.0, "q": 206.0}) == ("r", ["blas", "p", "q", "r"])
     assert without_pause(times, steady={"p": 205.0, "q": 205.0, "r": 205.0})[0] == "blas"
@@ -834,10 +834,10 @@ def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
     results = [late, blas, good]
     assert decide(results) == 2
     record = TuningRecord({"m": 64}, 2, tuple(results), "2026-01-01T00:00:00Z", 1.0)
-    assert [r.kernel for r in by_time(record)] == ["q", "blas", "p"]
-    # Nor does one that was not timed without pause where others were.
+    assert [r.kernel for r in fastest_first(record)] == ["q", "blas", "p"]
+    # Nor does one that was not timed in steady state where others were.
     assert decide([late, blas, result("r", 195.0)]) == 1
-    around = holds_at(results, 33, 64)
+    around = times_around(results, 33, 64)
     assert {name for name, _ in around[33]} == {"blas", "q"}
 
 
@@ -855,3 +855,43 @@ def test_one_that_fails_without_pause_costs_only_itself() -> None:
     assert winner(record) == "p"
     assert [c.status for c in record.candidates if c.kernel == "q"] == ["failed"]
     assert [c.kernel for c in record.candidates if c.steady_us is not None] == ["blas", "p"]
+
+
+def test_a_tuning_holds_nothing_between_its_steps() -> None:
+    """A later call may resume or close it, in another thread."""
+    timer = FakeTimer({("k", 1): 5.0, "blas": 10.0})
+    kernels = [FakeBlas(), FakeKernel("k", tiles=(1, 2))]
+    threads = threading.active_count()
+    steps = Tuner(timer).steps(problem(m=512), kernels, settings(progress=True))
+    count = 0
+    while True:
+        measured = len(timer.measured)
+        try:
+            pending = next(steps)
+        except StopIteration as end:
+            record = end.value
+            break
+        count += 1
+        assert all(future.done() for future in pending)  # nothing compiles elsewhere here
+        assert threading.active_count() == threads
+        assert len(timer.measured) - measured <= 2 * 3 * stages.FINAL
+    assert count > 5
+    assert record.best.kernel == "k"
+
+
+def test_a_tuning_that_is_closed_frees_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    verifier = stages.Verifier
+    release = verifier.release
+    monkeypatch.setattr(verifier, "release", lambda v: released.append("tensors") or release(v))
+    compilers = Compilers()
+    cancelled: list[Any] = []
+    monkeypatch.setattr(compilers, "cancel_pending", lambda futures: cancelled.extend(futures))
+    tuner = Tuner(FakeTimer({}), compilers=compilers)
+    steps = tuner.steps(problem(), [FakeBlas(), FakeKernel("k")], settings())
+    pending = next(steps)
+    assert not released
+    steps.close()
+    assert released == ["tensors"]
+    assert cancelled == list(pending)
+    assert tuner.tune(problem(), [FakeBlas()], settings()).best.kernel == "blas"

@@ -71,7 +71,7 @@ def test_what_is_right_is_stamped(fine: FakeKernel, capsys: pytest.CaptureFixtur
     document = record(fine, 24).problem
     tmm_core.tune(tmm_core.problem(torch.empty(32, 16), torch.empty(16, 8)))
     problem = warm.recall(document, torch.device("cpu"))
-    trust = dispatch.default_dispatcher().trust
+    trust = dispatch.default_dispatcher().first_use
     candidate = Candidate(fine, fine.default_config(problem))
     assert not trust.is_verified(problem, candidate)
     lines, found = run(capsys, 0)

@@ -17,6 +17,7 @@ from kernels import KERNELS
 from limits import LIMITS
 from mutant import Mutant
 from outputs import OUTPUTS
+from path import PATH
 from verification import VERIFICATION
 
 MUTANTS: list[Mutant] = [
@@ -40,4 +41,5 @@ MUTANTS: list[Mutant] = [
     *VERIFICATION,
     *EPILOGUE_FILES,
     *IDENTITY,
+    *PATH,
 ]

@@ -62,7 +62,7 @@ SPEC = [
            "kernels wait for each other's C launchers", ("tests/plugins/test_compiled_elsewhere.py",)),
     Mutant("launcher-of-each-box", "triton/launch.py", 'kind.partition("[")[0] for kind', "kind for kind",
            "one C launcher is compiled by several threads", ("tests/plugins/test_compiled_elsewhere.py",)),
-    Mutant("prepared-again", "tuning/stages.py", "equipment.prepared.pop(problem, {})", "{}",
+    Mutant("prepared-again", "tuning/tuner.py", "self.prepared.pop(problem, {})", "{}",
            "what is prepared for the next problem is compiled twice", ("tests/core/test_compilers.py",)),
     Mutant("hashed-as-met", "triton/compile.py", "        _hash_after_callees(each, (*callers, fn))\n", "        pass\n",
            "what other processes compiled is compiled again", ("tests/plugins/test_compiled_elsewhere.py",)),

@@ -76,7 +76,7 @@ ENVIRON = [
     ),
     Mutant(
         "old-records-believed",
-        "unmeasured.py",
+        "tuning/untried.py",
         "for result in verdicts(record.candidates):",
         "for result in record.candidates:",
         "kernels that once had no compiler are never tried again",
@@ -108,7 +108,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-unnoted",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "                self.untried.note(key, findings.tried, findings.left)\n",
         "",
         "every process tunes again while ptxas is missing",
@@ -116,7 +116,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-never-resumed",
-        "unmeasured.py",
+        "tuning/untried.py",
         "return resume or name in again",
         "return name in again",
         "tmm tune does not try what a call left",
@@ -125,7 +125,7 @@ ENVIRON = [
     Mutant(
         "untried-silent",
         "dispatch/dispatcher.py",
-        "            self.say_untried(problem, noted)\n",
+        "            self.warn_untried(query.problem, self.untried.get(key))\n",
         "",
         "a second process says nothing of kernels that it does without",
         (ENVIRONMENT,),
@@ -156,7 +156,7 @@ ENVIRON = [
     ),
     Mutant(
         "warned-before-saved",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "        findings.report(key)\n        return record\n",
         "        return record\n",
         "a plugin that is wrong is never named",
@@ -173,16 +173,16 @@ ENVIRON = [
     Mutant(
         "baseline-untried",
         "tuning/stages.py",
-        'if trial.is_baseline and trial.status == "untried":',
+        'if run.is_baseline and run.status == "untried":',
         "if False:",
         "kernels win for good because BLAS had no memory once",
         (ENVIRONMENT,),
     ),
     Mutant(
         "partial-untried",
-        "dispatch/dispatcher.py",
-        "        if settings is not None:\n            noted = self.untried.get(key)\n",
-        "        if settings is not None:\n            noted = None\n",
+        "dispatch/lookup.py",
+        "        left = self.untried.left(key) if record is not None else ((), ())\n",
+        "        left = ((), ())\n",
         "configs that had no memory are never tried again",
         (ENVIRONMENT,),
     ),
@@ -197,8 +197,8 @@ ENVIRON = [
     Mutant(
         "alone-silent",
         "dispatch/dispatcher.py",
-        "            return self._alone(problem)\n        if key",
-        "            return self._fallback(problem, _ALONE)\n        if key",
+        "            return self._alone(problem)\n        forbidden",
+        "            return self._fallback(problem, _ALONE)\n        forbidden",
         "a machine without a compiler is never told of",
         (ENVIRONMENT,),
     ),
@@ -237,14 +237,14 @@ ENVIRON = [
     Mutant(
         "busy-talks",
         "dispatch/dispatcher.py",
-        "if time.monotonic() - self._said >= SAID_EVERY:",
+        "if time.monotonic() - self._logged >= LOG_INTERVAL:",
         "if True:",
         "a line for every product",
         (BUSY,),
     ),
     Mutant(
         "busy-gpu",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "if not (wait or (held and alone)):",
         "if not (wait or held):",
         "two processes on one GPU disturb each other's times",
@@ -277,7 +277,7 @@ ENVIRON = [
     Mutant(
         "budget-verified",
         "tuning/stages.py",
-        "if time.monotonic() > self._deadline and not (must and start == 0):",
+        "if self._is_late() and not (must and start == 0):",
         "if False:",
         "thousands of kernels are verified after the budget's end",
         (BUDGET,),
@@ -292,8 +292,8 @@ ENVIRON = [
     ),
     Mutant(
         "budget-refund",
-        "tuning/stages.py",
-        "                self._deadline += time.monotonic() - started\n",
+        "tuning/candidate_launchers.py",
+        "                self.deadline += time.monotonic() - started\n",
         "",
         "one candidate's hang eats the others' budget",
         (BUDGET,),

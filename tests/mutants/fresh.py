@@ -144,7 +144,7 @@ FRESH = [
            "if len(result.samples_us) >= most - 1]",
            "samples of other rounds are compared",
            (f"{DISPATCH}::test_one_sample_less_is_not_the_whole_race",)),
-    Mutant("boundary-outlasted-slowest-blas", "tuning/ranking.py",
+    Mutant("boundary-slower-steady-slowest-blas", "tuning/ranking.py",
            "most = min(blas) * (1 + CLOSE)",
            "most = max(blas) * (1 + CLOSE)",
            "a kernel slower than BLAS in steady state wins",

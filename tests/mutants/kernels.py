@@ -29,7 +29,7 @@ KERNELS = [
     ),
     Mutant(
         "epilogue-lasting",
-        "dispatch/dispatcher.py",
+        "dispatch/measuring.py",
         "if key.epilogue.lasting:",
         "if True:",
         "records that no process can use fill the disk",

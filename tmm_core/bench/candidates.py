@@ -9,7 +9,7 @@ from typing import Any
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.spec.launcher import BASELINE
-from tmm_core.tuning.ranking import identity, raced
+from tmm_core.tuning.ranking import finalists, identity
 
 #: Okabe and Ito's colour-blind-safe palette: BLAS, then the other kernels in turn.
 _BLAS = "#0072B2"
@@ -51,7 +51,7 @@ def draw(
     colours[BASELINE] = _BLAS
     figure = Figure(figsize=(11, 1.9 + 0.34 * len(pairs)), layout="constrained")
     axes = figure.subplots()
-    ended = set(map(identity, raced(record.candidates)))
+    ended = set(map(identity, finalists(record.candidates)))
     labels = []
     for row, (result, expected) in enumerate(pairs):
         name, fields = _label(result, record.candidates)

@@ -16,7 +16,7 @@ from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch.plan import Plan
-from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.ranking import fastest_first
 from tmm_core.tuning.timing import Run
 from tmm_core.tuning.tuner import Tuner
 
@@ -124,7 +124,7 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
     found = dispatcher.record(problem)
     if found is None:
         return [Series(kernel.name, kernel.name) for kernel in able], {}
-    best = {result.kernel: result.config for result in reversed(by_time(found[1], "slow"))}
+    best = {result.kernel: result.config for result in reversed(fastest_first(found[1], "slow"))}
     names = [kernel.name for kernel in able]
     failed = {name: _why(found[1], name) for name in names if name not in best}
     return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed

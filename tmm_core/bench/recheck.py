@@ -24,7 +24,7 @@ from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.compile_pool import compiling_threads
-from tmm_core.tuning.timing import GraphTimer, HostTimer, levelled, timer_for
+from tmm_core.tuning.timing import GraphTimer, HostTimer, normalised, timer_for
 from tmm_core.verify.verifier import Verifier
 
 #: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
@@ -155,7 +155,7 @@ def _judged(
     if not verdict.ok:
         status = "unknown" if verdict.unknown else "wrong"
         return document | {"status": status, "reason": verdict.reason}, None
-    dispatch.default_dispatcher().trust.stamp(winner.problem, winner.candidate)
+    dispatch.default_dispatcher().first_use.stamp(winner.problem, winner.candidate)
     return document | {"status": "ok"}, winner
 
 
@@ -169,9 +169,9 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
             copies = Copies(problem, device, None)
             runs = [copies.runner(theirs), copies.runner(winner.launcher)]
             many = len(runs[0].inputs)
-            blas_us, us = map(median, levelled(timer.measure(runs, ROUNDS, copies=many)))
+            blas_us, us = map(median, normalised(timer.measure(runs, ROUNDS, copies=many)))
             if blas_us / us < SLOWER:  # a single measurement may be noise
-                blas_us, us = map(median, levelled(timer.measure(runs, 3 * ROUNDS, copies=many)))
+                blas_us, us = map(median, normalised(timer.measure(runs, 3 * ROUNDS, copies=many)))
             timer.release()
     except Exception as error:  # affects this record only
         return {"status": "failed", "reason": error_text(error)}

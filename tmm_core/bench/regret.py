@@ -27,8 +27,8 @@ from tmm_core.bench.runner import planned
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.bucket import bucket_edge, bucketed
 from tmm_core.tuning import cold_operands
-from tmm_core.tuning.ranking import by_time
-from tmm_core.tuning.timing import GraphTimer, HostTimer, Run, levelled, timer_for
+from tmm_core.tuning.ranking import fastest_first
+from tmm_core.tuning.timing import GraphTimer, HostTimer, Run, normalised, timer_for
 
 LARGEST_M = 8192
 ROUNDS = 11
@@ -85,13 +85,13 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
     (record,) = tmm_core.tune([edge], budget=budget)
     chosen = call.plan()
     plans = {_key(chosen): chosen}
-    for result in by_time(record)[:MOST_KNOWN]:
+    for result in fastest_first(record)[:MOST_KNOWN]:
         if _key(result) not in plans:
             with suppress(Exception):  # a config for another M may not fit this one
                 plans[_key(result)] = call.plan(kernel=result.kernel, config=result.config)
     calls = cold_operands.rotated(call, problem)
     runs: list[Run] = [providers.eager(calls), *(planned(p, calls) for p in plans.values())]
-    theirs, *ours = map(median, levelled(timer.measure(runs, ROUNDS, copies=len(calls))))
+    theirs, *ours = map(median, normalised(timer.measure(runs, ROUNDS, copies=len(calls))))
     times = dict(zip(plans, ours, strict=True))
     best = min(times, key=lambda key: times[key])
     return {

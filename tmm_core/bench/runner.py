@@ -37,8 +37,8 @@ from tmm_core.tuning.timing import (
     GraphTimer,
     HostTimer,
     Run,
-    held_up,
-    levelled,
+    is_disturbed,
+    normalised,
     timer_for,
 )
 from tmm_core.verify import compare
@@ -179,12 +179,12 @@ def _times(
     disturbed = {
         name: _summary(mine)
         for name, mine in zip((TORCH, TMM), samples, strict=False)
-        if held_up(mine)
+        if is_disturbed(mine)
     }
     if disturbed:
         document["held_up"] = disturbed
         samples = _samples(list(racing.values()), timer, copies, seconds)
-    medians = dict(zip(racing, map(statistics.median, levelled(samples)), strict=True))
+    medians = dict(zip(racing, map(statistics.median, normalised(samples)), strict=True))
     document["ratio"] = medians[TORCH] / medians[TMM]
     document["noise"] = medians[TORCH] / medians[AGAIN]
     if beside:

@@ -1,4 +1,4 @@
-"""Explains a choice: every candidate, every rejection and the evidence."""
+"""Explains a choice: every candidate, every rejection and the measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tmm_cache import TuningRecord, console, problem_fields
 from tmm_cache.header import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
-from tmm_core.dispatch.dry_run import Miss, rehearse
+from tmm_core.dispatch.dry_run import Miss, dry_run
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import compared_at, outlasted
+from tmm_core.tuning.ranking import compared_at, slower_in_steady_state
 from tmm_core.tuning.untried import Left
 
 #: Columns of text that a notebook shows without folding.
@@ -106,7 +106,7 @@ class Explanation:
 
     @property
     def origin(self) -> str:
-        """The rung of the ladder; on a miss ``tune`` or ``error``."""
+        """The source of the choice; on a miss ``tune`` or ``error``."""
         return self.choice.origin if self.miss is None else self.miss.action
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Explanation:
         for name, said in self._facts():
             lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)
         if self.record is not None:
-            columns, rows = _evidence(self.record)
+            columns, rows = _measurements(self.record)
             shown: list[tuple[str, ...] | str] = []
             for *cells, config, note in rows:
                 shown += [tuple(cells), f"     {'; '.join(filter(None, (config, note)))}"]
@@ -184,7 +184,7 @@ class Explanation:
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
     """Explain what ``dispatcher`` does with ``problem``, without measuring or launching."""
-    choice, miss = rehearse(dispatcher, problem, settings)
+    choice, miss = dry_run(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
     able = [k.name for k in dispatcher.registry.kernels() if k.name not in rejected]
@@ -214,15 +214,15 @@ def _left(left: Left) -> str:
     return f"{reason}; tried again {when.get(left.cause, usual)}"
 
 
-def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _measurements(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The columns and rows of a record's candidates: timed ones, fastest first; then eliminated,
     wrong and failed ones. The last two columns are text."""
     own, along = record.extent, record.along.upper()
     inside = [m for m in compared_at(record) if m != own]
-    baseline, late = blas_us(record), outlasted(record.candidates)
+    baseline, slower = blas_us(record), slower_in_steady_state(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at {along}={own}", "vs blas"]
-    columns += ["without pause"] if steady else []
+    columns += ["steady state"] if steady else []
     columns += [f"at {along}={m}" for m in inside]
     order = ("ok", "slow", "wrong", "failed")
     rows = []
@@ -236,8 +236,8 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
         config = config_text(result.config)
         if result is record.best:
             note = "← winner"
-        elif result in late:
-            note = "slower than blas without pause"
+        elif result in slower:
+            note = "slower than blas in steady state"
         else:
             note = result.reason or ("" if result.status == "ok" else result.status)
         times = map(_shown_us, others)

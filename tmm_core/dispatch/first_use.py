@@ -44,13 +44,13 @@ def size_class(extent: int) -> str:
     return str(extent) if extent <= EACH_SIZE else f"{extent % TALLEST} of {TALLEST}"
 
 
-class Trust:
+class FirstUse:
     """The candidates known to be right on this machine, under this version of tmm."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
 
-    def holds(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
+    def may_launch(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification.
 
         Args:

@@ -6,14 +6,14 @@ from typing import Any
 
 from tmm_cache import CLOCK
 
-from tmm_core.dispatch.lookup import Evidence, fits
+from tmm_core.dispatch.lookup import Lookup, fits
 from tmm_core.dispatch.neighbour import Near, Neighbours
 from tmm_core.errors import reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.ranking import fastest_first
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
 #: times this factor: estimates are rooflines, and a default config is not the best one. Over
@@ -29,7 +29,7 @@ NEAR = 1.2
 
 
 def choose(
-    host: Evidence, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]], why: str
+    host: Lookup, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]], why: str
 ) -> Choice | None:
     """The winner of the nearest record if the estimates agree, else the least estimate; None if
     BLAS can serve the problem and has no estimate."""
@@ -41,7 +41,7 @@ def choose(
             estimate = kernel.estimate_us(problem, config)
         except Exception as error:
             reraise(error)
-            host.warn_once(kernel, error)
+            host.warn_kernel_once(kernel, error)
             continue
         if estimate is not None:
             expected[kernel.name] = (estimate, Candidate(kernel, config))
@@ -61,13 +61,13 @@ def choose(
 
 
 def _nearest(
-    host: Evidence, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]]
+    host: Lookup, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]]
 ) -> tuple[Candidate, Near] | None:
     """The fastest candidate of the nearest record that has one for this problem, and the record."""
     for near in neighbours.nearest(problem):
         if near.record.clock != CLOCK:
             continue  # another clock's choice is only a hint
-        for result in by_time(near.record):
+        for result in fastest_first(near.record):
             candidate = host.candidate(result, able, problem, any_version=True)
             if candidate is not None and fits(candidate, problem):
                 return candidate, near

@@ -22,7 +22,7 @@ from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.lookup import Evidence
+from tmm_core.dispatch.lookup import Lookup
 from tmm_core.errors import UnsupportedProblemError, reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -31,7 +31,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import behind, by_time, holds_at, identity
+from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
 #: The M at which arithmetics are compared, from decode to prefill.
 LADDER = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -74,10 +74,10 @@ class Invariance:
 
     Args:
         on_record: Returns the record of a problem, measured now if asked
-            (:meth:`Dispatcher._on_record`).
+            (:meth:`Measuring.on_record`).
     """
 
-    def __init__(self, host: Evidence, on_record: Callable[..., TuningRecord | None]) -> None:
+    def __init__(self, host: Lookup, on_record: Callable[..., TuningRecord | None]) -> None:
         self._host, self._on_record = host, on_record
         #: By weight and settings. A guess stays too: bits must not change between two calls because
         #: the second may measure.
@@ -123,7 +123,7 @@ class Invariance:
         other = least_regret([self._expected(problem, able)])
         if other is None:
             return None
-        self._host.say_once(
+        self._host.warn_once(
             f"{problem} cannot be served by its weight's arithmetic {wanted}, but by {other}: its "
             f"rows differ from those computed with another M"
         )
@@ -166,7 +166,7 @@ class Invariance:
         if isinstance(noted, str) and self._is_offered(noted, rungs):
             return noted
         if noted is not None:
-            self._host.say_once(
+            self._host.warn_once(
                 f"no kernel that may be used here knows the arithmetic {noted} by which the "
                 f"weight of {problem} was served: it has another now, and other bits"
             )
@@ -207,7 +207,7 @@ class Invariance:
 
     def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
         times: dict[str, float] = {}
-        results = by_time(record, _ELIMINATED)
+        results = fastest_first(record, _ELIMINATED)
         if not results:
             return None
         for result in results:
@@ -240,7 +240,7 @@ class Invariance:
                         offered.setdefault(name, {})[Candidate(kernel, config)] = expected
             except Exception as error:  # a plugin's kernel; costs only its candidates
                 reraise(error)
-                self._host.warn_once(kernel, error)
+                self._host.warn_kernel_once(kernel, error)
         return offered
 
     def _notes_of(self, problem: Problem) -> Notes:
@@ -288,7 +288,7 @@ class Invariance:
         if not offered:
             return None
         if forbidden is not None and (problem.capturing or settings.on_cache_miss == "tune"):
-            self._host.note_miss(edge)
+            self._host.log_miss(edge)
         best = min(offered, key=lambda c: (offered[c], c.kernel.name, str(c.config)))
         why = forbidden or "no config of its arithmetic was timed"
         reason = f"{why}; estimated {offered[best]:.3g} µs, the least of its arithmetic"
@@ -304,8 +304,10 @@ class Invariance:
 def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResult]:
     """The timed results of a bucket's record: first those timed at the M measured around this one,
     by these times."""
-    slower = behind(holds_at(record.candidates, extent, edge))
-    return sorted(by_time(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf))
+    slower = behind(times_around(record.candidates, extent, edge))
+    return sorted(
+        fastest_first(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf)
+    )
 
 
 def _us_beside(result: CandidateResult, fastest: CandidateResult) -> float:

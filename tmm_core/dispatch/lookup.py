@@ -1,4 +1,4 @@
-"""What records and kernels offer for a problem: who may serve it, and which candidates of a record
+"""Looks up records and kernels: which kernels can serve a problem, and which candidates of a record
 still can."""
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.findings import warn_of_environment
 from tmm_core.tuning.ranking import (
-    by_time,
     compared_at,
-    fastest_of_blas,
-    holds_at,
+    fastest_blas,
+    fastest_first,
     identity,
     ranked_around,
+    times_around,
 )
-from tmm_core.tuning.untried import Noted, Untried
+from tmm_core.tuning.untried import Noted, Untried, unmeasured
 
 
-class Evidence:
+class Lookup:
     """The kernels of a registry and the records of a store, less what failed in this process."""
 
     def __init__(self, registry: Registry, store: CacheStore) -> None:
@@ -90,7 +91,7 @@ class Evidence:
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
     ) -> Candidate | None:
         """The winner on record, or the next fastest that may serve this call."""
-        for result in (record.best, *by_time(record)):
+        for result in (record.best, *fastest_first(record)):
             candidate = self.candidate(result, able, problem)
             if candidate is not None:
                 return candidate
@@ -110,13 +111,15 @@ class Evidence:
                     config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a plugin's own
                     reraise(error)
-                    self.warn_once(kernel, error)
+                    self.warn_kernel_once(kernel, error)
                     continue
                 candidate = Candidate(kernel, config)
                 if kernel.name == BASELINE and not fits(candidate, problem):
                     # A candidate that does not bind falls back to BLAS.
                     if not any_version:
-                        self.warn_once(kernel, f"{config} on record is not a config for {problem}")
+                        self.warn_kernel_once(
+                            kernel, f"{config} on record is not a config for {problem}"
+                        )
                 elif not config.unsaid(problem):
                     return candidate
         return None
@@ -148,7 +151,7 @@ class Evidence:
         ):
             return choice
         record = found[1]
-        around = holds_at(record.candidates, problem.extent, edge.extent)
+        around = times_around(record.candidates, problem.extent, edge.extent)
         ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
         for name in ahead:
@@ -163,7 +166,7 @@ class Evidence:
         blas = self.registry.kernel(BASELINE)
         if self.registry.reasons_against(blas, problem, settings):
             return choice
-        own = fastest_of_blas(around)
+        own = fastest_blas(around)
         answer = self.able_candidate(results[own], problem, edge, settings) if own else None
         if answer is None and choice.candidate.kernel.name == BASELINE:
             return choice
@@ -191,15 +194,30 @@ class Evidence:
             return "interpreted kernels' times mean nothing"
         return None
 
-    def note_miss(self, key: Problem) -> None:
+    def missing(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        record: TuningRecord | None,
+        resume: bool = False,
+        asked: Problem | None = None,
+    ) -> list[Kernel[Any]]:
+        """The kernels that a tuning of ``key`` would time.
+
+        Args:
+            resume: Also those that a call does not try again.
+            asked: The problem of the call, if it is not ``key``.
+        """
+        left = self.untried.left(key) if record is not None else ((), ())
+        return unmeasured(asked or key, able, record, resume, left)
+
+    def log_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
-    def say_untried(self, problem: Problem, noted: Noted | None) -> None:
+    def warn_untried(self, problem: Problem, noted: Noted | None) -> None:
         """Warn, once per process, that kernels are not tried for this problem."""
         if noted is None or not noted.kernels:
             return
-        from tmm_core.tuning.findings import warn_of_environment
-
         warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))
 
     def chosen_by(
@@ -265,10 +283,10 @@ class Evidence:
         differences = "".join(f"\n  {difference}" for difference in near.differences)
         return f"{said}; the nearest key there differs in{differences}"
 
-    def warn_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
+    def warn_kernel_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
         """Report a kernel whose answer cannot be used."""
         if not isinstance(fault, BaseException):
-            self.say_once(f"kernel {kernel.name}: {fault}")
+            self.warn_once(f"kernel {kernel.name}: {fault}")
             return
         reraise(fault)
         if not issubclass(type(fault), PluginError):  # set aside, with a warning
@@ -281,7 +299,7 @@ class Evidence:
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
         warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
 
-    def say_once(self, note: str) -> None:
+    def warn_once(self, note: str) -> None:
         if note not in self._warned:
             self._warned.add(note)
             warn(note)

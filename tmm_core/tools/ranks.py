@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tmm_cache import TuningRecord
 
 from tmm_core import api, dispatch, settings
-from tmm_core.dispatch.dispatcher import LOCK_PATIENCE
+from tmm_core.dispatch.measuring import LOCK_PATIENCE
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.interop import sharding  # noqa: F401  # registers its rules
 from tmm_core.launch import warm

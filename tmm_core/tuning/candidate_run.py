@@ -1,4 +1,4 @@
-"""The state of one candidate during a tuning, and which of several stay."""
+"""The state of one candidate during a tuning, and which candidates stay after each round."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
+
+from tmm_cache import CandidateResult
 
 from tmm_core.errors import error_message, error_text
 from tmm_core.registry.query import CheckedKernel
@@ -20,6 +22,7 @@ from tmm_core.tuning.environment_faults import Cause, cause_of, cause_of_text
 from tmm_core.tuning.findings import refuses
 from tmm_core.tuning.ranking import MARGIN
 from tmm_core.tuning.search import group
+from tmm_core.verify import compare
 
 #: The best config of every other kernel stays on record as a reserve if it takes at most this many
 #: times the best.
@@ -27,19 +30,19 @@ RESERVE = 3.0
 #: Where no kernel beats BLAS at a bucket's edge, the best one is measured inside if it takes at
 #: most this many times as long.
 BEHIND = 1.3
-#: Errors whose text tells what happened without their type.
+#: Errors whose text explains the failure without their type.
 _SELF_EXPLAINING = (TimeoutError, NotCompiledError)
 
 
 @dataclass(eq=False)
-class Attempt:
+class CandidateRun:
     """The state of one candidate during a tuning."""
 
     candidate: Candidate
     #: Records know all of these but "untried".
     status: Literal["ok", "slow", "wrong", "failed", "untried"] = "slow"
     launcher: Launcher | None = None
-    run: Runner | None = None
+    runner: Runner | None = None
     samples: list[float] = field(default_factory=list)
     #: By the clock "steady".
     steady_us: float | None = None
@@ -48,7 +51,7 @@ class Attempt:
     reason: str | None = None
     #: The exception that was the reason, if one was.
     raised: BaseException | None = None
-    #: What of the environment left it untried.
+    #: The fault of the environment that left it untried.
     cause: Cause | None = None
     #: Bytes of scratch memory.
     workspace: int = 0
@@ -63,7 +66,7 @@ class Attempt:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether its kernel's own code is at fault, which is not said of BLAS and of refusals."""
+        """Whether its kernel's own code is at fault. BLAS never is, nor is a refusal a fault."""
         if self.is_baseline:
             return False
         raised = self.raised is not None and not refuses(self.raised)
@@ -73,85 +76,105 @@ class Attempt:
     def fail(
         self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed"
     ) -> None:
-        """Take the candidate out of the tuning: with a verdict, which the record states with the
-        error, or untried, if the environment failed."""
-        self.launcher = self.run = None
+        """Remove the candidate from the tuning: with a verdict and the error for the record, or as
+        untried if the environment failed."""
+        self.launcher = self.runner = None
         self.raised, cause = None, None
-        if isinstance(error, BaseException):  # not str: that asks for its __class__
+        if isinstance(error, BaseException):  # not str: that reads its __class__
             self.raised, cause = error, cause_of(error)
             explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
             error = explains or error_text(error)
         self.reason = error.strip()[:500]
-        # As whoever reads the record will judge it.
+        # The readers of a record judge by the same text.
         cause = None if status == "wrong" else cause or cause_of_text(self.reason)
         self.status, self.cause = (status, None) if cause is None else ("untried", cause)
 
-    def hold_to_answers(self) -> None:
-        """Take it out if its kernel was set aside for an invalid answer; BLAS is always needed."""
+    def fail_if_set_aside(self) -> None:
+        """Remove it if its kernel was set aside for an invalid answer; BLAS is always needed."""
         kernel = self.candidate.kernel
         if isinstance(kernel, CheckedKernel) and kernel.fault is not None and not self.is_baseline:
             self.fail(kernel.fault)
 
+    def result(self, problem: Problem) -> CandidateResult:
+        """The result for the record of ``problem``."""
+        kernel, config = self.candidate.kernel, self.candidate.config
+        return CandidateResult(
+            kernel=kernel.name,
+            version=kernel.version,
+            config=config.to_json(),
+            status="failed" if self.status == "untried" else self.status,
+            samples_us=tuple(round(s, 3) for s in self.samples),
+            inside_us={m: round(us, 3) for m, us in self.inside_us.items()},
+            steady_us=None if self.steady_us is None else round(self.steady_us, 3),
+            # A poisoned element leaves NaN, which JSON lacks; the reason states it.
+            error=self.error if self.error is not None and math.isfinite(self.error) else None,
+            tolerance=compare.tolerance(problem) if self.error is not None else None,
+            workspace_bytes=self.workspace,
+            deterministic=kernel.traits.deterministic,
+            batch_invariant=kernel.traits.batch_invariant,
+            reason=self.reason,
+        )
 
-def anchor(racing: Sequence[Attempt]) -> int:
-    """The index of BLAS, which is one kernel with a stable time."""
-    return next((place for place, trial in enumerate(racing) if trial.is_baseline), 0)
 
-
-def survivors(problem: Problem, racing: list[Attempt], keep: float, limit: int) -> list[Attempt]:
+def survivors(
+    problem: Problem, racing: list[CandidateRun], keep: float, limit: int
+) -> list[CandidateRun]:
     """BLAS and the best ``limit`` candidates within a factor ``keep`` of the best.
 
-    In batch-invariant mode BLAS does not count as the best: one of the others is used even where it
-    is far ahead, and first looks do not tell which (1500×5120×13824 on an H200 took 304 µs in these
+    In batch-invariant mode BLAS does not count as the best: a kernel is used even where BLAS is far
+    ahead, and screening does not show which (1500×5120×13824 on an H200 took 304 µs in screening
     and 332 in use)."""
-    ranked = sorted(racing, key=lambda t: t.time)
-    serving = [t for t in ranked if not (problem.batch_invariant and t.is_baseline)]
+    ranked = sorted(racing, key=lambda run: run.time)
+    serving = [run for run in ranked if not (problem.batch_invariant and run.is_baseline)]
     best = (serving or ranked)[0].time
     return [
-        trial
-        for place, trial in enumerate(ranked)
-        if trial.is_baseline or (trial.time <= best * keep and place < limit)
+        run
+        for place, run in enumerate(ranked)
+        if run.is_baseline or (run.time <= best * keep and place < limit)
     ]
 
 
-def reserves(problem: Problem, racing: Sequence[Attempt]) -> list[Attempt]:
+def reserves(problem: Problem, racing: Sequence[CandidateRun]) -> list[CandidateRun]:
     """Each kernel's best config within :data:`RESERVE`, and its best config that relies on no
     promise of the caller. A reserve answers if the winner is filtered out, quarantined or
     uninstalled. In batch-invariant mode, the best of each arithmetic, however slow: other M may
     prefer it, and it is then used here too."""
-    ranked = _ranked(racing)
-    best: dict[tuple[object, bool], Attempt] = {}
-    for trial in ranked:
-        candidate = trial.candidate
-        best.setdefault((group(problem, candidate), bool(candidate.config.assumes)), trial)
+    ranked = _fastest_first(racing)
+    best: dict[tuple[object, bool], CandidateRun] = {}
+    for run in ranked:
+        candidate = run.candidate
+        best.setdefault((group(problem, candidate), bool(candidate.config.assumes)), run)
     most = math.inf if problem.batch_invariant else RESERVE
-    return [trial for trial in best.values() if trial.time <= ranked[0].time * most]
+    return [run for run in best.values() if run.time <= ranked[0].time * most]
 
 
-def _ranked(racing: Sequence[Attempt]) -> list[Attempt]:
-    """Those that run and were timed, fastest first."""
-    return sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+def _fastest_first(racing: Sequence[CandidateRun]) -> list[CandidateRun]:
+    """Candidates that run and were timed, fastest first."""
+    timed = (run for run in racing if run.runner is not None and run.samples)
+    return sorted(timed, key=lambda run: run.time)
 
 
-def of_each_arithmetic(problem: Problem, racing: Sequence[Attempt], keep: float) -> list[Attempt]:
+def of_each_arithmetic(
+    problem: Problem, racing: Sequence[CandidateRun], keep: float
+) -> list[CandidateRun]:
     """The two fastest of each arithmetic within a factor ``keep`` of its best. In batch-invariant
-    mode other M may prefer an arithmetic that is slower here; its best config is then used, and
-    first looks do not tell which that is (1500×1536×8960 on an H200, in two parts of K: the one
-    that they chose takes 82.7 µs in use, another 73)."""
-    alike: dict[object, list[Attempt]] = {}
-    for trial in _ranked(racing):
-        if (arithmetic := group(problem, trial.candidate)) is not None:
-            alike.setdefault(arithmetic, []).append(trial)
-    return [t for each in alike.values() for t in each[:2] if t.time <= each[0].time * keep]
+    mode other M may prefer an arithmetic that is slower here. Its best config is then used here,
+    and screening does not show which that is (1500×1536×8960 on an H200, in two parts of K: the
+    config chosen by screening takes 82.7 µs in use, another 73)."""
+    alike: dict[object, list[CandidateRun]] = {}
+    for run in _fastest_first(racing):
+        if (arithmetic := group(problem, run.candidate)) is not None:
+            alike.setdefault(arithmetic, []).append(run)
+    return [r for each in alike.values() for r in each[:2] if r.time <= each[0].time * keep]
 
 
-def for_the_bucket(problem: Problem, reserves: Sequence[Attempt]) -> list[Attempt]:
-    """The reserves to race and to measure inside the bucket. Those that beat BLAS at the edge may
-    answer there if the winner is not deterministic or not capture-safe. If none does, the fastest
-    kernel within :data:`BEHIND` may still be ahead inside: at M = 780 cuBLAS took 39 µs for
+def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[CandidateRun]:
+    """The reserves to race and to measure inside the bucket. A reserve that beats BLAS at the edge
+    may answer there if the winner is not deterministic or not capture-safe. If none does, the
+    fastest kernel within :data:`BEHIND` may still be ahead inside: at M = 780 cuBLAS took 39 µs for
     1280×8192 and a kernel 26, although cuBLAS won at the edge, 896."""
-    blas = min((t.time for t in reserves if t.is_baseline), default=math.inf)
-    if ahead := [trial for trial in reserves if trial.time <= blas * (1 - MARGIN)]:
+    blas = min((run.time for run in reserves if run.is_baseline), default=math.inf)
+    if ahead := [run for run in reserves if run.time <= blas * (1 - MARGIN)]:
         return ahead
-    kernels = [t for t in reserves if not t.is_baseline and t.time <= blas * BEHIND]
+    kernels = [r for r in reserves if not r.is_baseline and r.time <= blas * BEHIND]
     return kernels[:1] if inside(problem) else []

@@ -1,4 +1,4 @@
-"""The operand copies that a chain of calls rotates through, like a model's layers.
+"""Copies of operands that a chain of calls rotates through, like a model's layers.
 
 A layer's weight was last read a whole step ago and comes from memory; its activation was written by
 the previous layer and is in the L2 if it fits. So ``b`` rotates and ``a`` stays, unless it does not
@@ -27,7 +27,7 @@ from tmm_core.verify.ragged_inputs import SIZE_SAMPLES, Inputs
 T = TypeVar("T")
 
 #: Minimum total size of the copies, in bytes and in multiples of the L2: nothing of a copy is left
-#: in the L2 when its turn comes again.
+#: in the L2 when it is read again.
 CHAIN_BYTES, L2_TIMES = 240e6, 3
 #: Maximum number of calls in a chain. If its copies still fit in three times the L2, a problem is
 #: *resident*.
@@ -111,7 +111,7 @@ def _rotating_bytes(problem: Problem) -> int:
 
 
 class Copies:
-    """Copies of a problem's operands, which calls take in turn.
+    """Copies of a problem's operands, through which calls rotate.
 
     Args:
         most: Bytes that they may take; by default :func:`memory_limit`, or one copy.

@@ -28,9 +28,6 @@ class Progress:
         self._timer.daemon = True
 
     def __enter__(self) -> Progress:
-        if self._shown is not False:
-            with suppress(RuntimeError):  # no thread: nothing is shown
-                self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,8 +38,11 @@ class Progress:
                 self._bar.stop()
 
     def total(self, count: int) -> None:
-        """Set the total number of candidates."""
+        """Set the total number of candidates, and begin to wait."""
         self._total = count
+        if self._shown is not False:
+            with suppress(RuntimeError):  # no thread, or a second tuning: nothing more is shown
+                self._timer.start()
 
     def advance(self) -> None:
         """Count one more finished candidate."""

@@ -19,7 +19,7 @@ TIE = 0.005
 
 #: Times of large products that differ by less do not tell which is faster in longer use: in use,
 #: six kernels on three problems (H100) compare in bursts of 3 and 15 ms within 2 % as they do in
-#: bursts of a second; without pause, one kernel measured twice differs by up to 3 %.
+#: bursts of a second; in steady state, one kernel measured twice differs by up to 3 %.
 CLOSE = 0.02
 
 #: Kernel, and config as sorted pairs.
@@ -31,35 +31,35 @@ def identity(result: CandidateResult) -> CandidateId:
     return result.kernel, tuple(sorted(result.config.items()))
 
 
-def raced(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """The valid results that raced to the end. Medians of others differ in more than the kernel:
+def finalists(results: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """The valid results of the last round. Medians of others differ in more than the kernel:
     600 µs in the first rounds are 660 in the last, when the GPU's clock has settled."""
     timed = [result for result in results if result.status == "ok" and result.samples_us]
     most = max((len(result.samples_us) for result in timed), default=0)
     return [result for result in timed if len(result.samples_us) == most]
 
 
-def by_time(record: TuningRecord, *also: str) -> list[CandidateResult]:
-    """Fastest first, those that raced to the end before those eliminated earlier; last of all
-    those that BLAS outlasts.
+def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
+    """The ranking: finalists before candidates eliminated earlier, and last of all those that are
+    slower than BLAS in steady state; the fastest first within each.
 
     Args:
         also: Results of these statuses as well as valid ones.
     """
-    ended = set(map(identity, raced(record.candidates)))
-    late = outlasted(record.candidates)
+    ended = set(map(identity, finalists(record.candidates)))
+    slower = slower_in_steady_state(record.candidates)
     timed = [c for c in record.candidates if c.status in ("ok", *also) and c.samples_us]
 
     def rank(c: CandidateResult) -> tuple[Any, ...]:
-        return c in late, identity(c) not in ended, _us(c), c.kernel, str(c.config)
+        return c in slower, identity(c) not in ended, _us(c), c.kernel, str(c.config)
 
     return sorted(timed, key=rank)
 
 
-def outlasted(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Kernels that take longer than BLAS without pause, by :data:`CLOSE`. In bursts that take turns
-    a kernel that draws more power than the others runs at the GPU clock that their mean allows;
-    without pause, at the one that its own draw allows."""
+def slower_in_steady_state(results: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """Kernels that take longer than BLAS in steady state, by :data:`CLOSE`. In interleaved bursts a
+    kernel that draws more power than the others runs at the GPU clock that their mean allows; in
+    steady state, at the one that its own draw allows."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:
@@ -69,23 +69,23 @@ def outlasted(results: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
-    """Index of the winner, among the results that raced to the end.
+    """Index of the winner, among the finalists.
 
-    BLAS wins unless a kernel that it does not outlast beats it by :data:`MARGIN`. If some were
-    timed without pause, only these can win: of those within :data:`CLOSE` of the best, the fastest
-    by that clock. If none was, deterministic ones come first of those within :data:`TIE` of the
-    best, then least workspace, the incumbent, and by name.
+    BLAS wins unless a kernel beats it by :data:`MARGIN` that is not slower in steady state. If some
+    were timed in steady state, only these can win: among those within :data:`CLOSE` of the best,
+    the fastest by that clock. If none was, ties within :data:`TIE` of the best are broken by
+    determinism, then workspace, the incumbent, and name.
 
     Raises:
         ValueError: Nothing was timed.
     """
-    ended = raced(results)
+    ended = finalists(results)
     if not ended:
         raise ValueError("no candidate was timed")
     blas = min((r for r in ended if r.kernel == BASELINE), key=_us, default=None)
-    late = outlasted(ended)
+    slower = slower_in_steady_state(ended)
     timed = [r for r in ended if r.steady_us is not None]
-    able = [r for r in timed or ended if r not in late]
+    able = [r for r in timed or ended if r not in slower]
     best = min(map(_us, able))
     if blas is not None and best > _us(blas) * (1 - MARGIN):
         return results.index(blas)
@@ -100,18 +100,18 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
     return results.index(min((r for r in able if _us(r) <= best * (1 + TIE)), key=rank))
 
 
-def holds_at(
+def times_around(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:
     """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
-    at the nearest M not above ``m`` and at the nearest M not below it, without those that BLAS
-    outlasts at the record's own M. BLAS's own times are those at the nearest M on each side at
-    which it was timed, even alone."""
+    at the nearest M not above ``m`` and at the nearest M not below it, without those slower than
+    BLAS in steady state at the record's own M. BLAS's own times are those at the nearest M on each
+    side at which it was timed, even alone."""
     results = list(results)
-    late = outlasted(results)
-    results = [result for result in results if result not in late]
+    slower = slower_in_steady_state(results)
+    results = [result for result in results if result not in slower]
     at: dict[int, dict[CandidateId, float]] = {}
-    for result in raced(results):
+    for result in finalists(results):
         at.setdefault(record_m, {})[identity(result)] = _us(result)
     for result in results:
         if result.status == "ok":
@@ -155,7 +155,7 @@ def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[Can
     return sorted(ahead, key=lambda name: (ahead[name], name))
 
 
-def fastest_of_blas(around: Mapping[int, Mapping[CandidateId, float]]) -> CandidateId | None:
+def fastest_blas(around: Mapping[int, Mapping[CandidateId, float]]) -> CandidateId | None:
     """BLAS's own candidate that is least behind its others at any M of ``around``."""
     own = [{n: us for n, us in times.items() if n[0] == BASELINE} for times in around.values()]
     ratios = behind(dict(enumerate(own)))

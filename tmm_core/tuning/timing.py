@@ -1,16 +1,17 @@
 """Times candidates the way they are used: as a chain of calls over many weights, in a CUDA graph.
 
 The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
-layer, captured once and replayed in bursts of a few milliseconds, with candidates taking turns. It
+layer, captured once and replayed in bursts of a few milliseconds, interleaved among candidates. It
 charges a kernel for its effect on its successor, reads weights from memory and activations from
 where a layer finds them, and includes no host time. The clock of tmm 0.1, a single launch after a
 flush that writes, ranked kernels by how they cope with 50 MB of dirty L2 lines, which no model
 leaves there: it chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
 
-Large products are also timed by the clock ``steady``, replays without pause: a kernel that loses to
-BLAS there does not win. At the limit of power a kernel then runs at the GPU clock that its own draw
-allows, but in bursts that take turns at the one that the mean of all allows: 7424³ on an H200 is at
-1.033 of cuBLAS in bursts, and at 0.935 without pause. ``alone`` is reported, and decides nothing.
+Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
+that loses to BLAS there does not win. At the limit of power a kernel then runs at the GPU clock
+that its own draw allows, but in interleaved bursts at the one that the mean of all allows: 7424³ on
+an H200 is at 1.033 of cuBLAS in bursts, and at 0.935 in steady state. The clock ``alone`` is
+reported, and decides nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Run = Callable[[int], object]
 
 #: Ratio of the third to the first quartile of one kernel's samples above which they were disturbed:
 #: on a busy host 31.7 and 50.6 µs, otherwise 31 and 32.
-HELD_UP = 1.4
+DISTURBED = 1.4
 
 #: Length of one candidate's burst, µs. Six kernels on three large problems (H100) compare in bursts
 #: of 3 ms within 2 % as in bursts of a second, although the GPU clock falls by a third by then.
@@ -53,7 +54,7 @@ class Timer(Protocol):
     def measure(
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
     ) -> list[list[float]]:
-        """Time each run ``rounds`` times, in turns, in a different order every round.
+        """Time each run ``rounds`` times, interleaved, in a different order every round.
 
         Args:
             runs: Each takes the index of a copy, from 0 up to ``copies``.
@@ -108,7 +109,7 @@ class GraphTimer:
             chains = [self._chain(run, copies) for run in runs]
             replays = [math.ceil(burst_us / max(chain.takes_us, 1.0)) for chain in chains]
             spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
-            for i in _turns(len(runs), rounds):
+            for i in _interleaved(len(runs), rounds):
                 spans[i].append(chains[i].timed(replays[i]))
             torch.cuda.synchronize(self.device)
         calls = [count * copies for count in replays]
@@ -128,7 +129,7 @@ class GraphTimer:
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             calls = [self._launched(run, 1) for run in runs]
-            for i in _turns(len(runs), rounds):
+            for i in _interleaved(len(runs), rounds):
                 torch.amax(flush)
                 torch.amax(flush)
                 spans[i].append(calls[i].timed(1))
@@ -138,20 +139,20 @@ class GraphTimer:
     def steady(
         self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
     ) -> list[list[float]]:
-        """µs of one call in chains replayed without pauses, in turns of ``steady_us``, in a
-        different order every round. Neither a warm-up before the first turn counts nor the first
-        third of each, in which a power-limited kernel's clock settles."""
+        """µs of one call in chains replayed back to back for ``steady_us`` each, in a different
+        order every round. Neither a warm-up before the first chain counts nor the first third of
+        each, in which a power-limited kernel's clock settles."""
         spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             chains = [self._chain(run, copies) for run in runs]
             thirds = [math.ceil(steady_us / 3 / max(chain.takes_us, 1.0)) for chain in chains]
             chains[0].timed(thirds[0])
-            turns = []
-            for i in _turns(len(runs), rounds):
+            timed = []
+            for i in _interleaved(len(runs), rounds):
                 chains[i].timed(thirds[i])
-                turns.append((i, chains[i].timed(2 * thirds[i])))
+                timed.append((i, chains[i].timed(2 * thirds[i])))
             torch.cuda.synchronize(self.device)
-        for i, (start, end) in turns:
+        for i, (start, end) in timed:
             spans[i].append(float(start.elapsed_time(end)) * 1e3 / (2 * thirds[i] * copies))
         return spans
 
@@ -211,7 +212,7 @@ class HostTimer:
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
     ) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in runs]
-        for i in _turns(len(runs), rounds):
+        for i in _interleaved(len(runs), rounds):
             start = time.perf_counter()
             for copy in range(copies):
                 runs[i](copy)
@@ -227,8 +228,8 @@ def timer_for(device: torch.device) -> GraphTimer | HostTimer:
     return GraphTimer(device) if device.type == "cuda" else HostTimer()
 
 
-def _turns(count: int, rounds: int) -> Iterator[int]:
-    """Whose turn it is, in a different order every round: the preceding kernel decides whether a
+def _interleaved(count: int, rounds: int) -> Iterator[int]:
+    """The interleaved order, different in every round: the preceding kernel decides whether a
     kernel's code is still cached (5 % of a 19 µs kernel on an H200 when two kernels alternated)."""
     shuffler = random.Random(0)
     order = list(range(count))
@@ -237,8 +238,8 @@ def _turns(count: int, rounds: int) -> Iterator[int]:
         yield from order
 
 
-def levelled(series: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Samples of series that took turns, without what a round did to all of them.
+def normalised(series: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Interleaved samples, without the part that a round did to all of them.
 
     The GPU's clock may change between rounds. On an H100 that went back and forth, cuBLAS had a
     median of 164 µs in one series and of 180 in another, with the same quartiles, 163 and 191.
@@ -252,9 +253,9 @@ def levelled(series: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[us * usual / now for us, now in zip(mine, pace, strict=True)] for mine in series]
 
 
-def held_up(samples: Sequence[float]) -> bool:
+def is_disturbed(samples: Sequence[float]) -> bool:
     """Whether the machine disturbed these samples, so that they should be taken again."""
     if len(samples) < 2:
         return False
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return high > HELD_UP * low
+    return high > DISTURBED * low

@@ -1,8 +1,8 @@
 """Tunes a problem: takes candidates and returns a :class:`TuningRecord`.
 
-Each batch of candidates is compiled in parallel, verified and timed briefly; :class:`Proposals`
-decides whether another batch is worth compiling. The best are then timed in turns with the clock
-*in use* (:mod:`tmm_core.tuning.timing`) until a winner is clear, and at other M of the record's
+Each batch of candidates is compiled in parallel, verified and screened; :class:`Search` decides
+whether another batch is worth compiling. The best are then interleaved with the clock *in use*
+(:mod:`tmm_core.tuning.timing`) until a winner is clear, and timed at other M of the record's
 bucket. A candidate that fails to compile, is wrong or hangs costs only itself, and the record
 states that.
 """
@@ -12,29 +12,62 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tmm_cache import TuningRecord
 
 from tmm_core.errors import error_text
 from tmm_core.settings import Settings
+from tmm_core.spec.device import current_device
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.candidate_run import Attempt
+from tmm_core.tuning.bind import Posed
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers, Steps
+from tmm_core.tuning.candidate_run import CandidateRun
+from tmm_core.tuning.compile_pool import Compilers, compiling_threads
+from tmm_core.tuning.compile_pool import default as default_compilers
 from tmm_core.tuning.environment_faults import verdicts
 from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.tuning.progress import Progress
 from tmm_core.tuning.ranking import decide
-from tmm_core.tuning.search import NO_HINTS, Hints, Proposals
-from tmm_core.tuning.stages import Equipment, Tuning
-from tmm_core.tuning.unmeasured import unmeasured
-from tmm_core.tuning.untried import Able, Noted
+from tmm_core.tuning.search import NO_HINTS, Hints, Search
+from tmm_core.tuning.stages import Tuning
+from tmm_core.tuning.timing import Timer, timer_for
+from tmm_core.tuning.untried import unmeasured
+
+T = TypeVar("T")
 
 
-class Tuner(Equipment):
+def drained(steps: Steps[T]) -> T:
+    """What a tuning returns, after all its steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+@dataclass(eq=False)
+class Tuner:
     """Measures candidates on the device a problem names."""
+
+    #: For tests; by default chains in CUDA graphs, or wall time on a CPU.
+    timer: Timer | None = None
+    #: Threads that bind, and compile what was not compiled elsewhere; by default the number of
+    #: cores, at most 16.
+    workers: int = field(default_factory=compiling_threads)
+    #: Compile in other processes; by default the process's own.
+    compilers: Compilers = field(default_factory=default_compilers)
+    #: Launches candidates in another process first; None: no such launches.
+    first_launches: FirstLaunches | None = None
+    #: What is being compiled for problems that are tuned next.
+    prepared: dict[Problem, dict[Posed, Future[None]]] = field(default_factory=dict)
 
     def tune(
         self,
@@ -42,24 +75,39 @@ class Tuner(Equipment):
         kernels: Sequence[Kernel[Any]],
         settings: Settings,
         before: TuningRecord | None = None,
+        **options: Any,
+    ) -> TuningRecord:
+        """All of :meth:`steps` at once, with a progress bar."""
+        with Progress(str(problem), settings.progress) as progress:
+            return drained(
+                self.steps(problem, kernels, settings, before, progress=progress, **options)
+            )
+
+    def steps(
+        self,
+        problem: Problem,
+        kernels: Sequence[Kernel[Any]],
+        settings: Settings,
+        before: TuningRecord | None = None,
+        *,
         hints: Hints = NO_HINTS,
-        resume: bool = False,
-        noted: Noted | None = None,
-        again: frozenset[Able] = frozenset(),
+        new: Sequence[Kernel[Any]] | None = None,
         findings: Findings | None = None,
         spent: float = 0.0,
-    ) -> TuningRecord:
+        progress: Progress | None = None,
+    ) -> Steps[TuningRecord]:
         """Time the kernels missing in ``before``, together with BLAS and its winner.
 
         Returns ``before`` itself if it is complete. Kernels have their own versions, so only an
         upgraded plugin's candidates are measured again.
 
+        It yields between measurements. It then holds no lock, no thread and no CUDA capture, only
+        memory, which ``close()`` frees. It is resumed on the device and stream it was started on.
+
         Args:
             hints: Winners of near problems, or of this one elsewhere, which are tried first.
-            resume: Also time kernels that ``before`` lacks because its budget ended too soon, or
-                because the environment failed.
-            noted, again: See :func:`unmeasured`.
-            findings: Filled with what the record does not say; to be reported by the caller once
+            new: The kernels to time; by default those that ``before`` lacks.
+            findings: Filled with what the record does not state; to be reported by the caller once
                 the record is saved.
             spent: Seconds of the budget that finding ``kernels`` took.
 
@@ -71,24 +119,33 @@ class Tuner(Equipment):
         started = time.monotonic()
         deadline = started - spent + settings.tune_budget
         findings = Findings() if findings is None else findings
-        new = unmeasured(problem, kernels, before, resume, noted, again)
+        new = unmeasured(problem, kernels, before) if new is None else new
         if before is not None and not new:
             return before
         # Torch refuses some ragged products; then there is no baseline.
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
-        proposals = Proposals(problem, kernels, new, before, hints, deadline)
+        search = Search(problem, kernels, new, before, hints, deadline)
         # The record's BLAS must run at the problem's precision.
         require_posed(problem)
-        with Progress(str(problem), settings.progress) as progress:
-            tuning = Tuning(problem, settings, progress, self, findings, deadline)
-            try:
-                tuning.run(proposals)
-            finally:
-                tuning.release()
-        for candidate, why in proposals.untried([trial.candidate for trial in tuning.trials]):
-            tuning.trials.append(Attempt(candidate))
-            tuning.trials[-1].fail(error_text(why) if isinstance(why, BaseException) else why)
+        device = current_device(problem.device)
+        timer: Any = self.timer or timer_for(device)
+        launchers = CandidateLaunchers(
+            *(self.compilers, self.workers, self.first_launches, device, settings.tune_memory),
+            deadline,
+            self.prepared.pop(problem, {}),
+        )
+        progress = progress or Progress(str(problem), shown=False)
+        tuning = Tuning(problem, settings, progress, timer, launchers, findings)
+        try:
+            yield from tuning.run(search)
+        finally:
+            if self.timer is None:
+                timer.release()
+            tuning.release()
+        for candidate, why in search.untried([run.candidate for run in tuning.runs]):
+            tuning.runs.append(CandidateRun(candidate))
+            tuning.runs[-1].fail(error_text(why) if isinstance(why, BaseException) else why)
         results = tuning.conclude()
         findings.tried |= {(k.name, k.version) for k in new}
         measured = {(r.kernel, r.version) for r in results}
@@ -112,7 +169,7 @@ class Tuner(Equipment):
     ) -> None:
         """Start compiling the first candidates of :meth:`tune`, without waiting."""
         if any(kernel.name == BASELINE for kernel in kernels):
-            first = Proposals(problem, kernels, kernels, None, hints).first()
+            first = Search(problem, kernels, kernels, None, hints).first()
             self.prepared[problem] = {
                 (problem, candidate): self.compilers.submit(problem, candidate)
                 for candidate in first

@@ -13,16 +13,19 @@ A process reads the toolchain again at every problem that it meets first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
-from tmm_cache import JSON, CacheStore, Notes, digest, stamp
+from tmm_cache import JSON, CacheStore, CandidateResult, Notes, TuningRecord, digest, stamp
 
+from tmm_core.errors import ConfigError, PluginError, reraise
+from tmm_core.registry.query import read_config
 from tmm_core.spec import toolchain
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.environment_faults import Cause
+from tmm_core.tuning.environment_faults import BUDGET_ENDED, Cause, verdicts
 
 #: Processes that try a kernel again after a passing cause, under one toolchain.
 PROCESSES = 3
@@ -170,3 +173,54 @@ class Untried:
         """The notes about a device that list kernels."""
         found = map(Noted.from_json, self._notes(device).values())
         return [noted for noted in found if noted is not None and noted.kernels]
+
+
+def unmeasured(
+    problem: Problem,
+    kernels: Sequence[Kernel[Any]],
+    record: TuningRecord | None,
+    resume: bool = False,
+    left: tuple[Collection[Able], Collection[Able]] = ((), ()),
+) -> list[Kernel[Any]]:
+    """The kernels of which ``record`` has no verdict on this version, or none that uses the
+    caller's promises (``Config.assumes``).
+
+    Args:
+        resume: Also those that the environment left untried, and those all of whose candidates the
+            end of the tuning budget left out.
+        left: See :meth:`Untried.left`.
+    """
+    waiting, again = left
+    if record is None:
+        return list(kernels)
+    known: dict[Able, list[CandidateResult]] = {}
+    for result in verdicts(record.candidates):
+        if not (resume and result.reason == BUDGET_ENDED):
+            known.setdefault((result.kernel, result.version), []).append(result)
+
+    def missing(kernel: Kernel[Any]) -> bool:
+        name = kernel.name, kernel.version
+        if name in waiting or name in again:
+            return resume or name in again
+        return name not in known or (
+            problem.static_weights
+            and not any(_assumes(kernel, each) for each in known[name])
+            and _may_assume(kernel, problem)
+        )
+
+    return [kernel for kernel in kernels if missing(kernel)]
+
+
+def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
+    try:
+        return bool(read_config(kernel, result.config).assumes)
+    except (ConfigError, PluginError):
+        return False
+
+
+def _may_assume(kernel: Kernel[Any], problem: Problem) -> bool:
+    try:
+        return any(config.assumes for config in kernel.configs(problem))
+    except Exception as error:  # costs only its own candidates
+        reraise(error)
+        return False

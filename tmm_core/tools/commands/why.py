@@ -18,7 +18,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.ranking import fastest_first
 
 #: 32-bit registers of an SM, and the granularity in which a warp's are allocated.
 _REGISTERS, _ALLOCATED = 65536, 256
@@ -118,7 +118,7 @@ def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anato
         return chosen, anatomy, ""
     kernels = {name: registry.kernel(name) for name in explanation.able}
     record = explanation.record
-    for result in by_time(record, "slow") if record is not None else []:
+    for result in fastest_first(record, "slow") if record is not None else []:
         kernel = kernels.get(result.kernel)
         if kernel is None:
             continue

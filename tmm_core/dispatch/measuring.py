@@ -1,0 +1,219 @@
+"""Measures problems that have no record, or an incomplete one, and stores the records."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tmm_cache import CacheStore, TuningRecord
+
+from tmm_core.dispatch.lookup import Lookup
+from tmm_core.errors import error_text, reraise
+from tmm_core.registry.registry import Registry
+from tmm_core.settings import Settings
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Kernel
+from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.problem import Problem
+from tmm_core.tuning.environment_faults import cause_of, verdicts
+from tmm_core.tuning.findings import Findings, warn_of_environment
+from tmm_core.tuning.ranking import fastest_first
+from tmm_core.tuning.search import CLOSE, NO_HINTS, Hints
+from tmm_core.tuning.untried import Able, Left
+
+if TYPE_CHECKING:
+    from tmm_core.dispatch.neighbour import Neighbours
+    from tmm_core.tuning.candidate_launchers import Steps
+    from tmm_core.tuning.progress import Progress
+    from tmm_core.tuning.tuner import Tuner
+
+#: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
+#: or under other versions, or of near problems.
+HINTING_RECORDS, HINTS_EACH = 3, 3
+
+#: How long to wait for another process that is tuning the same problem, in tuning budgets.
+LOCK_PATIENCE = 4.0
+
+
+class BusyError(Exception):
+    """Another process tunes this problem, or another one on this GPU."""
+
+
+class Measuring(Lookup):
+    """The records of a store, completed by a tuner."""
+
+    def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
+        super().__init__(registry, store)
+        if tuner is not None:
+            self.tuner = tuner
+        #: Held while something is measured or stored.
+        self._lock = threading.RLock()
+
+    # Created lazily: a process that finds its problems on record imports none of their modules.
+
+    @functools.cached_property
+    def tuner(self) -> Tuner:
+        from tmm_core.tuning.tuner import Tuner
+
+        return Tuner()
+
+    @functools.cached_property
+    def _neighbours(self) -> Neighbours:
+        from tmm_core.dispatch.neighbour import Neighbours
+
+        return Neighbours(self.store)
+
+    def prepare(self, problem: Problem, settings: Settings, force: bool = False) -> None:
+        """Start compiling the first candidates for ``problem`` without waiting, unless it is on
+        record: when several problems are tuned in turn, the next one's kernels compile while one is
+        timed."""
+        problem = problem.bare()
+        if problem.device.interpreted or (not force and self.record_of(problem)):
+            return
+        self.tuner.prepare(problem, self.able(problem, settings), self.hints(problem))
+
+    def on_record(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        tune: bool,
+        force: bool = False,
+    ) -> TuningRecord | None:
+        """The record of ``key`` for batch-invariant mode, measured now if ``tune``: of the
+        batch-invariant kernels, and BLAS for comparison."""
+        record = self.record_of(key)
+        names = {(k.name, k.version) for k in able}
+        complete = record is not None and self.complete(names, record, key)
+        if not tune or (complete and not force):
+            if names & self.untried.left(key)[0]:
+                self.warn_untried(key, self.untried.get(key))
+            return record
+        blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
+        try:
+            with self._lock:
+                return self._tune(key, [*able, *blas], settings, force)
+        except Exception as error:  # tuning is a feature; the matmul must be answered
+            reraise(error)
+            self.warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")
+            return record
+
+    def complete(self, able: Set[Able], record: TuningRecord, key: Problem) -> bool:
+        """Whether the record of ``key`` has a verdict on all these kernels, except for those that
+        the environment left untried and that a call does not try again."""
+        known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
+        left, again = self.untried.left(key)
+        return bool(known) and not able & again and able <= known | left
+
+    def _tune(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        force: bool = False,
+        resume: bool = False,
+        wait: bool = True,
+        spent: float = 0.0,
+    ) -> TuningRecord:
+        """All of :meth:`_tuning` at once, with a progress bar."""
+        from tmm_core.tuning.progress import Progress
+        from tmm_core.tuning.tuner import drained
+
+        with Progress(str(key), settings.progress) as progress:
+            return drained(self._tuning(key, able, settings, force, resume, wait, spent, progress))
+
+    def _tuning(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        force: bool,
+        resume: bool,
+        wait: bool,
+        spent: float,
+        progress: Progress,
+    ) -> Steps[TuningRecord]:
+        """Measure a problem, unless its record is complete, and store the record.
+
+        It yields between measurements (:meth:`Tuner.steps`), and then holds only locks against
+        other processes.
+
+        Args:
+            wait: For another process that is tuning it, rather than raising :class:`BusyError`.
+            spent: Seconds of the budget that finding the kernels took.
+        """
+        device, document = key.device, key.to_json()
+        patience = settings.tune_budget * LOCK_PATIENCE if wait else 0.0
+        findings = Findings()
+        with (
+            self.store.lock(device.gpu, device.environment, document, patience) as held,
+            self._alone_on(device) as alone,
+        ):
+            if not (wait or (held and alone)):
+                raise BusyError
+            # The lock's previous holder may have stored the record.
+            kept = None if force else self.record_of(key)
+            hints = self.hints(key) if kept is None else NO_HINTS
+            # A record from elsewhere keeps candidates that this machine never verified.
+            found = self.store.locate(device.gpu, device.environment, document)
+            verified = kept is None or (found is not None and found.trusted)
+
+            def tuned() -> Steps[TuningRecord]:
+                new = self.missing(key, able, kept, resume)
+                options: dict[str, Any] = {
+                    "hints": hints,
+                    "new": new,
+                    "findings": findings,
+                    "spent": spent,
+                }
+                return self.tuner.steps(key, able, settings, kept, progress=progress, **options)
+
+            record = yield from tuned()
+            while record is not kept and (bad := self.unstorable(record)):
+                # Others may have left the race because of theirs.
+                able = [kernel for kernel in able if kernel.name not in bad]
+                record = yield from tuned()
+            if record is not kept:
+                if key.epilogue.lasting:
+                    self.store.save(device.gpu, device.environment, record, verified=verified)
+                else:  # no other process can have this epilogue
+                    self.store.hold(device.gpu, device.environment, record, verified=verified)
+                self._neighbours.add(device, record)
+                self.untried.note(key, findings.tried, findings.left)
+        findings.report(key)
+        return record
+
+    @contextlib.contextmanager
+    def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:
+        """Hold the right to measure on the current GPU; yields False if another process has it: two
+        that measure there at one time disturb each other."""
+        if device.type != "cuda":
+            yield True
+            return
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        place: dict[str, Any] = {"measured on": uuid}
+        with self.store.lock(device.gpu, device.environment, place, 0.0) as held:
+            yield held
+
+    def hints(self, problem: Problem) -> Hints:
+        """Winners of this problem elsewhere, or of near ones, which a tuning tries first."""
+        near = list(itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS))
+        candidates = [
+            (result.kernel, result.config)
+            for each in near
+            for result in fastest_first(each.record)[:HINTS_EACH]
+        ]
+        return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
+
+    def warn_of_tuning(self, problem: Problem, error: Exception, forbidden: str) -> None:
+        """Warn that a tuning failed; once per process if the environment is to blame."""
+        cause = cause_of(error)
+        if cause is None:
+            self.warn_once(f"{problem}: {forbidden}")
+            return
+        warn_of_environment({(BASELINE, ""): Left(cause, forbidden)}, problem, (cause,))
