@@ -14,6 +14,7 @@ from grouped import GROUPED
 from kernels import KERNELS
 from mutant import Mutant
 from outputs import OUTPUTS
+from pool import POOL
 
 MUTANTS: list[Mutant] = [
     *KEYS,
@@ -32,4 +33,5 @@ MUTANTS: list[Mutant] = [
     *CACHE,
     *VALID_CALLS,
     *SKIPPED_ROWS,
+    *POOL,
 ]
