@@ -197,14 +197,6 @@ KERNELS = [
         (f"{CODE}::test_one_verification_serves_a_process_where_code_may_change_unseen",),
     ),
     Mutant(
-        "deferred-files",
-        "registry/deferred.py",
-        "files.update(each.files(), files_of(each.load))",
-        "files.update(each.files())",
-        "a note outlives an edit",
-        (f"{CODE}::test_notes_of_a_deferred_kernel_follow_files_that_its_author_forgot",),
-    ),
-    Mutant(
         "ragged-one-row",
         "tmm_triton/ragged.py",
         'indexed = "a" if groups.a_index is not None else ""',

@@ -248,8 +248,6 @@ class Dispatcher(Evidence):
         key = bucketed(problem.bare())
         if self.untried and self.untried.changed():
             self._try_again()
-        if (replayed := self._replayed(problem, key, settings)) is not None:
-            return replayed
         began = time.monotonic()
         # An exact record may exist beside the bucket's: exact sizes are looked up for each new
         # shape, the bucket's choice is made once.
@@ -283,33 +281,6 @@ class Dispatcher(Evidence):
         """The earlier choice, if it may still serve."""
         choice = self._choices.get((key, settings))
         return choice if choice is not None and choice.candidate.kernel in able else None
-
-    def _replayed(self, problem: Problem, key: Problem, settings: Settings) -> Choice | None:
-        """The winner of a complete record, if the answers of kernels not imported yet are known
-        from another process: then only the winner is imported, and asked again."""
-        # Only the kernels know whether a record covers the candidates that static_weights allows.
-        if problem.batch_invariant or problem.static_weights or not self.registry.unloaded():
-            return None
-        answered = self._answered.get(problem, settings)
-        if answered is None:
-            return None
-        at_hand, _ = self.registry.candidates(problem, settings, deferred=False)
-        if not answered and all(kernel.name == BASELINE for kernel in at_hand):
-            return self._alone(problem)
-        able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
-        found = self.record(problem)
-        if found is None:
-            return None
-        asked, record = found
-        best = record.best
-        if (best.kernel, best.version) not in able or not self._complete(able, record, asked):
-            return None
-        candidate = self.able_candidate(best, problem, key, settings)
-        if candidate is None:
-            return None
-        if self.untried.left(asked)[0]:
-            self.say_untried(problem, self.untried.get(asked))
-        return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
     def _complete(self, able: Set[Able], record: TuningRecord, key: Problem) -> bool:
         """Whether the record of ``key`` has a verdict on all these kernels, except for those that

@@ -94,17 +94,6 @@ def _short(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def files_of(function: Any) -> set[Path]:
-    """The files of the package that a third party's function is in, and of what it uses."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    module = getattr(function, "__module__", None) or type(function).__module__
-    if _top(module) in LIBRARIES | OWN:
-        return set()
-    files, _, _ = _sources({module})
-    return {Path(path) for path in files}
-
-
 def _sources(modules: set[str]) -> tuple[dict[str, str], set[str], bool]:
     """The files of these modules' packages and of what they use, with names that do not depend on
     where they are; the versions of libraries; whether every module has files."""

@@ -24,8 +24,6 @@ _NO_CODE = frozenset(("name", "version", "supports", "traits", "config_type", "d
                       "resources"))  # fmt: skip
 _ROOTS = ("bind", "compile")
 _SHARED = "tmm_core.triton"
-#: Finds compiled kernels; it generates no code.
-_FINDS = "tmm_core.triton.kept"
 
 
 def digest(kernel: type, config: type) -> str:
@@ -95,7 +93,7 @@ def _repr(value: Any) -> str:
 
 def _is_ours(module: str, own: str) -> bool:
     if module.partition(".")[0] == "tmm_core" and own != "tmm_core":
-        return f"{module}.".startswith(f"{_SHARED}.") and module != _FINDS
+        return f"{module}.".startswith(f"{_SHARED}.")
     return module.partition(".")[0] == own
 
 

@@ -355,7 +355,7 @@ class _Host:
         if (error := answer["error"]) is None:
             return None
         reason = self._kind.raised.format(error)
-        return NotCompiledError(reason, answer["cause"], answer["place"])
+        return NotCompiledError(reason, answer.get("cause"), answer.get("place", ""))
 
     def _end(self) -> int:
         """Wait for the host, which ends when the channel is closed unless it still starts; kill
