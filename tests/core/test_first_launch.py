@@ -48,6 +48,10 @@ def launched(tile):
             case 5: raise ValueError("no such layout")
             case 6: sys.exit("enough")
             case 7 if arguments[-1] is not None: raise ValueError("with an out alone")
+            case 9:
+                with open(os.environ["LAUNCHED"]) as file:
+                    if sum(line.endswith(" 9\\n") for line in file) <= int(os.environ["WORN_OUT"]):
+                        os._exit(75)
             case 8 if arguments[0].shape[-2] != 64: raise ValueError("inside the bucket alone")
         return right(*arguments)
     return launch
@@ -129,6 +133,23 @@ def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPa
     assert said[:2] == ["its first launch did not end within 60 s"] * 2
     assert said[2:] == ["not tried: 2 other configs of it hung in their first launch"] * 2
     assert "did not end" in str(first.fault(problem(n=48), hang, 1 << 28))
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_worn_out_worker_is_replaced_and_its_job_done_again(
+    times: int, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is whose CUDA context a fault destroyed; but not for ever."""
+    monkeypatch.setenv("WORN_OUT", str(times))
+    kernel = installed.kernel
+    asked = Candidate(kernel, type(kernel.default_config(None))(tile=9))
+    with contextlib.closing(FirstLaunches(torch.device("cpu"))) as first:
+        fault = first.fault(problem(), asked, 1 << 28)
+    pids = len({pid for pid, _ in launches()})
+    if times == 1:
+        assert (fault, pids) == (None, 2)
+    else:
+        assert (fault, pids) == ("its first launch: the process ended with exit code 75", 4)
 
 
 def test_where_no_process_can_be_had_this_one_launches(

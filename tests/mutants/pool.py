@@ -56,4 +56,12 @@ POOL = [
         "each config of a kernel that hangs in its first launch costs a minute",
         (f"{FIRST}::test_of_one_kernel_two_may_hang",),
     ),
+    Mutant(
+        "launch-worn-out-worker",
+        "tuning/pool_host.py",
+        'error.exitcode != WORN_OUT or job["retries"] == _MOST_RETRIES',
+        "True",
+        "a candidate is blamed for the CUDA context that another destroyed",
+        (f"{FIRST}::test_a_worn_out_worker_is_replaced_and_its_job_done_again",),
+    ),
 ]

@@ -34,8 +34,8 @@ MOST_HUNG = 2
 _LOOK = 0.2
 #: The exit code of a worker that should not run another job; a fresh one runs it.
 WORN_OUT = 75
-#: How many pools may break under one job.
-_MOST_BREAKS = 3
+#: How often a job is done again because its worker was worn out or its pool broke.
+_MOST_RETRIES = 3
 #: Bytes of a path below which there is room for a socket's name; the system allows 108.
 _SHORT = 60
 _WORKER = "tmm_core.tuning.pool_worker"
@@ -91,7 +91,7 @@ class Host:
 
     def _hear(self, message: Job) -> None:
         if "cancel" not in message:
-            self._waiting.append(message)
+            self._waiting.append({**message, "retries": 0})
             return
         numbers = set(message["cancel"])
         self._waiting = deque(job for job in self._waiting if job["id"] not in numbers)
@@ -129,14 +129,16 @@ class Host:
         if isinstance(error, TimeoutError):
             self._hung[job["about"]] += 1
             self._send(job, {"late": True})
-        elif isinstance(error, ProcessExpired) and error.exitcode != WORN_OUT:
+        elif isinstance(error, ProcessExpired) and (
+            error.exitcode != WORN_OUT or job["retries"] == _MOST_RETRIES
+        ):
             output = Path(self._folder, str(error.pid)).read_bytes()
             self._send(job, {"died": ending(error.exitcode, tail(output))})
         elif isinstance(error, ProcessExpired | BrokenProcessPool):
             # Pebble breaks if a worker dies before it noticed that it took a job.
-            job["breaks"] = job.get("breaks", 0) + isinstance(error, BrokenProcessPool)
-            if job["breaks"] > _MOST_BREAKS:
+            if job["retries"] == _MOST_RETRIES:
                 raise error
+            job["retries"] += 1
             self._waiting.appendleft(job)
         elif not future.cancelled():
             self._send(job, future.result())
