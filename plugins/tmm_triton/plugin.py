@@ -5,11 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
-import shutil
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from tmm_core import Config, Deferred, Kernel, Launcher, Problem, Supports, hookimpl
@@ -54,26 +50,7 @@ class Missing(Kernel[Config]):
 
 @hookimpl
 def tmm_kernels() -> list[Deferred]:
-    return [
-        Deferred(name, functools.partial(load, name), _files, _circumstances) for name in KERNELS
-    ]
-
-
-@functools.cache
-def _files() -> tuple[Path, ...]:
-    """This package's files, since its modules share code, and a file that changes with Triton."""
-    triton = importlib.util.find_spec("triton")
-    found = [Path(triton.origin)] if triton is not None and triton.origin else []
-    return (*found, *Path(__file__).parent.glob("*.py"))
-
-
-@functools.cache
-def _circumstances() -> list[Any]:
-    """The state that decides whether Triton can build its launcher here, and how it runs."""
-    compilers = [shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")]
-    version = "python{}.{}".format(*sys.version_info)
-    header = Path(sys.base_prefix, "include", version, "Python.h").exists()
-    return [compilers, header, {k: v for k, v in os.environ.items() if k.startswith("TRITON_")}]
+    return [Deferred(name, functools.partial(load, name)) for name in KERNELS]
 
 
 def load(name: str) -> Kernel[Any]:

@@ -19,12 +19,10 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core.dispatch.first_use import FirstUse
-from tmm_core.registry.deferred import Answers
 from tmm_core.registry.registry import Registry
-from tmm_core.settings import Settings
 from tmm_core.spec import code
 from tmm_core.spec.code import version_of
-from tmm_core.spec.kernel import Candidate, Deferred
+from tmm_core.spec.kernel import Candidate
 
 KERNEL = """
 import functools
@@ -320,19 +318,3 @@ def test_a_kernel_of_one_process_is_verified_in_every_process(tmp_path: Path, si
     assert [trusted(own()) for _ in range(2)] == [False, True]
     # Another class in another process; a class that was typed again here is the same case.
     assert [trusted(typed(KERNEL)) for _ in range(2)] == [False, False]
-
-
-def test_notes_of_a_deferred_kernel_follow_files_that_its_author_forgot(
-    tmp_path: Path, site: Path
-) -> None:
-    loader = importlib.import_module("stranger.kernel").Own
-    deferred = Deferred("stranger.own", loader, list)
-    problem = tmm_core.problem(torch.randn(4, 8), torch.randn(8, 4))
-
-    def noted() -> Any:
-        return Answers({"stranger.own": deferred}, tmp_path / "cache").get(problem, Settings())
-
-    Answers({"stranger.own": deferred}, tmp_path / "cache").add(problem, Settings(), [own()])
-    assert noted()
-    (site / "stranger" / "data.json").write_text('{"c": 22}')
-    assert noted() is None

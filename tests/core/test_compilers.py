@@ -113,8 +113,8 @@ def own(module: Any) -> Iterator[Compilers]:
 
 
 def process(compilers: Compilers) -> subprocess.Popen[bytes]:
-    assert compile_pool._server is not None
-    return compile_pool._server.process
+    assert compilers._host is not None
+    return compilers._host.process
 
 
 def candidate(kernel: Any, tile: int) -> Candidate:
@@ -199,17 +199,14 @@ def test_hanging_candidates_cost_one_limit(server: Compilers, installed: Any) ->
 def test_what_hangs_keeps_no_other_kernel_waiting(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both workers hang; after a while others are begun beside them."""
-    patch = "import tmm_core.tuning.compile_worker as s\ns.STALLED = 0.3\ns.main()\n"
-    monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", patch])
-    quick = Compilers(workers=2, limit=60.0)
-    try:
+    """Two configs of a kernel hang before its others are skipped: there are workers for them beside
+    those that the cores need."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    with contextlib.closing(Compilers()) as quick:
         hung = [quick.submit(problem(), candidate(installed.kernel, 2)) for _ in range(2)]
         others = [quick.submit(problem(), candidate(installed.two, t)) for t in (1, 7, 8)]
         assert [future.result(timeout=40) for future in others] == [None] * 3
         assert not any(future.done() for future in hung)
-    finally:
-        quick.close()
 
 
 def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
@@ -275,7 +272,7 @@ def test_no_server_is_started_for_nothing(
     own.submit(problem(), candidate(FakeKernel("compiled.one"), 3)).result(timeout=1)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     own.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1)
-    assert own._server is None
+    assert own._host is None
 
 
 def test_an_epilogue_with_parameters_arrives(server: Compilers, installed: Any) -> None:
@@ -355,23 +352,23 @@ def test_a_program_with_python_in_it_is_not_started_again(
     monkeypatch.setattr(sys, "executable", program)
     made = Compilers()
     assert made.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1) is None
-    assert made._server is None
+    assert made._host is None
 
 
 def test_the_server_ends_when_nobody_needs_it(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch = "import tmm_core.tuning.compile_worker as s\n"
+    patch = "import tmm_core.tuning.pool_host as s\n"
     patch += "s.IDLE_LIMIT = 0.2\ns._LOOK = 0.1\ns.main()\n"
     monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", patch])
     made = Compilers(workers=1)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
-    first = made._server
+    first = made._host
     assert first is not None
     while not first.ended:
         time.sleep(0.01)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
-    assert made._server is not first
+    assert made._host is not first
     # What the last job of the only worker printed says nothing of the next.
     assert made.submit(problem(), candidate(installed.kernel, 7)).result(timeout=60) is None
     ended_with = reason(made.submit(problem(), candidate(installed.kernel, 3)))
@@ -549,6 +546,26 @@ ask()
 """
 
 
+def test_a_script_runs_once(installed: Any, tmp_path: Path) -> None:
+    """It has no guard. Pebble's workers would run it again if the pool were in this process, so the
+    pool has a process of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(here=str(HERE)) + "print('here')\nask()\n")
+    assert finished(run("", str(script))) == ["here", "ValueError: no such layout"]
+    script.write_text(IN_THIS_PROCESS)
+    out, _ = run("", str(script)).communicate(timeout=120)
+    assert out.count("here") > 1
+
+
+IN_THIS_PROCESS = """
+import multiprocessing, os
+import pebble
+print("here", flush=True)
+with pebble.ProcessPool(1, context=multiprocessing.get_context("forkserver")) as pool:
+    pool.schedule(os.getpid, timeout=60).result()
+"""
+
+
 @pytest.mark.parametrize("body", ["ask()\n", FORKED, DAEMON], ids=["stdin", "forked", "daemon"])
 def test_any_process_can(body: str, installed: Any) -> None:
     lines = finished(run(body))
@@ -583,7 +600,7 @@ if {held}:
     for name in ("stdin", "stdout", "stderr"):
         apart[name] = subprocess.DEVNULL
     holder = subprocess.Popen(["sleep", "200"], **apart).pid
-print(made._server.process.pid, holder, flush=True)
+print(made._host.process.pid, holder, flush=True)
 time.sleep(200)
 """
 

@@ -578,7 +578,7 @@ def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_c
         return FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
 
     registry = Registry()
-    deferred = Deferred("triton.one", declining, lambda: [Path(__file__)])
+    deferred = Deferred("triton.one", declining)
     registry.register(plugin(FakeBlas(), deferred), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer({})), CacheStore(tmp_path))
     if lacks == "compiler":

@@ -12,6 +12,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
 from tmm_core.tuning import first_launch
+from tmm_core.tuning.compile_pool import HungError
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.tuning.tuner import Tuner
 
@@ -46,6 +48,10 @@ def launched(tile):
             case 5: raise ValueError("no such layout")
             case 6: sys.exit("enough")
             case 7 if arguments[-1] is not None: raise ValueError("with an out alone")
+            case 9:
+                with open(os.environ["LAUNCHED"]) as file:
+                    if sum(line.endswith(" 9\\n") for line in file) <= int(os.environ["WORN_OUT"]):
+                        os._exit(75)
             case 8 if arguments[0].shape[-2] != 64: raise ValueError("inside the bucket alone")
         return right(*arguments)
     return launch
@@ -117,22 +123,33 @@ def test_what_a_first_launch_does_costs_its_candidate(
         os.kill(hung, 0)
 
 
-class Hanging:
-    def ask(self, job: Any, limit: float) -> Any:
-        raise TimeoutError
-
-    def end(self) -> int:
-        return -9
-
-
 def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FirstLaunches(torch.device("cpu"))
-    monkeypatch.setattr(first, "_running", Hanging)
+    late: Future[None] = Future()
+    late.set_exception(HungError("its first launch did not end within 60 s"))
+    monkeypatch.setattr(first._workers, "submit", lambda *_, **more: late)
     hang = Candidate(installed.kernel, installed.kernel.default_config(None))
     said = [first.fault(problem(), hang, 1 << 28) for _ in range(4)]
     assert said[:2] == ["its first launch did not end within 60 s"] * 2
     assert said[2:] == ["not tried: 2 other configs of it hung in their first launch"] * 2
     assert "did not end" in str(first.fault(problem(n=48), hang, 1 << 28))
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_worn_out_worker_is_replaced_and_its_job_done_again(
+    times: int, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is whose CUDA context a fault destroyed; but not for ever."""
+    monkeypatch.setenv("WORN_OUT", str(times))
+    kernel = installed.kernel
+    asked = Candidate(kernel, type(kernel.default_config(None))(tile=9))
+    with contextlib.closing(FirstLaunches(torch.device("cpu"))) as first:
+        fault = first.fault(problem(), asked, 1 << 28)
+    pids = len({pid for pid, _ in launches()})
+    if times == 1:
+        assert (fault, pids) == (None, 2)
+    else:
+        assert (fault, pids) == ("its first launch: the process ended with exit code 75", 4)
 
 
 def test_where_no_process_can_be_had_this_one_launches(
@@ -155,16 +172,20 @@ def test_ctrl_c_stops_at_once_and_leaves_no_process(
     kernel = installed.kernel
     hang = Candidate(kernel, type(kernel.default_config(None))(tile=2))
     first = FirstLaunches(torch.device("cpu"))
-    real = first_launch._Worker.ask
+    submit = first._workers.submit
 
-    def interrupted(self: Any, job: Any, limit: float) -> Any:
-        if not job:
-            return real(self, job, limit)
-        with pytest.raises(TimeoutError):
-            real(self, job, 2.0)
-        raise KeyboardInterrupt
+    def submitted(*arguments: Any, **more: Any) -> Future[None]:
+        launch = submit(*arguments, **more)
 
-    monkeypatch.setattr(first_launch._Worker, "ask", interrupted)
+        def interrupted() -> None:
+            while not Path(os.environ["LAUNCHED"]).exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(launch, "result", interrupted)
+        return launch
+
+    monkeypatch.setattr(first._workers, "submit", submitted)
     with pytest.raises(KeyboardInterrupt):
         first.fault(problem(), hang, 1 << 28)
     started = time.monotonic()

@@ -404,16 +404,16 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     ),
     "an epilogue's name is two lines": lambda: Hooks(gives([]), odd_epilogue),
     "a deferred kernel has no name": lambda: Hooks(
-        lambda: [Deferred(3, FakeKernel, list)]  # type: ignore[arg-type]
+        lambda: [Deferred(3, FakeKernel)]  # type: ignore[arg-type]
     ),
     "a deferred kernel cannot be imported": lambda: Hooks(
-        lambda: [Deferred("bad", raises(SystemExit(3)), list)]
+        lambda: [Deferred("bad", raises(SystemExit(3)))]
     ),
     "a deferred kernel is another": lambda: Hooks(
-        lambda: [Deferred("bad", lambda: FakeKernel("other"), list)]
+        lambda: [Deferred("bad", lambda: FakeKernel("other"))]
     ),
     "a deferred kernel's load gives None": lambda: Hooks(
-        lambda: [Deferred("bad", gives(None), list)]  # type: ignore[arg-type]
+        lambda: [Deferred("bad", gives(None))]  # type: ignore[arg-type]
     ),
 }
 

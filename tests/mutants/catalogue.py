@@ -18,6 +18,7 @@ from limits import LIMITS
 from mutant import Mutant
 from outputs import OUTPUTS
 from path import PATH
+from pool import POOL
 from verification import VERIFICATION
 
 MUTANTS: list[Mutant] = [
@@ -42,4 +43,5 @@ MUTANTS: list[Mutant] = [
     *EPILOGUE_FILES,
     *IDENTITY,
     *PATH,
+    *POOL,
 ]

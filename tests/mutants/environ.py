@@ -188,7 +188,7 @@ ENVIRON = [
     ),
     Mutant(
         "killed-is-verdict",
-        "tuning/compile_worker.py",
+        "tuning/pool_worker.py",
         '"cause": cause_of(error), ',
         "",
         "what another process found of the cause is lost",

@@ -36,14 +36,6 @@ KERNELS = [
         (f"{IDENTITY}::test_no_record_of_an_epilogue_of_one_process_is_saved",),
     ),
     Mutant(
-        "deferred-files",
-        "registry/deferred.py",
-        "files.update(each.files(), files_of(each.load))",
-        "files.update(each.files())",
-        "a note outlives an edit",
-        (f"{CODE}::test_notes_of_a_deferred_kernel_follow_files_that_its_author_forgot",),
-    ),
-    Mutant(
         "ragged-one-row",
         "tmm_triton/ragged.py",
         'indexed = "a" if groups.a_index is not None else ""',

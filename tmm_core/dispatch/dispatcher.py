@@ -227,8 +227,6 @@ class Dispatcher(Measuring):
         key = bucketed(problem.bare())
         if self.untried and self.untried.changed():
             self._try_again()
-        if (replayed := self._replayed(problem, key, settings)) is not None:
-            return replayed
         began = time.monotonic()
         able = self.able(problem, settings)
         spent = time.monotonic() - began
@@ -278,33 +276,6 @@ class Dispatcher(Measuring):
             return Choice(best, "forced", f"its best config on record{unverified}")
         usual = Candidate(kernel, kernel.default_config(problem))
         return Choice(usual, "forced", f"default config{unverified}")
-
-    def _replayed(self, problem: Problem, key: Problem, settings: Settings) -> Choice | None:
-        """The winner of a complete record, if the answers of kernels not imported yet are known
-        from another process: then only the winner is imported, and asked again."""
-        # Only the kernels know whether a record covers the candidates that static_weights allows.
-        if problem.batch_invariant or problem.static_weights or not self.registry.unloaded():
-            return None
-        answered = self._answered.get(problem, settings)
-        if answered is None:
-            return None
-        at_hand, _ = self.registry.candidates(problem, settings, deferred=False)
-        if not answered and all(kernel.name == BASELINE for kernel in at_hand):
-            return self._alone(problem)
-        able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
-        found = self.record(problem)
-        if found is None:
-            return None
-        asked, record = found
-        best = record.best
-        if (best.kernel, best.version) not in able or not self.complete(able, record, asked):
-            return None
-        candidate = self.able_candidate(best, problem, key, settings)
-        if candidate is None:
-            return None
-        if self.untried.left(asked)[0]:
-            self.warn_untried(problem, self.untried.get(asked))
-        return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
     def _kept(self, kept: tuple[Problem, Settings], able: list[Kernel[Any]]) -> Choice | None:
         """The earlier choice, if it may still serve."""

@@ -18,7 +18,6 @@ from tmm_core.errors import (
     warn_of_plugin,
 )
 from tmm_core.launch.plan import Choice
-from tmm_core.registry.deferred import Answers
 from tmm_core.registry.query import CheckedKernel, read_config
 from tmm_core.registry.registry import Registry, Source
 from tmm_core.settings import Settings
@@ -49,20 +48,9 @@ class Lookup:
         #: (kernel, bucket) pairs that raised or were wrong at run time, with the message.
         self.quarantined: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
-        self._answers: Answers | None = None
-
-    @property
-    def _answered(self) -> Answers:
-        # Plugins registered by hand may come at any time.
-        deferred = self.registry.deferred
-        if self._answers is None or self._answers.deferred != deferred:
-            self._answers = Answers(dict(deferred), self.store.root)
-        return self._answers
 
     def able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
         able, _ = self.registry.candidates(problem, settings)
-        if self.registry.deferred:
-            self._answered.add(problem, settings, able)
         bucket = bucketed(problem.bare())
         return [k for k in able if (k.name, bucket) not in self.quarantined]
 

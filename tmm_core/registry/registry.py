@@ -33,7 +33,7 @@ from tmm_core.errors import (
     warn_of_plugin,
 )
 from tmm_core.formats import Format
-from tmm_core.registry.deferred import collector_off
+from tmm_core.registry.collector import collector_off
 from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.settings import POINTWISE, Settings, names, nested
@@ -426,11 +426,6 @@ class Registry:
             if name not in known and (kind == "plugin" or name.partition(".")[0] not in unused)
         ]
 
-    def unloaded(self) -> bool:
-        """Whether there are deferred kernels not loaded yet."""
-        self.load()
-        return bool(self._unloaded)
-
     def epilogues(self) -> dict[str, Epilogue]:
         """All epilogues by name, built-in and registered."""
         self.load()
@@ -459,20 +454,13 @@ class Registry:
         return reasons + kernel.reasons_against(problem)
 
     def candidates(
-        self, problem: Problem, settings: Settings, deferred: bool = True
+        self, problem: Problem, settings: Settings
     ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
-        """Kernels that can serve ``problem``, and the others' reasons by name.
-
-        Args:
-            deferred: Also query deferred kernels, which loads them.
-        """
+        """Kernels that can serve ``problem``, and the others' reasons by name."""
         self.load()
-        queried = self.kernels() if deferred else list(self._kernels.values())
         able: list[Kernel[Any]] = []
         rejected: dict[str, list[str]] = {}
-        for kernel in queried:
-            if not deferred and kernel.name in self.deferred:
-                continue
+        for kernel in self.kernels():
             if reasons := self.reasons_against(kernel, problem, settings):
                 rejected[kernel.name] = reasons
             else:

@@ -8,7 +8,6 @@ import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from tmm_core.errors import ConfigError
@@ -219,13 +218,7 @@ class Deferred:
     Attributes:
         name: The kernel's name.
         load: Returns the kernel; called once, on first use.
-        files: Returns the paths of all of the kernel's files. If a size or time changes, the kernel
-            is asked again.
-        circumstances: Returns, as JSON, everything else that its version and ``declines`` depend
-            on, besides the problem and tmm's own files.
     """
 
     name: str
     load: Callable[[], Kernel[Any]]
-    files: Callable[[], Iterable[Path]]
-    circumstances: Callable[[], Any] = lambda: None

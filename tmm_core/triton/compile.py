@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.triton.kept import compile_kept
 from tmm_core.triton.ptx import edited, marked
 
 _DTYPES = {
@@ -125,9 +125,9 @@ def compile_for(
         edits: Names of edits of its PTX (:mod:`tmm_core.triton.ptx`).
     """
     if not edits:
-        return compile_kept(src, target, options)
+        return triton.compile(src, target=target, options=options)
     with edited(src.name, edits):
-        return compile_kept(marked(src, edits), target, options)
+        return triton.compile(marked(src, edits), target=target, options=options)
 
 
 def target_of(device: DeviceFingerprint) -> GPUTarget | None:

@@ -164,12 +164,6 @@ _users = 0
 _before: Callable[..., Any] | None = None
 
 
-def ordinary() -> bool:
-    """Whether only this module uses Triton's stage inspection hook."""
-    hook = getattr(knobs.runtime, _HOOK, None)
-    return hook is None or (hook is _look and _before is None)
-
-
 def _look(*arguments: Any) -> Any:
     """Triton's hook: without arguments it returns its part of a kernel's key, else it may change
     the stages. Other threads compile as without it."""

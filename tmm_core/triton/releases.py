@@ -1,12 +1,11 @@
-"""The Triton releases whose internals tmm knows: the argument order of the C launcher, the cache
-key of a compiled kernel, the assembly of PTX. Other releases use Triton's own launch and look-up,
-which cost a few µs more per call."""
+"""The Triton releases whose internals tmm knows: the argument order of the C launcher, the
+assembly of PTX. Other releases use Triton's own launch, which costs a few µs more per call."""
 
 from __future__ import annotations
 
 import triton
 
-#: Releases with which tests of launches, keys and edited PTX have run, also on GPUs.
+#: Releases with which tests of launches and edited PTX have run, also on GPUs.
 TESTED = ("3.6.", "3.7.")
 
 

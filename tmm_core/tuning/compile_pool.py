@@ -1,27 +1,31 @@
-"""Compiles candidates in processes without a CUDA context, ahead of ``bind``.
+"""Runs candidates in other processes: what one does to its process costs that candidate alone.
 
-Triton's front end is Python: 23 candidates compile little faster on 16 threads than on two, and one
-that hangs or crashes takes its process along. A fresh process
-(:mod:`tmm_core.tuning.compile_worker`) imports torch, Triton and the plugins once and forks
-workers. A worker's output is in Triton's disk cache, where ``bind`` finds it. If no such process
-can be started, the job counts as done and ``bind`` compiles in this process.
+Compilers prepare candidates ahead of ``bind``, without a CUDA context. Triton's front end is
+Python: 23 candidates compile little faster on 16 threads than on two. A worker's output is in
+Triton's disk cache, where ``bind`` finds it. Where no process can be started, the job counts as
+done and ``bind`` compiles in this process. The processes are those of
+:mod:`tmm_core.tuning.pool_host` and :mod:`tmm_core.tuning.pool_worker`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import os
-import queue
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from types import MappingProxyType
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tmm_cache.cache_errors import suppress
@@ -30,33 +34,30 @@ from tmm_core.errors import error_text, reraise, warn
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
-from tmm_core.spec.problem import Problem
-from tmm_core.tuning.compile_job import job_of
+from tmm_core.spec.problem import REQUIREMENTS, Problem
+from tmm_core.tuning import pool_host
 from tmm_core.tuning.environment_faults import Cause
-from tmm_core.tuning.processes import Child, circumstances, ending, startable, tail
+from tmm_core.tuning.pool_host import MOST_HUNG, ending, tail
 
 #: Seconds that one candidate may take to compile.
 COMPILE_LIMIT = 60.0
-#: Seconds the server may take to import torch, Triton and the plugins.
+#: Seconds the pool may take to import torch, Triton and the plugins.
 START_LIMIT = 60.0
-#: Seconds the server may take to end before it is killed.
+#: Seconds the pool may take to end before it is killed.
 _END_LIMIT = 2.0
 
-_PROGRAM = ["-m", "tmm_core.tuning.compile_worker"]
-#: Environment variables of the server. They keep numerical libraries from starting threads, since a
-#: process with threads should not fork.
-_OWN_VARIABLES = {
+_PROGRAM = [pool_host.__file__]
+#: Environment variables of compiling processes. They keep numerical libraries from starting
+#: threads, since a process with threads should not fork.
+_COMPILING = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-
-
-def _environ() -> dict[str, str]:
-    """The environment of the server, and of each job, whose variables may have changed since."""
-    return {**os.environ, **_OWN_VARIABLES}
+#: Variables that would keep a Python process from ending, or change its output.
+_NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
 
 
 def compiling_threads() -> int:
@@ -77,96 +78,142 @@ class NotCompiledError(Exception):
         self.cause_elsewhere, self.place = cause, place
 
 
+class HungError(NotCompiledError):
+    """A candidate that did not end in time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the workers of a pool are for: how they start, and the words for their failures."""
+
+    #: Whether a process that has imported everything forks them. If not, each worker imports
+    #: everything, and is free to use CUDA.
+    forks: bool
+    #: Environment variables of their own.
+    variables: Mapping[str, str]
+    #: The warning where no process can be started.
+    without: str
+    #: The reasons of candidates that took too long, were skipped since others did, whose process
+    #: died, and that raised.
+    late: str
+    skipped: str
+    died: str
+    raised: str
+
+
+_COMPILE = Kind(
+    True,
+    _COMPILING,
+    "kernels are compiled in this process, since others failed",
+    "did not compile within {}",
+    f"not tried: {MOST_HUNG} other configs of it did not compile within {{}}",
+    "its compiler {}",
+    "{}",
+)
+
+
 class Compilers:
-    """Compiles candidates in worker processes, started on first use.
+    """Does the jobs of candidates in worker processes, started with the first.
 
     Args:
-        workers: Processes that compile at one time; by default :func:`compiling_threads`.
+        workers: Processes that work at one time; by default two more than
+            :func:`compiling_threads`, since of a kernel two configs may hang.
         limit: Seconds one candidate may take.
+        kind: What a job does.
     """
 
-    def __init__(self, workers: int | None = None, limit: float = COMPILE_LIMIT) -> None:
-        self.workers = workers or compiling_threads()
-        self.limit = limit
+    def __init__(
+        self, workers: int | None = None, limit: float = COMPILE_LIMIT, kind: Kind = _COMPILE
+    ) -> None:
+        self.workers = workers or compiling_threads() + MOST_HUNG
+        self.limit, self._kind = limit, kind
         self._lock = threading.Lock()
-        self._server: _Server | None = None
+        self._host: _Host | None = None
         self._process = os.getpid()
-        #: Whether compiling elsewhere failed, which was reported.
+        #: Whether no process can be started, which was reported.
         self._broken = False
 
     def _follow_fork(self) -> None:
-        """Drop the server of the process that this one was forked from, and the lock that another
+        """Drop the pool of the process that this one was forked from, and the lock that another
         thread may have held there."""
         if self._process != os.getpid():
-            if self._server is not None:
-                self._server.forget()
-            self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
+            if self._host is not None:
+                self._host.process.returncode = 0  # not this process's child
+            self._host, self._lock, self._process = None, threading.Lock(), os.getpid()
 
-    def submit(self, problem: Problem, candidate: Candidate) -> Future[None]:
+    def submit(self, problem: Problem, candidate: Candidate, **more: Any) -> Future[None]:
         """Have ``candidate`` compiled for ``problem``.
 
         The future is done when ``bind`` may be called: with a result if the candidate was compiled
         or cannot be compiled elsewhere; with a :class:`NotCompiledError` if it does not compile,
         timed out, or crashed its compiler.
+
+        Args:
+            more: Further fields of the job; a ``device`` to launch it on, and its ``memory``.
         """
         self._follow_fork()
         future: Future[None] = Future()
         with self._lock:
-            server = self._running() if _compiles(candidate.kernel) else None
-            job = {**job_of(problem, candidate), "limit": self.limit} if server else {}
-            sent = server is not None and server.send(job, future)
+            ahead = "device" in more or _compiles(candidate.kernel)
+            host = self._running() if ahead else None
+            job = {"device": None, **more, "limit": self.limit, **self._environment()}
+            sent = host is not None and host.send(problem, candidate, job, future)
         if not sent:
             _resolve(future)
         return future
 
     def await_start(self, futures: Iterable[Future[None]], limit: float) -> float:
-        """Wait at most ``limit`` seconds for a server that is starting and has ``futures`` to
-        answer; returns the seconds it took."""
-        server = self._server
-        if server is None or all(future.done() for future in futures):
+        """Wait at most ``limit`` seconds for a pool that is starting and has ``futures`` to answer;
+        returns the seconds it took."""
+        host = self._host
+        if host is None or all(future.done() for future in futures):
             return 0.0
         started = time.monotonic()
-        server.started.wait(max(0.0, limit))
+        host.started.wait(max(0.0, limit))
         return time.monotonic() - started
 
     def cancel_pending(self, futures: Iterable[Future[None]]) -> None:
-        """Cancel the pending ones of ``futures``, and kill their compilers."""
+        """Cancel the pending ones of ``futures``, and kill their workers."""
         self._follow_fork()
-        server = self._server
-        if server is not None:
-            server.cancel(set(futures))
+        host = self._host
+        if host is not None:
+            host.cancel(set(futures))
 
     def close(self) -> None:
-        """End the server and its workers. A later ``submit`` starts another."""
+        """End the workers. A later ``submit`` starts others."""
         self._follow_fork()
         with self._lock:
-            server, self._server = self._server, None
-        if server is not None:
-            server.close()
+            host, self._host = self._host, None
+        if host is not None:
+            host.close()
 
-    def _running(self) -> _Server | None:
-        """The server, started if there is none or its plugins differ; None if none can be
-        started."""
-        if self._broken or interpreting() or not startable():
+    def _environment(self) -> dict[str, Any]:
+        """The state of a job, which may have changed since the pool was started."""
+        return {"environ": {**os.environ, **self._kind.variables}, "folder": _folder()}
+
+    def _running(self) -> _Host | None:
+        """The host, started if there is none or its plugins differ; None if none can be started."""
+        if self._broken or interpreting() or not _startable():
             return None
-        found = circumstances()
-        server = self._server
-        if server is not None and (server.ended or server.circumstances != found):
-            self._server = None
-            if not server.ended:
-                server.close()
-        if self._server is None:
+        found = _circumstances()
+        host = self._host
+        if host is not None and (host.ended or host.circumstances != found):
+            self._host = None
+            if not host.ended:
+                host.close()
+        if self._host is None:
             try:
-                self._server = _Server(self.workers, found, self._report)
+                environ = self._environment()["environ"]
+                self._host = _Host(self._kind, self.workers, environ, self._report)
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
                 reraise(error)
                 self._report(error_text(error))
-        return self._server
+        return self._host
 
     def _report(self, fault: str) -> None:
         if not self._broken:
             self._broken = True
-            warn(f"kernels are compiled in this process, since others failed: {fault}")
+            warn(f"{self._kind.without}: {fault}")
 
 
 @functools.cache
@@ -177,150 +224,157 @@ def default() -> Compilers:
     return compilers
 
 
-class _Server(Child):
-    """One server process, and the futures of its jobs.
+class _Host:
+    """A process with a pool of workers, and the futures of its jobs.
 
     Args:
-        workers: See :class:`Compilers`.
-        circumstances: The state it is started with.
         report: Called with a fault, at most once, from a thread.
+
+    Raises:
+        OSError, RuntimeError: It cannot be started, or no thread can.
     """
 
-    def __init__(self, workers: int, circumstances: Any, report: Any) -> None:
-        super().__init__(_PROGRAM, workers, _environ())
-        self.circumstances = circumstances
-        self.ended = False
-        self._report = report
-        self._pending: dict[int, Future[None]] = {}
-        self._numbers = iter(range(sys.maxsize))
-        self._lock = threading.Lock()
-        self._closing = False
-        #: Set when it compiles, or will not.
+    def __init__(
+        self, kind: Kind, workers: int, environ: dict[str, str], report: Callable[[str], None]
+    ) -> None:
+        self._kind, self._report = kind, report
+        self.circumstances = _circumstances()
+        #: Set when the pool works, or will not.
         self.started = threading.Event()
-        #: Sent by a separate thread: the server does not read while it imports, and a socket
-        #: buffers only about 200 jobs.
-        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        try:
-            threading.Thread(target=self._run, name="tmm-compilers", daemon=True).start()
-        except RuntimeError:  # no thread can be started
-            self.end()
-            raise
+        self.ended = self._closing = False
+        self._pending: dict[int, tuple[Future[None], float]] = {}
+        self._numbers = itertools.count()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        environ = {name: value for name, value in environ.items() if name not in _NOT_PASSED}
+        environ["PYTHONPATH"] = os.pathsep.join(self.circumstances[0])
+        options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
+        options += ["-P"] * (sys.version_info >= (3, 11))
+        arguments = [str(workers), "forks" if kind.forks else "imports"]
+        with contextlib.ExitStack() as opened:
+            self._output = opened.enter_context(tempfile.TemporaryFile(buffering=0))
+            self._socket, theirs = socket.socketpair()
+            opened.enter_context(self._socket)
+            self._channel = opened.enter_context(Connection(os.dup(self._socket.fileno())))
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, *options, *_PROGRAM, *arguments],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._output,
+                    env=environ,
+                    cwd="/",  # Python before 3.11 looks for modules there
+                    start_new_session=True,  # Ctrl-C goes only to this process
+                )
+            threading.Thread(target=self._run, name="tmm-pool", daemon=True).start()
+            self._opened = opened.pop_all()
 
-    def send(self, job: dict[str, Any], future: Future[None]) -> bool:
+    def send(
+        self, problem: Problem, candidate: Candidate, job: dict[str, Any], future: Future[None]
+    ) -> bool:
         """Whether the job will be answered."""
-        try:
-            number = next(self._numbers)
-            text = json.dumps({**job, "id": number, "environ": _environ()})
-        except (TypeError, ValueError):  # a config that is not JSON
-            return False
+        number = next(self._numbers)
+        asked = {
+            "kernel": candidate.kernel.name,
+            "problem": problem.to_json(),
+            "requirements": {name: getattr(problem, name) for name in REQUIREMENTS},
+            "fingerprint": dataclasses.asdict(problem.device),
+            "version": candidate.kernel.version,
+            "config": candidate.config.to_json(),
+        }
+        about = f"{candidate.kernel.name} {problem}"
         with self._lock:
             if self.ended:
                 return False
-            self._pending[number] = future
-        self._outbox.put(text.encode() + b"\n")
+            self._pending[number] = future, job["limit"]
+        try:
+            self._write({**asked, **job, "id": number, "about": about})
+        except (TypeError, ValueError):  # a config that is not JSON
+            return self._pending.pop(number, None) is None
         return True
 
     def cancel(self, futures: set[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``."""
         with self._lock:
-            mine = {n: future for n, future in self._pending.items() if future in futures}
+            mine = {n: future for n, (future, _) in self._pending.items() if future in futures}
             for number in mine:
                 del self._pending[number]
         if mine:
-            self._outbox.put(json.dumps({"cancel": list(mine)}).encode() + b"\n")
+            self._write({"cancel": list(mine)})
         for future in mine.values():
             if future.cancel():
                 future.set_running_or_notify_cancel()  # else futures.wait() blocks
 
     def close(self) -> None:
         self._closing = True
-        with suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
-        self._end_process()
+        self._end()
 
-    def forget(self) -> None:
-        """Close the inherited channel in a forked process, or the server would live as long as
-        it."""
-        self.channel.close()
-        self.process.returncode = 0  # not this process's child
+    def _write(self, message: dict[str, Any]) -> None:
+        text = json.dumps(message).encode()
+        with self._sending, suppress(OSError):  # it ended, which the thread notices
+            self._channel.send_bytes(text)
 
     def _run(self) -> None:
-        fault: str | None
-        with self.scratch:
-            try:
-                threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
-                fault = self._listen()
-            except Exception as error:  # no thread, no memory, not understood
-                reraise(error)
-                fault = error_text(error)
-            status = self._end_process()
-            if fault is None and status:
-                fault = f"the server {ending(status, tail(self.scratch))}"
+        """Answer futures until the host ends."""
+        fault = None
+        try:
+            if not self._channel.poll(START_LIMIT):
+                fault = f"they were not ready within {START_LIMIT:.0f} s"
+            while fault is None:
+                number, answer = json.loads(self._channel.recv_bytes())
+                self.started.set()
+                with self._lock:
+                    future, limit = self._pending.pop(number, (None, 0.0))
+                if future is not None:
+                    _resolve(future, self._failure(answer, limit))
+        except (EOFError, OSError):  # it ended, or was closed here
+            pass
+        except Exception as error:  # no memory, not understood
+            reraise(error)
+            fault = error_text(error)
+        status = self._end()
+        if fault is None and status:
+            self._output.seek(0)
+            fault = f"their host {ending(status, tail(self._output.read()))}"
         with self._lock:
             self.ended = True
             left, self._pending = self._pending, {}
         self.started.set()
-        self._outbox.put(b"")
-        self.channel.close()
-        for future in left.values():
+        self._opened.close()
+        for future, _ in left.values():
             _resolve(future)
         if fault is not None and not self._closing:
             self._report(fault)
 
-    def _write(self) -> None:
-        with suppress(OSError):  # it ended; the other thread notices
-            while text := self._outbox.get():
-                self.channel.sendall(text)
+    def _failure(self, answer: Mapping[str, Any], limit: float) -> NotCompiledError | None:
+        if answer.get("late"):
+            return HungError(self._kind.late.format(f"{limit:g} s"))
+        if answer.get("skipped"):
+            return NotCompiledError(self._kind.skipped.format(f"{limit:g} s"))
+        if "died" in answer:
+            return NotCompiledError(self._kind.died.format(answer["died"]))
+        if (error := answer["error"]) is None:
+            return None
+        reason = self._kind.raised.format(error)
+        return NotCompiledError(reason, answer.get("cause"), answer.get("place", ""))
 
-    def _listen(self) -> str | None:
-        """Answer futures until the server ends; returns its fault, if known."""
-        self.channel.settimeout(START_LIMIT)
-        text = b""
-        while True:
-            try:
-                received = self.channel.recv(1 << 16)
-            except TimeoutError:
-                return f"the server was not ready within {START_LIMIT:.0f} s"
-            except OSError as error:  # closed, or the server died with jobs unread
-                reraise(error)
-                return None
-            if not received:
-                return None
-            *lines, text = (text + received).split(b"\n")
-            for line in lines:
-                answer = json.loads(line)
-                if "ready" in answer:
-                    self.started.set()
-                    self.channel.settimeout(None)
-                else:
-                    self._answered(answer)
-
-    def _answered(self, answer: dict[str, Any]) -> None:
-        with self._lock:
-            future = self._pending.pop(answer["id"], None)
-        if future is not None:
-            _resolve(future, answer)
-
-    def _end_process(self) -> int:
-        """Wait for the server, which ends when the channel is closed unless it is still importing;
-        returns its exit status."""
-        child = self.process
+    def _end(self) -> int:
+        """Wait for the host, which ends when the channel is closed unless it still starts; kill
+        what is left of its processes. Returns its exit status."""
         with suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
-        try:
-            return child.wait(_END_LIMIT if self.started.is_set() or child.poll() else 0)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            return child.wait()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_LIMIT if self.started.is_set() or self.process.poll() else 0)
+        with suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
 
 
-def _resolve(future: Future[None], answer: Mapping[str, Any] = MappingProxyType({})) -> None:
+def _resolve(future: Future[None], failure: NotCompiledError | None = None) -> None:
     with suppress(InvalidStateError):  # cancelled by its waiter
-        if answer.get("error") is None:
+        if failure is None:
             future.set_result(None)
         else:
-            fault = NotCompiledError(answer["error"], answer.get("cause"), answer.get("place", ""))
-            future.set_exception(fault)
+            future.set_exception(failure)
 
 
 def _compiles(kernel: Kernel[Any]) -> bool:
@@ -328,3 +382,26 @@ def _compiles(kernel: Kernel[Any]) -> bool:
     if isinstance(kernel, CheckedKernel):
         return kernel.compiles
     return type(kernel).compile is not Kernel.compile
+
+
+def _startable() -> bool:
+    """Whether this platform can fork and this executable is Python, not a program that embeds it
+    and would be started a second time."""
+    name = os.path.basename(sys.executable or "").lower()
+    return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
+
+
+def _circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """The state that decides which plugins and which code a worker finds."""
+    here = _folder()
+    path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
+    variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")
+    return path, tuple(os.environ.get(name) for name in variables)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:  # removed under this process
+        reraise(error)
+        return "/"

@@ -1,0 +1,20 @@
+"""Disables Python's cyclic garbage collector where objects are long-lived."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Disable the cyclic GC: during imports it took 90 of the 310 ms to import Triton, Gluon and a
+    kernel."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

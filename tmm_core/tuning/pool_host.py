@@ -1,0 +1,210 @@
+"""The process between tmm's and the workers: runs a pebble pool and ends with tmm's process.
+
+Pebble kills a worker that hangs and replaces one that died. It cannot run in the user's process:
+its workers would run the user's script again, and a daemonic process may not have any. This file is
+run as a script and imports nothing of tmm, which would import torch: it starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections import Counter, deque
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+#: Seconds without a job after which the pool ends: it holds some 300 MB.
+IDLE_LIMIT = 120.0
+#: Candidates of one kernel and problem that may hang before its others are skipped.
+MOST_HUNG = 2
+#: Seconds between two checks whether the parent is alive: a process that it forked may hold its end
+#: of the channel open.
+_LOOK = 0.2
+#: The exit code of a worker that should not run another job; a fresh one runs it.
+WORN_OUT = 75
+#: How often a job is done again because its worker was worn out or its pool broke.
+_MOST_RETRIES = 3
+#: Bytes of a path below which there is room for a socket's name; the system allows 108.
+_SHORT = 60
+_WORKER = "tmm_core.tuning.pool_worker"
+
+Job = dict[str, Any]
+
+
+class Host:
+    """Passes jobs to workers and their answers to the parent.
+
+    Args:
+        channel: The channel to the parent.
+        workers: Processes that work at one time.
+        forks: Whether a process that has imported everything forks the workers. If not, each worker
+            imports everything, and is free to use CUDA.
+        folder: The folder for temporary files and for the workers' output.
+    """
+
+    def __init__(self, channel: Connection, workers: int, forks: bool, folder: str) -> None:
+        self._channel, self._workers, self._folder = channel, workers, folder
+        self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        self._context.set_forkserver_preload([_WORKER])
+        self._pool = self._new_pool()
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, tuple[Job, Future[Any]]] = {}
+        self._hung: Counter[str] = Counter()
+        #: Jobs that ended, by pebble's threads; a byte in the pipe for each.
+        self._ended: deque[tuple[Job, Future[Any]]] = deque()
+        self._wake, self._waker = os.pipe()
+
+    def run(self) -> None:
+        """Serve until the parent is gone, or idle for too long."""
+        parent, idle = os.getppid(), 0.0
+        self._pool.schedule(perform, [None]).result()  # raises if no worker starts
+        self._send(None, {})
+        while os.getppid() == parent and idle < IDLE_LIMIT:
+            readable = wait([self._channel, self._wake], _LOOK)
+            if self._channel in readable:
+                self._hear(json.loads(self._channel.recv_bytes()))
+            if self._wake in readable:
+                os.read(self._wake, 1)
+                self._conclude(*self._ended.popleft())
+            self._assign()
+            idle = 0.0 if self._running or readable else idle + _LOOK
+
+    def end(self) -> None:
+        """Kill the workers."""
+        self._pool.stop()
+        self._pool.join()
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(self._workers, 0, begin, [self._folder], self._context)
+
+    def _hear(self, message: Job) -> None:
+        if "cancel" not in message:
+            self._waiting.append({**message, "retries": 0})
+            return
+        numbers = set(message["cancel"])
+        self._waiting = deque(job for job in self._waiting if job["id"] not in numbers)
+        for number in numbers & self._running.keys():
+            self._running[number][1].cancel()  # kills its worker
+
+    def _assign(self) -> None:
+        """Give waiting jobs to idle workers. A kernel that hung once gets one worker at a time."""
+        for job in list(self._waiting):
+            busy = [running["about"] for running, _ in self._running.values()]
+            if len(busy) == self._workers:
+                return
+            if job["about"] not in busy or not self._hung[job["about"]]:
+                self._waiting.remove(job)
+                self._schedule(job)
+
+    def _schedule(self, job: Job) -> None:
+        try:
+            future = self._pool.schedule(perform, [job], timeout=job["limit"])
+        except RuntimeError:  # it broke
+            self._pool.join()
+            self._pool = self._new_pool()
+            future = self._pool.schedule(perform, [job], timeout=job["limit"])
+        self._running[job["id"]] = job, future
+        future.add_done_callback(functools.partial(self._tell, job))
+
+    def _tell(self, job: Job, future: Future[Any]) -> None:
+        self._ended.append((job, future))
+        os.write(self._waker, b".")
+
+    def _conclude(self, job: Job, future: Future[Any]) -> None:
+        """Answer a job that has ended, or have it run again if its worker was not fit for it."""
+        del self._running[job["id"]]
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, TimeoutError):
+            self._hung[job["about"]] += 1
+            self._send(job, {"late": True})
+        elif isinstance(error, ProcessExpired) and (
+            error.exitcode != WORN_OUT or job["retries"] == _MOST_RETRIES
+        ):
+            output = Path(self._folder, str(error.pid)).read_bytes()
+            self._send(job, {"died": ending(error.exitcode, tail(output))})
+        elif isinstance(error, ProcessExpired | BrokenProcessPool):
+            # Pebble breaks if a worker dies before it noticed that it took a job.
+            if job["retries"] == _MOST_RETRIES:
+                raise error
+            job["retries"] += 1
+            self._waiting.appendleft(job)
+        elif not future.cancelled():
+            self._send(job, future.result())
+        self._skip(job["about"])
+
+    def _skip(self, about: str) -> None:
+        """Skip the waiting jobs of a kernel that hung too often; forget the count after its last
+        job."""
+        if self._hung[about] >= MOST_HUNG:
+            for other in [each for each in self._waiting if each["about"] == about]:
+                self._waiting.remove(other)
+                self._send(other, {"skipped": True})
+        active = (*self._waiting, *(job for job, _ in self._running.values()))
+        if all(job["about"] != about for job in active):
+            del self._hung[about]
+
+    def _send(self, job: Job | None, answer: Job) -> None:
+        self._channel.send_bytes(json.dumps([job and job["id"], answer]).encode())
+
+
+def tail(output: bytes) -> str:
+    """The end of what a process has printed, as messages show it."""
+    return output[-400:].decode(errors="replace").strip()
+
+
+def ending(status: int, output: str) -> str:
+    """How a process ended, by ``Popen.returncode``, and the end of its output: ``died (signal 11,
+    SIGSEGV): …``."""
+    after = f": {output}" if output else ""
+    if status >= 0:
+        return f"ended with exit code {status}{after}"
+    try:
+        return f"died (signal {-status}, {signal.Signals(-status).name}){after}"
+    except ValueError:
+        return f"died (signal {-status}){after}"
+
+
+# The two functions that pebble calls in a worker, by name: this process imports nothing of theirs.
+
+
+def begin(folder: str) -> None:
+    importlib.import_module(_WORKER).begin(folder)
+
+
+def perform(job: Job | None) -> Any:
+    return job and importlib.import_module(_WORKER).perform(job)
+
+
+def main() -> None:
+    """Serve the parent, whose channel is standard input. Arguments: workers, whether they are
+    forked."""
+    channel = Connection(os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    with tempfile.TemporaryDirectory(prefix="tmm-compile-", ignore_cleanup_errors=True) as folder:
+        # The path of a socket is limited.
+        tempfile.tempdir = folder if len(folder) < _SHORT else "/tmp"
+        host = Host(channel, int(sys.argv[1]), sys.argv[2] == "forks", folder)
+        try:
+            with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+                host.run()
+        finally:
+            host.end()
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # later ones are started with -P
+        del sys.path[0]  # this file's folder
+    main()

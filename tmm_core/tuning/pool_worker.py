@@ -1,0 +1,128 @@
+"""What a worker process does: compiles a candidate, or binds and launches it.
+
+Importing this module loads the plugins: the process that forks workers imports it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import gc
+import importlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+from typing import Any
+
+import torch
+
+from tmm_core.errors import error_text
+from tmm_core.registry.query import read_config
+from tmm_core.registry.registry import Registry
+from tmm_core.spec import watch
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
+from tmm_core.tuning.environment_faults import cause_of, place_of
+from tmm_core.tuning.pool_host import WORN_OUT, Job
+from tmm_core.verify.verifier import Verifier
+
+_PR_SET_PDEATHSIG = 1
+
+#: Whether a CUDA fault may have made every later launch of this process fail.
+_worn_out = False
+
+
+def begin(folder: str) -> None:
+    """Prepare this process: it ends with its parent, and prints into a file in ``folder``."""
+    os.setpgid(0, 0)
+    # Compilers that it started end with it; code that hangs in C does not return to this handler,
+    # and is killed by pebble.
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(Exception):  # no prctl: then at the end of its channel
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(os.path.join(folder, str(os.getpid())), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    tempfile.tempdir = folder  # compilers that are killed leave files behind
+
+
+def perform(job: Job) -> Job:
+    """Do a job. The answer has its ``error``, or None; with the error come its ``cause``, if the
+    environment made it, and the ``place`` that raised. The error is also None if the candidate
+    differs here and is left to the parent: another version, an unregistered epilogue."""
+    if _worn_out:
+        os._exit(WORN_OUT)
+    os.ftruncate(1, 0)  # a failure shows only its own job's output
+    os.environ.clear()
+    os.environ.update(job["environ"])
+    with contextlib.suppress(OSError):  # removed since
+        os.chdir(job["folder"])
+    try:
+        problem, candidate = recalled(job)
+    except BaseException:
+        return {"error": None}
+    try:
+        if job["device"] is None:
+            candidate.kernel.compile(problem, candidate.config)
+        else:
+            _launch(problem, candidate, torch.device(job["device"]), job["memory"])
+    except BaseException as error:
+        place = place_of(candidate.kernel, error)
+        return {"error": error_text(error).strip()[:2000], "cause": cause_of(error), "place": place}
+    return {"error": None}
+
+
+def recalled(job: Job) -> tuple[Problem, Candidate]:
+    """The problem and the candidate of a job.
+
+    Raises:
+        LookupError, ValueError: Their meaning differs in this process.
+        BaseException: Whatever a plugin raises.
+    """
+    kernel = _registry.kernel(job["kernel"])
+    if kernel.version != job["version"]:
+        raise LookupError(f"{kernel.name} is of version {kernel.version} here")
+    epilogue = _registry.epilogue(job["problem"]["epilogue"])  # by key: of the same source
+    device = {**job["fingerprint"], "capability": tuple(job["fingerprint"]["capability"])}
+    problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
+    problem = dataclasses.replace(problem, **job["requirements"])
+    return problem, Candidate(kernel, read_config(kernel, job["config"]))
+
+
+def _launch(problem: Problem, candidate: Candidate, device: torch.device, memory: int) -> None:
+    """Bind the candidate and launch it, with and without ``out``; its results do not matter."""
+    global _worn_out
+    _worn_out = device.type == "cuda"  # until it has ended well
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    verifier = _verifier(problem, device, memory)
+    with precision(problem.tf32):
+        launcher: Any = candidate.kernel.bind(problem, candidate.config)
+        verifier.verdict(launcher, extent="brief")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    _worn_out = False
+
+
+@functools.lru_cache(maxsize=1)
+def _verifier(problem: Problem, device: torch.device, memory: int) -> Verifier:
+    """The last problem's: its tensors serve all candidates."""
+    return Verifier(problem, device, memory_limit=memory)
+
+
+watch.enabled = False  # no thread may run beside forks
+_registry = Registry.from_environment()
+_registry.kernels()
+if "triton" in sys.modules:
+    with contextlib.suppress(Exception):  # another Triton, which its kernels report
+        # Every compilation needs Triton's hash of itself, which takes 0.4 s.
+        importlib.import_module("triton.runtime.cache").triton_key()
+gc.collect()
+gc.freeze()  # else a worker's GC would copy every page
