@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
-import operator
 import time
 import types
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -502,7 +499,7 @@ def test_the_summary_is_of_ratios_by_class_and_dtype() -> None:
 
 def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     kernels = {"kernel triton.naive": {"median_us": 400.0}, "inductor": {"median_us": 60.0}}
-    one = document(4096, 2.0, floor_us=40.0)
+    one = document(4096, 2.0)
     one["times"] |= kernels
     text = report.markdown(Results.of([one, document(64, 1.0), failure(512)]))
     header, _, first, second = (
@@ -516,12 +513,11 @@ def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     assert row["ratio"] == "2.000×"
     assert row["TFLOPS"] == f"{2 * 4096**3 / 50e-6 / 1e12:.1f}"
     assert row["GB/s"] == f"{6 * 4096**2 / 50e-6 / 1e9:.0f}"
-    assert (row["read floor µs"], row["tmm / floor"]) == ("40.0", "1.25")
     assert (row["inductor µs"], row["inductor / tmm"]) == ("60.0", "1.200×")
     assert row["triton.naive"] == "400.0"
     assert row["kernel"] == "triton.best BLOCK_M=64"
     # What was not measured is blank, not a number.
-    assert dict(zip(header, second, strict=True))["read floor µs"] == ""
+    assert dict(zip(header, second, strict=True))["inductor µs"] == ""
     assert "- square 512×512×512 bfloat16 nn: failed: OSError: gone" in text
 
 
@@ -558,27 +554,7 @@ def test_the_square_plot_is_tflops_over_sizes(
     ]  # fmt: skip
 
 
-# -- floor and host ----------------------------------------------------------------------
-
-
-def test_the_floor_reads_every_word_in_every_launch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from tmm_core.bench import floor
-
-    # Fewer words than are there at a time, and more: several steps, and idle blocks.
-    monkeypatch.setattr(floor, "LAUNCHES", ((2, 256), (5, 1024)))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    a = torch.randn(50, 70, device=device).to(torch.bfloat16)
-    b = torch.randn(90, 70, device=device).to(torch.bfloat16).t()
-    words = [*a.flatten().view(torch.int32).tolist(), *b.mT.flatten().view(torch.int32).tolist()]
-    expected = functools.reduce(operator.xor, words)
-    runs = floor.readers([(a, b), (b.mT, b)])
-    assert len(runs) == 2
-    for run in runs:
-        assert functools.reduce(operator.xor, run(0).tolist()) == expected  # type: ignore[attr-defined]
-        assert functools.reduce(operator.xor, run(1).tolist()) == 0  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="32-bit words"):
-        floor.readers([(a[:1, :1].clone(), b)])
+# -- host ---------------------------------------------------------------------------------
 
 
 def test_host_cost_is_of_the_call_and_not_of_its_neighbour() -> None:
@@ -666,23 +642,6 @@ def test_bench_writes_what_it_shows_and_resumes(
     (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith("shapes"))
     assert row.split()[1:3] == ["float32", "3"]
 
-    # To be sent: the same numbers, and nothing of where they were measured.
-    packed = tmp_path / "mine.zip"
-    assert str(tmp_path) in file.read_text()
-    assert main(["bench", "--from", str(out), "--share", str(packed)]) == 0
-    assert "3 problems on" in capsys.readouterr().err
-    with zipfile.ZipFile(packed) as archive:
-        archive.extractall(tmp_path / "received")
-    received = [path.read_text() for path in (tmp_path / "received").iterdir()]
-    assert len(received) == 3
-    assert not [text for text in received if str(tmp_path) in text]
-    theirs, ours = Results.read([tmp_path / "received"]), Results.read([out])
-    assert [p["times"] for p in theirs.problems] == [p["times"] for p in ours.problems]
-    assert theirs.runs[0]["command"].count("<path>") == 1
-    for wrong in (["--from", str(out)], []):  # it is there already; nothing says of what
-        assert main(["bench", *wrong, "--share", str(packed)]) == 2
-        assert "--share" in capsys.readouterr().err
-
 
 def test_bench_ends_cleanly_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--suite", "square,decode", "--device", "cpu", "--max-seconds", "1e-9"]
@@ -741,8 +700,8 @@ def measured(suite: str, tmm_us: float, **others: float) -> dict[str, Any]:
 
 def test_the_report_says_which_goals_are_met() -> None:
     documents = [
-        measured("epilogue", 8.0, inductor=8.0, untuned=10.0),
-        measured("epilogue", 9.5, inductor=10.0, untuned=9.5),
+        measured("epilogue", 8.0, inductor=8.0),
+        measured("epilogue", 9.5, inductor=10.0),
     ]
     rows = {row[2]: row for row in report.goals(Results.of(documents))}
     assert rows["torch"] == (
@@ -750,7 +709,6 @@ def test_the_report_says_which_goals_are_met() -> None:
         "mean short",
     )  # fmt: skip
     assert rows["inductor"][-1] == "mean short"
-    assert "1.118× the tuned" in report._untuned(Results.of(documents))
     unmeasured = report.goals(Results.of([measured("epilogue", 5.0)]))
     assert [row[-1] for row in unmeasured] == ["yes", "not measured"]
 
@@ -778,15 +736,6 @@ def test_weights_are_multiplied_by_every_number_of_rows() -> None:
     assert (min(t.case.m for t in tasks), max(t.case.m for t in tasks)) == (1, 8192)
     with pytest.raises(ValueError, match="KeyError: 'rows'"):
         suites.read({"x": {"dtypes": ["float32"], "weights": [[2, 3]]}})
-
-
-def test_what_would_be_chosen_untuned_is_a_column() -> None:
-    task = Task("shapes", Case(m=16, n=16, k=16, dtype=FP32))
-    options = runner.Options(tune=False, untuned=True, seconds=0.01)
-    (document,) = runner.run([task], CPU, options)
-    assert document["untuned"].startswith("blas")
-    assert document["times"]["untuned"]["samples"]
-    assert "untuned µs" in report.markdown(Results.of([document]))
 
 
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -843,11 +792,11 @@ def test_bench_measures_regret_from_the_command_line(
 def test_batch_invariant_mode_is_measured_with_every_column() -> None:
     register(FakeKernel("fake.firm", traits=tmm_core.Traits(batch_invariant=True), estimate=9.0))
     task = Task("batch_invariant", Case(m=4, n=16, k=16, dtype=FP32), batch_invariant=True)
-    options = runner.Options(kernels=True, untuned=True, budget=1.0, seconds=0.01)
+    options = runner.Options(kernels=True, budget=1.0, seconds=0.01)
     (document,) = runner.run([task], CPU, options)
     assert "failed" not in document, document
     assert document["kernel"] == "fake.firm"
-    assert {"torch", "tmm", "untuned", "kernel fake.firm"} <= set(document["times"])
+    assert {"torch", "tmm", "kernel fake.firm"} <= set(document["times"])
     assert "kernel blas" not in document["times"]
     # Beside the usual persistent kernel, where that can be had.
     assert "triton.persistent" in document["not_timed"]["one persistent config"]

@@ -1,11 +1,9 @@
-"""Limits of the benchmark: medians, ends of ranges, deadlines, and what a shared file hides."""
+"""Limits of the benchmark: medians, ends of ranges, and deadlines."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from fakes import FakeKernel, register
 from test_bench import document, small_problems
 from tmm_cache import CandidateResult
 
-from tmm_core.bench import host, regret, report, share
+from tmm_core.bench import host, regret, report
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results
 
@@ -149,45 +147,3 @@ def test_the_worst_by_another_clock_is_the_least_ratio() -> None:
     found = dict(zip(report.CLOCK_COLUMNS, row, strict=True))
     assert (found["in use"], found["steady"]) == ("1.414 / 1.000", "1.000 / 0.800")
     assert found["alone"] == ""
-
-
-# -- a file to share ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "hidden"),
-    [
-        ("/home/me/run.py", "<path>"),
-        ("~/run.py and ~me/run.py", "<path> and <path>"),
-        ("--output=/tmp/x --from ../there, ./here", "--output=<path> --from <path>, <path>"),
-        ("OSError: '/tmp/a b'", "OSError: '<path> b'"),
-        ("12 µs/call, triton/3.7, a/b", "12 µs/call, triton/3.7, a/b"),
-        (["/tmp/x", {"at": ["/tmp/y"]}, 3], ["<path>", {"at": ["<path>"]}, 3]),
-    ],
-)
-def test_a_shared_file_has_no_paths(text: Any, hidden: Any) -> None:
-    assert share.without_paths(text) == hidden
-
-
-def written(folder: Path, *documents: dict[str, Any]) -> Path:
-    file = folder / "some.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in documents))
-    return file
-
-
-def test_host_costs_alone_can_be_shared(tmp_path: Path) -> None:
-    """And none is written where there is nothing, nor over another."""
-    costs = {
-        "kind": "host", "us": {"plan": 1.0}, "kernels": {"plain": "blas"}, "size": 16,
-        "dtype": "bfloat16",
-    }  # fmt: skip
-    target = tmp_path / "mine.zip"
-    packed = share.pack([written(tmp_path, costs)], target)
-    assert packed.host == costs
-    before = target.read_bytes()
-    with pytest.raises(FileExistsError):
-        share.pack([written(tmp_path, document(64, 1.0))], target)
-    assert target.read_bytes() == before
-    with pytest.raises(ValueError, match="nothing was measured"):
-        share.pack([written(tmp_path)], tmp_path / "empty.zip")
-    assert not (tmp_path / "empty.zip").exists()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from tmm_cache import CLOCK, CacheStore, Summary, markup, shipped_layers
+from tmm_cache import markup
 
 from tmm_core.bench import report
 from tmm_core.bench.charts import Line, Point, Row, plane, rows
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
-from tmm_core.bench.runner import TMM, TORCH, UNTUNED
+from tmm_core.bench.runner import TMM, TORCH
 
 NAME = "report.html"
 
@@ -94,16 +94,6 @@ def body(results: Results) -> str:
                 key={"tmm": "tmm", "torch": "torch"},
             ),
         ]
-    if compared := _tuned_rows(results):
-        parts.append(
-            _section(
-                "Tuned against shipped and untuned",
-                "Time of the choice without tuning over the tuned choice's: by the record that "
-                "ships for this GPU, with the time recorded there, and without any record.",
-                rows(compared, "without tuning / tuned"),
-                key={"other": "shipped record", "torch": "nothing on record"},
-            )
-        )
     if clocks := _clock_rows(measured):
         parts.append(
             _section(
@@ -190,44 +180,6 @@ def _roofline(measured: Sequence[Document]) -> str:
         Line((knee, rate), (most, rate), f"{rate:.0f} TFLOPS"),
     ]
     return plane(points, lines, "FLOP / byte", "TFLOPS")
-
-
-def _tuned_rows(results: Results) -> list[Row]:
-    shipped = _shipped(results)
-    found = []
-    for label, documents in _grouped(results.measured).items():
-        points = []
-        for document in documents:
-            tuned = document["times"][TMM]["median_us"]
-            if (record := shipped.get(_digest(document))) is not None and record.head.best.us:
-                winner = record.head.best
-                said = f"{report.title(document)}: shipped {winner.kernel} {winner.us:.2f} µs, "
-                said += f"tuned {document['kernel']} {tuned:.2f} µs"
-                points.append(Point(record.head.best.us / tuned, said, "other"))
-            if UNTUNED in document["times"]:
-                untuned = document["times"][UNTUNED]["median_us"]
-                said = f"{report.title(document)}: untuned {untuned:.2f} µs, tuned {tuned:.2f} µs"
-                points.append(Point(untuned / tuned, said, "torch"))
-        if points:
-            found.append(Row(label, points, [_mean(points, label, "other")]))
-    return found
-
-
-def _shipped(results: Results) -> dict[str, Summary]:
-    """The records that packages ship for this GPU, by the digest of their problem."""
-    if not results.runs:
-        return {}
-    gpu, found = results.runs[-1]["gpu"], {}
-    for layer in shipped_layers():
-        for summary in CacheStore(layer, []).summaries(gpu):
-            if summary.clock == CLOCK:  # times of different clocks are not comparable
-                found[summary.digest] = summary
-    return found
-
-
-def _digest(document: Document) -> str:
-    """Digest of the problem if a record answered; the record's file is named after it."""
-    return Path(document["reason"]).stem if document["origin"] == "cache" else ""
 
 
 def _clock_rows(measured: Sequence[Document]) -> list[Row]:

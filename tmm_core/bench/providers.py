@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tmm_cache import CacheStore, TuningRecord
-from tmm_cache.places import NOWHERE
+from tmm_cache import TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
-from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import Run
-from tmm_core.dispatch.tuner import Tuner
-from tmm_core.launch.plan import Plan
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -128,14 +124,6 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
     names = [kernel.name for kernel in able]
     failed = {name: _why(found[1], name) for name in names if name not in best}
     return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed
-
-
-def untuned(call: Call) -> Plan:
-    """The choice without any record."""
-    empty = CacheStore(NOWHERE, layers=())
-    blank = Dispatcher(dispatch.dispatcher().registry, Tuner(), empty)
-    candidate = blank.choose(call.problem(), settings.current()).candidate
-    return call.plan(kernel=candidate.kernel.name, config=candidate.config)
 
 
 def _why(record: TuningRecord, kernel: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
-from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH, UNTUNED
+from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH
 from tmm_core.bench.series import told
 from tmm_core.spec.kernel import config_text
 
@@ -144,8 +144,6 @@ def markdown(results: Results) -> str:
         parts += ["## goals", _table(GOAL_COLUMNS, held)]
     if by_clock := clocks(results):
         parts += ["## clocks, geometric mean / worst", _table(CLOCK_COLUMNS, by_clock)]
-    if untuned := _untuned(results):
-        parts.append(untuned)
     suites = dict.fromkeys(document["suite"] for document in results.problems)
     for suite in suites:
         members = [document for document in results.problems if document["suite"] == suite]
@@ -159,17 +157,6 @@ def markdown(results: Results) -> str:
     if results.host is not None:
         parts += ["## host cost per call", _host(results.host)]
     return "\n\n".join(parts) + "\n"
-
-
-def _untuned(results: Results) -> str:
-    slowdowns = _ratios(results.measured, UNTUNED)
-    if not slowdowns:
-        return ""
-    return (
-        f"Without a record, the choice takes {statistics.geometric_mean(slowdowns):.3f}× the "
-        f"tuned one's time in geometric mean over {len(slowdowns)} problems, at most "
-        f"{max(slowdowns):.2f}×."
-    )
 
 
 def _header(results: Results) -> str:
@@ -204,17 +191,10 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         "TFLOPS": lambda d: f"{told(d, TMM, 'tflops'):.1f}",
         "GB/s": lambda d: f"{told(d, TMM, 'gbs'):.0f}",
     }
-    if any("floor_us" in document for document in documents):
-        columns["read floor µs"] = lambda d: microseconds(d.get("floor_us"))
-        columns["tmm / floor"] = lambda d: (
-            f"{d['times'][TMM]['median_us'] / d['floor_us']:.2f}" if "floor_us" in d else ""
-        )
     timed = {column for document in documents for column in document["times"]}
     if INDUCTOR in timed:
         columns["inductor µs"] = us(INDUCTOR)
         columns["inductor / tmm"] = lambda d: "".join(map(times, _ratios([d], INDUCTOR)))
-    if UNTUNED in timed:
-        columns["untuned µs"] = us(UNTUNED)
     for clock in OTHER_CLOCKS:
         if any(clock in document for document in documents):
             columns[clock] = by(clock)

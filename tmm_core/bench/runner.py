@@ -44,10 +44,7 @@ from tmm_core.spec.problem import Problem
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
-INDUCTOR, UNTUNED = "inductor", "untuned"
-
-#: Suites bound by memory bandwidth, for which a read floor is meaningful.
-MEMORY_BOUND = ("decode", "large_k")
+INDUCTOR = "inductor"
 
 #: Rounds of the loop: a quartile needs some ten samples; beyond a few hundred, drift of the GPU's
 #: clocks dominates the median's error.
@@ -74,8 +71,6 @@ class Options:
             naive and the grouped one with the same tile.
         series: Single kernels to time as well.
         inductor: Also time ``torch.compile`` of the eager code.
-        untuned: Also time the choice without any record.
-        floor: Time a cold read of the operands, for suites in :data:`MEMORY_BOUND`.
         clocks: Also report the clocks "alone" and "steady", and chains with a small kernel
             between the calls.
         seconds: Seconds of timing per problem, after tuning.
@@ -87,8 +82,6 @@ class Options:
     kernels: bool = False
     series: tuple[Series, ...] = ()
     inductor: bool = False
-    untuned: bool = False
-    floor: bool = False
     clocks: bool = False
     seconds: float = 0.5
     deadline: float = float("inf")
@@ -150,10 +143,6 @@ def _measure(
         if isinstance(timer, GraphTimer):
             if options.clocks:
                 document |= _other_clocks(runs, timer, copies, times, device)
-            if options.floor and task.suite in MEMORY_BOUND:
-                from tmm_core.bench.floor import read_us  # imports Triton
-
-                document["floor_us"] = round(read_us(calls, timer), 3)
             document["clocks"] = _under_load(runs[TMM], times[TMM]["median_us"], clocks)
         return document
 
@@ -273,18 +262,11 @@ def _runs(
         configs[each.label] = plan.config
         return planned(plan, calls)
 
-    def untuned() -> Run:
-        plan = providers.untuned(call)
-        document["untuned"] = f"{plan.kernel} {plan.choice.candidate.config}".rstrip()
-        return planned(plan, calls)
-
     if series:
         document["series"] = [each.label for each in series]
     best, failed = providers.kernels(call) if options.kernels else ([], {})
     extras: dict[str, Callable[[], Run]]
     extras = {each.column: partial(single, each) for each in (*best, *series)}
-    if options.untuned:
-        extras[UNTUNED] = untuned
     if call.problem().batch_invariant:
         extras[ONE_CONFIG.column] = partial(single, ONE_CONFIG)
     if call.rows is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache.disk import require_target
 
 from tmm_core import dispatch
 from tmm_core.bench import (
@@ -17,19 +16,15 @@ from tmm_core.bench import (
     host,
     page,
     plots,
-    recheck,
     regret,
     report,
     runner,
     series,
-    share,
     suites,
 )
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
-from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands import verify
 from tmm_core.tools.commands.console import (
     DONE,
     FOUND,
@@ -44,23 +39,12 @@ from tmm_core.tools.commands.console import (
 def run(options: argparse.Namespace) -> int:
     if options.plots and options.output is None:
         raise UsageError("--plots needs --output, a folder to put them in")
-    if options.share and options.output is None and options.read is None:
-        raise UsageError("--share packs the results of --output or --from: name a folder")
-    if options.share is not None:
-        if options.share.exists():
-            raise UsageError(f"--share {options.share}: there is such a file already")
-        require_target(options.share)
     if options.read is not None:
-        status = _show(_read(options.read), options)
-        _share(options.read, options)
-        return status
+        return _show(_read(options.read), options)
     if (options.sweep or options.config) and not options.kernel:
         raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
     device = shared.device(options)
-    if options.verify_shipped:
-        verdicts = recheck.raced(recheck.shipped(fingerprint(device)), device)
-        return verify.show(verdicts, "shipped for this GPU and these versions", options.json)
     asked, done = _tasks(options), _done(options)
     tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
@@ -92,25 +76,11 @@ def run(options: argparse.Namespace) -> int:
         note(f"results in {writer.path}")
         results = _read([options.output])
     status = _show(results, options)
-    if options.output is not None:
-        _share([options.output], options)
     return INTERRUPTED if interrupted else status
 
 
-def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
-    if options.share is None:
-        return
-    with shared.usage("--share", OSError):
-        packed = share.pack(paths, options.share)
-    gpus = ", ".join(dict.fromkeys(run["gpu"] for run in packed.runs))
-    note(
-        f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
-        "it to an issue"
-    )
-
-
 def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
-    names = ("tune", "budget", "kernels", "inductor", "untuned", "floor", "clocks", "seconds")
+    names = ("tune", "budget", "kernels", "inductor", "clocks", "seconds")
     chosen = {name: getattr(options, name) for name in names}
     return runner.Options(**chosen, series=tuple(_series(options)), deadline=deadline)
 

@@ -24,7 +24,6 @@ from tmm_cache.ownership import foreign, foreign_below
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import recheck
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
 from tmm_core.dispatch import verify
@@ -35,7 +34,7 @@ from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tools.commands import doctor_toolchain, variables
+from tmm_core.tools.commands import doctor_toolchain, record_check, variables
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, print_json
 
@@ -235,7 +234,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"
     yield Finding("records", "ok", text)
-    shipped, usable = recheck.current(mine)
+    shipped, usable = record_check.current(mine)
     if shipped:
         text = f"{shipped} shipped for {mine.gpu} and these versions"
         if usable < shipped:
