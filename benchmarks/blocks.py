@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from first_use import COLUMNS, DEPTHS, raced
-from tmm_triton import hopper_search, warp_specialized
-from tmm_triton.hopper_tiles import tile_count
+from tmm_triton.hopper import search_space, warp_specialized
+from tmm_triton.hopper.tile_shapes import tile_count
 
 import tmm_core
 
@@ -40,7 +40,7 @@ def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[
     for count in counts:
         warp_specialized._blocks = lambda *_, count=count: count
         launchers[str(count)] = kernel.bind(problem, config)
-    blas = tmm_core.dispatch.dispatcher().registry.kernel("blas")
+    blas = tmm_core.dispatch.default_dispatcher().registry.kernel("blas")
     launchers["torch"] = blas.bind(problem, blas.default_config(problem))
     us, _ = raced(problem, launchers, CAPTURES, ROUNDS, BURST_US)
     return {name: round(each, 2) for name, each in us.items()}
@@ -48,7 +48,7 @@ def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[
 
 def main(out: str, seconds: float) -> None:
     chance, end = random.Random(20261125), time.monotonic() + seconds
-    kernel: Any = tmm_core.dispatch.dispatcher().registry.kernel("triton.warp_specialized")
+    kernel: Any = tmm_core.dispatch.default_dispatcher().registry.kernel("triton.warp_specialized")
     usual = warp_specialized._blocks
     rows = []
     while time.monotonic() < end:
@@ -61,8 +61,8 @@ def main(out: str, seconds: float) -> None:
         sms = problem.device.sm_count
         for schedule, consumers, rows_of, columns in TILES:
             shape = (schedule, consumers, 4, rows_of, columns, 64)
-            config = next(iter(hopper_search._fitted(problem, shape)))
-            group = chance.choice(hopper_search._groups(problem, config))
+            config = next(iter(search_space._fitted(problem, shape)))
+            group = chance.choice(search_space._groups(problem, config))
             config = replace(config, GROUP_M=group)
             tiles = tile_count(problem, config)
             warp_specialized._blocks = usual

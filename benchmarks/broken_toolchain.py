@@ -37,7 +37,7 @@ with warnings.catch_warnings(record=True) as said:
     seconds = time.monotonic() - began
     tmm_core.matmul(x, w)
 why = tmm_core.explain(x, w)
-record = dispatch.dispatcher().record(why.problem)[1]
+record = dispatch.default_dispatcher().record(why.problem)[1]
 print(json.dumps({
     "seconds": seconds,
     "error": ((y - x @ w).float().norm() / (x @ w).float().norm()).item(),

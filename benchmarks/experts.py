@@ -28,7 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tmm_core
 import tmm_core.nn.experts
-from tmm_core.dispatch.timing import timer_for
+from tmm_core.tuning.timing import timer_for
 
 Tensor = torch.Tensor
 

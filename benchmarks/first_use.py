@@ -22,19 +22,19 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
-from tmm_triton import hopper_search
+from tmm_triton.hopper import search_space
 
 import tmm_core
 from tmm_core import settings
-from tmm_core.dispatch import tuning as stages
-from tmm_core.dispatch.proposals import NO_HINTS
-from tmm_core.dispatch.rotation import Copies
-from tmm_core.dispatch.standing import CLOSE, MARGIN
-from tmm_core.dispatch.timing import levelled, timer_for
-from tmm_core.dispatch.trust import device_of
+from tmm_core.spec.device import current_device
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.triton.launch import Launch
+from tmm_core.tuning import stages
+from tmm_core.tuning.cold_operands import Copies
+from tmm_core.tuning.ranking import CLOSE, MARGIN
+from tmm_core.tuning.search import NO_HINTS
+from tmm_core.tuning.timing import levelled, timer_for
 
 COLUMNS = (3072, 3584, 4096, 5120, 6144, 8192, 11008, 13824, 14336)
 DEPTHS = (2048, 2560, 3584, 4096, 5120, 6912, 8192)
@@ -52,9 +52,9 @@ def name_of(candidate: Candidate) -> str:
 
 def everything(problem: Any, able: list[Any]) -> list[Candidate]:
     """All candidates of the exhaustive search."""
-    before = {name: getattr(hopper_search, name) for name in LIFTED}
+    before = {name: getattr(search_space, name) for name in LIFTED}
     for name, value in LIFTED.items():
-        setattr(hopper_search, name, value)
+        setattr(search_space, name, value)
     try:
         found = [
             Candidate(kernel, config)
@@ -64,7 +64,7 @@ def everything(problem: Any, able: list[Any]) -> list[Candidate]:
         ]
     finally:
         for name, value in before.items():
-            setattr(hopper_search, name, value)
+            setattr(search_space, name, value)
     return list(dict.fromkeys(found))
 
 
@@ -91,7 +91,7 @@ def raced(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """µs of each launcher in use, and in steady state: medians over fresh captures, because the
     same product in two graphs differs by up to 4 %."""
-    device = device_of(problem)
+    device = current_device(problem.device)
     use: dict[str, list[float]] = {name: [] for name in launchers}
     slow: dict[str, list[float]] = {name: [] for name in launchers}
     for _ in range(captures):
@@ -138,7 +138,7 @@ def random_products(seed: int = 1) -> Iterator[tuple[int, int, int]]:
 
 def main(out: str, seconds: float, products: Iterable[tuple[int, int, int]]) -> None:
     end = time.monotonic() + seconds
-    dispatcher = tmm_core.dispatch.dispatcher()
+    dispatcher = tmm_core.dispatch.default_dispatcher()
     current = settings.current()
     rows: list[dict[str, Any]] = []
     for m, n, k in products:

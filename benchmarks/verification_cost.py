@@ -21,14 +21,13 @@ import torch
 from tmm_cache import CacheStore
 
 from tmm_core import Config, Kernel, Launcher, Supports, dispatch, hookimpl, settings
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.trust import device_of
-from tmm_core.dispatch.verifier import Verifier
-from tmm_core.dispatch.ways import Ways
-from tmm_core.spec.device import fingerprint
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.spec.device import current_device, fingerprint
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.verify.verifier import Verifier
+from tmm_core.verify.ways_of_use import Ways
 
 Tensor = torch.Tensor
 
@@ -139,7 +138,7 @@ def row(chooser: Dispatcher, problem: Problem) -> list[str]:
 def seconds(problem: Problem, launcher: Any, extent: Any) -> float:
     """The time of one verification in a call, with its tensors."""
     begun = time.perf_counter()
-    Verifier(problem, device_of(problem), sampled=True).verdict(launcher, extent=extent)
+    Verifier(problem, current_device(problem.device), sampled=True).verdict(launcher, extent=extent)
     return time.perf_counter() - begun
 
 
@@ -158,7 +157,7 @@ def main() -> None:
     head = ["problem", "kernel", "tuning s", "verifying", "further ways", "first use ms", "size ms"]
     rows, shares = [head], []
     with tempfile.TemporaryDirectory() as folder:
-        registry = dispatch.dispatcher().registry
+        registry = dispatch.default_dispatcher().registry
         if device.type == "cpu":
             registry.register(Plugin(), "benchmark")
         for problem in problems(device):

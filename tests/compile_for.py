@@ -17,8 +17,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from tmm_triton.kernel import Built
 from tmm_triton.plugin import KERNELS, load
+from tmm_triton.triton_kernel import Built
 
 from tmm_core import Operand, Problem
 from tmm_core.epilogues import parse

@@ -27,10 +27,11 @@ from fakes import FakeKernel
 from uninterpreted import Uninterpreted
 
 from tmm_core import dispatch, errors, settings
-from tmm_core.dispatch import asking, findings
-from tmm_core.interop import pointwise
+from tmm_core.interop import epilogue_kernels
 from tmm_core.launch import nesting, warm
+from tmm_core.registry import query
 from tmm_core.spec import code
+from tmm_core.tuning import findings
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,7 +57,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.delenv(name)
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
-    monkeypatch.setattr(asking, "version_of", stated)
+    monkeypatch.setattr(query, "version_of", stated)
     forget()
     yield
     forget()
@@ -104,9 +105,9 @@ def stated(kernel: Any, version: str) -> tuple[str, bool]:
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
     findings._warned.clear()
-    dispatch.dispatcher.cache_clear()
+    dispatch.default_dispatcher.cache_clear()
     warm.forget_plans()
-    pointwise._found.clear()
+    epilogue_kernels._found.clear()
     errors._faults.clear()
     nesting.NESTING.clear()
     settings._from_environment.cache_clear()

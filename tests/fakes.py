@@ -15,14 +15,14 @@ from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
 
 from tmm_core import Config, Kernel, Launcher, Problem, Traits, errors, hookimpl
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.spec.code import version_of
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Operand
+from tmm_core.tuning.tuner import Tuner
 
 DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
@@ -245,7 +245,7 @@ def register(*kernels: Kernel[Any]) -> None:
     """Add kernels to those that the process's own calls choose from."""
     from tmm_core import dispatch
 
-    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
+    dispatch.default_dispatcher().registry.register(plugin(*kernels), "fakes")
 
 
 def installed(*kernels: Kernel[Any]) -> None:
@@ -253,5 +253,5 @@ def installed(*kernels: Kernel[Any]) -> None:
     from tmm_core import dispatch
     from tmm_core.launch import warm
 
-    dispatch.dispatcher.made, _ = dispatcher(*kernels)
+    dispatch.default_dispatcher.made, _ = dispatcher(*kernels)
     warm.forget_plans()

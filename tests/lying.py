@@ -248,7 +248,7 @@ class Source(Lie):
     asked = half(6, 8, 8)
 
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
-        from tmm_core.launch.source import Body
+        from tmm_core.launch.codegen import Body
 
         right = super().bind(problem, config)
 

@@ -48,7 +48,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TMM_SHIPPED_RECORDS")
     monkeypatch.setenv("COLUMNS", "100")
-    dispatch.dispatcher.cache_clear()
+    dispatch.default_dispatcher.cache_clear()
     return tmp_path
 
 

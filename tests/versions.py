@@ -16,7 +16,7 @@ FILE = Path(__file__).parents[1] / "tmm_core" / "spec" / "versions.py"
 
 def present() -> dict[str, str]:
     """The digest of each kernel's code, by name."""
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     kernels = [getattr(registry.kernel(name), "kernel") for name in KEPT]  # noqa: B009  # of Asked
     return {kernel.name: digest(type(kernel), kernel.config_type) for kernel in kernels}
 

@@ -11,9 +11,9 @@ import torch
 from tmm_core import dispatch, settings
 from tmm_core.errors import reraise
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import autograd, levels, operator, outputs, unusual
+from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
 from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
-from tmm_core.launch import grouped as launch_grouped
+from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
@@ -115,26 +115,26 @@ def matmul(
     ):
         text = text_of(epilogue)
         try:
-            if not levels.recorded(a, b, bias, residual):
+            if not autograd_state.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError) as error:
             reraise(error)
-            if not unusual.concerns(a, b, bias, residual):
+            if not fallbacks.concerns(a, b, bias, residual):
                 raise
     given = (a, b, bias, residual, scale_a, scale_b, out)
     if not _are_tensors(*given):
         tensors = dict(zip((*TENSORS, "out"), given, strict=True))
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
-        return unusual.by_override(matmul, tensors, **more)
+        return fallbacks.by_override(matmul, tensors, **more)
     text = text_of(epilogue)
     arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
     if text and has_outputs(text):
-        return outputs.matmul(Arguments(*arguments, out))  # type: ignore[return-value]  # as documented
-    if unusual.concerns(a, b, bias, residual):
+        return outputs_operator.matmul(Arguments(*arguments, out))  # type: ignore[return-value]  # as documented
+    if fallbacks.concerns(a, b, bias, residual):
         call = Arguments(*arguments, out)._replace(epilogue=interned_text(epilogue))
-        return unusual.answer(matmul, call)
+        return fallbacks.answer(matmul, call)
     if out is not None:
         return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
@@ -157,10 +157,10 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
     check_tensors("matmul", **{name: getattr(call, name) for name in (*TENSORS, "out")})
-    if unusual.concerns(a, b, bias, residual):
-        return unusual.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
+    if fallbacks.concerns(a, b, bias, residual):
+        return fallbacks.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
     if isinstance(alpha, Tensor):
-        differentiated = torch.compiler.is_compiling() or levels.differentiated(alpha)
+        differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
         if out is not None and differentiated:
             refuse_gradients_of_out()
         if out is not None or (alpha.device.type == "cpu" and not differentiated):
@@ -171,7 +171,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     product = matmul(**call._replace(alpha=1.0, bias=None, residual=None, out=None)._asdict())
     y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
     if out is not None:
-        return unusual.delivered(y, out, *call.given)
+        return fallbacks.delivered(y, out, *call.given)
     return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 
@@ -216,7 +216,7 @@ def linear(
             and warm.undisturbed(x, weight, bias, residual)
         ):
             text = epilogue or ""
-            if not levels.recorded(x, weight, bias, residual):
+            if not autograd_state.recorded(x, weight, bias, residual):
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
             if x.dtype not in BY_STORAGE:
                 return autograd.in_parts(
@@ -225,23 +225,23 @@ def linear(
     except (AttributeError, RuntimeError, ValueError) as error:
         reraise(error)
         if _are_tensors(x, weight, bias, residual, out) and (
-            weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual)
+            weight.dim() != 2 or not fallbacks.concerns(x, weight.t(), bias, residual)
         ):
             raise
     if not _are_tensors(x, weight, bias, residual, out):
         tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
-        return unusual.by_override(linear, tensors, **more)
+        return fallbacks.by_override(linear, tensors, **more)
     forced: dict[str, Any] = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
     call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
     try:
         given = call._replace(b=weight.t())._asdict() | {"epilogue": epilogue}
         return matmul(**given, **forced)
     except NotImplementedError:  # its type has no transpose, or no operator of ours
-        if not unusual.foreign(weight):
+        if not fallbacks.foreign(weight):
             raise
     with settings.override(**forced):
-        return unusual.linear(call._replace(epilogue=interned_text(epilogue)))
+        return fallbacks.linear(call._replace(epilogue=interned_text(epilogue)))
 
 
 def plan(
@@ -268,7 +268,7 @@ def plan(
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
-        parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+        parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
         made = warm.make_plan(call, parsed, current, warm.pose)
     return made.ready(call)
 
@@ -299,7 +299,7 @@ def problem(
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     rows = {"a_index": a_index, "out_index": out_index, "out_weights": out_weights}
     check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)), **rows)
-    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     if offs is not None:
         grouped_call = GroupedArguments(
@@ -331,7 +331,7 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     forced = {name: arguments.pop(name, None) for name in names}
     with settings.override(**forced) as current:
         posed = problem(a, b, **arguments)
-        return explain_problem(dispatch.dispatcher(), posed, current)
+        return explain_problem(dispatch.default_dispatcher(), posed, current)
 
 
 def tune(
@@ -357,7 +357,7 @@ def tune(
 
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
-        chooser = dispatch.dispatcher()
+        chooser = dispatch.default_dispatcher()
         records = Records()
         for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None:
@@ -371,4 +371,4 @@ def kernels() -> list[KernelInfo]:
     """All registered kernels, with version, distribution, traits, and why they are disabled."""
     from tmm_core.dispatch.explanation import kernel_infos
 
-    return kernel_infos(dispatch.dispatcher().registry, settings.current())
+    return kernel_infos(dispatch.default_dispatcher().registry, settings.current())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from tmm_core import settings
-from tmm_core.interop import grouped, levels, operator, unusual
+from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_tensors, number
-from tmm_core.launch.grouped import check, run, undisturbed
+from tmm_core.launch.grouped_call import check, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import GROUPED_TENSORS, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
@@ -108,17 +108,17 @@ def grouped_matmul(
         and undisturbed(
             a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
         )
-        and not levels.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
+        and not autograd_state.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
     ):
         return run(*call)
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
     if out is not None:
-        return grouped.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
+        return grouped_operator.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling():
         for kind in {type(a), type(b)} - {Tensor}:
             prepare_for(kind)
-    return grouped.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
+    return grouped_operator.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
 def _batched(call: GroupedArguments) -> Tensor:
@@ -148,7 +148,7 @@ def _batched(call: GroupedArguments) -> Tensor:
         out_dtype=out_dtype, scale_a=None if scale_a is None else scale_a.flatten(),
         scale_b=scale_b,
     ).view(shape)  # fmt: skip
-    return unusual.delivered(y, out, a, b, bias, residual, scale_a, scale_b)
+    return fallbacks.delivered(y, out, a, b, bias, residual, scale_a, scale_b)
 
 
 def grouped_linear(

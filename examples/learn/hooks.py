@@ -2,7 +2,7 @@
 
 import tmm_core
 from tmm_core import hookimpl
-from tmm_core.dispatch.registry import Registry
+from tmm_core.registry.registry import Registry
 
 
 class Forgetful:

@@ -36,7 +36,7 @@ def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
     # The kernels' own modules import this one.
     own: Any = sys.modules[type(kernel).__module__]
     if kernel.name == "triton.warp_specialized":
-        return of_hopper(problem, config, own.hopper_tiles, own.hopper_estimate)
+        return of_hopper(problem, config, own.tile_shapes, own.estimate)
     if kernel.name == "triton.realigned":  # its product's; the copies have no tiles
         inner: Kernel[Any] = own.inner_kernels()[config.inner]
         return inner.anatomy(own.realigned(problem), config.config)
@@ -73,23 +73,23 @@ def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
     )
 
 
-def of_hopper(problem: Problem, given: Any, hopper_tiles: Any, hopper_estimate: Any) -> Anatomy:
+def of_hopper(problem: Problem, given: Any, tile_shapes: Any, estimate: Any) -> Anatomy:
     """The anatomy of ``triton.warp_specialized``, with one persistent block per SM."""
-    config = hopper_tiles.adapted(problem, given)
+    config = tile_shapes.adapted(problem, given)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
         block_k=config.BLOCK_K,
         group_m=config.GROUP_M,
-        tiles=hopper_tiles.tile_count(problem, config) * config.splits,
+        tiles=tile_shapes.tile_count(problem, config) * config.splits,
         at_once=max(1, problem.device.sm_count),
-        steps=hopper_tiles.steps(problem, config),
+        steps=tile_shapes.steps(problem, config),
         num_stages=config.num_stages,
         # Four warps load, in addition to the consumers.
         num_warps=config.consumers * config.num_warps + 4,
         shared_memory=config.shared_memory(problem),
         resident=1,
-        model_us=hopper_estimate.times_us(problem, config),
+        model_us=estimate.times_us(problem, config),
     )
 
 

@@ -19,11 +19,11 @@ import triton.language as tl
 
 from tmm_core import Launcher, Machine, Operand, Problem
 from tmm_core.triton import pointer
-from tmm_triton.hopper_access import ALIGNMENT
-from tmm_triton.hopper_config import WarpSpecializedConfig
-from tmm_triton.kernel import Built, version_with
+from tmm_triton.hopper.config import WarpSpecializedConfig
+from tmm_triton.hopper.operand_layout import ALIGNMENT
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.operands import Build
-from tmm_triton.warp_specialized import WarpSpecialized
+from tmm_triton.triton_kernel import Built, version_with
 
 #: Rows and bytes of a row that one program copies.
 _ROWS, _BYTES = 8, 2048

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from tmm_core import Problem, Traits
 from tmm_triton.blocks import dot, finish, load, rescale
-from tmm_triton.kernel import TritonKernel, tiles
 from tmm_triton.operands import Build, TileConfig, build
+from tmm_triton.triton_kernel import TritonKernel, tiles
 
 
 @triton.jit

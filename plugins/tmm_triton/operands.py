@@ -16,17 +16,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Config, Operand, Problem
-from tmm_core.triton import (
-    Argument,
-    Launch,
-    Step,
-    compile_for,
-    device_function,
-    pointer,
-    source,
-)
-from tmm_triton import sums
-from tmm_triton.counters import Counters
+from tmm_core.triton import Argument, Launch, Step, compile_for, device_function, pointer, source
+from tmm_triton import reduction_order
+from tmm_triton.flags import Counters
 
 #: Bytes of the widest load and store of one thread; the alignment in ``Operand.aligned``.
 VECTOR = 16
@@ -189,7 +181,7 @@ def build(
         {
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            **sums.options(problem),
+            **reduction_order.options(problem),
             **options,
         },
         {name: typed[name][1] for name in passed},

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from tmm_core import Problem
 from tmm_triton.blocks import finish, rescale
-from tmm_triton.kernel import hopper_or_later
 from tmm_triton.operands import Build, TileConfig, Typed, build
+from tmm_triton.triton_kernel import hopper_or_later
 
 #: A larger workspace costs more traffic than splitting saves; kernels rely on one that 32 bits can
 #: index.

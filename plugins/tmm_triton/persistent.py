@@ -28,12 +28,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmm_core import Problem, Traits
 from tmm_core.triton import Described
-from tmm_triton import sums
+from tmm_triton import reduction_order
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
-from tmm_triton.hopper_access import described, stored_by_pointers
-from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
+from tmm_triton.hopper.operand_layout import described, stored_by_pointers
 from tmm_triton.operands import VECTOR, Build, Typed, build, check
 from tmm_triton.tiled import FusedEpilogueConfig
+from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes, tiles
 
 
 @triton.jit
@@ -244,7 +244,7 @@ class Persistent(TritonKernel[PersistentConfig]):
         worth = [c for c in configs if not c.FLATTEN or _next_tile_waits(problem, c)]
         summed_in_parts = [
             replace(c, PARTS=count)
-            for count in (sums.equal_splits(problem) if problem.batch_invariant else ())
+            for count in (reduction_order.equal_splits(problem) if problem.batch_invariant else ())
             for c in worth
             if not c.FLATTEN and c.SUBTILE == 1
         ]

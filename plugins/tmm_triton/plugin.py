@@ -22,7 +22,7 @@ KERNELS = {
     "triton.skinny": ("skinny", "Skinny"),
     "triton.fused_epilogue": ("tiled", "FusedEpilogue"),
     "triton.persistent": ("persistent", "Persistent"),
-    "triton.warp_specialized": ("warp_specialized", "WarpSpecialized"),
+    "triton.warp_specialized": ("hopper.warp_specialized", "WarpSpecialized"),
     "triton.realigned": ("realigned", "Realigned"),
     "triton.ragged": ("ragged", "Ragged"),
     "triton.gathered": ("gathered", "Gathered"),

@@ -26,9 +26,9 @@ import triton.language as tl
 from tmm_core import Problem, Traits
 from tmm_core.triton import pointer
 from tmm_triton.blocks import affine, dot, load, parts, tile_of
-from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
 from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.tiled import FusedEpilogueConfig
+from tmm_triton.triton_kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
 
 
 @triton.jit

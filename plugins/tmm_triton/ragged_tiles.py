@@ -107,7 +107,7 @@ def located(tile_row, groups, M, BLOCK: gl.constexpr):
 @jit
 def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
     """Where a box starts, in the order of its descriptor's dimensions. A clipped one ends at
-    ``end`` (:func:`tmm_triton.hopper_access.clipped`)."""
+    ``end`` (:func:`tmm_triton.hopper.operand_layout.clipped`)."""
     outer, inner = (column, row) if COL else (row, column)
     if KIND == "clipped":
         return 2**30, end, 2**30 - end + outer, inner

@@ -37,10 +37,10 @@ import triton.language as tl
 from tmm_core import Config, ConfigError, Kernel, Launcher, Machine, Operand, Problem, Traits
 from tmm_core.triton import pointer
 from tmm_triton.blocks import words
-from tmm_triton.hopper_config import WarpSpecializedConfig
-from tmm_triton.kernel import POINTERS, Built, hopper_or_later, version_with
+from tmm_triton.hopper.config import WarpSpecializedConfig
 from tmm_triton.operands import VECTOR, Build
 from tmm_triton.plugin import load
+from tmm_triton.triton_kernel import POINTERS, Built, hopper_or_later, version_with
 
 #: The kernels that may multiply the realigned operands, the last with the fewest requirements; and
 #: factors on their estimates for ranking them against each other: at 4096³ on an H200 the first

@@ -38,9 +38,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Machine, Problem, Traits
 from tmm_triton.blocks import finish
-from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
+from tmm_triton.pdl import check_early, ways, with_early
+from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
@@ -140,7 +140,7 @@ class SkinnyConfig(TileConfig):
         BLOCK_N: Columns of ``b``.
         BLOCK_K: Step along K of all warps together, at least 64 elements each.
         num_stages: 2 if the next step is loaded before this one is multiplied, else 1.
-        early: See :mod:`tmm_triton.early`; not ``"l2"``.
+        early: See :mod:`tmm_triton.pdl`; not ``"l2"``.
     """
 
     early: str = ""

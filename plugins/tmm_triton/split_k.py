@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton import sums
+from tmm_triton import reduction_order
 from tmm_triton.blocks import dot, finish, load, rescale
-from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import TritonKernel, hopper_or_later, tiles
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
+from tmm_triton.pdl import check_early, ways, with_early
+from tmm_triton.triton_kernel import TritonKernel, hopper_or_later, tiles
 
 
 @triton.jit
@@ -179,7 +179,7 @@ _MOST_SPLITS = 512
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
     """A tile, the number of ranges of K, and whether the launch overlaps the previous one
-    (:mod:`tmm_triton.early`; not ``"l2"``)."""
+    (:mod:`tmm_triton.pdl`; not ``"l2"``)."""
 
     SPLIT_K: int
     SWAP: bool
@@ -296,8 +296,11 @@ def _splits(problem: Problem, tile: SplitKConfig) -> list[int]:
     programs = problem.batch * tiles(problem, tile)
     steps = triton.cdiv(problem.k, tile.BLOCK_K)
     if problem.batch_invariant:
-        equal = sums.equal_splits(problem)
-        return [1, *(s for s in equal if sums.summed(problem, s, tile.BLOCK_K) is not None)]
+        equal = reduction_order.equal_splits(problem)
+        return [
+            1,
+            *(s for s in equal if reduction_order.summed(problem, s, tile.BLOCK_K) is not None),
+        ]
     aligned = problem.a.aligned and problem.b.aligned
     per_sm = _PROGRAMS_PER_SM if aligned else _PROGRAMS_PER_SM_UNALIGNED
     aims = [round(problem.device.sm_count * each / programs) for each in per_sm]

@@ -25,9 +25,9 @@ import triton.language as tl
 
 from tmm_core import Problem, Traits
 from tmm_triton.blocks import add_residual, affine, dot, load, parts, rescale, store, tile_of
-from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
 from tmm_triton.operands import Build, TileConfig, build, check
-from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
+from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put
+from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes, tiles
 
 
 @triton.jit

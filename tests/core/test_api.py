@@ -383,7 +383,7 @@ def test_a_kernel_that_raises_is_quarantined_and_the_call_answered(
     def explode(out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("illegal address")
 
-    dispatch.dispatcher().registry.register(
+    dispatch.default_dispatcher().registry.register(
         plugin(FakeKernel("test.bad", spoil=explode, estimate=1.0)), "bad"
     )
     monkeypatch.setattr(Blas, "estimate_us", lambda *_: 100.0)
@@ -399,7 +399,7 @@ def test_a_kernel_that_raises_is_quarantined_and_the_call_answered(
 
 def test_override_nests_and_ends() -> None:
     a, b = torch.randn(2, 2), torch.randn(2, 2)
-    dispatch.dispatcher().registry.register(
+    dispatch.default_dispatcher().registry.register(
         plugin(FakeKernel("test.plus", spoil=lambda out: out + 1)), "p"
     )
     with tmm_core.override(kernel="test.plus", verify=False):
@@ -469,7 +469,7 @@ assert "tmm_triton" not in sys.modules and "tmm_blas" not in sys.modules
 assert "rich" not in sys.modules and "filelock" not in sys.modules
 from tmm_core import dispatch
 from tmm_core.interop import operator
-assert dispatch.dispatcher.made is None
+assert dispatch.default_dispatcher.made is None
 assert set(os.listdir({home!r})) == before
 """
 

@@ -41,11 +41,11 @@ from tmm_core import (
     dispatch,
     hookimpl,
 )
-from tmm_core.dispatch.asking import Asked
-from tmm_core.dispatch.registry import Registry, Source
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
+from tmm_core.registry.query import Asked
+from tmm_core.registry.registry import Registry, Source
+from tmm_core.tuning.tuner import Tuner
 
 HERE = Path(__file__).parent.parent
 
@@ -382,7 +382,7 @@ def test_a_launch_that_would_end_the_process_is_quarantined(error: BaseException
     def leave(out: torch.Tensor) -> torch.Tensor:
         raise error
 
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     registry.register(plugin(FakeKernel("test.bad", spoil=leave, estimate=1e-9)), "bad")
     a, b = torch.randn(4, 5), torch.randn(5, 6)
     with (

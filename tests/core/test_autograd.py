@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import tmm_core
 from tmm_core import TmmWarning, dispatch
 from tmm_core.epilogues import BUILTIN, parse
-from tmm_core.interop import pointwise
+from tmm_core.interop import epilogue_kernels
 from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
 from tmm_core.spec.epilogue import Epilogue
@@ -58,7 +58,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def operands(epilogue: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """a, b, bias and residual for a result of 3×2."""
-    gated = dispatch.dispatcher().registry.epilogue(epilogue).gated
+    gated = dispatch.default_dispatcher().registry.epilogue(epilogue).gated
     width = 4 if gated else 2
     shapes = ((3, 5), (5, width), (width,), (3, 2))
     return tuple(leaf(*shape, dtype=dtype) for shape in shapes)
@@ -66,7 +66,7 @@ def operands(epilogue: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 def calls(epilogue: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The whole expression by tmm, and by torch."""
-    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
 
     def ours(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
         return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=0.7, epilogue=epilogue)
@@ -87,7 +87,7 @@ def test_gradcheck(epilogue: Any) -> None:
     assert torch.autograd.gradcheck(ours, inputs, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(ours, inputs, check_fwd_over_rev=True)
 
-    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
     text = parsed.interned()
 
     def operator(*tensors: Tensor) -> Tensor:
@@ -434,7 +434,7 @@ def test_a_gradient_lies_as_what_it_is_of(transposed: bool) -> None:
 @pytest.mark.parametrize("epilogue", [None, "relu", "silu", "swiglu", CUBE], ids=name)
 def test_alpha_as_a_tensor_with_a_gradient(epilogue: Any) -> None:
     inputs = (*operands(epilogue), torch.tensor(0.6, dtype=torch.float64, requires_grad=True))
-    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
 
     def ours(a: Any, b: Any, bias: Any, residual: Any, alpha: Any) -> Tensor:
         return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue)
@@ -507,7 +507,7 @@ def test_compiled_autograd() -> None:
         for shape in ((6, 8), (2, 3, 8))
     ]
     for epilogue, alpha, shape in cases:
-        parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+        parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
         x = torch.randn(shape)
         with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
             w.grad = None
@@ -559,7 +559,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def rows(epilogue: Any, dtype: torch.dtype, *lead: int, n: int = 300) -> tuple[Tensor, ...]:
-    gated = dispatch.dispatcher().registry.epilogue(epilogue).gated
+    gated = dispatch.default_dispatcher().registry.epilogue(epilogue).gated
     width = 2 * n if gated else n
     shapes = ((*lead, 8), (8, width), (width,), (*lead, n))
     return tuple(torch.randn(s).to(dtype).requires_grad_() for s in shapes)
@@ -731,13 +731,13 @@ def test_gradients_go_by_the_settings_of_their_product(
 ) -> None:
     """A GPU's backward runs in a thread of autograd's own, which knows no ``with`` of ours."""
     seen: list[Any] = []
-    choose = dispatch.dispatcher().choose
+    choose = dispatch.default_dispatcher().choose
 
     def noted(problem: Any, settings: Any) -> Any:
         seen.append(settings)
         return choose(problem, settings)
 
-    monkeypatch.setattr(dispatch.dispatcher(), "choose", noted)
+    monkeypatch.setattr(dispatch.default_dispatcher(), "choose", noted)
     x, w = leaf(*shape), leaf(8, 5)
     with tmm_core.override(tune_budget=3.25) as other:
         y = tmm_core.matmul(x, w)
@@ -767,7 +767,7 @@ def test_torch_follows_where_kernels_do_not(reason: str, passes: list[str]) -> N
     dtype = torch.float64 if reason == "dtype" else torch.float32
     inputs = rows(epilogue, dtype, 6, n=5)
     ours, theirs = calls(epilogue)
-    disable = [pointwise.NAME] if reason == "disabled" else []
+    disable = [epilogue_kernels.NAME] if reason == "disabled" else []
     with tmm_core.override(disable=disable):
         got = torch.autograd.grad(ours(*inputs).square().sum(), inputs)
     alike(got, torch.autograd.grad(theirs(*inputs).square().sum(), inputs))
@@ -804,7 +804,7 @@ def test_out_of_memory_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch)
         patched.setattr(Pointwise, "forward", fail)
         with pytest.raises(torch.OutOfMemoryError, match="full"):
             calls("silu")[0](*inputs)
-    assert pointwise.kernels(parse("silu"), 5, torch.float32, inputs[0]) is not None
+    assert epilogue_kernels.kernels(parse("silu"), 5, torch.float32, inputs[0]) is not None
 
 
 @pytest.mark.parametrize("epilogue", ["silu", "swiglu", RAMP], ids=name)
@@ -823,7 +823,7 @@ def test_a_pass_each_way_after_grouped_products(epilogue: Any, passes: list[str]
 
     got = gradients()
     assert passes == ["forward", "backward"]
-    with tmm_core.override(disable=[pointwise.NAME]):
+    with tmm_core.override(disable=[epilogue_kernels.NAME]):
         alike(got, gradients())
     assert len(passes) == 2
 

@@ -18,7 +18,7 @@ from fakes import FakeKernel, plugin
 
 import tmm_core
 from tmm_core import TmmWarning, dispatch
-from tmm_core.dispatch.registry import Registry
+from tmm_core.registry.registry import Registry
 from tmm_core.tools import cli
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_it_answers_under_each_setting(
     assert torch.allclose(result, X @ X, atol=1e-5)
     # Silently from here on.
     assert torch.allclose(tmm_core.matmul(X[:4], X), X[:4] @ X, atol=1e-5)
-    assert dispatch.dispatcher().registry.kernel("blas").name == "blas"
+    assert dispatch.default_dispatcher().registry.kernel("blas").name == "blas"
 
 
 @pytest.mark.parametrize("variable", ["TMM_PLUGINS", "TMM_DISABLE_PLUGINS", "TMM_DISABLE"])
@@ -131,7 +131,7 @@ def test_doctor_fails_on_an_unknown_plugin(
     lines = [line for line in capsys.readouterr().out.splitlines() if "fast_gemm" in line]
     assert any(line.startswith("! ") and "no plugin 'fast_gemm'" in line for line in lines)
     monkeypatch.setenv("TMM_PLUGINS", "blas")
-    dispatch.dispatcher.cache_clear()
+    dispatch.default_dispatcher.cache_clear()
     assert cli.main(["doctor"]) == 0
 
 

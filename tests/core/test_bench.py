@@ -21,9 +21,9 @@ from tmm_core.bench import environment, host, providers, regret, report, results
 from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
-from tmm_core.dispatch import verify
-from tmm_core.dispatch.timing import HostTimer
 from tmm_core.tools.cli import main
+from tmm_core.tuning.timing import HostTimer
+from tmm_core.verify import compare
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -132,12 +132,12 @@ CASES = [
 def test_eager_code_computes_what_tmm_does(case: Case) -> None:
     call = case.call(CPU)
     problem, inputs = call.problem(), call.inputs()
-    expected = verify.reference(problem, inputs)
-    limit = 4 * verify.TOLERANCE[case.dtype]  # eager rounds at every step
+    expected = compare.reference(problem, inputs)
+    limit = 4 * compare.TOLERANCE[case.dtype]  # eager rounds at every step
     for run in (providers.eager([call]), providers.tmm([call])):
         out = run(0)
         assert out.dtype == (case.out_dtype or case.dtype)
-        assert verify.error(out, expected) <= limit
+        assert compare.error(out, expected) <= limit
 
 
 def test_eager_gated_is_two_products_of_halves() -> None:
@@ -240,7 +240,7 @@ def test_without_tuning_the_choice_is_what_a_call_would_get(
     (document,) = measure(monkeypatch, task(), times=(1, 1, 1), tune=False)
     assert (document["kernel"], document["origin"]) == ("blas", "fallback")
     assert document["tuning_seconds"] is None
-    assert dispatch.dispatcher().store.misses() == []
+    assert dispatch.default_dispatcher().store.misses() == []
 
 
 def test_a_wrong_answer_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,11 +282,11 @@ def test_the_eager_code_of_8_bit_operands(scales: str, epilogue: str) -> None:
         epilogue=epilogue, bias=True, residual=True,
     )  # fmt: skip
     call = case.call(CPU)
-    expected = verify.reference(call.problem(), call.inputs())
+    expected = compare.reference(call.problem(), call.inputs())
     for run in (providers.eager([call]), providers.tmm([call])):
         result = run(0)
         assert result.dtype is torch.bfloat16
-        assert verify.error(result, expected) < 4e-2  # eager rounds after every step
+        assert compare.error(result, expected) < 4e-2  # eager rounds after every step
 
 
 def test_no_problem_is_begun_past_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,7 +573,7 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plain", "silu", "linear+bias"), "blas fused=False halves=False"
     )
     # Tuned beforehand, so that a call measures no tuning.
-    assert len(list(dispatch.dispatcher().store.entries())) == 3
+    assert len(list(dispatch.default_dispatcher().store.entries())) == 3
 
 
 # -- environment -------------------------------------------------------------------------

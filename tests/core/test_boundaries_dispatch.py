@@ -17,18 +17,18 @@ from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
-from tmm_core.dispatch import rotation, timing
-from tmm_core.dispatch.evidence import Evidence
 from tmm_core.dispatch.invariant import LADDER, _place, ladder, weight
+from tmm_core.dispatch.lookup import Evidence
 from tmm_core.dispatch.neighbour import Neighbours
-from tmm_core.dispatch.proposals import MOST_HINTS, Hints, Proposals
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import decide, fastest_of_blas, holds_at, raced, ranked_around
-from tmm_core.dispatch.unmeasured import unmeasured
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.bucket import inside, probes
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning import cold_operands, timing
+from tmm_core.tuning.ranking import decide, fastest_of_blas, holds_at, raced, ranked_around
+from tmm_core.tuning.search import MOST_HINTS, Hints, Proposals
+from tmm_core.tuning.unmeasured import unmeasured
 
 FP32 = torch.float32
 COLUMN = Operand(FP32, "col")
@@ -166,41 +166,48 @@ def test_where_blas_cannot_serve_the_least_estimate_answers(tmp_path: Path) -> N
 def test_what_rotates_is_what_a_model_reads_anew() -> None:
     weight_alone, both = ("b",), ("a", "b")
     layer = problem(m=64, n=4096, k=4096, device=GPU)
-    assert rotation.rotating(layer) == weight_alone
-    assert rotation.rotating(replace(layer, batch=2)) == both
-    assert rotation.rotating(replace(layer, a=COLUMN)) == both  # a gradient's a is no activation
+    assert cold_operands.rotating(layer) == weight_alone
+    assert cold_operands.rotating(replace(layer, batch=2)) == both
+    assert (
+        cold_operands.rotating(replace(layer, a=COLUMN)) == both
+    )  # a gradient's a is no activation
     # Half of the L2 is the largest activation that a layer finds there.
     half = GPU.l2 // 2 // (4 * 4096)
-    assert rotation.rotating(replace(layer, m=half)) == weight_alone
-    assert rotation.rotating(replace(layer, m=half + 1)) == both
-    assert rotation.rotating(replace(layer, m=half + 1, device=replace(GPU, l2=0))) == weight_alone
-    assert rotation.rotating(replace(layer, groups=Groups(4, "m"))) == weight_alone
+    assert cold_operands.rotating(replace(layer, m=half)) == weight_alone
+    assert cold_operands.rotating(replace(layer, m=half + 1)) == both
+    assert (
+        cold_operands.rotating(replace(layer, m=half + 1, device=replace(GPU, l2=0)))
+        == weight_alone
+    )
+    assert cold_operands.rotating(replace(layer, groups=Groups(4, "m"))) == weight_alone
     for along in ("n", "k"):
-        assert rotation.rotating(replace(layer, groups=Groups(4, along))) == both
+        assert cold_operands.rotating(replace(layer, groups=Groups(4, along))) == both
 
 
 def test_a_chain_has_two_calls_unless_memory_has_room_for_one_alone() -> None:
     """One whose operands exceed every cache also follows another call."""
     large = problem(m=64, n=16384, k=16384, device=GPU)  # a weight of 1 GiB
-    assert rotation.copies(large) == 2
-    assert rotation.copies(large, limit=2**30) == 1
+    assert cold_operands.copies(large) == 2
+    assert cold_operands.copies(large, limit=2**30) == 1
     small = problem(m=16, n=64, k=64, device=GPU)
-    assert rotation.copies(small) == rotation.MOST_COPIES
+    assert cold_operands.copies(small) == cold_operands.MOST_COPIES
 
 
 def test_groups_are_drawn_in_turn_unless_their_results_fill_the_memory() -> None:
     grouped = problem(m=8, n=4, k=4, device=GPU, groups=Groups(2, "m"))
-    inputs = rotation.random_inputs.make(replace(grouped, device=DEVICE), torch.device("cpu"))
-    every = rotation.DRAWS * grouped.sizes["out"]
-    assert len(rotation.rotated(inputs, grouped, 1, limit=2 * every)) == rotation.DRAWS
-    assert len(rotation.rotated(inputs, grouped, 1, limit=2 * every - 1)) == 1
-    assert len(rotation.rotated(inputs, grouped, 20, limit=2 * every)) == max(20, rotation.DRAWS)
+    inputs = cold_operands.random_inputs.make(replace(grouped, device=DEVICE), torch.device("cpu"))
+    every = cold_operands.DRAWS * grouped.sizes["out"]
+    assert len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every)) == cold_operands.DRAWS
+    assert len(cold_operands.rotated(inputs, grouped, 1, limit=2 * every - 1)) == 1
+    assert len(cold_operands.rotated(inputs, grouped, 20, limit=2 * every)) == max(
+        20, cold_operands.DRAWS
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 7), (0, 4)])
 def test_a_copy_has_every_element(shape: tuple[int, int]) -> None:
     t = torch.randn(3, 16)[: shape[0], 1 : 1 + shape[1]]
-    copy = rotation.duplicate(t)
+    copy = cold_operands.duplicate(t)
     assert torch.equal(copy, t)
     assert copy.stride() == t.stride()
     if t.numel():

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.epilogues import parse
-from tmm_core.interop import flops, grouped, pointwise
-from tmm_core.interop.unusual import concerns
+from tmm_core.interop import epilogue_kernels, flops, grouped_operator
+from tmm_core.interop.fallbacks import concerns
 
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -258,10 +258,10 @@ def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: boo
     a, b = double(12, 5, requires_grad=learns), double(3, 5, 4)
     bias, residual = double(3, 4), double(12, 4)
     places = torch.randperm(12) if scattered else None
-    call = tmm_core.interop.grouped.GroupedArguments(
+    call = tmm_core.interop.grouped_operator.GroupedArguments(
         a, b, OFFS, bias, residual, 1.0, parse("silu").interned(), out_index=places, zeroed=True
     )
-    y = grouped.grouped_matmul(*call[:-1])
+    y = grouped_operator.grouped_matmul(*call[:-1])
     rows = torch.arange(12) if places is None else places
     z = torch.cat([a[0:3] @ b[0] + bias[0], a[3:10] @ b[2] + bias[2]])
     expected = torch.zeros(12, 4, dtype=FP64)
@@ -330,32 +330,32 @@ def test_outputs_without_memory_have_their_dtypes() -> None:
 def test_kernels_after_a_product_need_a_derivative_in_torch_too() -> None:
     """Of which second derivatives are made."""
     z, silu = torch.randn(4, 8), parse("silu")
-    assert pointwise.kernels(silu, 8, FP32, z) is not None
+    assert epilogue_kernels.kernels(silu, 8, FP32, z) is not None
     device: Any = {"device": silu.device, "device_derivative": silu.device_derivative}
     bare = Epilogue("mine", torch.nn.functional.silu, **device)
-    assert pointwise.kernels(bare, 8, FP32, z) is None
-    assert pointwise.kernels(silu, 0, FP32, z) is None
-    assert pointwise.kernels(silu, 8, FP64, z) is None
-    with tmm_core.override(disable=pointwise.NAME):
-        assert pointwise.kernels(silu, 8, FP32, z) is None
-    assert pointwise.kernels(silu, 8, FP32, z) is not None
+    assert epilogue_kernels.kernels(bare, 8, FP32, z) is None
+    assert epilogue_kernels.kernels(silu, 0, FP32, z) is None
+    assert epilogue_kernels.kernels(silu, 8, FP64, z) is None
+    with tmm_core.override(disable=epilogue_kernels.NAME):
+        assert epilogue_kernels.kernels(silu, 8, FP32, z) is None
+    assert epilogue_kernels.kernels(silu, 8, FP32, z) is not None
 
 
 def test_kernels_that_fail_are_left_and_no_others() -> None:
     z = torch.randn(4, 8)
-    bad, good = (pointwise.kernels(parse(name), 8, FP32, z) for name in ("silu", "gelu"))
+    bad, good = (epilogue_kernels.kernels(parse(name), 8, FP32, z) for name in ("silu", "gelu"))
     assert bad is not None
     with pytest.warns(tmm_core.TmmWarning, match="failed for epilogue silu"):
-        pointwise.failed(parse("silu"), bad, RuntimeError("boom"))
-    assert pointwise.kernels(parse("silu"), 8, FP32, z) is None
-    assert pointwise.kernels(parse("gelu"), 8, FP32, z) is good is not None
+        epilogue_kernels.failed(parse("silu"), bad, RuntimeError("boom"))
+    assert epilogue_kernels.kernels(parse("silu"), 8, FP32, z) is None
+    assert epilogue_kernels.kernels(parse("gelu"), 8, FP32, z) is good is not None
 
 
 def test_kernels_after_a_product_take_dense_rows_on_16_bytes() -> None:
     z = torch.randn(4, 8)
-    assert pointwise.takes(z)
-    assert not pointwise.takes(torch.randn(33)[1:].view(4, 8))
-    assert not pointwise.takes(z.T)
+    assert epilogue_kernels.takes(z)
+    assert not epilogue_kernels.takes(torch.randn(33)[1:].view(4, 8))
+    assert not epilogue_kernels.takes(z.T)
 
 
 # -- counting -----------------------------------------------------------------------------
@@ -373,8 +373,8 @@ def test_flops_of_vectors_and_batches(a: Any, b: Any, products: int) -> None:
 
 
 def test_flops_of_groups_are_of_the_rows_that_are_multiplied() -> None:
-    assert grouped.grouped_flops((10, 5), (3, 5, 4), (3,)) == 2 * 10 * 5 * 4
-    assert grouped.grouped_flops((2, 5), (3, 5, 4), (3,), a_index=(10,)) == 2 * 10 * 5 * 4
+    assert grouped_operator.grouped_flops((10, 5), (3, 5, 4), (3,)) == 2 * 10 * 5 * 4
+    assert grouped_operator.grouped_flops((2, 5), (3, 5, 4), (3,), a_index=(10,)) == 2 * 10 * 5 * 4
 
 
 # -- autocast and other operands ----------------------------------------------------------

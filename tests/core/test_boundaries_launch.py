@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tmm_core
 from tmm_core import PluginError
-from tmm_core.launch import grouped, warm
+from tmm_core.launch import grouped_call, warm
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.epilogue import IDENTITY
@@ -353,6 +353,6 @@ def test_a_ragged_sum_leaves_nothing_to_be_zeroed() -> None:
     """Its result has a product for each group, and no rows beyond the last."""
     a, b, offs = torch.randn(8, 6), torch.randn(6, 4), ends(2, 5)
     call = GroupedArguments(a, b, offs, zeroed=True)
-    problem, _ = grouped.pose(call, IDENTITY, tmm_core.settings.current())
+    problem, _ = grouped_call.pose(call, IDENTITY, tmm_core.settings.current())
     assert problem.groups is not None
     assert (problem.along, problem.groups.zeroed) == ("k", False)

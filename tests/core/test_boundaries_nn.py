@@ -14,7 +14,7 @@ from torch import nn
 import tmm_core
 from tmm_core.nn import Experts, SwiGLU, experts
 from tmm_core.nn.gated_product import gated_linear, joint_operands
-from tmm_core.nn.joined import join, joinable, joined, seen_alone
+from tmm_core.nn.joint_storage import join, joinable, joined, seen_alone
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -11,13 +11,13 @@ import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, FakeTimer, dispatcher, problem, settings
 
-from tmm_core.dispatch import rotation, tuning
-from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.explanation import explain_problem
-from tmm_core.dispatch.findings import Findings
-from tmm_core.dispatch.proposals import Proposals
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.operand import Operand
+from tmm_core.tuning import cold_operands, stages
+from tmm_core.tuning.compile_pool import NotCompiledError
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.search import Proposals
+from tmm_core.tuning.tuner import Tuner
 
 
 class Slow(FakeKernel):
@@ -99,7 +99,7 @@ def test_what_the_budget_left_out_is_tried_when_it_is_asked_for(tmp_path: Path) 
 
 def test_the_first_candidates_are_tried_whatever_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as a machine with tmm's own kernels has; others only within the budget."""
-    monkeypatch.setattr(tuning, "TOGETHER", 3)
+    monkeypatch.setattr(stages, "TOGETHER", 3)
 
     class Late(FakeTimer):
         def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
@@ -161,15 +161,15 @@ def test_results_count_against_the_memory_of_a_chain() -> None:
     wide = problem(m=4096, n=1024, k=16, a=operand, b=operand, out=operand, device=gpu)
     weight, out = wide.sizes["b"], wide.sizes["out"]
     assert out > 100 * weight
-    assert rotation.copies(wide, limit=5 * (weight + out)) == 5
-    assert rotation.copies(wide, limit=5 * (weight + out) - 1) == 4
+    assert cold_operands.copies(wide, limit=5 * (weight + out)) == 5
+    assert cold_operands.copies(wide, limit=5 * (weight + out) - 1) == 4
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_a_copy_is_aligned_as_its_original(offset: int) -> None:
     """Or a kernel for unaligned operands would be timed on aligned ones."""
     memory = torch.empty(64 + 8)
-    start = (-memory.data_ptr() % rotation.ALIGNMENT) // 4 + offset
+    start = (-memory.data_ptr() % cold_operands.ALIGNMENT) // 4 + offset
     t = memory[start : start + 32].view(4, 8)
-    assert t.data_ptr() % rotation.ALIGNMENT == 4 * offset
-    assert rotation.duplicate(t).data_ptr() % rotation.ALIGNMENT == 4 * offset
+    assert t.data_ptr() % cold_operands.ALIGNMENT == 4 * offset
+    assert cold_operands.duplicate(t).data_ptr() % cold_operands.ALIGNMENT == 4 * offset

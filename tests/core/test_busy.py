@@ -22,7 +22,7 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Traits, dispatch
-from tmm_core.dispatch import ladder
+from tmm_core.dispatch import dispatcher as answers
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 
@@ -62,7 +62,7 @@ def test_a_call_does_not_wait_for_another_process(
     assert d.choose(problem(), settings()).candidate.kernel.name == "fast"
     assert timer.measured
     # The line is said again once a minute has passed.
-    d._said -= ladder.SAID_EVERY
+    d._said -= answers.SAID_EVERY
     caplog.clear()
     with held(other, problem(n=80)):
         d.choose(problem(n=80), settings())
@@ -96,7 +96,7 @@ def test_where_bits_must_not_change_a_call_waits(tmp_path: Path) -> None:
     d.store.lock = noting  # type: ignore[method-assign]
     with held(other, asked):
         d.choose(asked, settings(tune_budget=5.0))
-    assert min(waits) == 5.0 * ladder.LOCK_PATIENCE
+    assert min(waits) == 5.0 * answers.LOCK_PATIENCE
 
 
 def test_asking_for_tuning_waits(shared: Any) -> None:
@@ -168,7 +168,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_no_plan_is_made_of_an_answer_for_now(shared: Any) -> None:
     """Calls choose again until the record is there, and a plan waits for it."""
     d, _, other = shared
-    dispatch.dispatcher.made = d
+    dispatch.default_dispatcher.made = d
     warm.forget_plans()
     a, b = torch.randn(64, 16), torch.randn(16, 32)
     asked = tmm_core.problem(a, b)
@@ -206,7 +206,7 @@ class Slow(FakeTimer):
 root, rank = Path(sys.argv[1]), sys.argv[2]
 made, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=root)
 made.tuner.timer = Slow({{"fast": 10.0, "blas": 20.0}})
-dispatch.dispatcher.made = made
+dispatch.default_dispatcher.made = made
 seconds, tune = {{}}, made.tuner.tune
 
 def noting(problem, *arguments):

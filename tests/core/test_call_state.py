@@ -11,7 +11,7 @@ from fakes import FakeBlas, FakeKernel, installed
 
 import tmm_core
 from tmm_core import TmmWarning, Traits
-from tmm_core.dispatch.trust import Trust
+from tmm_core.dispatch.first_use import Trust
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import TmmWarning, Traits
-from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucket_edge
 from tmm_core.spec.problem import Problem

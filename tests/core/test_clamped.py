@@ -14,12 +14,12 @@ from tmm_blas.blas import Blas, BlasConfig
 
 import tmm_core
 from tmm_core import Epilogue, Groups, Operand
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.nn import Experts, GatedMLP, clamped
+from tmm_core.registry.registry import Registry
 from tmm_core.testing import EpilogueConformance
+from tmm_core.verify.verifier import Verifier
 
 Tensor = torch.Tensor
 FP32 = torch.float32

@@ -21,7 +21,7 @@ from tmm_cache import CacheStore, tmm
 
 import tmm_core
 from tmm_core import Epilogue, Traits, dispatch, settings
-from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools import cli
 from tmm_core.tools.cli import main
@@ -73,7 +73,7 @@ def test_every_command_has_a_module_and_the_line_of_help() -> None:
 
 def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {info["name"]: info for info in run_json(capsys, "kernels")}
-    version = dispatch.dispatcher().registry.kernel("blas").version
+    version = dispatch.default_dispatcher().registry.kernel("blas").version
     assert listed["blas"]["version"] == version
     assert listed["blas"]["distribution"] == "tmm-core"
     assert listed["blas"]["disabled"] is None
@@ -165,7 +165,7 @@ SHIFT = Epilogue("shift", lambda z, by=2: z + by)
 def test_a_plugins_epilogue_works_in_every_command(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dispatch.dispatcher().registry.register(plugin(epilogues=[SHIFT]), "fakes")
+    dispatch.default_dispatcher().registry.register(plugin(epilogues=[SHIFT]), "fakes")
     asked = ("8x16x32", "--dtype", "fp32", "--epilogue", text, *CPU)
     key = run_json(capsys, "explain", *asked)["problem"]["epilogue"]
     assert SHIFT.with_parameters(*([3] if "3" in text else [])).key in key
@@ -536,7 +536,7 @@ def test_every_variable_that_the_sources_read_is_known_to_doctor() -> None:
     texts = [path.read_text() for package in packages for path in package.rglob("*.py")]
     used = {name for text in texts for name in re.findall(r"""["'](TMM_[A-Z_]+)["']""", text)}
     assert len(used) >= 19
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     told = list(variables.faults(dict.fromkeys(used, ""), registry, lambda: None))
     assert len(told) == len(used)
     assert not [text for _, text, _ in told if "not read" in text]

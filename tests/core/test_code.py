@@ -17,9 +17,9 @@ from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core.dispatch.deferred import Answers
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.trust import Trust
+from tmm_core.dispatch.first_use import Trust
+from tmm_core.registry.deferred import Answers
+from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.spec import code
 from tmm_core.spec.code import code_of, version_of

@@ -34,15 +34,15 @@ from fakes import (
     settings,
 )
 
-from tmm_core.dispatch import compilers, findings
-from tmm_core.dispatch.compilers import Compilers, NotCompiledError
-from tmm_core.dispatch.findings import Findings
-from tmm_core.dispatch.registry import Source
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.epilogues import parse
 from tmm_core.errors import TmmWarning
+from tmm_core.registry.registry import Source
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Candidate
+from tmm_core.tuning import compile_pool, findings
+from tmm_core.tuning.compile_pool import Compilers, NotCompiledError
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.tuner import Tuner
 
 HERE = Path(__file__).parent.parent
 PLUGIN = """
@@ -113,8 +113,8 @@ def own(module: Any) -> Iterator[Compilers]:
 
 
 def process(compilers: Compilers) -> subprocess.Popen[bytes]:
-    assert compilers._server is not None
-    return compilers._server.process
+    assert compile_pool._server is not None
+    return compile_pool._server.process
 
 
 def candidate(kernel: Any, tile: int) -> Candidate:
@@ -200,8 +200,8 @@ def test_what_hangs_keeps_no_other_kernel_waiting(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both workers hang; after a while others are begun beside them."""
-    patch = "import tmm_core.dispatch.compile_server as s\ns.STALLED = 0.3\ns.main()\n"
-    monkeypatch.setattr(compilers, "_PROGRAM", ["-c", patch])
+    patch = "import tmm_core.tuning.compile_worker as s\ns.STALLED = 0.3\ns.main()\n"
+    monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", patch])
     quick = Compilers(workers=2, limit=60.0)
     try:
         hung = [quick.submit(problem(), candidate(installed.kernel, 2)) for _ in range(2)]
@@ -331,8 +331,8 @@ def test_where_no_server_can_be_all_is_left_to_bind(
 
         monkeypatch.setattr(subprocess, "Popen", refuse)
     else:
-        monkeypatch.setattr(compilers, "_PROGRAM", ["-c", programs[broken]])
-        monkeypatch.setattr(compilers, "START_LIMIT", 1.0 if broken == "slow" else 60.0)
+        monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", programs[broken]])
+        monkeypatch.setattr(compile_pool, "START_LIMIT", 1.0 if broken == "slow" else 60.0)
     made = Compilers(workers=2)
 
     def all_are_left() -> None:
@@ -361,9 +361,9 @@ def test_a_program_with_python_in_it_is_not_started_again(
 def test_the_server_ends_when_nobody_needs_it(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch = "import tmm_core.dispatch.compile_server as s\n"
+    patch = "import tmm_core.tuning.compile_worker as s\n"
     patch += "s.IDLE_LIMIT = 0.2\ns._LOOK = 0.1\ns.main()\n"
-    monkeypatch.setattr(compilers, "_PROGRAM", ["-c", patch])
+    monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", patch])
     made = Compilers(workers=1)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
     first = made._server
@@ -497,14 +497,14 @@ import os, time
 from fakes import problem, registered
 from compiled_plugin import kernel
 registered(kernel)
-from tmm_core.dispatch import compilers
+from tmm_core.tuning import compile_pool
 from tmm_core.spec.kernel import Candidate
 
 def candidate(tile):
     return Candidate(kernel, type(kernel.default_config(problem()))(tile=tile))
 
 def ask(tile=5):
-    error = compilers.default().submit(problem(), candidate(tile)).exception(timeout=100)
+    error = compile_pool.default().submit(problem(), candidate(tile)).exception(timeout=100)
     print(os.getpid() if tile == 7 else error, flush=True)
 """
 
@@ -572,7 +572,7 @@ ENDS = """
 import signal, subprocess
 # Where this runs in a shell's background, SIGINT is ignored and so Python has no handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-made = compilers.default()
+made = compile_pool.default()
 made.submit(problem(), candidate(2))
 holder = 0
 if {held}:

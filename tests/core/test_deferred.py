@@ -19,11 +19,11 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Deferred, Kernel, PluginError, TmmWarning, UnknownNameError, errors
-from tmm_core.dispatch import findings
-from tmm_core.dispatch.deferred import Answers, own_files
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.registry.deferred import Answers, own_files
+from tmm_core.registry.registry import Registry
+from tmm_core.tuning import findings
+from tmm_core.tuning.tuner import Tuner
 
 PROBLEM = problem()
 
@@ -242,7 +242,7 @@ a = torch.randn(16, 16)
 tmm_core.settings.override  # settings are read
 posed = tmm_core.problem(a, a)
 assert "triton" not in sys.modules and "pluggy" in sys.modules
-chooser = dispatch.dispatcher()
+chooser = dispatch.default_dispatcher()
 if sys.argv[1] == "record":
     able, _ = chooser.registry.candidates(posed, tmm_core.settings.current())
     assert len(able) > 3
@@ -274,15 +274,15 @@ def test_a_process_that_replays_imports_what_it_replays(tmp_path: Path, winner: 
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return set(done.stdout.split())
 
-    assert "tmm_triton.warp_specialized" in process("record")
+    assert "tmm_triton.hopper.warp_specialized" in process("record")
     imported = process("replay")
     if winner == "blas":
-        assert imported == {"tmm_core.dispatch.trust", "tmm_triton.plugin"}
+        assert imported == {"tmm_core.dispatch.first_use", "tmm_triton.plugin"}
     else:
-        kernels = {"tmm_triton.naive", "tmm_triton.kernel", "tmm_triton.operands"}
+        kernels = {"tmm_triton.naive", "tmm_triton.triton_kernel", "tmm_triton.operands"}
         assert kernels | {"triton"} <= imported
-        assert not {"tmm_triton.tiled", "tmm_triton.warp_specialized"} & imported
-        assert not {"tmm_core.dispatch.tuner", "tmm_core.dispatch.timing"} & imported
+        assert not {"tmm_triton.tiled", "tmm_triton.hopper.warp_specialized"} & imported
+        assert not {"tmm_core.tuning.tuner", "tmm_core.tuning.timing"} & imported
 
 
 def test_an_answer_depends_on_tmms_own_code() -> None:
@@ -292,8 +292,8 @@ def test_an_answer_depends_on_tmms_own_code() -> None:
         "settings.py",
         "spec/problem.py",
         "launch/check.py",
-        "dispatch/registry.py",
-        "triton/steps.py",
+        "registry/registry.py",
+        "triton/launcher_codegen.py",
     } <= own
     assert not {name for name in own if name.startswith(("bench/", "nn/", "testing/", "tools/"))}
 
@@ -302,7 +302,7 @@ def test_folders_in_folders_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("top.py", "dispatch/one.py", "dispatch/deep/two.py", "tools/deep/three.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    monkeypatch.setattr("tmm_core.dispatch.deferred._CORE", tmp_path)
+    monkeypatch.setattr("tmm_core.registry.deferred._CORE", tmp_path)
     found = {path.relative_to(tmp_path).as_posix() for path in own_files()}
     assert found == {"top.py", "dispatch/one.py", "dispatch/deep/two.py"}
 

@@ -54,12 +54,12 @@ def test_the_users_records_are_untouched_also_after_an_error(tmp_path: Path) -> 
     own = os.environ["TMM_CACHE_DIR"]
     context = demo.temporary_records()
     context.__enter__()
-    folder = dispatch.dispatcher().store.root
+    folder = dispatch.default_dispatcher().store.root
     assert folder.is_dir()
     assert str(folder) != own
     assert not context.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # it goes on
     assert not folder.exists()
-    assert str(dispatch.dispatcher().store.root) == own == os.environ["TMM_CACHE_DIR"]
+    assert str(dispatch.default_dispatcher().store.root) == own == os.environ["TMM_CACHE_DIR"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a CPU does")
@@ -83,7 +83,7 @@ def test_a_wrong_kernel_is_called_wrong(
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels = (FakeKernel("fake.wrong", spoil=lambda out: out * 1.5), FakeKernel("fake.right"))
-    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
+    dispatch.default_dispatcher().registry.register(plugin(*kernels), "fakes")
     assert demo.interpreted() == 1
     text = capsys.readouterr().out
     assert re.search(r"^fake\.wrong +WRONG +\d", text, re.MULTILINE)
@@ -95,7 +95,7 @@ def test_the_comparison_has_a_row_per_problem_and_tells_of_a_wrong_answer(
 ) -> None:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     cases = [Case(m=16, n=24, k=32, dtype=torch.float32), Case(m=8, n=8, k=8, epilogue="swiglu")]
-    assert demo.compare(cases, torch.device("cpu")) == 0
+    assert demo.show_choices(cases, torch.device("cpu")) == 0
     text, notes = capsys.readouterr()
     rows = [line for line in text.splitlines() if "×" in line]
     assert rows[0].startswith("16×24×32 float32 nn ")
@@ -105,9 +105,9 @@ def test_the_comparison_has_a_row_per_problem_and_tells_of_a_wrong_answer(
     assert len(re.findall(r"^tmm: \d+×\d+×\d+ .*  \d\.\d{3}×$", notes, re.MULTILINE)) == 2
 
     liar = FakeKernel("fake.liar", spoil=lambda out: out * 1.5)
-    dispatch.dispatcher().registry.register(plugin(liar), "fakes")
+    dispatch.default_dispatcher().registry.register(plugin(liar), "fakes")
     with settings.override(kernel="fake.liar"):
-        assert demo.compare(cases[:1], torch.device("cpu")) == 1
+        assert demo.show_choices(cases[:1], torch.device("cpu")) == 1
 
 
 @pytest.mark.gpu

@@ -210,24 +210,24 @@ def test_the_order_of_sets_and_addresses_are_no_part_of_it() -> None:
 def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     pytest.importorskip("triton")
     from tmm_blas.blas import Blas
+    from tmm_triton.hopper.warp_specialized import WarpSpecialized
     from tmm_triton.naive import Naive
     from tmm_triton.realigned import Realigned
     from tmm_triton.split_k import SplitK
-    from tmm_triton.warp_specialized import WarpSpecialized
 
     code = reached(Naive, Naive.config_type)
     for name in ("naive.naive_kernel", "blocks.dot", "blocks.load", "operands.build"):
         assert f"tmm_triton.{name}" in code
-    assert "tmm_core.triton.steps.launcher" in code
+    assert "tmm_core.triton.launcher_codegen.launcher" in code
     assert "tmm_triton.partials.reduce_kernel" in reached(SplitK, SplitK.config_type)
-    assert "tmm_triton.counters.Counters" in reached(SplitK, SplitK.config_type)
+    assert "tmm_triton.flags.Counters" in reached(SplitK, SplitK.config_type)
     hopper = reached(WarpSpecialized, WarpSpecialized.config_type)
-    for name in ("hopper_consumers.consume", "words.box_words", "hopper_config.Constants"):
+    for name in ("hopper.consumer.consume", "unaligned_loads.box_words", "hopper.config.Constants"):
         assert f"tmm_triton.{name}" in hopper
     assert "tmm_core.triton.ptx.joined" in hopper
     copies = reached(Realigned, Realigned.config_type)
     assert "tmm_triton.realigned.realign" in copies
     for each in (code, hopper, copies, reached(Blas, Blas.config_type)):
-        for name in ("roofline", "estimate", "hopper_search"):
+        for name in ("roofline", "hopper.estimate", "hopper.search_space"):
             assert not [label for label in each if name in label]
         assert not [label for label, text in each.items() if " at 0x" in text or text[:1] == "/"]

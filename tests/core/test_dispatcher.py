@@ -24,8 +24,8 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.dispatch.explanation import Records, explain_problem
-from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.spec.bucket import bucket_edge
+from tmm_core.tuning.unmeasured import BUDGET_ENDED
 
 FAST = {"fast": 10.0, "blas": 20.0}
 

@@ -39,8 +39,8 @@ from tmm_cache import CacheStore
 import tmm_core
 import tmm_core.tools.ranks
 from tmm_core import dispatch
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.launch import warm
+from tmm_core.tuning.tuner import Tuner
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -401,7 +401,7 @@ def tuned(
     times = {"blas": 10.0, "x": 5.0 + rank % 2, "y": 6.0 - rank % 2}
     kernels = (FakeBlas(), x, FakeKernel("y", version=versions[rank]))
     chooser, _ = dispatcher(*kernels, times=times, root=Path(root.format(rank=rank)))
-    dispatch.dispatcher = lambda: chooser  # type: ignore[assignment]
+    dispatch.default_dispatcher = lambda: chooser  # type: ignore[assignment]
     problems = [problem(m=EDGE, n=32 + index) for index in range(COUNT)]
     if alone:
         for one in problems:
@@ -539,7 +539,7 @@ def test_different_kernels_are_told(world: World, tmp_path: Path) -> None:
 
 def different_problems() -> str:
     chooser, _ = dispatcher(FakeBlas())
-    dispatch.dispatcher = lambda: chooser  # type: ignore[assignment]
+    dispatch.default_dispatcher = lambda: chooser  # type: ignore[assignment]
     posed = [problem(n=32 + (dist.get_rank() == 3))]
     with pytest.raises(ValueError, match="tune different things: they differ in problems") as error:
         tmm_core.tools.ranks.tune(posed)
@@ -577,7 +577,7 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
     x = FakeKernel("x")
     chooser, _ = dispatcher(FakeBlas(), x, times={"x": 5.0, "blas": 10.0})
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "dispatcher", lambda: chooser)
+        patch.setattr(dispatch, "default_dispatcher", lambda: chooser)
         (record,) = tmm_core.tools.ranks.tune(problem())
     assert record.best.kernel == "x"
 

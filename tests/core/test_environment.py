@@ -31,18 +31,24 @@ from fakes import (
 from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
 
 from tmm_core import Traits, dispatch
-from tmm_core.dispatch import environment, findings, untried
-from tmm_core.dispatch.compilers import NotCompiledError
-from tmm_core.dispatch.environment import BUDGET_ENDED, alike, cause_of, cause_of_text, verdicts
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.explanation import explain_problem
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import ConfigError, PluginError, TmmWarning
 from tmm_core.launch import warm
+from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Deferred
 from tmm_core.tools.commands import doctor_toolchain, tune
+from tmm_core.tuning import environment_faults, findings, untried
+from tmm_core.tuning.compile_pool import NotCompiledError
+from tmm_core.tuning.environment_faults import (
+    BUDGET_ENDED,
+    alike,
+    cause_of,
+    cause_of_text,
+    verdicts,
+)
+from tmm_core.tuning.tuner import Tuner
 
 FAST = {"fast": 10.0, "blas": 20.0}
 #: Changes the toolchain's fingerprint, as whoever repairs it does.
@@ -559,7 +565,7 @@ def test_programs_are_looked_for_again() -> None:
     toolchain.forget_programs()
     assert not found.cache_info().currsize
     assert os.path.exists(str(toolchain.python_header())) in (True, False)
-    assert environment.LEAST_ALIKE == 2
+    assert environment_faults.LEAST_ALIKE == 2
 
 
 @pytest.mark.parametrize("lacks", ["compiler", "header", "nothing"])
@@ -602,7 +608,7 @@ def test_the_doctor_shows_what_is_untried_and_why(
     cpu = torch.device("cpu")
     monkeypatch.setattr(doctor_toolchain, "fingerprint", lambda _: DEVICE)
     d, _ = process(tmp_path, Broken("fast", no_memory), Broken("two", no_ptxas))
-    dispatch.dispatcher.made = d
+    dispatch.default_dispatcher.made = d
     assert list(doctor_toolchain.untried(cpu)) == []
     with pytest.warns(TmmWarning, match="Cannot find ptxas"):
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2

@@ -16,7 +16,7 @@ import tmm_core
 from tmm_core import Epilogue, Port, dispatch
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.testing import EpilogueConformance
-from tmm_core.testing.questions import USERS
+from tmm_core.testing.probe_problems import USERS
 
 
 @triton.jit
@@ -183,4 +183,4 @@ def product(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
 
 def test_the_dispatcher_finds_an_interned_epilogue_by_its_key() -> None:
     nobodys = Epilogue("nobodys", lambda z: z + 1)
-    assert dispatch.dispatcher().registry.epilogue(nobodys.interned()) is nobodys
+    assert dispatch.default_dispatcher().registry.epilogue(nobodys.interned()) is nobodys

@@ -28,7 +28,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     from tmm_core import dispatch
 
     monkeypatch.delenv("TMM_SHIPPED_RECORDS", raising=False)
-    dispatch.dispatcher.cache_clear()
+    dispatch.default_dispatcher.cache_clear()
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

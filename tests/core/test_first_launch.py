@@ -20,14 +20,14 @@ import torch
 from fakes import FakeBlas, FakeTimer, imported, problem, settings
 
 from tmm_core import dispatch
-from tmm_core.dispatch import first_launch
-from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import TmmWarning
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
+from tmm_core.tuning import first_launch
+from tmm_core.tuning.first_launch import FirstLaunches
+from tmm_core.tuning.tuner import Tuner
 
 PLUGIN = """
 import os, signal, sys, time
@@ -179,12 +179,12 @@ def test_the_command_isolates(
     installed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(installed.kernel, "tiles", (1, 5))
-    dispatch.dispatcher.cache_clear()
+    dispatch.default_dispatcher.cache_clear()
     warm.forget_plans()
     arguments = ["tune", "64x32x16", "--dtype", "fp32", "--device", "cpu", "--isolate", "--json"]
     assert main(arguments) == 0
     (outcome,) = json.loads(capsys.readouterr().out)
     assert outcome["status"] == "tuned"
     assert outcome["candidates"]["failed"] >= 1
-    assert dispatch.dispatcher().tuner.first_launches is None
+    assert dispatch.default_dispatcher().tuner.first_launches is None
     assert {tile for pid, tile in launches() if pid == os.getpid()} == {1}

@@ -14,9 +14,9 @@ from test_trust import FAST, Counting, dispatcher, name, shipped
 from tmm_cache import CacheStore, CacheWarning
 
 from tmm_core import TmmWarning
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.registry.registry import Registry
+from tmm_core.tuning.tuner import Tuner
 
 
 def writable_record(path: Path) -> None:

@@ -18,7 +18,7 @@ PACKAGE = Path(formats.__file__).parents[1]
 WITHOUT = """
 import torch, tmm_core
 from tmm_core import formats
-from tmm_core.testing import KernelConformance, questions
+from tmm_core.testing import KernelConformance, probe_problems
 from tmm_blas.blas import Blas
 assert formats.FORMATS == {}
 a, b = torch.randn(6, 32), torch.randn(32, 8)
@@ -41,7 +41,7 @@ class Suite(KernelConformance):
     kernel = Blas()
 assert not list(Suite().probes_of_scales())
 assert all(Suite.kernel.reasons_against(p) is not None
-           for p in questions.odd_problems(tmm_core.problem(a, b).device))
+           for p in probe_problems.odd_problems(tmm_core.problem(a, b).device))
 """
 
 FNUZ = """
@@ -61,7 +61,7 @@ FORMAT = Format(
 
 WITH = """
 import torch, tmm_core
-from tmm_core.dispatch import random_inputs, verify
+from tmm_core.verify import random_inputs, compare
 from tmm_blas.blas import Blas
 a, b = torch.randn(6, 32).to(torch.float8_e4m3fnuz), torch.randn(32, 8).to(torch.float8_e4m3fnuz)
 scale = torch.rand(6, 1) + 0.5
@@ -74,8 +74,8 @@ assert "does not multiply fnuz operands, torch.float8_e4m3fnuz and torch.float8_
 posed = tmm_core.problem(a, b, scale_a=scale)
 inputs = random_inputs.make(posed, torch.device("cpu"), seed=1)
 launcher = Blas().bind(posed, Blas().default_config(posed))
-error = verify.error(inputs.launch(launcher, None), verify.reference(posed, inputs))
-assert 0 < error <= verify.tolerance(posed) == 2e-3, error
+error = compare.error(inputs.launch(launcher, None), compare.reference(posed, inputs))
+assert 0 < error <= compare.tolerance(posed) == 2e-3, error
 try:
     tmm_core.matmul(a, torch.randn(32, 8).to(torch.float8_e4m3fn))
 except RuntimeError as error:

@@ -12,11 +12,11 @@ from fakes import installed
 from tmm_blas.blas import Blas
 
 import tmm_core
-from tmm_core.dispatch import random_inputs, verify
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.verify import compare, random_inputs
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ def exact(a: Tensor, b: Tensor, scale_a: Any = 1.0, scale_b: Any = 1.0) -> Tenso
 def close(result: Tensor, expected: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
     assert result.dtype is dtype
     assert result.shape == expected.shape
-    assert verify.error(result, expected) <= verify.TOLERANCE[dtype]
+    assert compare.error(result, expected) <= compare.TOLERANCE[dtype]
 
 
 def scales(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -245,7 +245,7 @@ def test_inputs_to_measure_with() -> None:
         ) == posed  # fmt: skip
         z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha
         expected = posed.epilogue.apply(z)
-        found = posed.epilogue.apply(verify.accumulated(posed, inputs))
+        found = posed.epilogue.apply(compare.accumulated(posed, inputs))
         assert torch.allclose(found, expected, rtol=1e-12)
 
 

@@ -21,19 +21,20 @@ from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProb
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import ragged, random_inputs, rotation
-from tmm_core.dispatch.fixture import Fixture
-from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
-from tmm_core.dispatch.verifier import Verifier
+from tmm_core.dispatch.dispatcher import ROWS_EACH, Dispatcher
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
-from tmm_core.interop import grouped
+from tmm_core.interop import grouped_operator
 from tmm_core.launch import warm
 from tmm_core.nn import Experts
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.tuning import cold_operands
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify import ragged_inputs, random_inputs
+from tmm_core.verify.data_sets import Fixture
+from tmm_core.verify.verifier import Verifier
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -152,10 +153,10 @@ def test_padded_results_are_verified_and_timed_as_calls_make_them() -> None:
     a, b = ODD["m"]()
     problem, device = tmm_core.problem(a, b, offs=OFFS), torch.device("cpu")
     assert problem.allocates
-    assert rotation.Copies(problem, device, None)._out is None
+    assert cold_operands.Copies(problem, device, None)._out is None
     given = replace(problem, out=Operand(FP32, aligned=False))
     assert not given.allocates
-    assert rotation.Copies(given, device, None)._out is not None
+    assert cold_operands.Copies(given, device, None)._out is not None
     right: Any = grouped_mm.bind(problem)
 
     def packs(*arguments: Any, offs: Tensor) -> Tensor:
@@ -514,7 +515,7 @@ def test_opcheck(signature: str, learns: bool) -> None:
     )
     # What is beyond the last group is what was there before.
     zeroed = {} if len(arguments) > 11 else {"zeroed": True}
-    torch.library.opcheck(grouped.grouped_matmul, arguments, zeroed)
+    torch.library.opcheck(grouped_operator.grouped_matmul, arguments, zeroed)
 
 
 def test_one_operator_in_a_full_graph() -> None:
@@ -733,7 +734,7 @@ def test_the_memory_for_timing_counts_the_weights_of_all_groups() -> None:
     weights = problem.groups.count * problem.k * problem.n * 4  # type: ignore[union-attr]
     assert problem.bytes > weights
     with pytest.raises(MemoryError, match="tune_memory"):
-        rotation.Copies(problem, torch.device("cpu"), weights)
+        cold_operands.Copies(problem, torch.device("cpu"), weights)
 
 
 def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:
@@ -807,10 +808,10 @@ def test_buckets_are_of_the_ragged_dimension() -> None:
 
 
 @pytest.mark.parametrize("distribution", ["even", "skewed"])
-def test_distributions_have_empty_groups(distribution: ragged.Sizes) -> None:
+def test_distributions_have_empty_groups(distribution: ragged_inputs.Sizes) -> None:
     chance = torch.Generator().manual_seed(0)
     for count, total in ((8, 512), (128, 64), (128, 8192), (2, 100)):
-        made = ragged.ends_of(count, total, chance, distribution)
+        made = ragged_inputs.ends_of(count, total, chance, distribution)
         sizes = torch.tensor(made).diff(prepend=torch.zeros(1, dtype=torch.long))
         assert made[-1] == total
         assert (sizes >= 0).all()
@@ -818,26 +819,26 @@ def test_distributions_have_empty_groups(distribution: ragged.Sizes) -> None:
         mean = total / count
         if total >= count > 2:
             assert (sizes.max() > 2 * mean) == (distribution == "skewed")
-    assert ragged.ends_of(1, 7, chance, distribution) == [7]
+    assert ragged_inputs.ends_of(1, 7, chance, distribution) == [7]
 
 
 def test_both_distributions_are_timed_and_verified() -> None:
     problem = cpu_problem()
     inputs = random_inputs.make(problem, torch.device("cpu"), seed=0)
-    assert rotation.copies(problem) == 2
-    first, second = rotation.rotated(inputs, problem, 2)
+    assert cold_operands.copies(problem) == 2
+    first, second = cold_operands.rotated(inputs, problem, 2)
     assert first.rows is not None
     assert second.rows is not None
     assert first.rows.offs.tolist() == list(first.rows.ends)
     assert second.rows.offs.tolist() != list(first.rows.ends)
     # A chain on a GPU takes more draws than copies, if there is memory for the outputs.
     on_gpu = replace(problem, device=HOPPER)
-    calls = rotation.rotated(inputs, on_gpu, 2)
+    calls = cold_operands.rotated(inputs, on_gpu, 2)
     drawn = {tuple(each.rows.offs.tolist()) for each in calls}
-    assert len(calls) == ragged.DRAWS
+    assert len(calls) == ragged_inputs.DRAWS
     assert len(drawn) > 3
     assert [each.b.data_ptr() for each in calls[:2]] * 3 == [each.b.data_ptr() for each in calls]
-    assert len(rotation.rotated(inputs, on_gpu, 2, limit=1e4)) == 2
+    assert len(cold_operands.rotated(inputs, on_gpu, 2, limit=1e4)) == 2
     dense, padded = Fixture(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
     assert dense.inputs.rows is not None
     assert padded.inputs.rows is not None

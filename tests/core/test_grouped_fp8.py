@@ -18,11 +18,11 @@ import tmm_core
 from tmm_core import Groups, Operand, Problem
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
-from tmm_core.dispatch import random_inputs, verify
 from tmm_core.epilogues import parse
-from tmm_core.interop import grouped
+from tmm_core.interop import grouped_operator
 from tmm_core.launch import warm
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.verify import compare, random_inputs
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -102,7 +102,7 @@ def close(y: Tensor, expected: Tensor, dtype: torch.dtype = BF16) -> None:
     assert y.dtype is dtype
     if y.dim() == 2:
         y = y[: expected.shape[0], : expected.shape[1]]
-    assert verify.error(y, expected) <= verify.TOLERANCE[dtype]
+    assert compare.error(y, expected) <= compare.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -240,7 +240,7 @@ def test_as_an_operator() -> None:
     arguments = (call["a"], call["b"], OFFS, *rest, call["scale_a"], call["scale_b"])
     # What looks for mutation of the inputs needs arithmetic that 8-bit floats do not have.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(grouped.grouped_matmul, arguments, test_utils=tests)
+    torch.library.opcheck(grouped_operator.grouped_matmul, arguments, test_utils=tests)
 
 
 def test_a_plan_for_each_kind_of_scale() -> None:
@@ -285,7 +285,7 @@ def test_inputs_to_measure_with(form: str) -> None:
         if index is not None:
             a, scale_a = a[index], scale_a[index]
         expected = expression(a, inputs.b, given["offs"], scale_a, inputs.scale_b)
-        found = verify.reference(problem, inputs)
+        found = compare.reference(problem, inputs)
         close(found, expected, found.dtype)
         # Beyond the last group no scale may be read.
         beyond = {"m": inputs.scale_a, "n": inputs.scale_b}.get(form)

@@ -10,7 +10,7 @@ from fakes import FakeKernel, plugin
 from test_registry import EntryPoint, names, registry
 
 from tmm_core import Epilogue, PluginError, TmmWarning, hookimpl
-from tmm_core.dispatch.registry import Registry
+from tmm_core.registry.registry import Registry
 
 DOUBLE = Epilogue("double", lambda z: z + z)
 

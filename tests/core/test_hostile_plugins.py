@@ -26,11 +26,11 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Config, Deferred, Epilogue, Supports, TmmWarning, Traits, dispatch
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint
+from tmm_core.tuning.tuner import Tuner
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
 
@@ -448,7 +448,7 @@ def install(load: Callable[[], Any]) -> Dispatcher:
     entries[0].dist.name = "tmm-core"
     times = {"bad": 1.0, "good": 5.0, "blas": 10.0}
     made = Dispatcher(Registry(lambda: entries), Tuner(FakeTimer(times)), CacheStore())
-    dispatch.dispatcher.made = made
+    dispatch.default_dispatcher.made = made
     warm.forget_plans()
     return made
 

@@ -13,12 +13,12 @@ from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem,
 
 import tmm_core
 from tmm_core import CacheMissError, Problem, TmmWarning, Traits, UnsupportedProblemError
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.explanation import explain_problem
 from tmm_core.dispatch.invariant import LADDER, Rung, ladder, least_regret, weight
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
 from tmm_core.spec.operand import Operand
+from tmm_core.tuning.tuner import Tuner
 
 INVARIANT = Traits(batch_invariant=True)
 
@@ -418,7 +418,7 @@ def test_gradients_go_by_the_arithmetic_of_their_product() -> None:
     kernel = Summing("fake.k", {1: "one", 2: "two"}, estimate=1.0)
     from fakes import plugin
 
-    dispatch.dispatcher().registry.register(plugin(kernel), "fakes")
+    dispatch.default_dispatcher().registry.register(plugin(kernel), "fakes")
     x = torch.randn(6, 8, requires_grad=True)
     w = torch.randn(8, 4, requires_grad=True)
     with tmm_core.override(arithmetic="two", on_cache_miss="heuristic"):

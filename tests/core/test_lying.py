@@ -16,11 +16,11 @@ from lying import LIES, Lie, half
 from tmm_cache import CacheStore
 
 from tmm_core import Groups, PluginError, Problem, TmmWarning
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.process_state import State
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.registry.registry import Registry
 from tmm_core.testing import KernelConformance
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify.process_state import State
 
 CPU = torch.device("cpu")
 EACH = [(row, name) for row, lies in LIES.items() for name in lies]

@@ -11,11 +11,11 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, plugin, problem, 
 from tmm_cache import CacheStore
 
 from tmm_core import TmmWarning
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
-from tmm_core.dispatch.verifier import Verifier
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.operand import Operand
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify.verifier import Verifier
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -16,12 +16,12 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import TmmWarning, UnsupportedProblemError, dispatch, settings
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import nesting, warm
+from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.device import fingerprint
+from tmm_core.tuning.tuner import Tuner
 
 A, B = torch.randn(60, 16), torch.randn(16, 32)
 TIMES = {"inner": 1.0, "blas": 10.0}
@@ -41,7 +41,7 @@ def install(*kernels: Any) -> Dispatcher:
     registry = Registry()
     registry.register(plugin(*kernels), "fakes")
     made = Dispatcher(registry, Tuner(FakeTimer(TIMES)), CacheStore())
-    dispatch.dispatcher.made = made
+    dispatch.default_dispatcher.made = made
     warm.forget_plans()
     return made
 
@@ -250,7 +250,7 @@ def test_a_product_at_a_plugins_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(product, A @ B, atol=1e-4)
     assert torch.allclose(rectified, torch.relu(A @ B), atol=1e-4)
     assert explanation.kernel == "blas"
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     assert [kernel.name for kernel in registry.kernels()] == ["blas", "late.k"]
     assert [fault for fault in registry.faults() if not fault.intended] == []
 

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 import tmm_core
 from tmm_core.errors import TmmWarning, UnknownNameError
 from tmm_core.nn import GatedMLP, Linear, SwiGLU, convert
-from tmm_core.nn.joined import joined
+from tmm_core.nn.joint_storage import joined
 
 assert_close = torch.testing.assert_close
 

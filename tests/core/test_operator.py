@@ -99,7 +99,7 @@ def test_gated_linear_has_derivatives_and_maps() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_training_step_is_eagers(epilogue: Any, dynamic: bool) -> None:
     torch._dynamo.reset()  # other cases' graphs are of the same code
-    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
     w, bias = randn(6, 7).requires_grad_(), randn(6).requires_grad_()
 
     @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -275,7 +275,7 @@ def test_deterministic_algorithms_choose_by_trait() -> None:
     loose = FakeKernel(
         "test.loose", traits=tmm_core.Traits(deterministic=False), spoil=lambda out: out + 1
     )
-    dispatch.dispatcher().registry.register(plugin(loose), "loose")
+    dispatch.default_dispatcher().registry.register(plugin(loose), "loose")
     a, b = randn(4, 5), randn(5, 6)
     with tmm_core.override(kernel="test.loose", verify=False):
         torch.testing.assert_close(tmm_core.matmul(a, b), a @ b + 1)

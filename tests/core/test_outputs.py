@@ -15,11 +15,11 @@ from fakes import FakeKernel, problem, settings
 
 import tmm_core
 from tmm_core import Epilogue, Launcher, Port, Problem, Supports, UnsupportedProblemError
-from tmm_core.dispatch.tuner import Tuner
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.launch import warm
 from tmm_core.spec.launcher import BASELINE
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify.verifier import Verifier
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ class Spoilt(FakeKernel):
         self._spoil = spoil
 
     def bind(self, problem: Problem, config: Any) -> Launcher:
-        blas = tmm_core.dispatch.dispatcher().registry.kernel(BASELINE)
+        blas = tmm_core.dispatch.default_dispatcher().registry.kernel(BASELINE)
         launch: Any = blas.bind(problem, blas.default_config(problem))
 
         def run(*given: Any, outputs: tuple[Tensor, ...]) -> Tensor:
@@ -272,7 +272,7 @@ def test_wrong_outputs_are_seen(spoil: Any, said: str, sampled: bool) -> None:
 def test_tuning_times_candidates_with_outputs() -> None:
     good, bad = Spoilt(lambda outputs, y: None), Spoilt(_shifted)
     bad.name = "fake.bad"  # type: ignore[misc]
-    blas = tmm_core.dispatch.dispatcher().registry.kernel(BASELINE)
+    blas = tmm_core.dispatch.default_dispatcher().registry.kernel(BASELINE)
     asked = problem(m=40, epilogue=BESIDE)
     record = Tuner().tune(asked, [blas, good, bad], settings())  # by the clock: they are launched
     found = {c.kernel: (c.status, c.reason) for c in record.candidates}

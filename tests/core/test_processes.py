@@ -103,7 +103,7 @@ def main():
             return super().bind(problem, config)
 
     # A thread that measures while the main one forks: its locks are held in the children too.
-    dispatch.dispatcher().registry.register(plugin(Stuck("stuck")), "stuck")
+    dispatch.default_dispatcher().registry.register(plugin(Stuck("stuck")), "stuck")
     operands = torch.ones(64, 64), torch.ones(64, 64)
     thread = threading.Thread(target=lambda: tmm_core.matmul(*operands))
     thread.start()

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import rich.console
 
-from tmm_core.dispatch import progress
+from tmm_core.tuning import progress
 
 
 def waited(shown: bool | None) -> None:

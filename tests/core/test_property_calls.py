@@ -122,7 +122,7 @@ def expression(call: Call) -> Tensor:
     if bias is not None and bias.numel() == (b.shape[-1] if b.dim() > 1 else 1):
         # Vectors are matrices of one row or column, which the result lacks.
         bias = bias.reshape(()) if b.dim() == 1 else bias.reshape(-1) if a.dim() == 1 else bias
-    epilogue = dispatch.dispatcher().registry.epilogue(call.get("epilogue"))
+    epilogue = dispatch.default_dispatcher().registry.epilogue(call.get("epilogue"))
     return epilogue.expression(z, bias, residual)
 
 

@@ -164,7 +164,7 @@ def expression(call: Call) -> tuple[Tensor, Tensor]:
     if index is not None:
         a = a[index.long()]
         scale_a = scale_a if scale_a is None or scale_a.dim() != 1 else scale_a[index.long()]
-    epilogue = dispatch.dispatcher().registry.epilogue(call.get("epilogue"))
+    epilogue = dispatch.default_dispatcher().registry.epilogue(call.get("epilogue"))
     along = ("k" if b.dim() == 2 else "m") if a.dim() == 2 else "n"
     ends = call["offs"].tolist()
     parts = []

@@ -10,11 +10,11 @@ import torch
 import tmm_core
 from tmm_core import Operand, Problem
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import random_inputs
-from tmm_core.dispatch.fixture import Fixture
 from tmm_core.spec.device import fingerprint
 from tmm_core.testing.memory import STACKINGS, operand
 from tmm_core.testing.probe import Probe
+from tmm_core.verify import random_inputs
+from tmm_core.verify.data_sets import Fixture
 
 CPU = torch.device("cpu")
 

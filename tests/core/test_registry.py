@@ -16,7 +16,7 @@ from fakes import FakeBlas, FakeKernel, plugin, problem, settings
 
 from tmm_core import Epilogue, PluginError, TmmWarning, Traits, UnknownNameError, hookimpl
 from tmm_core.dispatch.explanation import kernel_infos
-from tmm_core.dispatch.registry import Registry
+from tmm_core.registry.registry import Registry
 
 
 class EntryPoint:
@@ -196,7 +196,7 @@ def test_a_registered_epilogue_is_known_by_name() -> None:
 def test_built_ins_come_through_the_same_door() -> None:
     points = importlib.metadata.entry_points(group="tmm_core")
     assert {"blas", "triton"} <= {p.name for p in points}
-    assert "tmm_blas" not in (sys.modules["tmm_core.dispatch.registry"].__dict__)
+    assert "tmm_blas" not in (sys.modules["tmm_core.registry.registry"].__dict__)
     assert "blas" in names(Registry.from_environment({}))
 
 

@@ -258,7 +258,7 @@ def test_without_k_the_product_is_zeros_and_then_the_epilogue(
     a, b = torch.randn(*batch, m, 0), torch.randn(0, width)
     vector = torch.randn(width) if bias else None
     addend = torch.randn(*batch, m, n) if residual else None
-    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
     z = torch.zeros(*batch, m, width) + (0 if vector is None else vector)
     expected = parsed.apply(z) + (0 if addend is None else addend)
     got = tmm_core.matmul(a, b, bias=vector, residual=addend, epilogue=epilogue)

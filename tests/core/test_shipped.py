@@ -17,9 +17,9 @@ from tmm_cache import CacheStore, shipped_layers
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import record_check
+from tmm_core.tuning.unmeasured import BUDGET_ENDED
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +75,8 @@ def test_what_ships_is_chosen_by_and_checked(
     with tarfile.open(archive) as tar:
         tar.extractall(package, filter="data")
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "another"))
-    dispatch.dispatcher.cache_clear()
-    found = dispatch.dispatcher().record(problem)
+    dispatch.default_dispatcher.cache_clear()
+    found = dispatch.default_dispatcher().record(problem)
     assert found is not None
     shipped = found[1]
     assert shipped.best.median_us == pytest.approx(record.best.median_us)

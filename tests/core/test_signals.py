@@ -22,8 +22,8 @@ from tmm_cache import files, locks
 
 import tmm_core
 from tmm_core import dispatch, errors
-from tmm_core.dispatch.registry import Registry
 from tmm_core.launch import warm
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
@@ -114,7 +114,7 @@ class Mined(FakeKernel):
 
 def install(bomb: Bomb) -> None:
     made, _ = dispatcher(FakeBlas(estimate=10.0), Mined(bomb), times={"mined": 1.0, "blas": 10.0})
-    dispatch.dispatcher.made = made
+    dispatch.default_dispatcher.made = made
     warm.forget_plans()
 
 
@@ -131,7 +131,7 @@ def works() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.allclose(tmm_core.matmul(A, B), A @ B, atol=1e-4)
-    made = dispatch.dispatcher.made
+    made = dispatch.default_dispatcher.made
     assert made is not None
     assert not made.quarantined
     assert tmm_core.plan(A, B).kernel == "mined"

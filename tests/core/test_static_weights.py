@@ -192,7 +192,7 @@ def posed() -> list[Problem]:
         return ["only looks"]
 
     kernel = FakeKernel("test.looks", against=note)
-    dispatch.dispatcher().registry.register(plugin(kernel), "looks")
+    dispatch.default_dispatcher().registry.register(plugin(kernel), "looks")
     return seen
 
 

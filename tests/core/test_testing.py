@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
-from tmm_core.dispatch.guarded import Checksums, Guarded
-from tmm_core.dispatch.random_inputs import fill
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
+from tmm_core.verify.guard_bands import Checksums, Guarded
+from tmm_core.verify.random_inputs import fill
 
 pytest_plugins = ["pytester"]
 

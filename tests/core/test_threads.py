@@ -14,7 +14,7 @@ from fakes import dispatcher as make_dispatcher
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.dispatch.registry import Registry
+from tmm_core.registry.registry import Registry
 
 PATIENCE = 30.0
 
@@ -48,7 +48,7 @@ def test_racing_first_calls_make_one_dispatcher(monkeypatch: pytest.MonkeyPatch)
         return original(cls)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(Registry, "from_environment", classmethod(slow))
-    made = race(8, dispatch.dispatcher)
+    made = race(8, dispatch.default_dispatcher)
     assert len({id(d) for d in made}) == 1
 
 

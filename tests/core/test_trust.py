@@ -24,14 +24,15 @@ from fakes import (
 from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core import Groups, PluginError, TmmWarning, Traits
-from tmm_core.dispatch import fixture, trust
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch import first_use
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch.plan import Choice
+from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify import data_sets
 
 FAST = {"fast": 10.0, "blas": 20.0}
 GUESS = settings(on_cache_miss="heuristic")
@@ -168,7 +169,7 @@ def test_what_memory_does_not_suffice_for_is_not_used(
 ) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
-    monkeypatch.setattr(fixture, "default_limit", lambda device, most=0: 1000)
+    monkeypatch.setattr(data_sets, "default_limit", lambda device, most=0: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choice, _ = d.bound(problem(), GUESS)
@@ -235,7 +236,7 @@ def test_a_forced_kernel_that_cannot_be_verified_is_used_with_a_warning(
     d = dispatcher(kernel, CacheStore(tmp_path, []))
     with pytest.warns(TmmWarning, match="used unverified: .* for M=64, and a CUDA graph"):
         assert d.bound(problem(capturing=True), forced)[0].origin == "forced"
-    monkeypatch.setattr(fixture, "default_limit", lambda device, most=0: 1000)
+    monkeypatch.setattr(data_sets, "default_limit", lambda device, most=0: 1000)
     with pytest.warns(TmmWarning, match="used unverified: .* MiB of memory"):
         assert d.bound(problem(), forced)[0].origin == "forced"
     assert kernel.launches == 0
@@ -286,10 +287,10 @@ def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
     store.save(DEVICE.gpu, DEVICE.environment, record)
     invariant = replace(asked, batch_invariant=True)
     choice = Choice(candidate, "cache", evidence=asked)
-    assert trust.Trust(store).holds(invariant, choice)
+    assert first_use.Trust(store).holds(invariant, choice)
     # Its own record would be another one.
-    assert not trust.Trust(store).holds(invariant, replace(choice, arithmetic="k"))
-    assert not trust.Trust(store).holds(replace(invariant, m=100), choice)
+    assert not first_use.Trust(store).holds(invariant, replace(choice, arithmetic="k"))
+    assert not first_use.Trust(store).holds(replace(invariant, m=100), choice)
 
 
 def test_batch_invariant_mode_is_no_way_around(tmp_path: Path) -> None:
@@ -348,24 +349,24 @@ def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:
     kernel = FakeKernel("k", tiles=(1, 2))
     one, two = (Candidate(kernel, config) for config in kernel.configs(problem()))
     for sized in (False, True):
-        key = trust._key(problem(), one, sized)
-        assert key == trust._key(problem(deterministic=True), one, sized)
-        assert (key == trust._key(problem(m=50), one, sized)) is not sized
+        key = first_use._key(problem(), one, sized)
+        assert key == first_use._key(problem(deterministic=True), one, sized)
+        assert (key == first_use._key(problem(m=50), one, sized)) is not sized
         others = [
-            trust._key(problem(), two, sized),
-            trust._key(problem(m=65), one, sized),
-            trust._key(problem(bias=torch.float32), one, sized),
-            trust._key(problem(), Candidate(FakeKernel("other"), one.config), sized),
-            trust._key(problem(), Candidate(FakeKernel("k", version="2"), one.config), sized),
+            first_use._key(problem(), two, sized),
+            first_use._key(problem(m=65), one, sized),
+            first_use._key(problem(bias=torch.float32), one, sized),
+            first_use._key(problem(), Candidate(FakeKernel("other"), one.config), sized),
+            first_use._key(problem(), Candidate(FakeKernel("k", version="2"), one.config), sized),
         ]
         assert len({key, *others}) == 6
 
 
 def test_classes_of_sizes() -> None:
     """Up to 1024 each size is one; beyond, every alignment up to the tallest tile is."""
-    assert len({trust.size_class(m) for m in range(1, 1025)}) == 1024
-    assert trust.size_class(1024) != trust.size_class(1152)
-    assert len({trust.size_class(m) for m in range(1025, 4096)}) == 128
+    assert len({first_use.size_class(m) for m in range(1, 1025)}) == 1024
+    assert first_use.size_class(1024) != first_use.size_class(1152)
+    assert len({first_use.size_class(m) for m in range(1025, 4096)}) == 128
     for unit in (2, 4, 8, 16, 32, 64, 128):
-        aligned = {trust.size_class(m) for m in range(2048, 4096, unit)}
-        assert aligned.isdisjoint(trust.size_class(m) for m in range(2048, 4096) if m % unit)
+        aligned = {first_use.size_class(m) for m in range(2048, 4096, unit)}
+        assert aligned.isdisjoint(first_use.size_class(m) for m in range(2048, 4096) if m % unit)

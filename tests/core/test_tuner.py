@@ -18,17 +18,18 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_cache.head import blas_us
 
 from tmm_core import Traits
-from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
-from tmm_core.dispatch.compilers import Compilers
-from tmm_core.dispatch.findings import Findings
-from tmm_core.dispatch.proposals import Hints, Proposals
-from tmm_core.dispatch.registry import Source
-from tmm_core.dispatch.rotation import LaunchError
-from tmm_core.dispatch.standing import by_time, compared_at, decide, holds_at
-from tmm_core.dispatch.timing import GraphTimer, levelled
-from tmm_core.dispatch.tuner import Tuner
+from tmm_core.registry.registry import Source
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning import bind, search, stages
+from tmm_core.tuning.cold_operands import LaunchError
+from tmm_core.tuning.compile_pool import Compilers
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.ranking import by_time, compared_at, decide, holds_at
+from tmm_core.tuning.search import Hints, Proposals
+from tmm_core.tuning.timing import GraphTimer, levelled
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify import compare, random_inputs
 
 
 def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
@@ -174,7 +175,7 @@ class Hangs(FakeKernel):
 def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding, "BIND_LIMIT", 0.4)
+    monkeypatch.setattr(bind, "BIND_LIMIT", 0.4)
     hangs = Hangs("a.hangs", lambda problem: True, tiles=range(1, 6))
     good = FakeKernel("good", tiles=(1, 2))
     timer = FakeTimer({"good": 5.0, "blas": 10.0})
@@ -200,7 +201,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
 def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(binding, "BIND_LIMIT", 0.3)
+    monkeypatch.setattr(bind, "BIND_LIMIT", 0.3)
     hangs = Hangs("hangs", lambda problem: problem.m != 64)
     record, _ = tune(FakeBlas(), hangs, times={"hangs": 5.0, "blas": 10.0})
     hangs.release.set()
@@ -233,7 +234,7 @@ def test_slow_ones_are_eliminated_early() -> None:
     record, timer = tune(FakeBlas(), FakeKernel("k", tiles=tiles), times=times)
     assert record.candidates[record.winner].config == {"tile": 1}
     # a first look at 21, the race of what is near the best, at the edge and at two M inside
-    assert len(timer.measured) < 21 + 3 * (tuning.FINALISTS + 2)
+    assert len(timer.measured) < 21 + 3 * (stages.FINALISTS + 2)
     assert sum(c.status == "slow" for c in record.candidates) > 10
 
 
@@ -270,8 +271,8 @@ def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
 
         def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             samples = super().measure(runs, rounds, **chain)
-            self.series += rounds == tuning.FINAL
-            if self.series == 1 and rounds == tuning.FINAL:
+            self.series += rounds == stages.FINAL
+            if self.series == 1 and rounds == stages.FINAL:
                 for mine, late in zip(samples, (5.0, 40.0), strict=True):
                     mine[::2] = [us + late for us in mine[::2]]
                     mine[1] += late
@@ -293,7 +294,7 @@ def test_the_budget_ends_it_with_what_there_is() -> None:
         problem(), [FakeBlas(), FakeKernel("k")], settings(tune_budget=0.05)
     )
     assert winner(record) == "k"
-    assert len(record.candidates[record.winner].samples_us) == tuning.LOOK
+    assert len(record.candidates[record.winner].samples_us) == stages.LOOK
 
 
 def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
@@ -347,7 +348,7 @@ def test_a_kernel_without_hope_is_on_record_with_the_reason() -> None:
 
 def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once some are timed, estimates are scaled by what these took."""
-    monkeypatch.setattr(proposals, "BATCHES", (3, 24))
+    monkeypatch.setattr(search, "BATCHES", (3, 24))
     tiles = (100, 103, 106, 140)
     blas = FakeBlas(estimate=100.0)
     # All take what was expected: 106 cannot win, by more than the model is trusted to tell.
@@ -360,13 +361,13 @@ def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch
 
 def test_kernels_with_level_estimates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel with many equal estimates does not keep another's configs out of a batch."""
-    monkeypatch.setattr(proposals, "BATCHES", (6, 24))
+    monkeypatch.setattr(search, "BATCHES", (6, 24))
     many = FakeKernel("many", tiles=tuple(range(1, 20)), estimate=100.0)
     few, far = Graded("few", tiles=(104, 106, 108)), Graded("far", tiles=(111, 112))
     kernels = [FakeBlas(estimate=90.0), many, few, far]
     first = [c.kernel.name for c in Proposals(problem(), kernels, kernels).first()]
     assert sorted(first) == ["blas", "far", "few", "few", "many", "many"]
-    monkeypatch.setattr(proposals, "BATCHES", (8, 24))
+    monkeypatch.setattr(search, "BATCHES", (8, 24))
     first = [c.kernel.name for c in Proposals(problem(), kernels, kernels).first()]
     assert sorted(first) == ["blas", "far", *["few"] * 3, *["many"] * 3]
 
@@ -395,7 +396,7 @@ def test_what_is_likely_to_follow_is_compiled_behind_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each is compiled once, and cancelled if it is not asked for then."""
-    monkeypatch.setattr(proposals, "BATCHES", (3, 5))
+    monkeypatch.setattr(search, "BATCHES", (3, 5))
     tiles = (100, 103, 106, 110, 140)
     times: dict[Any, float] = {("k", tile): tile for tile in tiles}
     times |= {"blas": 150.0, ("k", 103): 101.0}
@@ -417,7 +418,7 @@ def test_idle_processes_compile_what_may_follow_of_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Even of one whose estimates are all behind another's: times decide which of them follows."""
-    monkeypatch.setattr(proposals, "BATCHES", (3, 5))
+    monkeypatch.setattr(search, "BATCHES", (3, 5))
     near, far = Graded("near", tiles=(100, 101, 102, 103)), Graded("far", tiles=(110, 120, 130))
     kernels = [FakeBlas(estimate=100.0), near, far]
     given = Proposals(problem(), kernels, kernels)
@@ -483,7 +484,7 @@ def test_where_a_close_record_is_little_else_is_tried() -> None:
     timer = FakeTimer({("k", 60): 10.0, "k": 30.0})
     record = Tuner(timer).tune(problem(), kernels, settings(), hints=hints)
     assert record.best.config == {"tile": 60}
-    assert len([c for c in record.candidates if c.kernel == "k"]) <= proposals.CLOSE_BATCHES[1]
+    assert len([c for c in record.candidates if c.kernel == "k"]) <= search.CLOSE_BATCHES[1]
     # A kernel that was left out is on record with the reason, so that nobody asks again.
     (left_out,) = (c for c in record.candidates if c.kernel == "far")
     assert "was tried instead" in str(left_out.reason)
@@ -653,12 +654,12 @@ def test_inputs_are_of_the_class_asked(layout: Any, aligned: bool, size: tuple[i
 def test_error_sees_one_element_in_a_million() -> None:
     expected = torch.randn(1000, 1000, dtype=torch.float64)
     out = expected.float()
-    assert verify.error(out, expected) < 1e-6
+    assert compare.error(out, expected) < 1e-6
     out[7, 7] += 1
-    assert verify.error(out, expected) > 0.1
+    assert compare.error(out, expected) > 0.1
     out[7, 7] = float("nan")
-    assert not verify.error(out, expected) <= 1e9
-    assert verify.error(torch.zeros(3, 3), torch.zeros(3, 3)) == 0.0
+    assert not compare.error(out, expected) <= 1e9
+    assert compare.error(torch.zeros(3, 3), torch.zeros(3, 3)) == 0.0
 
 
 def test_the_best_of_each_arithmetic_is_verified_however_slow() -> None:
@@ -679,7 +680,7 @@ def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -
 
         def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             samples = super().measure(runs, rounds, **chain)
-            if rounds == tuning.FINAL:
+            if rounds == stages.FINAL:
                 return samples
             return [[29.0] * rounds if us[0] == 40.0 else us for us in samples]
 
@@ -687,12 +688,12 @@ def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -
     kernel = FakeKernel("k", tiles=(1, 2, 3), traits=Traits(batch_invariant=True))
     asked = problem(batch_invariant=True)
     record = Tuner(Cool(times)).tune(asked, [FakeBlas(), kernel], settings())
-    raced = [c for c in by_time(record) if len(c.samples_us) == tuning.FINAL]
+    raced = [c for c in by_time(record) if len(c.samples_us) == stages.FINAL]
     assert [(c.kernel, c.median_us) for c in raced[:3]] == [
         ("blas", 10.0), ("k", 30.0), ("k", 40.0),
     ]  # fmt: skip
     usual = Tuner(Cool(times)).tune(problem(), [FakeBlas(), kernel], settings())
-    assert [c.kernel for c in by_time(usual) if len(c.samples_us) == tuning.FINAL] == ["blas"]
+    assert [c.kernel for c in by_time(usual) if len(c.samples_us) == stages.FINAL] == ["blas"]
 
 
 def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
@@ -743,7 +744,7 @@ def test_in_batch_invariant_mode_the_best_of_each_arithmetic_race() -> None:
     record = Tuner(FakeTimer(times)).tune(
         problem(batch_invariant=True), [FakeBlas(), kernel], settings()
     )
-    raced = [c.config["tile"] for c in record.candidates if len(c.samples_us) == tuning.FINAL]
+    raced = [c.config["tile"] for c in record.candidates if len(c.samples_us) == stages.FINAL]
     assert raced[1:] == [1, 3, 4, 9]
 
 

@@ -14,19 +14,19 @@ import torch
 from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 
 from tmm_core import Traits, UnsupportedProblemError
-from tmm_core.dispatch import verify
-from tmm_core.dispatch.fixture import Fixture
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded, lie
-from tmm_core.dispatch.special import AXES, Axis, planted
-from tmm_core.dispatch.special import special as special_of
-from tmm_core.dispatch.tuner import Tuner
-from tmm_core.dispatch.verifier import Verdict, Verifier
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify import compare
+from tmm_core.verify.data_sets import Fixture
+from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, guarded, lie
+from tmm_core.verify.nonfinite import AXES, Axis, planted
+from tmm_core.verify.nonfinite import special as special_of
+from tmm_core.verify.verifier import Verdict, Verifier
 
 CPU = torch.device("cpu")
 F16, F32, F64 = (Operand(dtype) for dtype in (torch.float16, torch.float32, torch.float64))
@@ -342,8 +342,8 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fixture = Fixture(problem(), CPU, 1 << 28, sampled=False)
-    poison, soiled = verify.poison, []
-    monkeypatch.setattr(verify, "poison", lambda t: (soiled.append(t), poison(t)))
+    poison, soiled = compare.poison, []
+    monkeypatch.setattr(compare, "poison", lambda t: (soiled.append(t), poison(t)))
     fixture.soil()
     assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
     assert all(t.isnan().all() for t in soiled)
@@ -358,7 +358,7 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
         special = special_of(asked, inputs, axis, room=1)
         assert special is not None
         with planted(special.changes):
-            z = verify.accumulated(asked, inputs)
+            z = compare.accumulated(asked, inputs)
             right = asked.epilogue.expression(z, residual=inputs.residual)
         assert special.fault(right) is None
         # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
@@ -392,7 +392,7 @@ def test_special_values_of_groups(
     special = special_of(asked, inputs, axis, room=1)
     assert special is not None
     with planted(special.changes):
-        right = verify.reference(asked, inputs)
+        right = compare.reference(asked, inputs)
     if (defined := inputs.rows.defined(asked)) is not None:
         dim, size = defined
         right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
@@ -410,7 +410,7 @@ def test_special_values_at_the_ends_of_groups() -> None:
     asked = problem(40, 33, 50, groups=Groups(6, "k"))
     inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
-    filled = [each for each in verify.ranges(inputs.rows.ends) if each[1] < each[2]]
+    filled = [each for each in compare.ranges(inputs.rows.ends) if each[1] < each[2]]
     special = special_of(asked, inputs, "rows", room=1)
     assert special is not None
     last, first = (change.index[-1] for change in special.changes[:2])
@@ -447,7 +447,7 @@ def test_what_is_right_passes(name: str) -> None:
 def kernels() -> list[Any]:
     from tmm_core import dispatch
 
-    return dispatch.dispatcher().registry.kernels()
+    return dispatch.default_dispatcher().registry.kernels()
 
 
 LOOSE = replace(F32, aligned=False)
@@ -572,7 +572,7 @@ def test_without_memory_nothing_is_known() -> None:
 
 
 def test_samples_are_in_every_stripe() -> None:
-    from tmm_core.dispatch.fixture import SAMPLES, _sample
+    from tmm_core.verify.data_sets import SAMPLES, _sample
 
     places = _sample(1000, CPU)
     assert places[0] == 0
@@ -590,7 +590,7 @@ def test_a_reference_in_pieces_is_the_reference() -> None:
     fixture.limit = 1 << 20
     every = slice(None)
     in_pieces = fixture._reference(one.inputs, every, every)
-    z = verify.accumulated(asked, one.inputs)
+    z = compare.accumulated(asked, one.inputs)
     whole = asked.epilogue.expression(z, residual=one.inputs.residual)
     assert torch.allclose(in_pieces.double(), whole, atol=1e-6)
     rows, cols = torch.tensor([0, 7, 149]), torch.tensor([3, 64])

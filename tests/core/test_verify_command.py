@@ -33,7 +33,7 @@ def record(kernel: FakeKernel, m: int, root: Path | None = None) -> TuningRecord
         tuned.best, kernel=kernel.name, version=kernel.version, config={"tile": 1}, status="ok"
     )
     changed = replace(tuned, candidates=(*tuned.candidates, winner), winner=len(tuned.candidates))
-    store = CacheStore(root) if root else dispatch.dispatcher().store
+    store = CacheStore(root) if root else dispatch.default_dispatcher().store
     store.save(DEVICE.gpu, DEVICE.environment, changed)
     return changed
 
@@ -71,7 +71,7 @@ def test_what_is_right_is_stamped(fine: FakeKernel, capsys: pytest.CaptureFixtur
     document = record(fine, 24).problem
     tmm_core.tune(tmm_core.problem(torch.empty(32, 16), torch.empty(16, 8)))
     problem = warm.recall(document, torch.device("cpu"))
-    trust = dispatch.dispatcher().trust
+    trust = dispatch.default_dispatcher().trust
     candidate = Candidate(fine, fine.default_config(problem))
     assert not trust.is_verified(problem, candidate)
     lines, found = run(capsys, 0)
@@ -87,7 +87,7 @@ def test_what_is_right_is_stamped(fine: FakeKernel, capsys: pytest.CaptureFixtur
 def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = FakeKernel("test.wrong", spoil=lambda out: out.nan_to_num(0.0))
     lame = FakeKernel("test.lame", bind_error=OSError("no compiler"))
-    dispatch.dispatcher().registry.register(plugin(wrong, lame), "more")
+    dispatch.default_dispatcher().registry.register(plugin(wrong, lame), "more")
     for kernel, m in ((fine, 16), (wrong, 24), (lame, 40), (FakeKernel("test.gone"), 48)):
         record(kernel, m)
     lines, found = run(capsys, 1)
@@ -108,7 +108,7 @@ def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[st
 
 def test_hints_are_no_answers(fine: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
     changed = replace(record(fine, 24), clock="another")
-    dispatch.dispatcher().store.save(DEVICE.gpu, DEVICE.environment, changed)
+    dispatch.default_dispatcher().store.save(DEVICE.gpu, DEVICE.environment, changed)
     assert run(capsys, 0) == ([f"0 records for {DEVICE.gpu}"], [])
 
 
@@ -118,10 +118,10 @@ def test_layers_are_looked_at_where_nothing_hides_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     wrong = FakeKernel("test.wrong", spoil=lambda out: out + 1)
-    dispatch.dispatcher().registry.register(plugin(wrong), "more")
+    dispatch.default_dispatcher().registry.register(plugin(wrong), "more")
     for m in (24, 40):
         record(wrong, m, tmp_path / "layer")
-    own = dispatch.dispatcher().store
+    own = dispatch.default_dispatcher().store
     own.remove(entry for entry in list(own.entries()) if entry.record.problem["m"] == 40)
     assert own.layers == ()
     assert run(capsys, 0)[1][0]["status"] == "blas"

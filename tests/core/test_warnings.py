@@ -13,9 +13,9 @@ from tmm_cache import CacheStore, CacheWarning, errors
 
 import tmm_core
 from tmm_core import TmmWarning, dispatch
-from tmm_core.dispatch import tuning
 from tmm_core.nn import Linear
 from tmm_core.spec.device import fingerprint
+from tmm_core.tuning import stages
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
 LAYER = Linear(16, 32, bias=False)
@@ -42,12 +42,12 @@ def wrong_at_first_use(patch: pytest.MonkeyPatch) -> None:
 
 def tuning_fails(patch: pytest.MonkeyPatch) -> None:
     installed(FakeBlas(), FakeKernel("fast"))
-    patch.setattr(tuning.Tuning, "run", _raise)
+    patch.setattr(stages.Tuning, "run", _raise)
 
 
 def timing_fails(patch: pytest.MonkeyPatch) -> None:
     installed(FakeBlas(), FakeKernel("fast"))
-    patch.setattr(dispatch.dispatcher().tuner.timer, "measure", _raise)
+    patch.setattr(dispatch.default_dispatcher().tuner.timer, "measure", _raise)
 
 
 def a_plugin_is_broken(patch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def a_plugin_is_broken(patch: pytest.MonkeyPatch) -> None:
             raise ImportError("no such module")
 
     patch.setenv("TMM_PLUGINS", "broken")
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     found = [*registry._entry_points(), Broken()]
     patch.setattr(registry, "_entry_points", lambda: found)
 
@@ -70,7 +70,7 @@ def a_kernel_is_misnamed(patch: pytest.MonkeyPatch) -> None:
 
 def a_record_is_damaged(patch: pytest.MonkeyPatch) -> None:
     installed(FakeBlas(), FakeKernel("fast"))
-    store = dispatch.dispatcher().store
+    store = dispatch.default_dispatcher().store
     asked = tmm_core.problem(A, B)
     device = asked.device
     path = store.path(device.gpu, device.environment, asked.to_json())
@@ -80,7 +80,7 @@ def a_record_is_damaged(patch: pytest.MonkeyPatch) -> None:
 
 def the_root_is_a_file(patch: pytest.MonkeyPatch) -> None:
     installed(FakeBlas(), FakeKernel("fast"))
-    dispatch.dispatcher().store.root.write_text("")
+    dispatch.default_dispatcher().store.root.write_text("")
 
 
 def the_root_is_anybodys(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import tmm_core
 from tmm_core import dispatch
 from tmm_core.epilogues import BUILTIN, parse
-from tmm_core.interop import pointwise
+from tmm_core.interop import epilogue_kernels
 from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
 
@@ -135,7 +135,7 @@ FOLLOWING += ["gelu_tanh+softcap(30)", "swiglu+tanh"]
 def test_a_pass_each_way(epilogue: str, n: int, dtype: torch.dtype) -> None:
     parsed = parse(epilogue)
     width = 2 * n if parsed.gated else n
-    kernels = pointwise.kernels(parsed, width, dtype, torch.empty(0, device="cuda"))
+    kernels = epilogue_kernels.kernels(parsed, width, dtype, torch.empty(0, device="cuda"))
     assert kernels is not None
     z, grad = randn(3, 401, width, dtype=dtype), randn(3, 401, n, dtype=dtype)
     grads = [grad, grad[:1, :1].expand(grad.shape), grad.mT.contiguous().mT]
@@ -334,7 +334,7 @@ def test_deterministic_algorithms_take_no_kernel_that_is_not() -> None:
     try:
         a, b = randn(16, 8192), randn(8192, 64)
         plan = tmm_core.plan(a, b)
-        kernel = dispatch.dispatcher().registry.kernel(plan.kernel)
+        kernel = dispatch.default_dispatcher().registry.kernel(plan.kernel)
         assert kernel.traits.deterministic
         assert plan.problem.deterministic
         first = tmm_core.matmul(a, b)

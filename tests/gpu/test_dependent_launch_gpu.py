@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from tmm_triton.hopper_config import WarpSpecializedConfig
+from tmm_triton.hopper.config import WarpSpecializedConfig
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
-from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Launcher, Problem
 from tmm_core.spec.device import fingerprint

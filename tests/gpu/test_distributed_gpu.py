@@ -21,7 +21,7 @@ from ranks import MOVED, RULES, Case, Lost, World, product, sharded_gated_mlp
 import tmm_core
 import tmm_core.tools.ranks
 from tmm_core import dispatch, settings
-from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
 
 GPUS = torch.cuda.device_count()
@@ -98,7 +98,7 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
     os.environ["TMM_CACHE_DIR"] = f"{root}/{rank}"
     os.environ["TMM_ON_CACHE_MISS"] = "tune"
     settings._from_environment.cache_clear()
-    dispatch.dispatcher.cache_clear()
+    dispatch.default_dispatcher.cache_clear()
     warm.forget_plans()
     measured = []
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.dispatch.timing import GraphTimer
+from tmm_core.tuning.timing import GraphTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 CHOOSE = """
 import torch, tmm_core
-from tmm_core.dispatch import tuner
+from tmm_core.tuning import tuner
 a = torch.randn(256, 512, device="cuda").bfloat16()
 b = torch.randn(1024, 512, device="cuda").bfloat16().t()
 measured = []
@@ -100,7 +100,7 @@ def test_graph_capture(warm: bool) -> None:
     close(first, torch.relu(a.float() @ b.float()))
     graph.replay()
     assert torch.equal(out, first)
-    misses = list(dispatch.dispatcher().store.misses())
+    misses = list(dispatch.default_dispatcher().store.misses())
     assert len(misses) == (0 if warm else 1)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import tmm_core
 from tmm_core import Groups, Kernel, Problem
-from tmm_core.dispatch import dispatcher
+from tmm_core.dispatch import default_dispatcher
 from tmm_core.epilogues import parse
 from tmm_core.nn import Experts
 from tmm_core.spec.device import fingerprint
@@ -186,7 +186,7 @@ def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
 def test_every_tile_of_the_hopper_kernel_keeps_to_its_group(form: str, epilogue: str) -> None:
     """In every config that is offered for few and many rows: no element beyond the last group, nor
     after the result, and NaN beyond reaches nothing."""
-    kernel: Kernel[Any] = dispatcher().registry.kernel("triton.warp_specialized")
+    kernel: Kernel[Any] = default_dispatcher().registry.kernel("triton.warp_specialized")
     ends = (0, 37, 37, 700, 701, 957, 1000)
     total, other, n = 1024, 328, 264
     width = 2 * n if epilogue else n
@@ -255,7 +255,7 @@ def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> Non
             out_weights=weights.dtype, zeroed=True,
         ),
     )  # fmt: skip
-    candidate: Kernel[Any] = dispatcher().registry.kernel(kernel)
+    candidate: Kernel[Any] = default_dispatcher().registry.kernel(kernel)
     assert candidate.reasons_against(asked) == []
     for config in {*candidate.configs(asked), *candidate.configs(asked.at(64 * t))}:
         launcher: Any = candidate.bind(asked, config)

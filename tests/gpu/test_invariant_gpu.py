@@ -34,8 +34,8 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
 
 def candidates(problem: tmm_core.Problem) -> dict[str, list[Any]]:
     """Of every kernel that may serve it, by arithmetic."""
-    able = dispatch.dispatcher().able(problem, tmm_core.settings.current())
-    found = dispatch.dispatcher()._invariance._offered(problem, able)
+    able = dispatch.default_dispatcher().able(problem, tmm_core.settings.current())
+    found = dispatch.default_dispatcher()._invariance._offered(problem, able)
     return {name: list(members) for name, members in found.items()}
 
 

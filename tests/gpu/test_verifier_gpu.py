@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tmm_core import Problem, dispatch
-from tmm_core.dispatch import random_inputs, verify
-from tmm_core.dispatch.fixture import default_limit
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.operand import Operand
+from tmm_core.verify import compare, random_inputs
+from tmm_core.verify.data_sets import default_limit
+from tmm_core.verify.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 def test_real_kernels_pass(name: str) -> None:
     asked = PROBLEMS[name]()
     verifier, faults = Verifier(asked, device()), []
-    for kernel in dispatch.dispatcher().registry.kernels():
+    for kernel in dispatch.default_dispatcher().registry.kernels():
         if kernel.reasons_against(asked):
             continue
         found = verifier.verdict(
@@ -86,7 +86,7 @@ def test_real_kernels_pass(name: str) -> None:
 def test_what_it_costs() -> None:
     """Prints the times; asserts that the memory is within its limit."""
     asked = problem(4096, 4096, 4096)
-    blas = dispatch.dispatcher().registry.kernel(BASELINE)
+    blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
     launcher = blas.bind(asked, blas.default_config(asked))
     verifier = Verifier(asked, device())
     torch.cuda.synchronize()
@@ -121,15 +121,15 @@ def test_references_do_not_ask_whether_tf32_is_allowed() -> None:
     """A large 16-bit product, whose reference is in fp32, is the same under either setting."""
     asked = problem(256, 256, 2048)
     inputs = random_inputs.make(asked, device(), seed=1)
-    exact = verify._product(inputs.a, inputs.b, True)
+    exact = compare._product(inputs.a, inputs.b, True)
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
         for setting in ("tf32", "ieee"):
             matmul.fp32_precision = setting
-            fast = verify._product(inputs.a, inputs.b, False)
+            fast = compare._product(inputs.a, inputs.b, False)
             assert fast.dtype == torch.float32
-            assert verify.error(fast, exact) < 1e-4
+            assert compare.error(fast, exact) < 1e-4
             assert matmul.fp32_precision == setting
     finally:
         matmul.fp32_precision = before

@@ -12,7 +12,7 @@ COMPILERS = "tests/core/test_compilers.py"
 ENVIRON = [
     Mutant(
         "environment-is-verdict",
-        "dispatch/attempt.py",
+        "tuning/candidate_run.py",
         '(status, None) if cause is None else ("untried", cause)',
         "(status, None)",
         "a missing compiler is recorded as the kernel's fault",
@@ -20,7 +20,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-full-disk",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         "errno.ENOSPC, ",
         "",
         "no later process tries again what a full disk kept from compiling",
@@ -28,7 +28,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-chain",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         "        waiting.append((_CAUSE(each), True))\n",
         "",
         "a lack of memory that a kernel raised from is its own fault",
@@ -36,7 +36,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-callers-context",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         "if not explicit and mine[:1] and mine[0] not in frames:",
         "if False:",
         "what the caller handles excuses the kernel",
@@ -44,7 +44,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-who-raised",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         "if _raiser(each).startswith(_TOOLS):",
         "if False:",
         "what Triton's driver raises is the kernel's fault",
@@ -52,7 +52,7 @@ ENVIRON = [
     ),
     Mutant(
         "alike-of-one",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         "LEAST_ALIKE = 2",
         "LEAST_ALIKE = 1",
         "a broken plugin of one kernel leaves no verdict",
@@ -60,7 +60,7 @@ ENVIRON = [
     ),
     Mutant(
         "alike-by-letters",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         'return _OWN.sub("…", first)',
         "return first",
         "kernels that fail alike are blamed, since paths differ",
@@ -68,7 +68,7 @@ ENVIRON = [
     ),
     Mutant(
         "alike-though-one-works",
-        "dispatch/environment.py",
+        "tuning/environment_faults.py",
         '        if result.status != "failed":\n            return False\n',
         "",
         "broken kernels leave no verdict beside one that works",
@@ -84,7 +84,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-every-process",
-        "dispatch/untried.py",
+        "tuning/untried.py",
         "        if here or count >= PROCESSES:\n",
         "        if here:\n",
         "every process waits for what lacks memory",
@@ -92,7 +92,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-not-again",
-        "dispatch/untried.py",
+        "tuning/untried.py",
         "        if count == 0:\n            return frozenset(self.kernels)\n",
         "",
         "a repaired toolchain is not noticed",
@@ -100,7 +100,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-all-pass",
-        "dispatch/untried.py",
+        "tuning/untried.py",
         ' if left.cause == "passing"',
         "",
         "every process tunes again while ptxas is missing",
@@ -108,7 +108,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-unnoted",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "                self.untried.note(key, findings.tried, findings.left)\n",
         "",
         "every process tunes again while ptxas is missing",
@@ -124,7 +124,7 @@ ENVIRON = [
     ),
     Mutant(
         "untried-silent",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "            self.say_untried(problem, noted)\n",
         "",
         "a second process says nothing of kernels that it does without",
@@ -132,7 +132,7 @@ ENVIRON = [
     ),
     Mutant(
         "toolchain-unwatched",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "        if self.untried and self.untried.changed():\n",
         "        if False:\n",
         "a process does not notice that its toolchain was repaired",
@@ -156,7 +156,7 @@ ENVIRON = [
     ),
     Mutant(
         "warned-before-saved",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "        findings.report(key)\n        return record\n",
         "        return record\n",
         "a plugin that is wrong is never named",
@@ -164,7 +164,7 @@ ENVIRON = [
     ),
     Mutant(
         "faults-of-refusals",
-        "dispatch/attempt.py",
+        "tuning/candidate_run.py",
         "self.raised is not None and not refuses(self.raised)",
         "self.raised is not None",
         "a config that does not fit is reported as a fault",
@@ -172,7 +172,7 @@ ENVIRON = [
     ),
     Mutant(
         "baseline-untried",
-        "dispatch/tuning.py",
+        "tuning/stages.py",
         'if trial.is_baseline and trial.status == "untried":',
         "if False:",
         "kernels win for good because BLAS had no memory once",
@@ -180,7 +180,7 @@ ENVIRON = [
     ),
     Mutant(
         "partial-untried",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "        if settings is not None:\n            noted = self.untried.get(key)\n",
         "        if settings is not None:\n            noted = None\n",
         "configs that had no memory are never tried again",
@@ -188,7 +188,7 @@ ENVIRON = [
     ),
     Mutant(
         "killed-is-verdict",
-        "dispatch/compile_server.py",
+        "tuning/compile_worker.py",
         '"cause": cause_of(error), ',
         "",
         "what another process found of the cause is lost",
@@ -196,7 +196,7 @@ ENVIRON = [
     ),
     Mutant(
         "alone-silent",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "            return self._alone(problem)\n        if key",
         "            return self._fallback(problem, _ALONE)\n        if key",
         "a machine without a compiler is never told of",
@@ -204,7 +204,7 @@ ENVIRON = [
     ),
     Mutant(
         "busy-waits",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "waits = problem.batch_invariant or problem.deterministic",
         "waits = True",
         "ranks tune one after another",
@@ -212,7 +212,7 @@ ENVIRON = [
     ),
     Mutant(
         "busy-kept",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "return replace(choice, lasting=False)",
         "return choice",
         "BLAS answers for good where another rank was tuning",
@@ -236,7 +236,7 @@ ENVIRON = [
     ),
     Mutant(
         "busy-talks",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "if time.monotonic() - self._said >= SAID_EVERY:",
         "if True:",
         "a line for every product",
@@ -244,7 +244,7 @@ ENVIRON = [
     ),
     Mutant(
         "busy-gpu",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "if not (wait or (held and alone)):",
         "if not (wait or held):",
         "two processes on one GPU disturb each other's times",
@@ -260,7 +260,7 @@ ENVIRON = [
     ),
     Mutant(
         "budget-of-queries",
-        "proposals.py",
+        "tuning/search.py",
         "if time.monotonic() > deadline and fresh and",
         "if False and fresh and",
         "thousands of kernels are asked after the budget's end",
@@ -276,7 +276,7 @@ ENVIRON = [
     ),
     Mutant(
         "budget-verified",
-        "dispatch/tuning.py",
+        "tuning/stages.py",
         "if time.monotonic() > self._deadline and not (must and start == 0):",
         "if False:",
         "thousands of kernels are verified after the budget's end",
@@ -284,7 +284,7 @@ ENVIRON = [
     ),
     Mutant(
         "budget-first-batch",
-        "dispatch/tuning.py",
+        "tuning/stages.py",
         "not (must and start == 0):",
         "not must:",
         "all of a large first batch are verified after the budget's end",
@@ -292,7 +292,7 @@ ENVIRON = [
     ),
     Mutant(
         "budget-refund",
-        "dispatch/tuning.py",
+        "tuning/stages.py",
         "                self._deadline += time.monotonic() - started\n",
         "",
         "one candidate's hang eats the others' budget",
@@ -300,7 +300,7 @@ ENVIRON = [
     ),
     Mutant(
         "copies-without-results",
-        "dispatch/rotation.py",
+        "tuning/cold_operands.py",
         'max(changing + problem.sizes["out"], 1)',
         "max(changing, 1)",
         "a chain's results exceed the memory",
@@ -308,7 +308,7 @@ ENVIRON = [
     ),
     Mutant(
         "copies-aligned",
-        "dispatch/rotation.py",
+        "tuning/cold_operands.py",
         "    offset = t.data_ptr() % ALIGNMENT // t.element_size()\n",
         "    offset = 0\n",
         "unaligned operands are timed aligned",

@@ -14,7 +14,7 @@ PLANS = (f"{CORE}::test_a_plan_for_each_kind_of_call",)
 GROUPED = [
     Mutant(
         "grouped-key-alpha",
-        "launch/grouped.py",
+        "launch/grouped_call.py",
         "entry(GROUPED_ROLES, ",
         "entry([r for r in GROUPED_ROLES if r.name != 'alpha'], ",
         "alpha = 2 after alpha = 1 is ignored",
@@ -22,7 +22,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-key-out",
-        "launch/grouped.py",
+        "launch/grouped_call.py",
         "entry(GROUPED_ROLES, ",
         "entry([r for r in GROUPED_ROLES if r.name != 'out'], ",
         "a plan without out is given one",
@@ -30,7 +30,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-fake-packed",
-        "interop/grouped.py",
+        "interop/grouped_operator.py",
         "return call.a.new_empty_strided(shape, grouped_strides(shape, dtype), dtype=dtype)",
         "return call.a.new_empty(shape, dtype=dtype)",
         "compiled code asserts other strides than the operator returns",
@@ -38,7 +38,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-posed-packed",
-        "launch/grouped.py",
+        "launch/grouped_call.py",
         "strides = grouped_strides(shape, dtype)\n",
         "strides = torch.empty(shape, device='meta').stride()\n",
         "kernels take rows of the result for misaligned",
@@ -46,7 +46,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-launched-packed",
-        "triton/steps.py",
+        "triton/launcher_codegen.py",
         'if "offs" in extras:',
         "if False:",
         "a Triton kernel stores 16 bytes at addresses that are not multiples of them",
@@ -70,7 +70,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-weight-padded",
-        "interop/grouped.py",
+        "interop/grouped_operator.py",
         "if a.dim() == b.dim() and b.shape[1]",
         "if False and b.shape[1]",
         "autograd copies the weight's gradient",
@@ -78,7 +78,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-key-weights",
-        "launch/grouped.py",
+        "launch/grouped_call.py",
         "entry(GROUPED_ROLES, ",
         "entry([r for r in GROUPED_ROLES if r.name != 'out_weights'], ",
         "weights are dropped",
@@ -86,7 +86,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-key-scale",
-        "launch/grouped.py",
+        "launch/grouped_call.py",
         "entry(GROUPED_ROLES, ",
         "entry([r for r in GROUPED_ROLES if r.name != 'scale_b'], ",
         "a scale per column is given to a plan for one number",
@@ -94,15 +94,15 @@ GROUPED = [
     ),
     Mutant(
         "grouped-stored-derivative",
-        "interop/grouped.py",
-        "    if a.dtype in BY_STORAGE:\n        return levels.record",
-        "    if False:\n        return levels.record",
+        "interop/grouped_operator.py",
+        "    if a.dtype in BY_STORAGE:\n        return autograd_state.record",
+        "    if False:\n        return autograd_state.record",
         "scales are dropped where a bias learns",
         (f"{EIGHT}::test_there_is_no_derivative",),
     ),
     Mutant(
         "grouped-soiled-scales",
-        "dispatch/ragged.py",
+        "verify/ragged_inputs.py",
         "[(given.b, 1), (scale_b, 0), (residual, 1)]",
         "[(given.b, 1), (residual, 1)]",
         "a kernel that reads scales of no group is not found",
@@ -182,7 +182,7 @@ GROUPED = [
     ),
     Mutant(
         "ragged-one-distribution",
-        "dispatch/ragged.py",
+        "verify/ragged_inputs.py",
         "offs=draws[call % len(draws)]",
         "offs=draws[0]",
         "even routing is never timed",
@@ -190,7 +190,7 @@ GROUPED = [
     ),
     Mutant(
         "ragged-tail-compared",
-        "fixture.py",
+        "verify/data_sets.py",
         "        if self.within is not None:\n",
         "        if False:\n",
         "what is beyond the last group has to be something",
@@ -209,7 +209,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-gathered-once",
-        "interop/grouped.py",
+        "interop/grouped_operator.py",
         "da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)",
         "da = zeros.index_copy(0, a_index, da.to(wide)).to(da.dtype)",
         "a row read twice learns from one",
@@ -217,7 +217,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-invariant-by-rows",
-        "ladder.py",
+        "dispatch/dispatcher.py",
         "usual = bucketed(problem.at(ROWS_EACH * problem.groups.count))",
         "usual = problem",
         "rows have other bits beside more rows",
@@ -257,7 +257,7 @@ GROUPED = [
     ),
     Mutant(
         "alternate-columns-special",
-        "special.py",
+        "verify/nonfinite.py",
         "return line // 2 if problem.epilogue.interleaved else line % problem.n",
         "return line % problem.n",
         "right kernels of alternate columns are found wrong",
@@ -265,7 +265,7 @@ GROUPED = [
     ),
     Mutant(
         "ragged-special-none",
-        "special.py",
+        "verify/nonfinite.py",
         "    changes = tuple(_changes(problem, inputs, axis, chance))\n",
         "    changes = ()\n",
         "a grouped product that turns NaN to zero is verified",
@@ -273,7 +273,7 @@ GROUPED = [
     ),
     Mutant(
         "ragged-special-beyond",
-        "special.py",
+        "verify/nonfinite.py",
         "within = inputs.rows.defined(problem)",
         "pass",
         "what a right kernel leaves beyond the last group is held against it",
@@ -281,7 +281,7 @@ GROUPED = [
     ),
     Mutant(
         "ragged-special-inner",
-        "special.py",
+        "verify/nonfinite.py",
         "        terms = [last[2] - 1, first[1], ",
         "        terms = [0, 0, ",
         "a group may read its neighbour's terms",
@@ -329,7 +329,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-empty-sum",
-        "hopper_walk.py",
+        "hopper/scheduler.py",
         "last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)",
         "last = gl.cdiv(end - start, C.BLOCK_K)",
         "an empty group waits for a k-step that nobody loads",
@@ -345,7 +345,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-no-tiles",
-        "hopper_loads.py",
+        "hopper/producer.py",
         'if C.tail_splits > 1 or C.RAGGED == "m":',
         "if C.tail_splits > 1:",
         "a block without tiles loads, and ends before that arrives",
@@ -361,7 +361,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-bias",
-        "hopper_stores.py",
+        "hopper/tile_epilogue.py",
         "        pointer += matrix * stride_z\n    LAYOUT",
         "        pass\n    LAYOUT",
         "all groups have the bias of the first",
@@ -377,7 +377,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-moved",
-        "hopper_walk.py",
+        "hopper/scheduler.py",
         '    if C.RAGGED != "m":\n        row = _inside',
         "    if True:\n        row = _inside",
         "rows of the group before are overwritten",
@@ -385,7 +385,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-scattered",
-        "hopper_stores.py",
+        "hopper/tile_epilogue.py",
         "        rows = gl.load(index + rows, mask=own_rows, other=0)\n",
         "        pass\n",
         "rows are stored in the order of the product",
@@ -409,7 +409,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-not-followed",
-        "interop/grouped.py",
+        "interop/grouped_operator.py",
         "eager=_is_eager(call)",
         "eager=False",
         "in training torch's operators apply the epilogue of a grouped product",

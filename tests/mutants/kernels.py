@@ -134,7 +134,7 @@ KERNELS = [
     ),
     Mutant(
         "epilogue-lasting",
-        "dispatch/ladder.py",
+        "dispatch/dispatcher.py",
         "if key.epilogue.lasting:",
         "if True:",
         "records that no process can use fill the disk",
@@ -190,7 +190,7 @@ KERNELS = [
     ),
     Mutant(
         "trust-uncertain",
-        "dispatch/trust.py",
+        "dispatch/first_use.py",
         "            if _certain(candidate):\n                self._store.mark",
         "            if True:\n                self._store.mark",
         "code that may have changed is stamped for other processes",
@@ -198,7 +198,7 @@ KERNELS = [
     ),
     Mutant(
         "deferred-files",
-        "dispatch/deferred.py",
+        "registry/deferred.py",
         "files.update(each.files(), files_of(each.load))",
         "files.update(each.files())",
         "a note outlives an edit",
@@ -230,7 +230,7 @@ KERNELS = [
     ),
     Mutant(
         "ports-least",
-        "tmm_triton/ports.py",
+        "tmm_triton/output_ports.py",
         'least: tl.constexpr = float("-inf") if REDUCE == "max" else 0.0\n            terms',
         "least: tl.constexpr = 0.0\n            terms",
         "a maximum below zero is zero at edge tiles",
@@ -278,7 +278,7 @@ KERNELS = [
     ),
     Mutant(
         "box-rows",
-        "tmm_triton/hopper_access.py",
+        "tmm_triton/hopper/operand_layout.py",
         "min(rows, max(8, 1 << (problem.m - 1).bit_length()))",
         "min(rows, 1 << (problem.m - 1).bit_length())",
         "a box has fewer rows than swizzling needs",

@@ -27,18 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tmm_triton import (
-    hopper_consumers,
-    hopper_kernel,
-    hopper_loads,
-    hopper_stores,
-    hopper_walk,
-    ragged_tiles,
-)
+from tmm_triton import ragged_tiles
+from tmm_triton.hopper import consumer, hopper_kernel, producer, scheduler, tile_epilogue
 
 #: Those that define the kernel's functions.
 MODULES = (
-    ragged_tiles, hopper_walk, hopper_loads, hopper_stores, hopper_consumers, hopper_kernel,
+    ragged_tiles, scheduler, producer, tile_epilogue, consumer, hopper_kernel,
 )  # fmt: skip
 
 
@@ -577,7 +571,7 @@ def workspace_order(share: int, product: int, WHO: int, C: Any) -> np.ndarray:
         expand_dims=np.expand_dims,
         SliceLayout=lambda axis, parent: None,
     )
-    function = hopper_consumers.part_at.fn
+    function = consumer.part_at.fn
     place = types.FunctionType(function.__code__, {"gl": language, "__builtins__": __builtins__})
     return np.asarray(place((0, 0), share, product, WHO, C, None))
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton import sums
+from tmm_triton import reduction_order
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.plugin import KERNELS, load
 from tmm_triton.realigned import Realigned, RealignedConfig
@@ -38,7 +38,7 @@ PERSISTENT = PersistentConfig(**TILE, GROUP_M=8, SUBTILE=1, FLATTEN=False)
 @pytest.fixture(autouse=True)
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed for an H100 is asked of whatever machine this is."""
-    for name in ("kernel", "warp_specialized"):
+    for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
 
@@ -83,7 +83,7 @@ def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninte
     assert min(usual.values()) < max(usual.values())
     assert set(alike.values()) == {0}
     single = problem(a=Operand(torch.float32), b=Operand(torch.float32), batch_invariant=True)
-    assert sums.options(single) == {}
+    assert reduction_order.options(single) == {}
 
 
 @pytest.mark.parametrize("nk", [(5120, 5120), (4096, 14336), (28672, 4096), (6144, 4096)], ids=str)
@@ -110,13 +110,17 @@ def test_every_m_has_the_arithmetics_of_every_other(
 
 
 def test_numbers_of_parts_do_not_depend_on_m_nor_on_the_gpu() -> None:
-    assert sums.equal_splits(problem(1)) == sums.equal_splits(problem(8192)) == (2, 4, 8)
+    assert (
+        reduction_order.equal_splits(problem(1))
+        == reduction_order.equal_splits(problem(8192))
+        == (2, 4, 8)
+    )
     half = problem(device=replace(H100, sm_count=66), k=5120)
-    assert sums.equal_splits(half) == (2, 4, 8)
-    assert sums.equal_splits(problem(k=1024)) == (2,)
+    assert reduction_order.equal_splits(half) == (2, 4, 8)
+    assert reduction_order.equal_splits(problem(k=1024)) == (2,)
     # 11008 in four are 21.5 steps of 128 each.
-    assert sums.equal_splits(problem(k=11008)) == (2,)
-    assert sums.equal_splits(problem(device=A100)) == ()
+    assert reduction_order.equal_splits(problem(k=11008)) == (2,)
+    assert reduction_order.equal_splits(problem(device=A100)) == ()
 
 
 def test_parts_that_differ_in_length_are_not_said_to_sum_alike() -> None:
@@ -148,7 +152,7 @@ def test_parts_summed_by_one_program_are_those_of_several() -> None:
 
 def test_a_cut_that_m_decides_is_not_for_the_mode() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from tmm_triton.warp_specialized import WarpSpecialized
+    from tmm_triton.hopper.warp_specialized import WarpSpecialized
 
     kernel = WarpSpecialized()
     config = kernel.default_config(problem(batch_invariant=True))
@@ -165,7 +169,7 @@ def test_a_cut_that_m_decides_is_not_for_the_mode() -> None:
 
 def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from tmm_triton.warp_specialized import WarpSpecialized
+    from tmm_triton.hopper.warp_specialized import WarpSpecialized
 
     kernel = WarpSpecialized()
     asked = problem(a=Operand(FP8), b=Operand(FP8, "col"), scale_a="tensor", scale_b="tensor")

@@ -10,7 +10,7 @@ import torch
 from tmm_blas.blas import Blas
 
 import tmm_core
-from tmm_core.dispatch import verify
+from tmm_core.verify import compare
 
 HALVES = {"halves": True}
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -33,7 +33,7 @@ def test_gate_and_up_by_a_product_each(
     wide = {name: t.double() for name, t in more.items()}
     exact = tmm_core.matmul(a.double(), b.double(), epilogue=epilogue, kernel="blas", **wide)
     assert out is None or y is out
-    assert verify.error(y, exact) <= verify.TOLERANCE[torch.float32]
+    assert compare.error(y, exact) <= compare.TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tmm_core
 from tmm_core import Groups, Operand, Problem
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
-from tmm_core.interop.grouped import grouped_matmul
+from tmm_core.interop.grouped_operator import grouped_matmul
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.device import DeviceFingerprint
 

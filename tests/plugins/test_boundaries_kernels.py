@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of
-from tmm_triton.hopper_search import configs as hopper_configs
+from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.partials import MOST_WORKSPACE
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy
 from tmm_triton.skinny import Skinny, SkinnyConfig

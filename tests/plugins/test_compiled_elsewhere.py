@@ -24,8 +24,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.kernel import Built
 from tmm_triton.plugin import KERNELS
+from tmm_triton.triton_kernel import Built
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Groups, Operand, Problem
@@ -122,7 +122,7 @@ import json, os, time
 import torch, triton
 from triton.backends.nvidia.compiler import CUDABackend
 from test_compiled_elsewhere import PROBLEMS, kernels
-from tmm_core.dispatch.compilers import Compilers
+from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.spec.kernel import Candidate
 from tmm_core.triton import compile_for, source, target_of
 

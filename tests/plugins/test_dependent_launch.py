@@ -16,15 +16,15 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hopper_block import DeadlockError, changed, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
-from tmm_triton import hopper_search
-from tmm_triton.early import FEW_ROWS, with_early
-from tmm_triton.hopper_config import Constants
-from tmm_triton.hopper_kernel import warp_specialized_kernel
-from tmm_triton.hopper_tiles import adapted
+from tmm_triton.hopper import search_space
+from tmm_triton.hopper.config import Constants
+from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
+from tmm_triton.hopper.tile_shapes import adapted
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
+from tmm_triton.pdl import FEW_ROWS, with_early
 from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
-from tmm_triton.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
@@ -236,7 +236,7 @@ def test_what_is_prefetched_is_what_is_loaded_first(
     config = next(iter(WarpSpecialized().configs(DECODE)))
     if two:
         tile = ("pingpong", 2, 4, 64, 192 if gated else 96, 64)
-        config = hopper_search._fitted(asked, tile)[0]
+        config = search_space._fitted(asked, tile)[0]
     config = dataclasses.replace(config, early="l2")
     constants = Constants.of(asked, config)
     assert config.num_stages == constants.PRIMED

@@ -15,7 +15,7 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Machine, Operand, Problem, dispatch, settings
-from tmm_core.dispatch import guesses
+from tmm_core.dispatch import heuristic
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.spec import machine
 from tmm_core.spec.device import DeviceFingerprint
@@ -30,7 +30,7 @@ DECODE = Problem(
 
 
 def estimates(problem: Problem) -> dict[str, float]:
-    kernels = dispatch.dispatcher().registry.kernels()
+    kernels = dispatch.default_dispatcher().registry.kernels()
     able = [kernel for kernel in kernels if not kernel.reasons_against(problem)]
     return {k.name: k.estimate_us(problem, k.default_config(problem)) or math.nan for k in able}
 
@@ -77,7 +77,7 @@ def test_guesses_are_good_where_times_are_known(
 ) -> None:
     """By the shipped records, a guess takes less than 10 % longer than the best in geometric mean,
     and few take longer than BLAS; a config that they do not have counts as the kernel's best."""
-    dispatcher = dispatch.dispatcher()
+    dispatcher = dispatch.default_dispatcher()
     registry = dispatcher.registry
     nothing_near = Neighbours(CacheStore(tmp_path, []))
     to_best: list[float] = []
@@ -96,7 +96,7 @@ def test_guesses_are_good_where_times_are_known(
                 config = json.dumps(result["config"], sort_keys=True)
                 times.setdefault(result["kernel"], {})[config] = median(samples)
         able, _ = registry.candidates(problem, settings.current())
-        guess = guesses.choose(dispatcher, nothing_near, problem, able, "")
+        guess = heuristic.choose(dispatcher, nothing_near, problem, able, "")
         assert guess is not None
         chosen, config = guess.candidate.kernel.name, guess.candidate.config.to_json()
         known = times.get(chosen, {})

@@ -13,8 +13,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from test_warp_specialized import BF16, H200, problem
 from tmm_triton.gathered import Gathered, _copy, gathered
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.ragged import Ragged
-from tmm_triton.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 

@@ -18,7 +18,7 @@ from tmm_core.spec.operand import Operand
 
 pytest.importorskip("triton")
 
-from tmm_triton.hopper_access import rows_brought
+from tmm_triton.hopper.operand_layout import rows_brought
 
 from tmm_core.triton import epilogues
 from tmm_core.triton.pointwise import Pointwise

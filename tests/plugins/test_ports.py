@@ -11,16 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.kernel import TritonKernel
-from tmm_triton.ports import MOST
+from tmm_triton.output_ports import MOST
 from tmm_triton.tiled import FusedEpilogue, FusedEpilogueConfig, Grouped, GroupedConfig
+from tmm_triton.triton_kernel import TritonKernel
 
 import tmm_core
 from tmm_core import Epilogue, Operand, Port, Problem
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.verify.verifier import Verifier
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 TILE = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}

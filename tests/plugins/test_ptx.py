@@ -92,7 +92,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from tmm_core.triton import compile_for, ptx, source
-from tmm_triton.hopper_kernel import warp_specialized_kernel
+from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 
 assembled, theirs = [], []
 make_cubin = CUDABackend.make_cubin

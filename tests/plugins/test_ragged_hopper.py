@@ -26,14 +26,15 @@ from test_warp_specialized import (
     problem,
     tensor_map,
 )
-from tmm_triton import hopper_access, hopper_tiles, kernel, operands, ragged_tiles
-from tmm_triton.hopper_config import Constants
-from tmm_triton.hopper_kernel import warp_specialized_kernel
+from tmm_triton import operands, ragged_tiles, triton_kernel
+from tmm_triton.hopper import operand_layout, tile_shapes
+from tmm_triton.hopper.config import Constants
+from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from tmm_triton.ragged import Ragged
 from uninterpreted import Uninterpreted
 
 from tmm_core import Groups, Operand, Problem
-from tmm_core.dispatch import random_inputs
+from tmm_core.verify import random_inputs
 
 #: Ends of groups, and the size of all: empty ones first, in the middle and last; one; all empty;
 #: and more groups than the table's pass takes.
@@ -138,7 +139,7 @@ class Call:
             flat, stride = matrix.ravel(), matrix.shape[1]
         else:
             flat, stride = self.memory.reshape(-1), self.memory.shape[-1]
-        shape, strides = hopper_access.clipped(matrix.shape[1], stride)
+        shape, strides = operand_layout.clipped(matrix.shape[1], stride)
         return Wrapped(flat, shape, strides, [1, 1, *box])
 
     def arguments(self) -> dict[str, Any]:
@@ -403,7 +404,9 @@ def test_a_single_group_has_any_stride() -> None:
 def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
-    monkeypatch.setattr(kernel, "launcher", lambda *given, **more: launches.append((given, more)))
+    monkeypatch.setattr(
+        triton_kernel, "launcher", lambda *given, **more: launches.append((given, more))
+    )
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
     assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
@@ -440,10 +443,10 @@ def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
     config = replace(CONFIG, BLOCK_M=128, BLOCK_N=256)
     for m, count, rows in ((4096, 8, 40), (4096, 1, 33), (3, 128, 3), (1, 1, 1)):
         asked = grouped(m=m, count=count)
-        assert hopper_tiles.most_tiles(asked, config) == rows * 16
-        assert hopper_tiles.tile_count(asked, config) <= rows * 16
+        assert tile_shapes.most_tiles(asked, config) == rows * 16
+        assert tile_shapes.tile_count(asked, config) <= rows * 16
     sums = grouped("k", count=8)
-    assert hopper_tiles.most_tiles(sums, config) == hopper_tiles.tile_count(sums, config) == 8 * 512
+    assert tile_shapes.most_tiles(sums, config) == tile_shapes.tile_count(sums, config) == 8 * 512
 
 
 def test_what_groups_are_offered() -> None:
@@ -465,13 +468,13 @@ def test_what_groups_are_offered() -> None:
             assert (config.tail_splits, config.splits, config.early) == (1, 1, "")
             assert config.shared_memory(asked) <= H200.shared_memory
         best, other = (
-            min(kernel.estimate_us(asked, config) for config in kernel.configs(asked))  # type: ignore[attr-defined]
+            min(triton_kernel.estimate_us(asked, config) for config in triton_kernel.configs(asked))  # type: ignore[attr-defined]
             for kernel in (KERNEL, plain)
         )
         assert (best < other) is first, asked
         # Such configs may come from records of other problems.
         odd = replace(CONFIG, tail_splits=4, early="b")
-        fitted = hopper_tiles.adapted(asked, odd)
+        fitted = tile_shapes.adapted(asked, odd)
         assert (fitted.tail_splits, fitted.splits, fitted.early) == (1, 1, "")
     wide = {c.BLOCK_M * c.BLOCK_N for c in KERNEL.configs(grouped(m=16384, n=28672))}
     assert 128 * 256 in wide

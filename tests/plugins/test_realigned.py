@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Machine, Operand, Problem
-from tmm_core.dispatch.guarded import Checksums, Guarded
-from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.testing import KernelConformance, memory
 from tmm_core.testing.probe import Probe
 from tmm_core.triton import compile_for, source
+from tmm_core.verify.guard_bands import Checksums, Guarded
+from tmm_core.verify.random_inputs import fill, seeded
 
 KERNEL = Realigned()
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -287,7 +287,7 @@ def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed for an H200 is asked of whatever machine this is: one that can build no
     launcher proposes nothing."""
-    for name in ("kernel", "warp_specialized"):
+    for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
 

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from test_warp_specialized import BF16, H200, KERNEL, computed, problem
-from tmm_triton import hopper_search, hopper_tiles
-from tmm_triton.hopper_config import WarpSpecializedConfig
+from tmm_triton.hopper import search_space, tile_shapes
+from tmm_triton.hopper.config import WarpSpecializedConfig
 
 from tmm_core import Operand, Problem
 
@@ -44,7 +44,7 @@ def starts(asked: Problem, config: WarpSpecializedConfig) -> list[tuple[int, int
 
 def stored_unlike(asked: Problem, config: WarpSpecializedConfig) -> int:
     """Elements that a cut tile and a whole one store."""
-    tail = hopper_tiles.tail_tiles(asked, config)
+    tail = tile_shapes.tail_tiles(asked, config)
     by_cut, by_whole = (np.zeros((asked.m, asked.n), bool) for _ in range(2))
     for index, (row, column) in enumerate(starts(asked, config)):
         into = by_cut if index < tail else by_whole
@@ -61,20 +61,20 @@ def test_no_element_is_stored_by_a_cut_tile_and_a_whole_one() -> None:
         asked = problem(m, n, 4096, "t" + draw.choice("nt") if draw.random() < 0.3 else "nt")
         if asked.a.layout == "col":
             asked = dataclasses.replace(asked, m=-(-m // 8) * 8)
-        tile = draw.choice([t for t in hopper_search._TILES if t[0] == "pingpong" or t[1] < 3])
+        tile = draw.choice([t for t in search_space._TILES if t[0] == "pingpong" or t[1] < 3])
         config = dataclasses.replace(
-            hopper_search._fitted(asked, tile)[0],
+            search_space._fitted(asked, tile)[0],
             GROUP_M=draw.choice((1, 2, 4, 8, 16)), tail_splits=draw.choice((2, 3, 4)),
         )  # fmt: skip
-        adapted = hopper_tiles.adapted(asked, config)
+        adapted = tile_shapes.adapted(asked, config)
         if adapted.tail_splits > 1:
             kept += 1
             assert stored_unlike(asked, adapted) == 0, (str(asked), str(adapted))
-            tail = hopper_tiles.tail_tiles(asked, adapted)
+            tail = tile_shapes.tail_tiles(asked, adapted)
             assert tail * adapted.tail_splits <= H200.sm_count
-            assert tail >= hopper_tiles.tile_count(asked, adapted) % H200.sm_count
+            assert tail >= tile_shapes.tile_count(asked, adapted) % H200.sm_count
             # The others are no more waves than they were.
-            count = hopper_tiles.tile_count(asked, adapted)
+            count = tile_shapes.tile_count(asked, adapted)
             assert -(-(count - tail) // H200.sm_count) <= count // H200.sm_count
         else:
             refused += 1
@@ -87,16 +87,16 @@ def test_what_would_be_summed_unlike_is_not_cut() -> None:
     assert stored_unlike(WIDE, config) == 0
     # A column of tiles is not numbered together: of five the last begins inside the fourth.
     bands = dataclasses.replace(config, GROUP_M=4)
-    assert hopper_tiles.adapted(WIDE, bands).tail_splits == 1
+    assert tile_shapes.adapted(WIDE, bands).tail_splits == 1
     assert stored_unlike(WIDE, bands) > 0
     # One wave of tiles in part, all of them cut; but a last column of many that is cut in part.
     for n, splits in ((1000, 4), (13816, 4)):
         asked = problem(300, n, 5120)
-        adapted = hopper_tiles.adapted(asked, dataclasses.replace(config, tail_splits=splits))
+        adapted = tile_shapes.adapted(asked, dataclasses.replace(config, tail_splits=splits))
         assert adapted.tail_splits == 1 or stored_unlike(asked, adapted) == 0
-    assert hopper_tiles.adapted(dataclasses.replace(WIDE, batch=2), config).tail_splits == 1
+    assert tile_shapes.adapted(dataclasses.replace(WIDE, batch=2), config).tail_splits == 1
     fixed = dataclasses.replace(WIDE, batch_invariant=True)
-    assert hopper_tiles.adapted(fixed, config).tail_splits == 1
+    assert tile_shapes.adapted(fixed, config).tail_splits == 1
 
 
 def test_few_rows_by_wide_weights_have_cut_tiles() -> None:
@@ -124,7 +124,7 @@ def test_overlapping_tiles_cut_in_the_model(layout: str, early: str) -> None:
 def test_by_pointers_every_element_is_stored_once() -> None:
     asked = dataclasses.replace(WIDE, n=13823, out=Operand(BF16, aligned=False))
     config = next(c for c in KERNEL.configs(WIDE) if c.tail_splits > 1)
-    assert hopper_tiles.adapted(asked, dataclasses.replace(config, GROUP_M=1)).tail_splits > 1
+    assert tile_shapes.adapted(asked, dataclasses.replace(config, GROUP_M=1)).tail_splits > 1
 
 
 if __name__ == "__main__":

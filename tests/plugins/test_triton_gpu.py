@@ -10,15 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.counters import _CAPTURES
+from tmm_triton.flags import _CAPTURES
 from tmm_triton.persistent import Persistent
 from tmm_triton.split_k import SplitK, SplitKConfig
 
 pytest.importorskip("triton.experimental.gluon")
 
-from tmm_triton import hopper_search, hopper_tiles
-from tmm_triton.hopper_config import WarpSpecializedConfig, unfinished
-from tmm_triton.warp_specialized import WarpSpecialized
+from tmm_triton.hopper import search_space, tile_shapes
+from tmm_triton.hopper.config import WarpSpecializedConfig, unfinished
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
 
 from tmm_core import Launcher, Problem
 from tmm_core.epilogues import parse
@@ -76,7 +76,7 @@ def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
         rows, columns = {"cut": (2304, 2304), "shared": (576, 1024), "parts": (100, 200)}[case]
         a, b = random(rows, 2000), random(2000, columns, seed=1)
         problem = Problem.of(a, b, torch.empty_like(a @ b), fingerprint(a.device))
-        if hopper_tiles.adapted(problem, config) != config:
+        if tile_shapes.adapted(problem, config) != config:
             pytest.skip(f"{config.tail_splits} parts of these tiles suit another number of SMs")
         return bound(WarpSpecialized(), a, b, config), a, b
     a, b = random(33, 2000), random(2000, 200, seed=1)
@@ -154,7 +154,7 @@ def test_tiles_that_end_outside(m: int, n: int, layout: str) -> None:
         assert out[m].isnan().all(), config
 
 
-@pytest.mark.parametrize("tile", hopper_search._BESIDE_TILES, ids=str)
+@pytest.mark.parametrize("tile", search_space._BESIDE_TILES, ids=str)
 @pytest.mark.parametrize("m", [1, 100, 300, 1500])
 def test_two_products_beside_each_other(tile: Any, m: int) -> None:
     """Every strip in its place, the bits of one product, several tiles a block, parts of K."""
@@ -173,17 +173,17 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
         expected = WarpSpecialized().bind(problem, one)(a, b, bias, None, 1.0, None)
         right = torch.nn.functional.silu(a.double() @ b.double() + bias)
         assert (expected.double() - right).norm() < 4e-3 * right.norm()
-        for config in hopper_search._fitted(problem, tile):
+        for config in search_space._fitted(problem, tile):
             out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
             WarpSpecialized().bind(problem, config)(a, b, bias, None, 1.0, out[:m])
             assert torch.equal(out[:m], expected), (config, n, k)
             assert out[m].isnan().all(), config
-        cut = replace(hopper_search._fitted(unfinished(problem), tile)[0], splits=3)
+        cut = replace(search_space._fitted(unfinished(problem), tile)[0], splits=3)
         out = WarpSpecialized().bind(problem, cut)(a, b, bias, None, 1.0, None)
         assert (out.double() - right).norm() < 4e-3 * right.norm(), (cut, n, k)
 
 
-@pytest.mark.parametrize("tile", hopper_search._BESIDE_TILES, ids=str)
+@pytest.mark.parametrize("tile", search_space._BESIDE_TILES, ids=str)
 def test_gate_and_up_beside_each_other(tile: Any) -> None:
     """With a bias and a residual, by TMA and by pointers, several tiles a block."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -200,7 +200,7 @@ def test_gate_and_up_beside_each_other(tile: Any) -> None:
                 bias=bias, residual=added, epilogue=parse("swiglu"),
             )  # fmt: skip
             wanted = right if added is None else right + added
-            for config in hopper_search._fitted(problem, tile):
+            for config in search_space._fitted(problem, tile):
                 out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
                 WarpSpecialized().bind(problem, config)(a, b, bias, added, 1.0, out[:m])
                 assert (out[:m].double() - wanted).norm() < 4e-3 * wanted.norm(), (config, m)
@@ -224,10 +224,8 @@ def test_ranges_of_k_have_the_bits_of_parts(count: int) -> None:
         expected = WarpSpecialized().bind(problem, parts)(a, b, bias, residual, 1.0, None)
         right = torch.nn.functional.silu(a.double() @ b.double() + bias) + residual
         assert (expected.double() - right).norm() < 4e-3 * right.norm()
-        fitted = [
-            hopper_search._fitted(problem, tile)[:1] for tile in hopper_search._tiles(problem)
-        ]
-        for (config,) in hopper_search._ranged(problem, [f for f in fitted if f], count):
+        fitted = [search_space._fitted(problem, tile)[:1] for tile in search_space._tiles(problem)]
+        for (config,) in search_space._ranged(problem, [f for f in fitted if f], count):
             out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
             WarpSpecialized().bind(problem, config)(a, b, bias, residual, 1.0, out[:m])
             assert torch.equal(out[:m], expected), (config, n, k)

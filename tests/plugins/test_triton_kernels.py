@@ -18,14 +18,14 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from tmm_triton import kernel as kernel_module
 from tmm_triton import plugin
-from tmm_triton.kernel import TritonKernel
+from tmm_triton import triton_kernel as kernel_module
 from tmm_triton.naive import Naive
 from tmm_triton.operands import TileConfig
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 from tmm_triton.tiled import FusedEpilogue, FusedEpilogueConfig, Grouped, GroupedConfig
+from tmm_triton.triton_kernel import TritonKernel
 
 import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
@@ -471,7 +471,7 @@ assert all(k.version for k in kernels)
 
 
 def test_a_kernel_that_does_not_import_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tmm_triton.warp_specialized", None)
+    monkeypatch.setitem(sys.modules, "tmm_triton.hopper.warp_specialized", None)
     kernels = {deferred.name: deferred.load() for deferred in plugin.tmm_kernels()}
     (reason,) = kernels["triton.warp_specialized"].reasons_against(ask())
     assert "does not have what it needs" in reason

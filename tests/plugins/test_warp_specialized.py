@@ -28,21 +28,22 @@ from hopper_block import (
     workspace_order,
 )
 from test_triton_compile import resources
-from tmm_triton import hopper_search, hopper_tiles, kernel, operands
-from tmm_triton.hopper_access import described
-from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
-from tmm_triton.hopper_kernel import warp_specialized_kernel
-from tmm_triton.warp_specialized import WarpSpecialized
+from tmm_triton import operands, triton_kernel
+from tmm_triton.hopper import search_space, tile_shapes
+from tmm_triton.hopper.config import Constants, WarpSpecializedConfig, unfinished
+from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
+from tmm_triton.hopper.operand_layout import described
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Groups, Operand, Port, Problem
-from tmm_core.dispatch import random_inputs
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.triton import compile_for, source
+from tmm_core.verify import random_inputs
 
 KERNEL = WarpSpecialized()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -384,7 +385,7 @@ def test_parts_that_nobody_could_add_are_not_made() -> None:
         (problem(64, 64, 65536, batch=2), 1),
         (problem(64, 66, 65536), 1),  # rows that TMA cannot write
     ):
-        assert hopper_tiles.adapted(asked, config).splits == splits
+        assert tile_shapes.adapted(asked, config).splits == splits
         scratch = KERNEL.workspace_bytes(asked, config)
         assert scratch == (0 if splits == 1 else splits * 4 * max(asked.m, 128) * asked.n)
 
@@ -890,8 +891,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     its tail and one that splits K; ``"tiles"``: the tiles alone; ``"beside"``: those of two
     products; ``"largest"``: of each schedule and number of consumers the largest; ``"some"``: the
     best guess of each; ``"first"``: the best guess."""
-    tiles = hopper_search._tiles(asked)
-    fitted = [c for t in tiles for c in hopper_search._fitted(asked, t)]
+    tiles = search_space._tiles(asked)
+    fitted = [c for t in tiles for c in search_space._fitted(asked, t)]
     if which == "first":
         return [KERNEL.default_config(asked)]
     if which == "tiles":
@@ -904,7 +905,7 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
         whole = [c for c in fitted if c.consumers < 3 and not c.narrow]
         cut = [dataclasses.replace(c, tail_splits=2) for c in whole]
         part = unfinished(asked)
-        sums = [c for t in hopper_search._tiles(part) for c in hopper_search._fitted(part, t)]
+        sums = [c for t in search_space._tiles(part) for c in search_space._fitted(part, t)]
         return fitted + _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
     return _of_each(reversed(list(KERNEL.configs(asked))))
 
@@ -1068,7 +1069,7 @@ def test_a_call_passes_what_the_kernel_takes(
 ) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
-    monkeypatch.setattr(kernel, "launcher", lambda *given, **_: launches.append(given))
+    monkeypatch.setattr(triton_kernel, "launcher", lambda *given, **_: launches.append(given))
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
     KERNEL.bind(asked, config)
@@ -1096,10 +1097,12 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
     launches: list[Any] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
     monkeypatch.setattr(operands, "Counters", lambda count: count)  # on a GPU
-    monkeypatch.setattr(kernel, "launcher", lambda *given, **more: launches.append((given, more)))
+    monkeypatch.setattr(
+        triton_kernel, "launcher", lambda *given, **more: launches.append((given, more))
+    )
     asked = with_amax(problem(2304, 2304, 2304))
     # Parts of K that another kernel adds up are none: it knows nothing of outputs.
-    assert hopper_tiles.adapted(asked, dataclasses.replace(CONFIG, splits=4)).splits == 1
+    assert tile_shapes.adapted(asked, dataclasses.replace(CONFIG, splits=4)).splits == 1
     config = KERNEL.default_config(asked)
     assert (config.BLOCK_N, config.tail_splits) == (128, 2)
     KERNEL.bind(asked, config)
@@ -1140,6 +1143,6 @@ def test_blocks_need_no_further_wave_and_come_in_fours(sms: int) -> None:
             if config.tail_splits > 1:
                 continue
             (blocks, _, _) = WarpSpecialized().specialize(posed, config).grid
-            tiles = hopper_tiles.most_tiles(posed, config) * config.splits
+            tiles = tile_shapes.most_tiles(posed, config) * config.splits
             assert -(-tiles // blocks) == -(-tiles // sms)
             assert blocks == tiles if tiles <= sms else blocks in (sms, blocks // 4 * 4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tmm_triton import unaligned_loads
 
 pytest.importorskip("triton.experimental.gluon")
 
-from tmm_triton import words
 
 BLOCK_K = 8
 
@@ -83,7 +83,7 @@ def python(matrix: Matrix) -> types.SimpleNamespace:
     )
     names: dict[str, Any] = {"gl": language, "_funnel": funnel, "min": min}
     for name in ("box_rows", "box_words", "box_of"):
-        names[name] = types.FunctionType(getattr(words, name).fn.__code__, names, name)
+        names[name] = types.FunctionType(getattr(unaligned_loads, name).fn.__code__, names, name)
     return types.SimpleNamespace(**names)
 
 

@@ -19,11 +19,8 @@ from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import verify
-from tmm_core.dispatch.ragged import Inputs, Rows, Sizes
-from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.formats import wide
-from tmm_core.launch import grouped, warm
+from tmm_core.launch import grouped_call, warm
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.device import fingerprint
@@ -31,6 +28,9 @@ from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
+from tmm_core.verify import compare
+from tmm_core.verify.ragged_inputs import Inputs, Rows, Sizes
+from tmm_core.verify.random_inputs import fill, seeded
 
 Tensor = torch.Tensor
 
@@ -78,7 +78,7 @@ class Case:
             UnknownNameError, ValueError: The epilogue is invalid.
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
-        epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
+        epilogue = dispatch.default_dispatcher().registry.epilogue(self.epilogue or None)
         plain, out_dtype = Operand(self.dtype), self.out_dtype or wide(self.dtype)
         groups = Groups(self.groups, self.ragged) if self.groups else None
         # For its shapes and its extent alone.
@@ -190,9 +190,9 @@ class Call(Inputs):
     def error(self, **forced: Any) -> float:
         """Largest error of the call's result, written over NaN."""
         problem = self.problem()
-        out = verify.poison(problem.empty_out(self.a.device))
+        out = compare.poison(problem.empty_out(self.a.device))
         self.matmul(**forced, out=out)
-        return verify.error(out, verify.reference(problem, self.inputs()))
+        return compare.error(out, compare.reference(problem, self.inputs()))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""
@@ -200,7 +200,7 @@ class Call(Inputs):
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
         call = GroupedArguments(self.a, self.b, **self.keywords)
         with settings.override(**forced) as current:
-            return warm.make_plan(call, self.epilogue, current, grouped.pose)
+            return warm.make_plan(call, self.epilogue, current, grouped_call.pose)
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from tmm_core.bench.case import Call
-from tmm_core.dispatch.timing import Run
 from tmm_core.formats import of_pair
-from tmm_core.launch.grouped import ragged_along
+from tmm_core.launch.grouped_call import ragged_along
+from tmm_core.tuning.timing import Run
 
 Tensor = torch.Tensor
 #: Computes the product of one call.

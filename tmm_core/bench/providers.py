@@ -13,8 +13,8 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
-from tmm_core.dispatch.standing import by_time
-from tmm_core.dispatch.timing import Run
+from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.timing import Run
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -115,7 +115,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
     """Every capable kernel with its best config on record (without a record, its default config);
     and the reasons why others are unavailable."""
-    dispatcher, problem = dispatch.dispatcher(), call.problem()
+    dispatcher, problem = dispatch.default_dispatcher(), call.problem()
     able, _ = dispatcher.registry.candidates(problem, settings.current())
     found = dispatcher.record(problem)
     if found is None:

@@ -24,11 +24,11 @@ from tmm_core.bench import providers
 from tmm_core.bench.case import Call, Case, parse_expression
 from tmm_core.bench.results import Document
 from tmm_core.bench.runner import planned
-from tmm_core.dispatch import rotation
-from tmm_core.dispatch.standing import by_time
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, levelled, timer_for
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.bucket import bucket_edge, bucketed
+from tmm_core.tuning import cold_operands
+from tmm_core.tuning.ranking import by_time
+from tmm_core.tuning.timing import GraphTimer, HostTimer, Run, levelled, timer_for
 
 LARGEST_M = 8192
 ROUNDS = 11
@@ -89,7 +89,7 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
         if _key(result) not in plans:
             with suppress(Exception):  # a config for another M may not fit this one
                 plans[_key(result)] = call.plan(kernel=result.kernel, config=result.config)
-    calls = rotation.rotated(call, problem)
+    calls = cold_operands.rotated(call, problem)
     runs: list[Run] = [providers.eager(calls), *(planned(p, calls) for p in plans.values())]
     theirs, *ours = map(median, levelled(timer.measure(runs, ROUNDS, copies=len(calls))))
     times = dict(zip(plans, ours, strict=True))

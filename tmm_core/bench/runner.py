@@ -1,5 +1,5 @@
 """Times every task's providers against one another, in turn, with the in-use clock of
-:mod:`tmm_core.dispatch.timing`.
+:mod:`tmm_core.tuning.timing`.
 
 torch is timed twice in the same loop: differences between columns that are smaller than the one
 between its two series are noise.
@@ -26,8 +26,13 @@ from tmm_core.bench.grouped import LOOP, QUACK
 from tmm_core.bench.results import Document
 from tmm_core.bench.series import ONE_CONFIG, ONE_TILE, Series
 from tmm_core.bench.suites import Task
-from tmm_core.dispatch import rotation, verify
-from tmm_core.dispatch.timing import (
+from tmm_core.errors import error_text
+from tmm_core.launch import warm
+from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
+from tmm_core.tuning import cold_operands
+from tmm_core.tuning.stages import SETTLE
+from tmm_core.tuning.timing import (
     LONG_US,
     GraphTimer,
     HostTimer,
@@ -36,11 +41,7 @@ from tmm_core.dispatch.timing import (
     levelled,
     timer_for,
 )
-from tmm_core.dispatch.tuning import SETTLE
-from tmm_core.errors import error_text
-from tmm_core.launch import warm
-from tmm_core.spec.precision import precision
-from tmm_core.spec.problem import Problem
+from tmm_core.verify import compare
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
@@ -114,7 +115,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
 def prepare(pose: Callable[[], Problem], tf32: bool, force: bool = False) -> None:
     """Start compiling the kernels of a problem, while another is measured."""
     with suppress(Exception), precision(tf32):  # its own turn reports it
-        dispatch.dispatcher().prepare(pose(), settings.current(), force)
+        dispatch.default_dispatcher().prepare(pose(), settings.current(), force)
 
 
 def _measure(
@@ -134,9 +135,9 @@ def _measure(
         tuning = _tune(call, options) if options.tune else None
         plan = call.plan()
         document = _described(plan) | {"tuning_seconds": tuning, "error": call.error()}
-        calls = rotation.rotated(call, plan.problem)
+        calls = cold_operands.rotated(call, plan.problem)
         document["copies"] = copies = len(calls)
-        document["resident"] = rotation.resident(plan.problem, calls)
+        document["resident"] = cold_operands.resident(plan.problem, calls)
         one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
         runs = _runs(calls, options, document, (*options.series, *one_tile))
         document["times"] = times = _times(runs, timer, copies, options.seconds, document)
@@ -226,7 +227,7 @@ def _described(plan: tmm_core.Plan) -> Document:
         "problem": str(problem),
         "flops": problem.flops,
         "bytes": problem.bytes,
-        "tolerance": verify.tolerance(problem),
+        "tolerance": compare.tolerance(problem),
         "kernel": kernel.name,
         "version": kernel.version,
         "config": plan.config,

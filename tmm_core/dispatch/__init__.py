@@ -1,6 +1,6 @@
-"""Chooses a kernel for a problem: the registry, the ladder of choices, the tuner and its clock.
+"""Chooses a kernel for a problem: the registry, records, tuning, or a choice without either.
 
-:func:`dispatcher` is the process's own; it serves calls that have no plan yet
+:func:`default_dispatcher` is the process's own; it serves calls that have no plan yet
 (:data:`tmm_core.launch.warm.answerer`).
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tmm_core.launch import warm
 
 if TYPE_CHECKING:
-    from tmm_core.dispatch.ladder import Dispatcher
+    from tmm_core.dispatch.dispatcher import Dispatcher
 
 
 class _Own:
@@ -29,14 +29,14 @@ class _Own:
         every thread that arrives before the first call returns."""
         with self._lock:
             if self.made is None:
-                from tmm_core.dispatch.deferred import collector_off
+                from tmm_core.registry.deferred import collector_off
 
                 with collector_off():
                     # Imported here: they would take half of the time to import tmm_core.
                     from tmm_cache import CacheStore
 
-                    from tmm_core.dispatch.ladder import Dispatcher
-                    from tmm_core.dispatch.registry import Registry
+                    from tmm_core.dispatch.dispatcher import Dispatcher
+                    from tmm_core.registry.registry import Registry
 
                     self.made = Dispatcher(Registry.from_environment(), None, CacheStore())
             return self.made
@@ -51,8 +51,8 @@ class _Own:
             self.made.after_fork()
 
 
-dispatcher = _Own()
-warm.answerer = dispatcher
+default_dispatcher = _Own()
+warm.answerer = default_dispatcher
 
 if hasattr(os, "register_at_fork"):  # absent on Windows
-    os.register_at_fork(after_in_child=dispatcher.after_fork)
+    os.register_at_fork(after_in_child=default_dispatcher.after_fork)

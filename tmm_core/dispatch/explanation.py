@@ -11,16 +11,16 @@ from tmm_cache import TuningRecord, facets, markup
 from tmm_cache import columns as layout
 from tmm_cache.head import blas_us
 
-from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry, Source
-from tmm_core.dispatch.rehearsal import Miss, rehearse
-from tmm_core.dispatch.standing import compared_at, outlasted
-from tmm_core.dispatch.untried import Left
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.dispatch.dry_run import Miss, rehearse
 from tmm_core.launch.plan import Choice
+from tmm_core.registry.registry import Registry, Source
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Traits, config_text
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.ranking import compared_at, outlasted
+from tmm_core.tuning.untried import Left
 
 
 @dataclass(frozen=True, slots=True)

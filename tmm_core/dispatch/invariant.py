@@ -22,8 +22,7 @@ from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.evidence import Evidence
-from tmm_core.dispatch.standing import behind, by_time, holds_at, identity
+from tmm_core.dispatch.lookup import Evidence
 from tmm_core.errors import UnsupportedProblemError, reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -32,6 +31,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.ranking import behind, by_time, holds_at, identity
 
 #: The M at which arithmetics are compared, from decode to prefill.
 LADDER = (1, 16, 64, 256, 1024, 4096, 8192)

@@ -32,7 +32,7 @@ class Format:
         quantize: Rounds numbers to a storage dtype.
         dequantize: Converts exactly to a dtype that torch multiplies, without the scales.
         tolerance: The largest error accepted of a product, besides the result's rounding; see
-            :mod:`tmm_core.dispatch.verify`.
+            :mod:`tmm_core.verify.compare`.
     """
 
     name: str

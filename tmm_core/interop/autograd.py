@@ -3,7 +3,7 @@
 A differentiated call is split into parts with cheap derivatives: one product, fused with those
 stages of the epilogue whose derivative follows from their output, then the rest of the epilogue,
 then the residual. If only a gradient is needed, the rest is one kernel and its derivative another
-(:mod:`tmm_core.interop.pointwise`); else torch's own operators compute it, which Inductor fuses
+(``epilogue_kernels``); else torch's own operators compute it, which Inductor fuses
 and transforms decompose.
 
 Backward saves ``a`` if ``b`` needs a gradient, ``b`` if ``a`` does, and the output of the product
@@ -21,7 +21,7 @@ import torch
 
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import levels
+from tmm_core.interop import autograd_state
 from tmm_core.interop.gradients import Product, Recorded, followed
 from tmm_core.launch.check import check
 from tmm_core.launch.warm import Part, epilogue_of, part_of, undisturbed
@@ -35,11 +35,11 @@ def matmul(*given: Any) -> Tensor:
     """The operator's kernel for the Autograd dispatch key, which passes arguments in the schema's
     order and omits trailing defaults."""
     tensors = [t for t in given if isinstance(t, Tensor)]
-    if not levels.differentiated(*tensors):
+    if not autograd_state.differentiated(*tensors):
         with compat.below_autograd():
-            return levels.by_operator(*given)
+            return autograd_state.by_operator(*given)
     if given[0].dtype in BY_STORAGE:
-        return levels.record(levels.Underivable, levels.by_operator, *given)
+        return autograd_state.record(autograd_state.Underivable, autograd_state.by_operator, *given)
     below = undisturbed(*tensors, cast=True, shown=True)
     eager = below and not any(map(compat.is_batched, tensors[:2]))
     return in_parts(*Arguments(*given)[:-1], eager=eager)
@@ -99,7 +99,7 @@ def in_parts(
         eager: The call needs no dispatcher (:func:`tmm_core.launch.warm.undisturbed`): one node,
             without the operator.
     """
-    product: Any = Product.apply if eager else functools.partial(levels.record, Product)  # type: ignore[attr-defined]
+    product: Any = Product.apply if eager else functools.partial(autograd_state.record, Product)  # type: ignore[attr-defined]
     more = (out_dtype, scale_a, scale_b, transposed, eager)
     if not epilogue:
         return product(a, b, bias, residual, Recorded(alpha, IDENTITY, "", None, *more))  # type: ignore[no-any-return]
@@ -109,7 +109,7 @@ def in_parts(
     if not eager:
         of_b = b.t() if transposed else b
         check(Arguments(a, of_b, bias, residual, alpha, epilogue, *more[:3]), parsed)
-        text = levels.head_text(part.head)
+        text = autograd_state.head_text(part.head)
     head, rest, inner = part.head, part.rest, residual if part.takes_residual else None
     y = product(a, b, bias, inner, Recorded(alpha, head, text, residual, *more))
     if rest is not None:

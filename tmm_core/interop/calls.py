@@ -32,7 +32,7 @@ def interned_text(epilogue: EpilogueLike) -> str:
 
 
 def _parsed_text(epilogue: Any) -> str:
-    return dispatch.dispatcher().registry.epilogue(epilogue).interned()
+    return dispatch.default_dispatcher().registry.epilogue(epilogue).interned()
 
 
 def has_outputs(text: str) -> bool:

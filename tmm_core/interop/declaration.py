@@ -13,7 +13,7 @@ import torch
 
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import flops, levels
+from tmm_core.interop import autograd_state, flops
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
@@ -103,7 +103,7 @@ def _in_memory(*tensors: Tensor) -> bool:
     see the call."""
     return (
         not compat.dispatch_modes()
-        and not levels.differentiated(*tensors)
+        and not autograd_state.differentiated(*tensors)
         and all(map(plain, tensors))
     )
 

@@ -10,8 +10,8 @@ import torch
 
 from tmm_core import compat
 from tmm_core.errors import reraise
-from tmm_core.interop import levels
-from tmm_core.interop.pointwise import failed, kernels, takes
+from tmm_core.interop import autograd_state
+from tmm_core.interop.epilogue_kernels import failed, kernels, takes
 from tmm_core.launch.warm import run, undisturbed
 from tmm_core.settings import overridden, within
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
@@ -51,12 +51,12 @@ class Call:
         self.dtype = a.dtype
         self.a, self.b = a.shape, b.shape
         self.bias = None if bias is None else bias.dtype
-        self.residual = levels.form_of(residual)
+        self.residual = autograd_state.form_of(residual)
         #: Whether all rows of a are multiplied by one matrix.
         self.many = len(self.b) <= 2 < len(self.a)
-        self.a_columns = levels.is_column_major(a) and not self.many
+        self.a_columns = autograd_state.is_column_major(a) and not self.many
         #: Whether b is column-major, in the orientation in which it is multiplied.
-        self.b_columns = levels.is_column_major(b) is not transposed
+        self.b_columns = autograd_state.is_column_major(b) is not transposed
         self.transposed, self.eager = transposed, eager
         self.settings = overridden()
 
@@ -81,7 +81,7 @@ class Recorded(NamedTuple):
     eager: bool
 
 
-class Product(levels.OneLevel):
+class Product(autograd_state.OneLevel):
     """``head(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the residual
     only where the epilogue is the identity. Without the operator for calls that need no
     dispatcher."""
@@ -99,21 +99,23 @@ class Product(levels.OneLevel):
         of_b = b.t() if transposed else b
         if eager:
             added = residual if outside is None else outside
-            y = levels.owned(run(a, of_b, bias, added, alpha, text, out_dtype, scale_a, scale_b))
+            y = autograd_state.owned(
+                run(a, of_b, bias, added, alpha, text, out_dtype, scale_a, scale_b)
+            )
         else:
-            with levels.below_autograd():
-                y = levels.by_operator(
+            with autograd_state.below_autograd():
+                y = autograd_state.by_operator(
                     a, of_b, bias, residual, alpha, text, out_dtype, scale_a, scale_b
                 )
-            y = levels.owned(y)
+            y = autograd_state.owned(y)
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
         ctx.call = Call(a, b, bias, residual, alpha, head, transposed, eager)
-        if not eager and levels.transformed():
+        if not eager and autograd_state.transformed():
             ctx.save_for_forward(a, b, kept)
             ctx.set_materialize_grads(False)  # an absent tangent is None, not a product of zeros
-            ctx.output, ctx.out_dtype = levels.form_of(y), out_dtype
+            ctx.output, ctx.out_dtype = autograd_state.form_of(y), out_dtype
         return y
 
     @staticmethod
@@ -133,14 +135,14 @@ class Product(levels.OneLevel):
         *_: None,
     ) -> Tensor:
         call, (shape, dtype) = ctx.call, ctx.output
-        with levels.outer_levels():
-            a, b, y = map(levels.primal, ctx.saved_tensors)
+        with autograd_state.outer_levels():
+            a, b, y = map(autograd_state.primal, ctx.saved_tensors)
             # The first product adds the tangents of bias and residual, as its bias and residual.
             t, more = tresidual, (call.alpha, "", ctx.out_dtype)
             if ta is not None:
-                t, tbias = levels.by_operator(ta, b, tbias, t, *more), None
+                t, tbias = autograd_state.by_operator(ta, b, tbias, t, *more), None
             if tb is not None:
-                t, tbias = levels.by_operator(a, tb, tbias, t, *more), None
+                t, tbias = autograd_state.by_operator(a, tb, tbias, t, *more), None
             if tbias is not None:
                 tbias = tbias if len(call.b) > 1 else tbias[0]
                 t = tbias if t is None else t + tbias
@@ -173,7 +175,7 @@ def _gradients(
     """
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
-    multiply = run if call.eager and _is_direct(grad) else levels.by_operator
+    multiply = run if call.eager and _is_direct(grad) else autograd_state.by_operator
     dz, da, db, dbias, dresidual = grad, None, None, None, None
     if head is not IDENTITY:
         assert head.output_vjp is not None
@@ -188,18 +190,18 @@ def _gradients(
         dtype: Any = call.bias
         rows = tuple(range(dz.dim() - 1))
         dbias = dz.sum(rows, dtype=dz.dtype if dz.is_complex() else dtype)
-        dbias = levels.as_gradient(dbias, dtype)
+        dbias = autograd_state.as_gradient(dbias, dtype)
     if wants_residual:
         assert call.residual is not None
         shape, dtype = call.residual
-        dresidual = levels.as_gradient(_summed_to(grad, shape), dtype)
-    dz = levels.as_gradient(dz, call.dtype)
+        dresidual = autograd_state.as_gradient(_summed_to(grad, shape), dtype)
+    dz = autograd_state.as_gradient(dz, call.dtype)
     # In the operands' layouts: autograd copies, by transposing, a gradient in another layout.
     if wants_a:
         assert b is not None
         b = b.conj() if len(call.b) > 1 else b.conj()[:, None]
         b = b if call.transposed else b.mT
-        da = levels.lying_as(call.a_columns, multiply, dz, b, None, None, alpha)
+        da = autograd_state.lying_as(call.a_columns, multiply, dz, b, None, None, alpha)
         if call.many and not sharded:
             da = da.view(call.a)
         elif da.shape != call.a:
@@ -254,7 +256,7 @@ def _is_direct(grad: Tensor) -> bool:
     )
 
 
-class _Following(levels.OneLevel):
+class _Following(autograd_state.OneLevel):
     """The part of the epilogue after a product, by kernels. As a separate node it frees the product
     before the gradients of its operands are computed."""
 
@@ -296,5 +298,5 @@ def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
     if found is not None:
         return follow(z, rest, found)  # type: ignore[no-any-return]
     for stage in rest.stages or (rest,):
-        z = levels.apply_stage(stage, z)
+        z = autograd_state.apply_stage(stage, z)
     return z

@@ -33,9 +33,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tmm_core import compat
 from tmm_core.errors import TmmWarning
-from tmm_core.interop import grouped, operator
+from tmm_core.interop import grouped_operator, operator
 from tmm_core.launch import warm
-from tmm_core.launch.grouped import ragged_along
+from tmm_core.launch.grouped_call import ragged_along
 from tmm_core.spec.arguments import (
     GROUPED_ROLES,
     ROLES,
@@ -66,7 +66,7 @@ def register() -> None:
     # `static_argnum` on. Of these `register_sharding` includes only integers, so "silu" would
     # get the partial sums allowed to an earlier call without epilogue. Absent tensors count too
     # (torch 2.10 omits them below `static_argnum`): a decision refers to operands by position.
-    rules = {operator.matmul: shardings, grouped.grouped_matmul: grouped_shardings}
+    rules = {operator.matmul: shardings, grouped_operator.grouped_matmul: grouped_shardings}
     for product, rule in rules.items():
         register_sharding(product)(rule)
         propagator.op_to_schema_info[product] = info(static_argnum=0)

@@ -12,7 +12,7 @@ import torch
 from tmm_core import compat, formats
 from tmm_core.errors import warn
 from tmm_core.formats import Format
-from tmm_core.launch.beside import check_outputs
+from tmm_core.launch.output_memory import check_outputs
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 

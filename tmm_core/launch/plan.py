@@ -12,7 +12,7 @@ import torch
 from tmm_core.compat import tensor_guards
 from tmm_core.errors import reraise
 from tmm_core.launch.check import check_tensors, product_shape
-from tmm_core.launch.source import Body, address, written
+from tmm_core.launch.codegen import Body, address, written
 from tmm_core.spec.arguments import (
     EXTRAS,
     FIELDS,

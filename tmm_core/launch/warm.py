@@ -18,12 +18,12 @@ import torch
 
 from tmm_core import compat, settings
 from tmm_core.errors import PluginError, error_text, reraise
-from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
+from tmm_core.launch.codegen import written
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.nesting import ENTRIES, NESTING, announced, launching
+from tmm_core.launch.output_memory import delivering
 from tmm_core.launch.plan import Choice, Plan
-from tmm_core.launch.source import written
 from tmm_core.spec.arguments import (
     EXTRAS,
     LAUNCHED,
@@ -219,12 +219,12 @@ def make_plan(
 
     Args:
         pose: Checks the call and returns its problem: that of plain calls below, or the one of
-            :mod:`tmm_core.launch.grouped`.
+            :mod:`tmm_core.launch.grouped_call`.
         waits: Until a choice can be made for good, if another process is tuning the problem.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
-        TmmError: See :meth:`tmm_core.dispatch.ladder.Dispatcher.choose`.
+        TmmError: See :meth:`tmm_core.dispatch.dispatcher.Dispatcher.choose`.
     """
     a = call.a
     # Capture, tuning and compilation all use the current device.

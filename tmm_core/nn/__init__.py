@@ -15,10 +15,10 @@ Import it explicitly: ``import tmm_core`` alone does not.
 
 from __future__ import annotations
 
+from tmm_core.nn.conversion_report import Change, LeftAlone, Report
 from tmm_core.nn.convert import convert
 from tmm_core.nn.experts import Experts
-from tmm_core.nn.gated import GatedMLP, SwiGLU
+from tmm_core.nn.gated_layers import GatedMLP, SwiGLU
 from tmm_core.nn.linear import Linear
-from tmm_core.nn.report import Change, LeftAlone, Report
 
 __all__ = ["Change", "Experts", "GatedMLP", "LeftAlone", "Linear", "Report", "SwiGLU", "convert"]

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.errors import reraise
-from tmm_core.nn.proof import TOLERANCE, is_elementwise
+from tmm_core.nn.fusion_match import TOLERANCE, is_elementwise
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
 

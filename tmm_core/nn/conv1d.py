@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from tmm_core import api
-from tmm_core.interop import unusual
+from tmm_core.interop import fallbacks
 from tmm_core.nn.classes import subclass
 from tmm_core.nn.linear import leaf
 from tmm_core.settings import with_static_weights
@@ -40,7 +40,7 @@ class _Product(nn.Module):
         if type(x) is not Tensor and isinstance(x, fx.Proxy):
             return leaf(self, x)
         weight: Any = self.weight
-        if unusual.foreign(weight):
+        if fallbacks.foreign(weight):
             return super().forward(x)  # Conv1D's
         if self.static_weights:
             return with_static_weights(_matmul, x, weight, self.bias, "")

@@ -19,9 +19,9 @@ from torch import nn
 
 from tmm_core.nn import conv1d, experts, fusing, unreached
 from tmm_core.nn.classes import subclass
-from tmm_core.nn.gated import GatedMLP
+from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Swap
+from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.nn.linear import Linear
-from tmm_core.nn.report import Change, LeftAlone, NotFused, Report, Swap
 
 
 def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = False) -> Report:

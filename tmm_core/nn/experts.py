@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from tmm_core import compat, grouped
-from tmm_core.nn import clamped, proof
-from tmm_core.nn.gated import GATED_BY, gated_by
+from tmm_core.nn import clamped, fusion_match
+from tmm_core.nn.gated_layers import GATED_BY, gated_by
 from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
@@ -203,7 +203,7 @@ def _activation(module: Any) -> str | None:
     if not isinstance(module, nn.Module):
         return None
     if _KEPT not in module.__dict__ and not torch.compiler.is_compiling():
-        module.__dict__[_KEPT] = proof.activation(module)
+        module.__dict__[_KEPT] = fusion_match.activation(module)
     return module.__dict__.get(_KEPT)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core.nn import activation, fused, proof, unreached
+from tmm_core.nn import activation, fused, fusion_match, unreached
 from tmm_core.nn.activation import Activation
 from tmm_core.nn.classes import own
-from tmm_core.nn.gated import GatedMLP
-from tmm_core.nn.joined import joinable, joined
+from tmm_core.nn.gated_layers import GatedMLP
+from tmm_core.nn.joint_storage import joinable, joined
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.trace import NotProvenError, Trace, trace
 
@@ -32,8 +32,8 @@ class Decision:
 
     #: The class it gets; None: it keeps its own.
     kind: Any = None
-    fusions: list[proof.Fusion] = field(default_factory=list)
-    gating: proof.Gating | None = None
+    fusions: list[fusion_match.Fusion] = field(default_factory=list)
+    gating: fusion_match.Gating | None = None
     #: Activations that stay apart, children or functions, and why.
     apart: list[tuple[str, str]] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ def _sequence(
     """``nn.Sequential`` looks for its pairs at each call, since all of its forward is known."""
     for name, after in itertools.pairwise(module._modules):
         if name in layers and after in known:
-            decision.fusions.append(proof.Fusion(name, after, known[after].epilogue))
+            decision.fusions.append(fusion_match.Fusion(name, after, known[after].epilogue))
         elif name in layers and after in others:
             decision.apart.append((after, _UNKNOWN))
     if decision.fusions:
@@ -93,7 +93,7 @@ def _pairs(
     known: Mapping[str, Activation],
     decision: Decision,
 ) -> None:
-    program = proof.program(traced, layers, known, fused.product)
+    program = fusion_match.program(traced, layers, known, fused.product)
     decision.apart += [(name, f"{reason} ({layer})") for layer, name, reason in program.apart]
     if program.fusions:
         finished = tuple(dict.fromkeys(fusion.layer for fusion in program.fusions))
@@ -112,7 +112,7 @@ def _gate(
 ) -> bool:
     """Whether ``module`` is a gated MLP."""
     try:
-        gating = proof.gating(traced, known)
+        gating = fusion_match.gating(traced, known)
     except NotProvenError:
         return False
     if reason := _against(module, gating, layers, storages):
@@ -125,7 +125,7 @@ def _gate(
 
 
 def _against(
-    mlp: nn.Module, gating: proof.Gating, layers: Layers, storages: Storages
+    mlp: nn.Module, gating: fusion_match.Gating, layers: Layers, storages: Storages
 ) -> str | None:
     """Why gate and up cannot be one product."""
     gate, up, _ = map(mlp.get_submodule, gating.names)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from tmm_core import api, compat
-from tmm_core.interop import flops, levels
+from tmm_core.interop import autograd_state, flops
+from tmm_core.interop.epilogue_kernels import kernels
 from tmm_core.interop.gradients import Call, follow, gradients
-from tmm_core.interop.pointwise import kernels
 from tmm_core.launch import warm
 from tmm_core.launch.check import check
-from tmm_core.nn.joined import joined
+from tmm_core.nn.joint_storage import joined
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import IDENTITY
 
@@ -74,7 +74,7 @@ def learn(
     return follow(z, epilogue, found)  # type: ignore[no-any-return]
 
 
-class _Joint(levels.OneLevel):
+class _Joint(autograd_state.OneLevel):
     """The product with two parameters that are one weight in memory."""
 
     @staticmethod
@@ -119,7 +119,7 @@ def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 def _differentiable(*given: Any) -> Tensor:
     *tensors, _ = given
-    if levels.differentiated(*tensors):
+    if autograd_state.differentiated(*tensors):
         return two_products(*given)
     with compat.below_autograd():
         return gated_linear(*given)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from tmm_core import api, dispatch
-from tmm_core.interop import unusual
+from tmm_core.interop import fallbacks
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import EpilogueLike
@@ -65,7 +65,7 @@ class Linear(nn.Linear):
     def epilogue(self, epilogue: EpilogueLike) -> None:
         self._text = ""
         if epilogue is not None:
-            parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+            parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
             if parsed.gated and self.out_features % 2:
                 raise ValueError(
                     f"gated epilogue {parsed.name!r} splits the features in two, and "
@@ -76,7 +76,7 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "epilogue" and isinstance(value, nn.Module):  # it would become a child
-            value = dispatch.dispatcher().registry.epilogue(value)
+            value = dispatch.default_dispatcher().registry.epilogue(value)
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -88,9 +88,9 @@ class Linear(nn.Linear):
         if type(input) is not torch.Tensor and isinstance(input, fx.Proxy):
             return leaf(self, input)
         weight = self.weight
-        if type(weight) is not nn.Parameter and unusual.foreign(weight):
+        if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
             call = Arguments(input, weight, self.bias, epilogue=self._text)
-            return unusual.linear(call)
+            return fallbacks.linear(call)
         if self.static_weights:
             return with_static_weights(_linear, input, weight, self.bias, self._text)
         return api.linear(input, weight, self.bias, epilogue=self._text)

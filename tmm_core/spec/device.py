@@ -115,6 +115,13 @@ def fingerprint(device: torch.device) -> DeviceFingerprint:
     )
 
 
+def current_device(of: DeviceFingerprint) -> torch.device:
+    """The current torch device of a fingerprint's type: fingerprints have no index."""
+    if of.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(of.type)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes of a GPU that can be allocated, with those that torch's allocator caches unused."""
     free: int = torch.cuda.mem_get_info(device)[0]

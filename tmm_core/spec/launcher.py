@@ -45,7 +45,7 @@ class Bound:
     Args:
         run: The launcher.
         body: Its statements, which a plan writes out after its own checks
-            (:class:`tmm_core.launch.source.Body`).
+            (:class:`tmm_core.launch.codegen.Body`).
         folded: Takes the fold of N-D operands (:class:`tmm_core.launch.fold.Fold`), the caller's a,
             b and residual with fixed shapes and strides, and the launcher that passes views of
             them; returns a launcher of the same products without views, or None. Two views cost 2

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tmm_core.testing.conformance import KernelConformance
     from tmm_core.testing.debug import breakpoint_if, print_if
-    from tmm_core.testing.epilogues import EpilogueConformance
-    from tmm_core.testing.ready import check_tensors_ready
+    from tmm_core.testing.epilogue_conformance import EpilogueConformance
+    from tmm_core.testing.tensor_checks import check_tensors_ready
 
 __all__ = [
     "EpilogueConformance",
@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "EpilogueConformance": "epilogues",
+    "EpilogueConformance": "epilogue_conformance",
     "KernelConformance": "conformance",
     "breakpoint_if": "debug",
-    "check_tensors_ready": "ready",
+    "check_tensors_ready": "tensor_checks",
     "print_if": "debug",
 }
 

@@ -24,9 +24,8 @@ import pytest
 import torch
 
 from tmm_core import compat
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.verifier import Extent, Verifier
 from tmm_core.errors import ConfigError
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.hookspecs import hookimpl
 from tmm_core.spec.kernel import Config, Kernel
@@ -34,9 +33,10 @@ from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Posed, Probe
-from tmm_core.testing.questions import odd_problems
-from tmm_core.testing.ragged import RaggedQuestions, ragged_id
+from tmm_core.testing.probe_problems import odd_problems
+from tmm_core.testing.ragged_conformance import RaggedQuestions, ragged_id
 from tmm_core.triton.interpreted import REMEDY
+from tmm_core.verify.verifier import Extent, Verifier
 
 #: Launches that must agree bit for bit.
 REPEATS = {"cuda": 12, "cpu": 2}
@@ -63,7 +63,7 @@ class KernelConformance(RaggedQuestions):
         epilogues: As ``matmul(epilogue=…)`` takes them.
         max_configs: Configs to try of one problem's search space; by default 64 on a GPU
             and 8 elsewhere, spread evenly over it.
-        slack: Factor on the tolerance of :mod:`tmm_core.dispatch.verify`, for a kernel that rounds
+        slack: Factor on the tolerance of :mod:`tmm_core.verify.compare`, for a kernel that rounds
             more than once.
     """
 

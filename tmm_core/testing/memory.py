@@ -1,5 +1,5 @@
 """Matrices in every layout, between guard bands that reveal out-of-bounds reads and writes
-(:mod:`tmm_core.dispatch.guarded`)."""
+(:mod:`tmm_core.verify.guard_bands`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, Lie, guarded
 from tmm_core.spec.operand import ALIGNMENT
+from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, Guarded, Lie, guarded
 
 #: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
 #: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out

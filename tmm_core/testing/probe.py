@@ -10,10 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.dispatch import random_inputs, verify
-from tmm_core.dispatch.guarded import Guarded
-from tmm_core.dispatch.ragged import Inputs
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.formats import ScaleKind, wide
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
@@ -22,6 +18,10 @@ from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
+from tmm_core.verify import compare, random_inputs
+from tmm_core.verify.guard_bands import Guarded
+from tmm_core.verify.ragged_inputs import Inputs
+from tmm_core.verify.verifier import Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ class Posed:
     def differences(self, result: torch.Tensor, slack: float) -> Iterator[str]:
         """Describe wrong values, if any."""
         expected = self._verifier().sets()[0].expected.in_rows
-        limit = verify.tolerance(self.problem) * slack
-        error = verify.error(result, expected)
+        limit = compare.tolerance(self.problem) * slack
+        error = compare.error(result, expected)
         if error <= limit:
             return
         if missing := int(result.isnan().sum()):

@@ -25,8 +25,8 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
-from tmm_core.dispatch import verify
 from tmm_core.tools.commands.console import DONE, FOUND, note, print_table, warnings_as_notes
+from tmm_core.verify import compare
 
 #: One problem of each class where the choice matters: square, unaligned, fused, gated, decode,
 #: large K.
@@ -61,11 +61,11 @@ def temporary_records() -> Iterator[None]:
     before = os.environ.get("TMM_CACHE_DIR")
     with tempfile.TemporaryDirectory(prefix="tmm-demo-") as folder:
         os.environ["TMM_CACHE_DIR"] = folder
-        dispatch.dispatcher.cache_clear()
+        dispatch.default_dispatcher.cache_clear()
         try:
             yield
         finally:
-            dispatch.dispatcher.cache_clear()
+            dispatch.default_dispatcher.cache_clear()
             if before is None:
                 del os.environ["TMM_CACHE_DIR"]
             else:
@@ -83,7 +83,7 @@ def on_cpu() -> int:
         "\ny = tmm_core.matmul(x, w, epilogue='silu')      x [256, 512], w [512, 384], on the CPU"
     )
     print(f"answered by {chosen.kernel}; largest difference to F.silu(x @ w): {difference:.1e}")
-    right = verify.error(y, eager) <= verify.TOLERANCE[y.dtype]
+    right = compare.error(y, eager) <= compare.TOLERANCE[y.dtype]
     missing = [name for name in ("triton", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"\nThe Triton kernels are not shown: {' and '.join(missing)} not installed.")
@@ -104,7 +104,7 @@ def interpreted() -> int:
     )
     with warnings_as_notes(), torch.no_grad():
         call = case.call(device)
-        limit = verify.tolerance(call.problem())
+        limit = compare.tolerance(call.problem())
         assert call.bias is not None
         exact = F.silu(F.linear(call.a.double(), call.b.mT.double(), call.bias.double()))
         [record] = tmm_core.tune(call.problem())
@@ -116,7 +116,7 @@ def interpreted() -> int:
             with settings.override(verify=False):  # it is compared below
                 y = call.matmul(kernel=kernel)
             seconds = time.perf_counter() - started
-            error = verify.error(y, exact)
+            error = compare.error(y, exact)
             wrong += error > limit
             tried = [c for c in record.candidates if c.kernel == kernel]
             rows.append(
@@ -141,10 +141,10 @@ def on_gpu() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name(device)}: torch and tmm side by side, in use, medians")
     print("torch is eager code as users write it: torch.matmul, F.linear, then the activation.")
-    return compare(GPU_CASES, device)
+    return show_choices(GPU_CASES, device)
 
 
-def compare(cases: Sequence[Case], device: torch.device) -> int:
+def show_choices(cases: Sequence[Case], device: torch.device) -> int:
     """Print a table of the choices and their times; returns 1 if something failed or was
     wrong."""
     tasks = [suites.Task("demo", case) for case in cases]

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from tmm_cache import TuningRecord
 
 from tmm_core import api, dispatch, settings
-from tmm_core.dispatch.compilers import COMPILE_LIMIT
-from tmm_core.dispatch.ladder import LOCK_PATIENCE
+from tmm_core.dispatch.dispatcher import LOCK_PATIENCE
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.interop import sharding  # noqa: F401  # registers its rules
 from tmm_core.launch import warm
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.compile_pool import COMPILE_LIMIT
 
 #: Attempts at a problem before it is given up: one more, after it may have killed a rank.
 ATTEMPTS = 2
@@ -87,7 +87,7 @@ def tune(
         records: dict[int, TuningRecord] = {}
         for index, key in sorted(found.items()):
             record = TuningRecord.from_json(board.get(key)["record"])
-            dispatch.dispatcher().adopt(problems[index].device, record)
+            dispatch.default_dispatcher().adopt(problems[index].device, record)
             records[index] = record
         warm.forget_plans()
         _compare(board, problems, lost)
@@ -140,7 +140,9 @@ def _measure_all(
 
 def _measure(problem: Problem, current: settings.Settings, force: bool) -> dict[str, Any]:
     try:
-        return {"record": dispatch.dispatcher().tune(problem, current, force=force).to_json()}
+        return {
+            "record": dispatch.default_dispatcher().tune(problem, current, force=force).to_json()
+        }
     except Exception as error:  # the other ranks wait for a result, even a failure
         reraise(error)
         return {"error": error_text(error)}
@@ -163,7 +165,7 @@ def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> 
 
 def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None:
     """Compare the choices of the ranks with each other."""
-    chooser = dispatch.dispatcher()
+    chooser = dispatch.default_dispatcher()
     with settings.override(on_cache_miss="heuristic") as current:
         chosen = [chooser.choose(problem, current).candidate for problem in problems]
     mine: dict[str, Any] = {

@@ -12,7 +12,7 @@ from tmm_core.triton import epilogues
 from tmm_core.triton.compile import compile_for, pointer, source, supports, target_of
 from tmm_core.triton.epilogues import device_function, port_function
 from tmm_core.triton.launch import Launch
-from tmm_core.triton.steps import Argument, Described, Step, launcher
+from tmm_core.triton.launcher_codegen import Argument, Described, Step, launcher
 
 __all__ = [
     "Argument",

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core import compat
-from tmm_core.launch.source import written
+from tmm_core.launch.codegen import written
 from tmm_core.spec.device import interpreting
 from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of

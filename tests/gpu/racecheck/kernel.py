@@ -12,8 +12,8 @@ import re
 import sys
 
 import torch
-from tmm_triton import warp_specialized
-from tmm_triton.hopper_kernel import warp_specialized_kernel
+from tmm_triton.hopper import warp_specialized
+from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Problem

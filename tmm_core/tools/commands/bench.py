@@ -86,7 +86,7 @@ def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
 
 
 def _series(options: argparse.Namespace) -> list[series.Series]:
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     kernels = [registry.kernel(name) for name in options.kernel]
     sweeps: dict[str, list[Any]] = {}
     for field, values in options.sweep:

@@ -26,17 +26,17 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
-from tmm_core.dispatch import verify
-from tmm_core.dispatch.asking import Asked
-from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.registry import DISTRIBUTION, Registry
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
+from tmm_core.registry.query import Asked
+from tmm_core.registry.registry import DISTRIBUTION, Registry
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import doctor_toolchain, record_check, variables
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, print_json
+from tmm_core.tuning.first_launch import FirstLaunches
+from tmm_core.verify import compare
 
 #: Free space below which records will soon not be written; one is some 20 kB.
 LEAST_FREE_BYTES = 64 * 2**20
@@ -139,7 +139,7 @@ def _toolchain(device: torch.device) -> Iterator[Finding]:
 
 
 def _plugins(device: torch.device) -> Iterator[Finding]:
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     brought: dict[str, list[str]] = {}
     for kernel in registry.kernels():
         brought.setdefault(str(kernel.source), []).append(kernel.name)
@@ -154,7 +154,7 @@ def _plugins(device: torch.device) -> Iterator[Finding]:
 
 
 def _settings(device: torch.device) -> Iterator[Finding]:
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     wrong = False
     for name, text, advice in variables.faults(
         os.environ, registry, lambda: _arithmetics(registry, device)
@@ -194,7 +194,7 @@ def _shown(value: object) -> str:
 
 
 def _cache(device: torch.device) -> Iterator[Finding]:
-    store, mine = dispatch.dispatcher().store, fingerprint(device)
+    store, mine = dispatch.default_dispatcher().store, fingerprint(device)
     try:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root) as file:
@@ -254,7 +254,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     except SettingsError:
         yield Finding("kernel", "note", "none was tried: the settings are invalid")
         return
-    registry = dispatch.dispatcher().registry
+    registry = dispatch.default_dispatcher().registry
     with contextlib.closing(FirstLaunches(device)) as first:
         for kernel in registry.kernels():
             yield _tried(registry, kernel, device, first)
@@ -299,5 +299,5 @@ def _wrong(kernel: str, call: Call) -> str | None:
     except Exception as fault:
         reraise(fault)
         return error_text(fault)
-    limit = verify.tolerance(call.problem())
+    limit = compare.tolerance(call.problem())
     return None if error <= limit else f"wrong, error {error:.2g} exceeds {limit:.2g}"

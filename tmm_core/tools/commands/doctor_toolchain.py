@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from tmm_core import dispatch
-from tmm_core.dispatch.untried import Left
 from tmm_core.spec import toolchain
 from tmm_core.spec.device import fingerprint
+from tmm_core.tuning.untried import Left
 
 #: Seconds that a program may take to tell its version.
 _PATIENCE = 20.0
@@ -45,7 +45,7 @@ def parts(device: torch.device) -> Iterator[Said]:
 
 def untried(device: torch.device) -> Iterator[Said]:
     """The kernels that the environment left untried on ``device``, with the first error."""
-    notes = dispatch.dispatcher().untried.of_device(fingerprint(device))
+    notes = dispatch.default_dispatcher().untried.of_device(fingerprint(device))
     broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
     late = sum(all(why.cause == "budget" for why in n.kernels.values()) for n in notes)
     if broken:

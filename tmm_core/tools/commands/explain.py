@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     if options.ncu:
         return _print_ncu(case, explanation)
     if options.why:
-        found = why.take_apart(explanation, dispatch.dispatcher().registry)
+        found = why.take_apart(explanation, dispatch.default_dispatcher().registry)
         if options.json:
             print_json(found)
         else:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
-    dispatcher = dispatch.dispatcher()
+    dispatcher = dispatch.default_dispatcher()
     gpu = None if options.gpu is None else gpus.find(dispatcher.store, options.gpu)
     device = torch.device("cpu") if gpu is not None else shared.device(options)
     forced: dict[str, Any] = {}

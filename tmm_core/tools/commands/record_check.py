@@ -11,16 +11,16 @@ import torch
 from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
 
 from tmm_core import dispatch, settings
-from tmm_core.dispatch.asking import read_config
-from tmm_core.dispatch.compilers import compiling_threads
-from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
+from tmm_core.registry.query import read_config
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
+from tmm_core.tuning.compile_pool import compiling_threads
+from tmm_core.verify.verifier import Verifier
 
 #: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
 REPEATS = 120
@@ -79,7 +79,7 @@ def verified(entries: Sequence[Summary], device: torch.device) -> Iterator[dict[
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
     """The winner's kernel, if it is unchanged since it was measured."""
     best = record.best
-    for kernel in dispatch.dispatcher().registry.kernels():
+    for kernel in dispatch.default_dispatcher().registry.kernels():
         if (kernel.name, kernel.version) == (best.kernel, best.version):
             return kernel
     return None
@@ -122,5 +122,5 @@ def _judged(compiling: Future[Winner | None], device: torch.device) -> dict[str,
     if not verdict.ok:
         status = "unknown" if verdict.unknown else "wrong"
         return document | {"status": status, "reason": verdict.reason}
-    dispatch.dispatcher().trust.stamp(winner.problem, winner.candidate)
+    dispatch.default_dispatcher().trust.stamp(winner.problem, winner.candidate)
     return document | {"status": "ok"}

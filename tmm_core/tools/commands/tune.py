@@ -20,7 +20,6 @@ import tmm_core
 from tmm_core import dispatch
 from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.errors import error_text, reraise
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
@@ -29,6 +28,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
 from tmm_core.tools.commands.misses import title, tuned_since
+from tmm_core.tuning.first_launch import FirstLaunches
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     say: Callable[[str], None] = note if options.json else partial(print, flush=True)
     with ExitStack() as stack:
         if options.isolate:
-            tuner = dispatch.dispatcher().tuner
+            tuner = dispatch.default_dispatcher().tuner
             tuner.first_launches = stack.enter_context(closing(FirstLaunches(device)))
             stack.callback(setattr, tuner, "first_launches", None)
         for number, item in enumerate(pending, start=1):
@@ -111,7 +111,7 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
 
 
 def _of_misses(device: torch.device) -> list[Pending]:
-    store, here = dispatch.dispatcher().store, fingerprint(device)
+    store, here = dispatch.default_dispatcher().store, fingerprint(device)
     misses = store.misses()
     mine = [miss for miss in misses if miss.gpu == here.gpu]
     if others := len(misses) - len(mine):
@@ -132,7 +132,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
         with precision(item.tf32):
             problem = item.pose()
             outcome |= {"problem": str(problem), "key": problem.to_json()}
-            store, device = dispatch.dispatcher().store, problem.device
+            store, device = dispatch.default_dispatcher().store, problem.device
             before = store.load(device.gpu, device.environment, problem.to_json())
             [record] = tmm_core.tune(problem, force=options.force, budget=options.budget)
     except Exception as error:
@@ -147,7 +147,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "blas_us": blas_us(record),
             "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
-        if (noted := dispatch.dispatcher().untried.get(problem.bare())) and noted.kernels:
+        if (noted := dispatch.default_dispatcher().untried.get(problem.bare())) and noted.kernels:
             outcome["untried"] = {name: why.reason for (name, _), why in noted.kernels.items()}
     outcome["seconds"] = round(time.monotonic() - started, 2)
     return outcome

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tmm_cache.variables import CHECKS
 
-from tmm_core.dispatch.registry import Registry
 from tmm_core.errors import SettingsError
+from tmm_core.registry.registry import Registry
 from tmm_core.settings import POINTWISE, VARIABLES, Settings, names
 
 #: Variables with names of plugins.

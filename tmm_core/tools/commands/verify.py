@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the verdicts, faults as they are found; returns the exit status."""
     device = shared.device(options)
     gpu = fingerprint(device)
-    entries = record_check.answering(dispatch.dispatcher().store, gpu)
+    entries = record_check.answering(dispatch.default_dispatcher().store, gpu)
     found: list[dict[str, Any]] = []
     interrupted = False
     try:

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tmm_core.dispatch.explanation import Explanation
-from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import by_time
 from tmm_core.errors import ConfigError, reraise
+from tmm_core.registry.registry import Registry
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
@@ -18,6 +17,7 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands.console import UsageError
 from tmm_core.tools.commands.tile_order import memory_bytes, waves
+from tmm_core.tuning.ranking import by_time
 
 #: 32-bit registers of an SM, and the granularity in which a warp's are allocated.
 _REGISTERS, _ALLOCATED = 65536, 256

@@ -1,0 +1,1 @@
+"""The warp-specialised kernel for Hopper."""

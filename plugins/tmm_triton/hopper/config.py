@@ -1,0 +1,397 @@
+"""Defines the Hopper kernel's config and the constants that specialise its code for a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core import Config, Operand, Problem
+from tmm_triton.hopper.operand_layout import (
+    beside,
+    boxed,
+    by_words,
+    residual_by_tma,
+    rows_brought,
+    scattered,
+    stored_at_once,
+    stored_by_pointers,
+)
+from tmm_triton.ragged_tiles import kinds
+
+#: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``), and
+#: ranges of K.
+MOST_TAIL_SPLITS, MOST_SPLITS, MOST_RANGES = 4, 256, 8
+#: Maximum accumulator registers per thread by the number of consumers, three of which have 160
+#: registers and fewer 240; and beside the sums of the ranges of K before.
+MOST_ACCUMULATORS = {1: 128, 2: 192, 3: 128}
+MOST_SUMMED = {1: 96, 2: 96, 3: 64}
+#: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
+#: beside each other.
+COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
+#: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
+#: both releases.
+_SHARED_OVERHEAD = 512
+#: Registers per thread of the loader.
+_LOADER_REGISTERS = 112
+#: Maximum number of stages requested before the warps take their roles: 4 saved 0.2 to 0.6 µs in
+#: all of 25 problems compared with none, 1 and 2 saved less.
+_PRIMED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpSpecializedConfig(Config):
+    """A tile, and how the block's warps share it.
+
+    Args:
+        BLOCK_M, BLOCK_N, BLOCK_K: The tile, N of the output (a gated problem reads twice that).
+        GROUP_M: Tile rows that are walked as a group.
+        num_stages: Stages of the ring.
+        schedule: ``"cooperative"`` or ``"pingpong"``.
+        consumers: Two that alternate, or one to three that share the tile's rows.
+        num_warps: Warps per consumer.
+        subtiles: Column strips in which a tile is stored; more strips need less staging memory.
+        tail_splits: Parts along K into which the tiles of an incomplete wave are split.
+        splits: Parts along K into which every tile is split, added by a second kernel.
+        ranges: Ranges of K that a block sums one after the other and then adds up: the same sums
+            as with as many ``splits``.
+        evict_first: Operands are loaded with the ``evict_first`` hint.
+        early: Whether it starts before the previous launch has ended (:mod:`tmm_triton.pdl`).
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    num_stages: int
+    schedule: str
+    consumers: int
+    num_warps: int
+    subtiles: int
+    tail_splits: int
+    splits: int
+    evict_first: bool
+    early: str = ""
+    ranges: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("cooperative", "pingpong"):
+            raise ValueError(f"schedule must be cooperative or pingpong, got {self.schedule!r}")
+        if self.consumers not in ((2,) if self.pingpong else (1, 2, 3)):
+            raise ValueError(f"{self.schedule}: {self.consumers} consumers")
+        if self.num_warps not in (4, 8) or self.consumers * self.num_warps > 12:
+            raise ValueError(f"{self.consumers} consumers of {self.num_warps} warps")
+        if not 1 <= self.tail_splits <= MOST_TAIL_SPLITS:
+            raise ValueError(f"tail_splits {self.tail_splits}")
+        if not 1 <= self.splits <= MOST_SPLITS or self.splits > 1 < self.tail_splits:
+            raise ValueError(f"splits {self.splits}, tail_splits {self.tail_splits}")
+        if not 1 <= self.ranges <= MOST_RANGES or self.ranges > 1 < self.tail_splits * self.splits:
+            raise ValueError(f"ranges {self.ranges} of a tile that is split")
+        if not isinstance(self.evict_first, bool):
+            raise ValueError(f"evict_first {self.evict_first!r}")
+        if self.early not in ("", "wait", "l2", "b"):
+            raise ValueError(f"early must be '', 'wait', 'l2' or 'b', got {self.early!r}")
+        # One wgmma covers 64 rows, 16 per warp of four.
+        if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
+            raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
+        if self.rows not in (64, 128, 256) or self.rows % (16 * self.num_warps):
+            raise ValueError(f"a consumer of {self.num_warps} warps cannot own {self.rows} rows")
+        if self.BLOCK_N not in COLUMNS or self.BLOCK_K not in (32, 64, 128):
+            raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
+        if self.narrow and (self.BLOCK_K != 64 or self.tail_splits > 1):
+            raise ValueError(f"a tile of {self.BLOCK_N} columns needs BLOCK_K 64, tail_splits 1")
+        most = MOST_ACCUMULATORS if self.ranges == 1 else MOST_SUMMED
+        if self.accumulators > most[self.consumers]:
+            raise ValueError(f"{self.accumulators} accumulator registers a thread are too many")
+        # With one stage, releasing it would wait for the next stage, which waits for the release.
+        if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
+            raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
+        width = self.BLOCK_N // max(1, self.subtiles)
+        if width * self.subtiles != self.BLOCK_N or width < 16 or self.narrow % width:
+            raise ValueError(f"{self.subtiles} subtiles of {self.BLOCK_N} columns")
+
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.early == "b" else ()
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Edits of the kernel's PTX (:mod:`tmm_core.triton.ptx`)."""
+        wanted = {"evict_first": self.evict_first, "joined": self.narrow}
+        return tuple(edit for edit in wanted if wanted[edit])
+
+    @property
+    def pingpong(self) -> bool:
+        return self.schedule == "pingpong"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile per consumer."""
+        return self.BLOCK_M if self.pingpong else self.BLOCK_M // self.consumers
+
+    @property
+    def narrow(self) -> int:
+        """Columns of the tile's second product, where no single one has as many as the tile."""
+        lowest = self.BLOCK_N & -self.BLOCK_N
+        return lowest if lowest != self.BLOCK_N else 0
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 accumulators per thread and product (a gated problem has two)."""
+        return self.rows * self.BLOCK_N // (32 * self.num_warps)
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of shared memory per block."""
+        c = Constants.of(problem, self)
+        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.box_columns) * c.BLOCK_K
+        staging = c.consumers * c.buffers * c.rows * c.width * c.OUT_BYTES
+        # The bias is exchanged between threads through shared memory.
+        bias = c.consumers * c.width * problem.bias.itemsize if problem.bias else 0
+        return c.num_stages * stage + staging + bias + _SHARED_OVERHEAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants(WarpSpecializedConfig):
+    """The constants that a kernel is specialised on, besides the types of its arguments: a config,
+    which is checked already, and what the code depends on of a problem. ``GROUP_M`` is an argument
+    at run time, and here one."""
+
+    #: Whether an operand is column-major.
+    A_COL: bool
+    B_COL: bool
+    GATED: bool
+    SCALED: bool
+    #: Kinds of the scales of 8-bit operands.
+    SCALE_A: str | None
+    SCALE_B: str | None
+    #: Bytes of an element of the operands.
+    IN_BYTES: int
+    BIAS: bool
+    RESIDUAL: bool
+    BATCHED: bool
+    #: The residual is loaded by TMA, into the staging buffers of the result.
+    FETCH: bool
+    #: The output is stored through pointers, element by element.
+    POINTERS: bool
+    #: Bytes of an element of the output.
+    OUT_BYTES: int
+    #: Rows of A per box.
+    A_ROWS: int
+    #: Stages requested before the warps take their roles.
+    PRIMED: int
+    #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
+    WORDS: str | None = None
+    LOADERS: int = 8
+    #: The dimension along which groups differ in size, and whether rows of none become zeros.
+    RAGGED: str | None = None
+    ZEROED: bool = False
+    #: Rows of the result are stored where ``out_index`` says, and multiplied by ``out_weights``.
+    SCATTERED: bool = False
+    WEIGHTED: bool = False
+    #: Elements that a thread stores at once where it stores through pointers.
+    STORED: int = 1
+    #: By what rows are reduced to an output beside the result.
+    REDUCE: str | None = None
+    #: The kernel's: Triton keeps what it compiled by the values of its constants, which tell
+    #: nothing of what the properties below make of them.
+    VERSION: str = ""
+
+    def __post_init__(self) -> None:
+        boxes = self.a_boxes if self.WORDS == "a" else self.b_boxes
+        if self.WORDS is not None and (self.consumers == 3 or boxes > 1):
+            raise ValueError(f"{self.WORDS} is loaded by words, {boxes} boxes at a time")
+        if self.early in ("l2", "b") and self.WORDS == "b":
+            raise ValueError("b is loaded by words, which nothing does early")
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        config: WarpSpecializedConfig,
+        version: str = "",
+    ) -> Constants:
+        problem = multiplied(problem, config)
+        if config.narrow and not beside(problem):
+            raise ValueError(f"tiles of {config.BLOCK_N} columns do not serve {problem}")
+        if config.subtiles > 1 and config.subtiles % 2 and residual_by_tma(problem):
+            raise ValueError(f"two buffers in turn do not bring {config.subtiles} strips")
+        return cls(
+            **{**vars(config), "GROUP_M": 1},
+            A_COL=problem.a.layout == "col",
+            B_COL=problem.b.layout == "col",
+            GATED=problem.gated,
+            SCALED=problem.scaled,
+            SCALE_A=problem.scale_a,
+            SCALE_B=problem.scale_b,
+            IN_BYTES=problem.a.dtype.itemsize,
+            BIAS=problem.bias is not None,
+            RESIDUAL=problem.residual is not None,
+            BATCHED=problem.batch > 1,
+            FETCH=residual_by_tma(problem),
+            POINTERS=stored_by_pointers(problem),
+            OUT_BYTES=problem.out.dtype.itemsize,
+            A_ROWS=rows_brought(problem, config.rows),
+            PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
+            WORDS=by_words(problem),
+            RAGGED=problem.groups.ragged if problem.groups else None,
+            ZEROED=problem.groups is not None and problem.groups.zeroed,
+            SCATTERED=scattered(problem),
+            WEIGHTED=problem.groups is not None and problem.groups.out_weights is not None,
+            STORED=stored_at_once(problem),
+            REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
+            VERSION=version,
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it is launched while the previous launch may still run."""
+        return bool(self.early)
+
+    @property
+    def pieces(self) -> int:
+        """A power of two, at least the number of the first k-steps."""
+        return 1 << (self.PRIMED - 1).bit_length()
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the result is a stack of matrices, with as many tiles each."""
+        return self.out_kind == "stack"
+
+    @property
+    def a_kind(self) -> str:
+        return kinds(self.RAGGED, self.BATCHED)["a"]
+
+    @property
+    def b_kind(self) -> str:
+        return kinds(self.RAGGED, self.BATCHED)["b"]
+
+    @property
+    def out_kind(self) -> str:
+        """The result's kind of tensor map, and a residual's."""
+        return kinds(self.RAGGED, self.BATCHED)["out"]
+
+    @property
+    def a_box(self) -> list[int]:
+        """The shape of a box of A in shared memory."""
+        return boxed(self.rows, self.BLOCK_K, self.A_COL, self.a_kind)
+
+    @property
+    def b_box(self) -> list[int]:
+        """The shape of a box of B in shared memory."""
+        return boxed(self.BLOCK_K, self.box_columns, self.B_COL, self.b_kind)
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that make a stage full: the producer's, and the loader's."""
+        return 1 if self.WORDS is None else 2
+
+    @property
+    def policy(self) -> str:
+        """The loader's eviction policy."""
+        return "evict_first" if self.evict_first else ""
+
+    @property
+    def a_boxes(self) -> int:
+        """TMA boxes of A per stage, one for each consumer that shares the tile."""
+        return self.BLOCK_M // self.rows
+
+    @property
+    def b_boxes(self) -> int:
+        """TMA boxes of B per stage."""
+        return (self.columns + self.second) // self.box_columns
+
+    @property
+    def box_columns(self) -> int:
+        """Columns of a box of B."""
+        return self.narrow or self.columns
+
+    @property
+    def promoted(self) -> bool:
+        """Whether each k-step is summed separately, and the sums are added in fp32
+        (``consumer``)."""
+        return self.IN_BYTES == 1
+
+    @property
+    def products(self) -> int:
+        """Columns of B for each of the tile: gate and up, or one."""
+        return 2 if self.GATED else 1
+
+    @property
+    def halves(self) -> bool:
+        """Whether the tile's left and right half are separate products, like gate and up if gated:
+        registers suffice for a separate sum of only one of them at a time."""
+        return self.promoted and not self.GATED and self.BLOCK_N == 256
+
+    @property
+    def second(self) -> int:
+        """Columns of the second product; none if a tile is one. Of a gated tile the second is up,
+        and if two products are beside each other, the columns of up that the first does not
+        have."""
+        if self.narrow:
+            return self.products * self.narrow
+        return self.columns if self.GATED or self.halves else 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of one product, the first if they differ."""
+        if self.narrow:
+            return self.products * (self.BLOCK_N - self.narrow)
+        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
+
+    @property
+    def width(self) -> int:
+        """Columns of a strip."""
+        return self.BLOCK_N // self.subtiles
+
+    @property
+    def buffers(self) -> int:
+        """Staging buffers per consumer: with two, one is filled while the other is stored."""
+        return min(2, self.subtiles)
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups per block, one of which is the producer's."""
+        return -(-(self.num_warps + sum(self.worker_warps)) // 4)
+
+    @property
+    def mma_n(self) -> int:
+        """Columns of one wgmma. ptxas refuses one with 128 accumulators per thread if the block
+        starts with 128 registers per thread (512 threads), although the consumers have more by
+        then."""
+        return min(self.columns, 128 if self.groups > 3 else 256)
+
+    @property
+    def worker_warps(self) -> list[int]:
+        """Warps of each role except the first consumer, which is Triton's default partition."""
+        loaders = [] if self.WORDS is None else [self.LOADERS]
+        return [self.num_warps] * (self.consumers - 1) + [1] + loaders
+
+    @property
+    def worker_registers(self) -> list[int]:
+        """Registers per thread of these roles: the producer has the minimum of setmaxnreg,
+        consumers an equal share of the remainder of the SM's 65536; the first gets the rest."""
+        producer, loaders = 24, [] if self.WORDS is None else [_LOADER_REGISTERS]
+        groups = self.consumers * self.num_warps // 4
+        each = 65536 // (128 * self.groups) // 8 * 8
+        spared = self.groups * each - producer - sum(loaders) * self.LOADERS // 4
+        consumer = min(240, spared // groups // 8 * 8)
+        return [consumer] * (self.consumers - 1) + [producer] + loaders
+
+
+def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
+    """The problem that the kernel itself computes."""
+    return problem if config.splits == 1 else unfinished(problem)
+
+
+def unfinished(problem: Problem) -> Problem:
+    """The product alone in fp32, which another kernel finishes."""
+    return Problem(
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        a=problem.a,
+        b=problem.b,
+        out=Operand(torch.float32),
+        device=problem.device,
+        batch=problem.batch,
+    )

@@ -1,0 +1,305 @@
+"""The consumers of ``triton.warp_specialized``: they multiply full stages, and leave or add up the
+parts of tiles that are cut along K, or sum up ranges of K apart."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
+
+from tmm_triton.hopper.scheduler import (
+    as_matrix,
+    next_stage,
+    skip_stages,
+    tail_share,
+    tile_at,
+    unit_at,
+    work_of,
+)
+from tmm_triton.hopper.tile_epilogue import bias_of, fetch, store_tile
+from tmm_triton.ragged_tiles import barrier, reinterpret
+
+
+@jit
+def _acquire(flag):
+    """A flag's value; later reads see everything written before it was set."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [flag], gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def _promoted(a, b, acc):
+    """Sums of 8-bit floats have about 14 bits in the tensor cores: this waits for the sums of one
+    stage and adds them in fp32 while the other consumers multiply. Even the first is added, to
+    zeros: used directly, ptxas moved it around and waited after every wgmma of large tiles."""
+    part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    return acc + part
+
+
+@jit
+def _await_full(full, stage, phase, C: gl.constexpr):
+    """Wait until a stage's operands have arrived and are visible to ``wgmma``."""
+    mbarrier.wait(full.index(stage), phase)
+    if C.WORDS is not None:
+        # Here, not at the stores: the fence waits for all of a thread's loads, and the loader has
+        # those of the next k-steps in flight.
+        fence_async_shared()
+
+
+@jit
+def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
+    """B's part of a product, from this slot on: boxes that follow one another in shared memory are
+    one of all their columns."""
+    KIND: gl.constexpr = C.b_kind
+    b = as_matrix(b_ring.index(slot), KIND)
+    if C.narrow:
+        SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
+        b = reinterpret(b, b.dtype, SHAPE, b.layout)
+    if C.B_COL:
+        b = b.permute((1, 0))
+    return b
+
+
+@jit
+def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
+    """Start this stage's products and wait for those of the previous stage."""
+    a_ring, b_ring = ring
+    KIND: gl.constexpr = C.a_kind
+    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), KIND)
+    if C.A_COL:
+        a = a.permute((1, 0))
+    b = _columns(b_ring, stage * C.b_boxes, C.columns, C)
+    SECOND: gl.constexpr = C.second // C.box_columns
+    if C.promoted:
+        acc = _promoted(a, b, acc)
+        if C.second:
+            b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
+            up = _promoted(a, b, up)
+        return acc, up
+    # Not accumulating the first time saves clearing the registers.
+    acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
+    if C.second:
+        b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
+        up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
+        acc, up = warpgroup_mma_wait(2, deps=(acc, up))
+    else:
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+    return acc, up
+
+
+@jit
+def _multiply_steps(
+    begin, end, ring, barriers, stage, phase, reading, acc, up,
+    WHO: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Multiply the k-steps from ``begin`` up to ``end``, and release the stage before each, at
+    first ``reading``; returns the position after them in the ring, the stage that is still read,
+    and the sums."""
+    full, empty = barriers
+    for _ in range(begin, end):
+        _await_full(full, stage, phase, C)
+        acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
+        mbarrier.arrive(empty.index(reading))
+        reading = stage
+        stage, phase = next_stage(stage, phase, C)
+    return stage, phase, reading, acc, up
+
+
+@jit
+def _finished(acc, up, C: gl.constexpr):
+    """The sums, when all products are done."""
+    if C.GATED or C.narrow:
+        acc, up = warpgroup_mma_wait(0, deps=(acc, up))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, up
+
+
+@jit
+def _pass_by(unit, stage, phase, work, sizes, C: gl.constexpr):
+    """The ring position after the other consumer's unit."""
+    _, first, last = unit_at(unit, work, sizes, C)
+    return skip_stages(stage, phase, last - first, C)
+
+
+@jit
+def part_at(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Addresses in the workspace of the consumer's rows of a share's part: register by register,
+    with each register of all threads contiguous. Row by row, a warp's access used 4 of every 32
+    bytes that it moved, and a part of 128×128 elements took 17 µs."""
+    SIZE: gl.constexpr = C.rows * C.columns
+    THREADS: gl.constexpr = 32 * C.num_warps
+    start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
+    # In wgmma's accumulators a thread has pairs of neighbours, in every eighth row and column.
+    row = gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))
+    thread = row % 8 * 4 + row // 16 % C.num_warps * 32
+    register = row // 8 % 2 * 2 + row // (16 * C.num_warps) * (C.columns // 2)
+    down = gl.expand_dims(thread + register * THREADS, 1)
+    column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, LAYOUT))
+    register = column % 2 + column // 8 * 4
+    return parts[0] + start + down + gl.expand_dims(column // 2 % 4 + register * THREADS, 0)
+
+
+@jit
+def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
+    return parts[1] + share * C.a_boxes + WHO % C.a_boxes
+
+
+@jit
+def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
+    """Store the sum over a part of a tile for the block with its first k-steps."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    gl.store(part_at(parts, tail_share(), 0, WHO, C, LAYOUT), acc)
+    if C.b_boxes == 2:
+        gl.store(part_at(parts, tail_share(), 1, WHO, C, LAYOUT), up)
+    # All threads' stores come before the barrier, the barrier before the release.
+    barrier()
+    gl.atomic_xchg(_flag(parts, tail_share(), WHO, C), 1, sem="release")
+
+
+@jit
+def _plus(acc, part):
+    """Their sum, by inline assembly: LLVM's vectorizer of straight-line code takes 0.7 s, half of a
+    compilation, to find that 128 additions a thread cannot be vectorized."""
+    return gl.inline_asm_elementwise(
+        "add.rn.f32 $0, $1, $2;", "=f,f,f", [acc, part], gl.float32, is_pure=True, pack=1
+    )
+
+
+@jit
+def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
+    """The sums over all of K: adds the other blocks' parts of this tile, in the order of K."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    for part in range(1, C.tail_splits):
+        flag = _flag(parts, tail_share() + part, WHO, C)
+        while _acquire(flag) == 0:
+            pass
+        # Written by other SMs: bypass this one's L1.
+        at = part_at(parts, tail_share() + part, 0, WHO, C, LAYOUT)
+        acc = _plus(acc, gl.load(at, cache_modifier=".cg"))
+        if C.b_boxes == 2:
+            at = part_at(parts, tail_share() + part, 1, WHO, C, LAYOUT)
+            up = _plus(up, gl.load(at, cache_modifier=".cg"))
+        # Zero for the next launch, once every thread has seen it set.
+        barrier()
+        gl.store(flag, 0)
+    return acc, up
+
+
+@jit
+def consume(
+    sums, EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    ring, barriers, turn, target, parts, sizes = sums
+    full, empty = barriers
+    N = sizes[1]
+    ROWS: gl.constexpr = C.rows
+    COLUMNS: gl.constexpr = C.columns
+    NARROW: gl.constexpr = C.second
+    BUFFERS: gl.constexpr = C.buffers
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[C.num_warps, 1],
+        instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
+    )
+    if C.narrow:
+        NARROW_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, NARROW, 16]
+        )
+    stage = 0
+    phase = 0
+    turn_phase = 1 - WHO
+    strip_phase = 0
+    work = work_of(sizes, C)
+    if C.pingpong and WHO == 1:
+        stage, phase = _pass_by(0, stage, phase, work, sizes, C)
+    for unit in range(WHO if C.pingpong else 0, work[0], 2 if C.pingpong else 1):
+        tile, first, last = unit_at(unit, work, sizes, C)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+        up = acc
+        if C.narrow:
+            up = gl.zeros([ROWS, NARROW], gl.float32, NARROW_LAYOUT)
+        if C.pingpong:
+            mbarrier.wait(turn.index(WHO), turn_phase)
+            turn_phase ^= 1
+        _await_full(full, stage, phase, C)
+        acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
+        reading = stage
+        stage, phase = next_stage(stage, phase, C)
+        # Divisions, and a wait for stores, overlap the first products.
+        matrix, row, column, end, corner = tile_at(tile, sizes, C)
+        limits = sizes
+        if C.RAGGED == "m":
+            limits = (end, N, sizes[2], sizes[3], sizes[4], sizes[5])
+        if not C.pingpong:
+            row += WHO * ROWS
+        if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)
+            if (row < end) & (first == 0):
+                store_wait(0)
+                for i in gl.static_range(BUFFERS):
+                    fetch(target[2], i, matrix, row, column, end, WHO, C)
+        begin = first
+        if C.ranges > 1:
+            # Adding to -0 leaves every sum as it is, even the sign of 0.
+            total = gl.full([ROWS, COLUMNS], -0.0, gl.float32, LAYOUT)
+            total_up = total
+            if C.narrow:
+                total_up = gl.full([ROWS, NARROW], -0.0, gl.float32, NARROW_LAYOUT)
+            for part in range(1, C.ranges):
+                upto = last * part // C.ranges
+                stage, phase, reading, acc, up = _multiply_steps(
+                    begin + 1, upto, ring, barriers, stage, phase, reading, acc, up, WHO, C
+                )
+                acc, up = _finished(acc, up, C)
+                mbarrier.arrive(empty.index(reading))
+                total += acc
+                if C.narrow:
+                    total_up += up
+                begin = upto
+                _await_full(full, stage, phase, C)
+                acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
+                reading = stage
+                stage, phase = next_stage(stage, phase, C)
+        stage, phase, reading, acc, up = _multiply_steps(
+            begin + 1, last, ring, barriers, stage, phase, reading, acc, up, WHO, C
+        )
+        if C.pingpong:
+            mbarrier.arrive(turn.index(1 - WHO))
+            stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
+        bias = target[1]
+        if C.BIAS:
+            bias = bias_of(target[1], matrix, column, N, C.subtiles, C)
+            if C.GATED:
+                bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.subtiles, C)
+        acc, up = _finished(acc, up, C)
+        mbarrier.arrive(empty.index(reading))
+        if C.ranges > 1:
+            acc = total + acc
+            if C.narrow:
+                up = total_up + up
+        # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
+        # code after it, which delayed the last stage by half an epilogue.
+        if row < end:
+            if C.tail_splits > 1 and first > 0:
+                _leave(acc, up, parts, WHO, C)
+            else:
+                if C.tail_splits > 1 and last < work[5]:
+                    acc, up = _completed(acc, up, parts, WHO, C)
+                if C.splits > 1:
+                    row += matrix * gl.cdiv(sizes[0], C.BLOCK_M) * C.BLOCK_M
+                store_tile(
+                    acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
+                    EPILOGUE, OF, WHO, C,
+                )  # fmt: skip
+                # Each buffer's phases of a tile.
+                if C.subtiles // C.buffers % 2 == 1:
+                    strip_phase ^= 1
+    store_wait(0)

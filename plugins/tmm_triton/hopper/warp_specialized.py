@@ -1,0 +1,357 @@
+"""``triton.warp_specialized``: on Hopper one warp loads tiles by TMA, the others only multiply.
+
+A kernel whose warps both load and multiply stops multiplying at the end of every tile, while it
+rounds and stores. Here the block is persistent and its warps have roles:
+
+* The producer, one warp with 24 registers per thread, walks all k-steps of all the block's tiles
+  and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
+  for a free stage. The first few are requested before the warps take their roles, which costs
+  0.5 µs, in which they arrive. With ``evict_first`` they are loaded with that hint
+  (``tmm_core.triton.ptx``), which saves 2 to 4 µs if a weight is read by few rows.
+* If TMA cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads
+  it through registers (``tmm_triton.unaligned_loads``), and arrives at a stage like the producer.
+* Consumers, warpgroups with up to 240 registers per thread, hold the accumulators and issue
+  ``wgmma`` on full stages. ``cooperative``: all share every tile, each owning some of its rows;
+  they do not run in lockstep, so one multiplies while another stores. ``pingpong``: two alternate
+  on whole tiles, the epilogue of one overlapping the main loop of the other; it wins for a short K
+  (8192×4096×512 with silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
+
+Two mbarriers per stage synchronize this. ``full`` flips when the stage's bytes have arrived,
+``empty`` when every consumer has finished reading it. A wait sees only a parity, and would pass if
+the barrier were two phases behind. The producer and cooperating consumers wait for every phase in
+turn, so that cannot happen. A ping-pong consumer skips the other's k-steps: ``turn`` holds it until
+the other has seen its last stage full, when all phases before its own are complete.
+
+With ``tail_splits`` the tiles of an incomplete wave, here two of ten on four SMs, are split along K
+into as many parts as there are SMs for, and come first::
+
+    block 3  | tile 0, first half ◀┐ | tile 5              | tile 9              |
+    block 2  | tile 0, second half ┘ | tile 4              | tile 8              |
+    block 1  | tile 1, first half ◀┐ | tile 3              | tile 7              |
+    block 0  | tile 1, second half ┘ | tile 2              | tile 6              |
+
+The block with the first k-steps of a tile adds the parts that the others left in the workspace,
+while its other consumers multiply. Splitting tiles at equal distances (stream-K) leaves no SM idle,
+but then no two blocks need the same part of an operand at the same time: it took up to 20 % longer
+on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles, each
+with its own part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
+With ``ranges`` one block sums the parts of a tile one after the other, which gives the same bits:
+in batch-invariant mode parts are split among blocks if there are few rows, else a block sums all.
+
+Layouts have powers of two, but a wave is often filled best by tiles of another width, such as 144
+columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one
+and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
+the other, so that the wide product reads several of them as one operand. An edit of the PTX makes
+one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``). In a gated tile the first
+product has gate's columns and some of up's. In a tile of 128×192, by turns, a thread holds 192
+accumulators; it loads a sixth less than one of 128×128 for as many products.
+
+With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
+its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
+wait it may load those of the weight, if that is not being written (``static_weights``), or prefetch
+them into L2, which is always safe.
+
+A finished tile goes out strip by strip, through staging buffers and by TMA where that can
+write it, else by pointers. The residual comes in by the same buffers before, under the main
+loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. Of an output
+beside the result each strip leaves a number a row in the workspace, and a second launch reduces
+these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
+different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
+
+This module has the launch. In this folder, ``hopper_kernel`` sets a block up; ``producer``,
+``consumer`` and ``tile_epilogue`` are the roles of its warps; ``scheduler`` orders the tiles;
+``tile_shapes`` counts them; ``operand_layout`` says how operands are accessed; ``config`` is what a
+config is; ``search_space`` lists the configs that are tried; and ``estimate`` models their time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tmm_core import ANY, Problem, Traits
+from tmm_core.triton import Described, device_function, pointer, port_function
+from tmm_triton import reduction_order
+from tmm_triton.hopper import estimate, search_space, tile_shapes
+from tmm_triton.hopper.config import Constants, WarpSpecializedConfig, multiplied
+from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
+from tmm_triton.hopper.operand_layout import (
+    ALIGNMENT,
+    MOST_ROWS,
+    boxed,
+    by_words,
+    described,
+    residual_by_tma,
+    scattered,
+)
+from tmm_triton.hopper.tile_shapes import most_tiles, part_elements
+from tmm_triton.operands import Build, Typed, Zeros
+from tmm_triton.output_ports import REDUCES, Ports
+from tmm_triton.partials import reduction
+from tmm_triton.ragged_tiles import kinds_of, rows_ragged
+from tmm_triton.triton_kernel import POINTERS, Built, missing_toolchain, without_gluon
+
+#: Gluon's names of the dtypes of operands, outputs, bias and residual.
+_GLUON = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+#: Whether this Triton refuses a view of several boxes of shared memory as one, which the narrow one
+#: of two tiles beside each other takes. Triton 3.9 does.
+_VIEWS_END_WITH_BOXES = hasattr(gl.shared_memory_descriptor, "reinterpret")
+
+#: The grid has a multiple of this many blocks. L2 merges the requests of neighbouring SMs for the
+#: same lines while the SMs run in step, which an odd number of blocks ends. In 64×256 tiles an H100
+#: gains up to 17 % (1.2 % on average over 87 random problems). Other tiles, and an H200, differ by
+#: up to 4 % for one problem and by 0.1 % on average (``benchmarks/results/*/blocks.txt``).
+_NEIGHBOURS = 4
+
+
+class WarpSpecialized(Built[WarpSpecializedConfig]):
+    """Persistent TMA + ``wgmma`` with specialised warps, for 16-bit operands on Hopper."""
+
+    name = "triton.warp_specialized"
+    # A row's sums are formed in the order of k in any tile.
+    traits = Traits(
+        deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
+    )
+    config_type = WarpSpecializedConfig
+    supports = replace(
+        POINTERS,  # also unaligned operands: see declines
+        devices=("cuda",),
+        capability=(9, 0),
+        below=(9, 1),
+        operands=(torch.float16, torch.bfloat16),
+        layouts={"a": ("row", "col"), "b": ("row", "col"), "out": ("row",), "residual": ANY},
+        batch=None,
+        gated=True,
+        outputs=("row",),
+        reduces=REDUCES,
+        ragged=("m", "k"),
+        indexed=True,
+        zeroed=True,
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        if len(problem.epilogue.outputs) > 1:
+            yield "writes at most one output beside the result"
+        if not problem.device.interpreted:
+            yield from missing_toolchain()
+        yield from without_gluon(problem)
+        if problem.fp8 and (problem.a.layout, problem.b.layout) != ("row", "col"):
+            yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
+        for name, operand in (("a", problem.a), ("b", problem.b)):
+            if not operand.aligned and (problem.fp8 or not by_words(problem)):
+                yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
+        if problem.gated and problem.b.layout == "row" and 2 * problem.n % ALIGNMENT:
+            yield f"the up half of b is not aligned to {ALIGNMENT} bytes (TMA)"
+        if problem.groups is not None:
+            if problem.along == "k" and (problem.a.layout, problem.b.layout) != ("col", "row"):
+                yield "groups along K begin and end at rows of memory: a column-major, b row-major"
+            if problem.along == "m" and problem.a.layout != "row":
+                yield f"groups along M begin anywhere, TMA at {ALIGNMENT} bytes: a row-major"
+            if problem.groups.a_index is not None:
+                yield "TMA does not gather rows on Hopper (triton.gathered copies them before)"
+            if scattered(problem) and problem.residual is not None:
+                yield "rows of the result are scattered, and the residual's with them"
+            if problem.extent > MOST_ROWS:
+                yield f"more than {MOST_ROWS} rows of groups (TMA)"
+
+    def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
+        if config.tail_splits > 1:
+            return None  # M decides which tiles are split
+        if problem.groups is not None and problem.along == "k":
+            # The sizes of the other groups decide how a range of K is summed.
+            return None
+        fitting = tile_shapes.adapted(problem, config)
+        if (fitting.splits, fitting.ranges) != (config.splits, config.ranges):
+            return None  # with this M there is no room for all parts
+        if any(port.reduce == "sum" for port in problem.epilogue.outputs):
+            return super().arithmetic(problem, config)  # strip by strip
+        if problem.fp8:
+            # Each step's products are summed separately.
+            return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
+        return reduction_order.summed(problem, config.splits * config.ranges, config.BLOCK_K)
+
+    def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
+        configs = search_space.configs(problem)
+        if _VIEWS_END_WITH_BOXES:
+            return [config for config in configs if not config.narrow]
+        return configs
+
+    def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
+        return estimate.estimate_us(problem, config)
+
+    def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
+        config = tile_shapes.adapted(problem, config)
+        if problem.groups is not None:
+            # Each block's table.
+            table = _blocks(problem, config) * problem.groups.count
+            return 4 * table if rows_ragged(problem) else 0
+        return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
+
+    def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
+        config = tile_shapes.adapted(problem, config)
+        builds = [self.specialize(problem, config)]
+        if config.splits > 1:
+            builds.append(reduction(problem, config.splits, part_elements(problem, config)))
+        return builds + _ports(problem, config).builds()
+
+    def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
+        """The build of the product itself, which is launched first."""
+        at, blocks = _parts(problem, config), _blocks(problem, config)
+        problem = multiplied(problem, config)
+        c = Constants.of(problem, config, self.version)
+        rows, width = config.rows, config.BLOCK_N // config.subtiles
+        groups, kinds = problem.groups, kinds_of(problem)
+
+        def descriptor(name: str, rows: int, columns: int) -> tuple[str, Described]:
+            operand, kind = getattr(problem, name), kinds[name]
+            block = boxed(rows, columns, operand.layout != "row", kind)
+            layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
+            make = functools.partial(TensorDescriptor, layout=layout)
+            return described(name, operand, rows, columns, kind, make, f",{layout!r}")
+
+        def outer(name: str) -> tuple[str, int]:
+            return name, -1 if getattr(problem, name).layout == "col" else -2
+
+        # The type and the value of each.
+        given: Typed = {
+            "a_desc": descriptor("a", c.A_ROWS, config.BLOCK_K),
+            "b_desc": descriptor("b", config.BLOCK_K, c.box_columns),
+            "M": ("i32", problem.m),
+            "N": ("i32", problem.n),
+            "K": ("i32", problem.k),
+            # Not a constant: tuning it compiles nothing.
+            "GROUP_M": ("i32", config.GROUP_M),
+        }
+        if problem.batch > 1:
+            given |= {"BATCH": ("i32", problem.batch), "a_stride_z": ("i64", ("a", 0))}
+            given |= {"b_stride_z": ("i64", ("b", 0))}
+        if groups is not None:
+            given |= {"offs_ptr": ("*i32", "offs"), "G": ("i32", groups.count)}
+            if groups.ragged == "m":
+                given |= {"table_ptr": ("*i32", "workspace"), "b_stride_z": ("i64", ("b", 0))}
+            for name in ("out_index", "out_weights"):
+                if dtype := groups.extras[name]:
+                    given[f"{name}_ptr"] = (pointer(dtype), name)
+        if c.WORDS is not None:
+            del given[f"{c.WORDS}_desc"]
+            given |= {"words_ptr": (pointer(problem.a.dtype), c.WORDS)}
+            given |= {"words_stride": ("i64", outer(c.WORDS))}
+        if config.tail_splits > 1:
+            given |= {"parts_ptr": ("*fp32", "workspace")}
+            given |= {"flags_ptr": ("*i32", Zeros(blocks * c.a_boxes))}
+            given |= {"TAIL": ("i32", tile_shapes.tail_tiles(problem, config))}
+        if config.early == "l2":
+            given |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
+            given |= {"ahead_stride": ("i64", outer("b"))}
+        if outputs := problem.epilogue.outputs:
+            given |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", at)}
+            given |= {"port_stride": ("i64", problem.m)}
+        constants: dict[str, Any] = {
+            "EPILOGUE": device_function(problem.epilogue),
+            "OF": port_function(outputs[0]) if outputs else None,
+            "C": c,
+        }
+        divisible = {}
+        if c.POINTERS or c.ZEROED:
+            stride = "i64" if problem.out.wide or problem.m == 1 else "i32"
+            given |= {"out_ptr": (pointer(problem.out.dtype), "out")}
+            given |= {"out_stride": (stride, ("out", -2))}
+        if c.POINTERS and c.stacked:
+            given["out_stride_z"] = ("i64", ("out", 0))
+        if not c.POINTERS:
+            type_of, out = descriptor("out", rows, width)
+            describe, columns = out.describe, problem.n
+            if config.splits > 1:  # parts of all tiles, one below the other
+                out = Described("workspace", lambda t: describe(t.view(-1, columns)))
+            given["c_desc"] = (type_of, out)
+        if problem.bias is not None:
+            given |= {"bias_ptr": (pointer(problem.bias), "bias")}
+            given |= {"bias_stride": ("i64", ("bias", -1))}
+            given |= {"bias_stride_z": ("i64", ("bias", 0))} if groups is not None else {}
+        if residual_by_tma(problem):
+            given["r_desc"] = descriptor("residual", rows, width)
+        elif problem.residual is not None:
+            # A dimension of one element may have any stride.
+            wide = problem.residual.wide or 1 in (problem.m, problem.n)
+            stride = "i64" if wide else "i32"
+            given |= {"residual_ptr": (pointer(problem.residual.dtype), "residual")}
+            given |= {"residual_stride_m": (stride, ("residual", -2))}
+            if problem.residual.layout == "row":
+                # Neighbours are adjacent: aligned pairs are loaded at once.
+                constants["residual_stride_n"] = 1
+                if problem.residual.aligned and problem.n % 8 == 0:
+                    divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
+                    if c.stacked:
+                        divisible["residual_stride_z"] = 4
+            else:
+                given |= {"residual_stride_n": (stride, ("residual", -1))}
+        if problem.residual is not None and c.stacked:
+            given["residual_stride_z"] = ("i64", ("residual", 0))
+        if c.STORED > 1 or (c.ZEROED and not c.POINTERS):
+            # Scattered rows and zeros are stored 16 bytes at a time.
+            step = ALIGNMENT // problem.out.dtype.itemsize
+            whole = max(step, divisible.get("N", 1))
+            divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
+        if problem.scaled:
+            given["alpha"] = ("fp32", "alpha")
+        given |= {"scale_a_ptr": ("*fp32", "scale_a")} if problem.scale_a else {}
+        given |= {"scale_b_ptr": ("*fp32", "scale_b")} if problem.scale_b else {}
+        constants |= {
+            name: None
+            for name in warp_specialized_kernel.arg_names
+            if name not in given | constants
+        }
+        options = {
+            "num_warps": config.num_warps,
+            "launch_pdl": c.overlaps,
+            "edits": config.edits,
+            **reduction_order.options(problem),
+        }
+        types = {name: each for name, (each, _) in given.items()}
+        values = {name: value for name, (_, value) in given.items()}
+        return Build(
+            warp_specialized_kernel, types, constants, divisible, options, values, (blocks, 1, 1)
+        )
+
+
+def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """The number of blocks of the grid.
+
+    As few as the waves allow, because 512 tiles take 132 blocks as many waves as 128, which work on
+    a rectangle of tiles and leave power for higher clocks; but a multiple of :data:`_NEIGHBOURS`.
+    The host does not know how many tiles ragged rows have."""
+    sms, tiles = problem.device.sm_count, most_tiles(problem, config) * config.splits
+    if config.tail_splits > 1:
+        return sms
+    if rows_ragged(problem) or tiles <= sms:
+        return min(sms, tiles)
+    least = -(-tiles // -(-tiles // sms))
+    return min(sms, -(-least // _NEIGHBOURS) * _NEIGHBOURS)
+
+
+def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Elements of the workspace that sums over parts of K take."""
+    if config.splits > 1:
+        return config.splits * part_elements(problem, config)
+    if config.tail_splits == 1:
+        return 0
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    return problem.device.sm_count * config.BLOCK_M * width
+
+
+def _ports(problem: Problem, config: WarpSpecializedConfig) -> Ports:
+    strips = -(-problem.n // config.BLOCK_N) * config.subtiles
+    return Ports(problem, 0, strips, after=_parts(problem, config))

@@ -1,0 +1,293 @@
+"""Base classes of this package's kernels: declining, arithmetic names, and turning a list of
+configs into a search space."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import triton
+
+from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
+from tmm_core.triton import launcher, reraise, target_of
+from tmm_triton import anatomy, reduction_order, roofline
+from tmm_triton.operands import Build, TileConfig
+
+C = TypeVar("C", bound=TileConfig)
+D = TypeVar("D", bound=Config)
+
+#: Operand dtypes of the tensor cores (16 bits or TF32), and results of rounding an fp32 sum.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: Registers per thread, of 255, left for tiles besides addresses, masks and indices.
+_MOST_REGISTERS = 200
+#: The same if the tensor cores read operands from registers: before Hopper.
+_MOST_REGISTERS_MMA = 176
+#: Rows of Blackwell's tensor memory: an accumulator of 256 rows is read back as two, and spills.
+_TENSOR_MEMORY_ROWS = 128
+#: Limit of the grid's second and third dimension.
+GRID_LIMIT = 65535
+#: Problems of a kernel over pointers: any strides, and one accumulator.
+POINTERS = Supports(
+    devices=("cuda", "hip", "interpreter"),
+    capability=(8, 0),
+    operands=FLOATS,
+    formats=("fp8",),
+    scales=("tensor", "row"),
+    out=FLOATS,
+    bias=FLOATS,
+    residual=FLOATS,
+    layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
+    unaligned=ANY,
+    wide=True,
+    batch=GRID_LIMIT,
+    alpha=True,
+    epilogues=True,
+)
+
+
+class Built(Kernel[D]):
+    """A kernel that lists its launches, so that it can be compiled without its GPU."""
+
+    @abc.abstractmethod
+    def builds(self, problem: Problem, config: D) -> list[Build]:
+        """Every launch of a call, in order."""
+
+    def default_config(self, problem: Problem) -> D:
+        return next(iter(self.configs(problem)))
+
+    def compile(self, problem: Problem, config: D) -> None:
+        target = target_of(problem.device)
+        for build in self.builds(problem, config) if target is not None else ():
+            build.compile_for(target)
+
+    def bind(self, problem: Problem, config: D) -> Launcher:
+        device, groups = problem.device.type, problem.groups
+        scratch = self.workspace_bytes(problem, config) // 4
+        return launcher(
+            [build.step(device) for build in self.builds(problem, config)],
+            problem.out_shape,
+            problem.out.dtype,
+            workspace=(scratch, torch.float32) if scratch else None,
+            extras=(*groups.given, *problem.scales) if groups is not None else (),
+            outputs=len(problem.epilogue.outputs),
+        )
+
+    def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
+        return anatomy.of(self, problem, config, self.builds(problem, config))
+
+    def resources(self, problem: Problem, config: D) -> list[Resources]:
+        return anatomy.resources(problem, self.builds(problem, config))
+
+
+def version_with(kernel: Kernel[Any], inner: Iterable[Kernel[Any]]) -> str:
+    """A version of a kernel's own code and of the kernels that it runs."""
+    own = Kernel.version.func(kernel)  # type: ignore[attr-defined]  # a cached property's
+    versions = "".join([own, *(each.version for each in inner)])
+    return hashlib.sha256(versions.encode()).hexdigest()[:12]
+
+
+class TritonKernel(Built[C]):
+    """A kernel of this package over pointers.
+
+    Subclasses implement ``configs`` and ``builds``.
+    """
+
+    supports = POINTERS
+    #: Fraction of the tensor cores' peak that the main loop reaches if nothing else limits it; for
+    #: estimates.
+    reach: ClassVar[float] = 0.5
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        device = problem.device
+        if device.type != "cuda":
+            return
+        yield from missing_toolchain()
+        if problem.fp8 and (device.capability < (8, 9) or device.cuda.startswith("hip")):
+            yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
+
+    def estimate_us(self, problem: Problem, config: C) -> float:
+        splits = self.splits(config)
+        times = roofline.times_us(problem, config, splits=splits, reach=self.reach)
+        return Machine.EMPTY_US + max(times.values())
+
+    def arithmetic(self, problem: Problem, config: C) -> str | None:
+        if any(port.reduce == "sum" for port in problem.epilogue.outputs):
+            return self.own_arithmetic(problem, config)  # tile by tile
+        shared = reduction_order.summed(problem, self.splits(config), config.BLOCK_K)
+        return shared or self.own_arithmetic(problem, config)
+
+    def own_arithmetic(self, problem: Problem, config: C) -> str | None:
+        """An arithmetic for this config only, regardless of ``early``, which does not affect
+        sums."""
+        if getattr(config, "early", ""):
+            config = replace(config, early="")  # type: ignore[call-arg]  # it has it
+        return Kernel.arithmetic(self, problem, config)
+
+    def splits(self, config: C) -> int:
+        """The number of ranges into which the sum over K is split."""
+        return 1
+
+    def every(
+        self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
+    ) -> list[C]:
+        """Configs of the tiles that are :func:`proposed` from ``shapes``, with each combination of
+        ``values`` for the other fields, of which the first changes slowest. A tile is finished in
+        parts only if it fills the registers."""
+        config_type: Any = self.config_type
+        names = [field.name for field in dataclasses.fields(TileConfig)]
+        tiles = [dict(zip(names, shape, strict=True)) for shape in proposed(problem, shapes)]
+        configs = [
+            config_type(**dict(zip(values, given, strict=True)), **tile)
+            for given in itertools.product(*values.values())
+            for tile in tiles
+        ]
+        return [c for c in configs if c.parts == 1 or fills_registers(problem, c)]
+
+    def ranked(self, problem: Problem, configs: Iterable[C], most: int) -> list[C]:
+        """The ``configs`` that fit the device and the shape, without duplicates, best estimate
+        first, at most ``most``."""
+        if problem.device.interpreted:
+            return list(dict.fromkeys(configs))[:3]
+        fitting = _fitting(problem, configs)
+        return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
+
+
+def tiles(problem: Problem, config: TileConfig) -> int:
+    """Output tiles of one product of the batch."""
+    return -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
+
+
+def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Tiles for the problem's dtype and device, from ``shapes`` written for 16-bit elements:
+    ``(BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps)``.
+
+    fp32 and 8-bit floats get the same number of bytes along K, except for unaligned 8-bit ones,
+    which pass through registers one by one. Without TF32, fp32 is summed by FMAs from registers,
+    where larger tiles spill.
+    """
+    if problem.device.interpreted:
+        return _INTERPRETED
+    if problem.fp8 and problem.a.aligned and problem.b.aligned:
+        return [(m, n, min(512, 2 * k), *rest) for m, n, k, *rest in shapes]
+    if problem.a.dtype is not torch.float32:
+        return list(shapes)
+    if not problem.tf32:
+        return _FMA
+    return [(m, n, max(16, k // 2), *rest) for m, n, k, *rest in shapes]
+
+
+def fills_registers(problem: Problem, config: TileConfig) -> bool:
+    """Whether the accumulators take half of a thread's registers, so that it pays to finish the
+    tile in parts (on an H200 a fused 4096³ took 205 µs in two parts and 245 in one)."""
+    accumulators = config.BLOCK_M * config.BLOCK_N * (2 if problem.gated else 1)
+    return problem.device.interpreted or accumulators >= 128 * 32 * config.num_warps
+
+
+def group_sizes(problem: Problem) -> tuple[int, ...]:
+    """Values of GROUP_M worth trying: one row of tiles if M is long, all rows if N is, and for
+    squares a value that gives a wave equally many rows and columns."""
+    if problem.device.interpreted:
+        return (2,)
+    if problem.m > 10 * problem.n:
+        return (1,)
+    if problem.n > 10 * problem.m:
+        return (32,)
+    return (8, 16) if problem.m >= 4096 else (8,)
+
+
+#: Few programs, since each takes the interpreter about 7 ms, and a second size for tails.
+_INTERPRETED: list[tuple[int, ...]] = [(128, 128, 64, 2, 4), (32, 64, 32, 2, 4)]
+_FMA: list[tuple[int, ...]] = [
+    (64, 64, 32, 3, 8),
+    (64, 64, 16, 3, 4),
+    (32, 32, 32, 3, 4),
+    (16, 32, 32, 3, 2),
+]
+
+
+def hopper_or_later(problem: Problem) -> bool:
+    """Whether the GPU has Hopper's features: ``wgmma`` (or its successor), bulk tensor copies,
+    programmatic dependent launch. AMD's capability numbers mean something else."""
+    device = problem.device
+    return (
+        device.type == "cuda" and device.capability >= (9, 0) and not device.cuda.startswith("hip")
+    )
+
+
+def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
+    """The configs whose tile fits shared memory and registers and is, in each dimension, no larger
+    than the problem needs, or the smallest available."""
+    registers = _MOST_REGISTERS if hopper_or_later(problem) else _MOST_REGISTERS_MMA
+    blackwell = problem.device.capability >= (10, 0)
+    fit = [
+        c
+        for c in dict.fromkeys(_with_fewer_stages(problem, c) for c in configs)
+        if c.shared_memory(problem) <= problem.device.shared_memory
+        and c.registers(problem) <= registers
+        and not (blackwell and c.BLOCK_M > _TENSOR_MEMORY_ROWS)
+    ]
+    sizes = {"BLOCK_M": problem.m, "BLOCK_N": problem.n, "BLOCK_K": problem.k}
+    for block, size in sizes.items():
+        least = min((getattr(c, block) for c in fit), default=0)
+        most = max(least, triton.next_power_of_2(size))
+        fit = [c for c in fit if getattr(c, block) <= most]
+    return fit
+
+
+def _with_fewer_stages(problem: Problem, config: C) -> C:
+    """``config`` with the number of stages reduced to fit shared memory, at least one."""
+    while config.num_stages > 1 and config.shared_memory(problem) > problem.device.shared_memory:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+#: Triton releases whose Gluon the kernels are written for: the API is experimental, and later
+#: releases may change the meaning of names.
+_GLUON_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
+
+
+def without_gluon(problem: Problem) -> Iterable[str]:
+    """Why a Gluon kernel should not be tried with this Triton."""
+    if problem.device.interpreted:
+        yield "Triton's interpreter does not run Gluon"
+    if not triton.__version__.startswith(_GLUON_RELEASES):
+        known = ", ".join(release + "x" for release in _GLUON_RELEASES)
+        yield f"is written for the Gluon of Triton {known}, not {triton.__version__}"
+
+
+def missing_toolchain() -> tuple[str, ...]:
+    """Why Triton's driver cannot build its launcher on this machine, if so.
+
+    It compiles a C extension when a process first launches a kernel, unless it is in its disk
+    cache; from Triton 3.7 on one extension serves every kernel.
+    """
+    if triton.knobs.build.impl is not None:
+        return ()
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    found = bool(compiler and shutil.which(compiler))
+    return () if found and header.exists() else _undriven(found)
+
+
+@functools.cache
+def _undriven(compiles: bool) -> tuple[str, ...]:
+    """Why Triton's driver does not load, which a failed build takes 50 ms to find."""
+    try:
+        triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
+    except Exception as error:  # any failed build means the same
+        reraise(error)
+        lacking = "Python.h" if compiles else "a C compiler"
+        return (f"Triton's driver needs {lacking} to build its launcher",)
+    return ()

@@ -1,0 +1,156 @@
+"""Decides which choices are trusted, and verifies all others at their first use.
+
+A tuning verifies its winner at one size, the edge of a bucket, and a record is evidence only on the
+machine that measured it. So a kernel is compared with samples of a reference before its first
+result is used: if it is forced or a guess, if its record came with a package, an image or an
+archive, and for every size (:func:`size_class`) at which it was not verified before. Stamps in the
+cache tell later processes, for one version of tmm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from tmm_cache import JSON, CacheStore, digest
+
+from tmm_core.launch.plan import Choice
+from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.device import current_device
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE, Launcher
+from tmm_core.spec.problem import Problem
+from tmm_core.version import __version__
+
+if TYPE_CHECKING:
+    from tmm_core.verify.verifier import Verdict
+
+
+#: Each size up to this one is verified; above it, one of each remainder of :data:`TALLEST`.
+EACH_SIZE = 1024
+#: Sizes with the same remainder have the same alignment, and fill the last tile of up to this many
+#: rows alike. Tiles of 192 and 256 rows, which few kernels have, may be filled differently.
+TALLEST = 128
+
+
+def size_class(extent: int) -> str:
+    """The class of the sizes within a bucket for which a kernel is verified once: each size by
+    itself, and beyond :data:`EACH_SIZE` those with the same remainder of :data:`TALLEST`.
+
+    >>> size_class(264), size_class(2056), size_class(2312)
+    ('264', '8 of 128', '8 of 128')
+    """
+    return str(extent) if extent <= EACH_SIZE else f"{extent % TALLEST} of {TALLEST}"
+
+
+class Trust:
+    """The candidates known to be right on this machine, under this version of tmm."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+        #: Keys verified by this process, of kernels whose code may change unseen.
+        self._verified: set[str] = set()
+
+    def holds(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
+        """Whether ``choice`` may be launched for ``problem`` without verification.
+
+        Args:
+            forced: Forced kernels are verified too.
+        """
+        candidate = choice.candidate
+        if candidate.kernel.name == BASELINE or choice.origin == "fallback":
+            return True
+        if choice.origin == "forced" and not forced:
+            return True
+        if _certain(candidate) and self._tuned_at(problem, choice) == problem.extent:
+            return True  # verified there in every way
+        return self.is_verified(problem, candidate)
+
+    def _tuned_at(self, problem: Problem, choice: Choice) -> int | None:
+        """The size at which the user's own tuning verified the choice, if one did."""
+        if choice.origin not in ("tuned", "cache"):
+            return None
+        # A choice that is remembered for its bucket may have been made for the edge.
+        places = [choice.evidence] if choice.evidence else [problem, bucketed(problem)]
+        for each in places:
+            # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
+            evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
+            device = evidence.device
+            found = self._store.locate(device.gpu, device.environment, evidence.to_json())
+            if found is not None and found.trusted:
+                return evidence.extent
+        return None
+
+    def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
+        """Whether this candidate was verified for a size of this problem's class."""
+        return self._stamped(problem, candidate, sized=True)
+
+    def stamp(self, problem: Problem, candidate: Candidate) -> None:
+        """Record that this candidate was verified for a size of this problem's class."""
+        device = problem.device
+        for sized in (False, True):
+            key = _key(problem, candidate, sized)
+            if _certain(candidate):
+                self._store.mark_verified(device.gpu, device.environment, key)
+            else:
+                self._verified.add(key)
+
+    def _stamped(self, problem: Problem, candidate: Candidate, sized: bool) -> bool:
+        key, device = _key(problem, candidate, sized), problem.device
+        if not _certain(candidate):
+            return key in self._verified
+        return self._store.is_verified(device.gpu, device.environment, key)
+
+    def verify(
+        self,
+        problem: Problem,
+        choice: Choice,
+        launcher: Launcher,
+        *,
+        memory_limit: int | None = None,
+    ) -> Verdict:
+        """Compare a few launches against samples of rows and columns, within a memory limit: about
+        5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the launches. Two launches do where
+        the candidate was verified for another size of the bucket. Stamps the candidate if it is
+        right.
+
+        Raises:
+            Exception: Whatever the launcher raises, except for lack of memory.
+        """
+        from tmm_core.verify.verifier import Extent, Verdict, Verifier  # only needed here
+
+        candidate = choice.candidate
+        known = _certain(candidate) and self._tuned_at(problem, choice) is not None
+        known = known or self._stamped(problem, candidate, sized=False)
+        extent: Extent = "brief" if known else "first use"
+        try:
+            device = current_device(problem.device)
+            verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)
+            verdict = verifier.verdict(launcher, extent=extent)
+        except torch.OutOfMemoryError as error:
+            return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
+        if verdict.ok:
+            self.stamp(problem, candidate)
+        return verdict
+
+
+def _certain(candidate: Candidate) -> bool:
+    """Whether every edit of the kernel's code changes its version."""
+    return getattr(candidate.kernel, "certain", True)
+
+
+def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
+    """The key of a stamp: the kernel's current version, its config, the bucket's problem and, if
+    ``sized``, the class of its size."""
+    kernel = candidate.kernel
+    document: dict[str, JSON] = {
+        "kernel": kernel.name,
+        "version": kernel.version,
+        "config": candidate.config.to_json(),
+        "problem": bucketed(problem.bare()).to_json(),
+        "tmm": __version__,
+    }
+    if sized:
+        document["size"] = size_class(problem.extent)
+    return digest(document)

@@ -1,0 +1,292 @@
+"""What records and kernels offer for a problem: who may serve it, and which candidates of a record
+still can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from tmm_cache import CacheStore, CandidateResult, RecordError, TuningRecord
+
+from tmm_core.errors import (
+    CacheMissError,
+    PluginError,
+    TmmError,
+    error_text,
+    reraise,
+    warn,
+    warn_of_plugin,
+)
+from tmm_core.launch.plan import Choice
+from tmm_core.registry.deferred import Answers
+from tmm_core.registry.query import Asked, read_config
+from tmm_core.registry.registry import Registry, Source
+from tmm_core.settings import Settings
+from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.problem import Problem
+from tmm_core.tuning.ranking import (
+    by_time,
+    compared_at,
+    fastest_of_blas,
+    holds_at,
+    identity,
+    ranked_around,
+)
+from tmm_core.tuning.untried import Noted, Untried
+
+
+class Evidence:
+    """The kernels of a registry and the records of a store, less what failed in this process."""
+
+    def __init__(self, registry: Registry, store: CacheStore) -> None:
+        self.registry = registry
+        self.store = store
+        #: Kernels that the environment left untried.
+        self.untried = Untried(store)
+        #: (kernel, bucket) pairs that raised or were wrong at run time, with the message.
+        self.quarantined: dict[tuple[str, Problem], str] = {}
+        self._warned: set[str] = set()
+        self._answers: Answers | None = None
+
+    @property
+    def _answered(self) -> Answers:
+        # Plugins registered by hand may come at any time.
+        deferred = self.registry.deferred
+        if self._answers is None or self._answers.deferred != deferred:
+            self._answers = Answers(dict(deferred), self.store.root)
+        return self._answers
+
+    def able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
+        able, _ = self.registry.candidates(problem, settings)
+        if self.registry.deferred:
+            self._answered.add(problem, settings, able)
+        bucket = bucketed(problem.bare())
+        return [k for k in able if (k.name, bucket) not in self.quarantined]
+
+    def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
+        """Every kernel that is not a candidate, with reasons; for ``explain()``."""
+        _, rejected = self.registry.candidates(problem, settings)
+        for (name, bucket), error in list(self.quarantined.items()):
+            if bucket == bucketed(problem.bare()):
+                rejected.setdefault(name, []).append(f"quarantined: {error}")
+        return rejected
+
+    def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
+        """The record that answers for ``problem``, exact or its bucket's, with its problem."""
+        bare = problem.bare()
+        own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
+        for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
+            if (found := self.record_of(key)) is not None:
+                return key, found
+        return None
+
+    def record_of(self, key: Problem) -> TuningRecord | None:
+        """The record measured for exactly this problem."""
+        return self.store.load(key.device.gpu, key.device.environment, key.to_json())
+
+    def best(
+        self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
+    ) -> Candidate | None:
+        """The winner on record, or the next fastest that may serve this call."""
+        for result in (record.best, *by_time(record)):
+            candidate = self.candidate(result, able, problem)
+            if candidate is not None:
+                return candidate
+        return None
+
+    def candidate(
+        self,
+        result: CandidateResult,
+        able: list[Kernel[Any]],
+        problem: Problem,
+        any_version: bool = False,
+    ) -> Candidate | None:
+        """The candidate of a record's result, if it may serve ``problem``."""
+        for kernel in able:
+            if kernel.name == result.kernel and (any_version or kernel.version == result.version):
+                try:
+                    config = read_config(kernel, result.config)
+                except Exception as error:  # ConfigError, or a plugin's own
+                    reraise(error)
+                    self.warn_once(kernel, error)
+                    continue
+                candidate = Candidate(kernel, config)
+                if kernel.name == BASELINE and not fits(candidate, problem):
+                    # A candidate that does not bind falls back to BLAS.
+                    if not any_version:
+                        self.warn_once(kernel, f"{config} on record is not a config for {problem}")
+                elif not config.unsaid(problem):
+                    return candidate
+        return None
+
+    def able_candidate(
+        self, result: CandidateResult, problem: Problem, edge: Problem, settings: Settings
+    ) -> Candidate | None:
+        """The candidate of a result, if its kernel is unchanged and may serve this call."""
+        if (result.kernel, edge) in self.quarantined:
+            return None
+        try:
+            kernel = self.registry.kernel(result.kernel)
+        except TmmError:  # it is uninstalled, or its plugin failed, with a warning
+            return None
+        if self.registry.reasons_against(kernel, problem, settings):
+            return None
+        return self.candidate(result, [kernel], problem)
+
+    def inside(self, problem: Problem, edge: Problem, choice: Choice, settings: Settings) -> Choice:
+        """A bucket's choice for an M inside it: the best candidate that beats BLAS at the measured
+        M on both sides of this one; BLAS if there is none or nothing was measured, in that of its
+        ways that was fastest there."""
+        if (
+            problem.extent == edge.extent
+            or problem.batch_invariant
+            or choice.origin not in ("cache", "tuned")
+            or (found := self.record(problem)) is None
+            or found[0] != edge
+        ):
+            return choice
+        record = found[1]
+        around = holds_at(record.candidates, problem.extent, edge.extent)
+        ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
+        results = {identity(result): result for result in record.candidates}
+        for name in ahead:
+            candidate = self.able_candidate(results[name], problem, edge, settings)
+            if candidate == choice.candidate:
+                return choice
+            if candidate is not None:
+                measured = " and ".join(f"{problem.along.upper()}={m}" for m in sorted(around))
+                return replace(
+                    choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
+                )
+        blas = self.registry.kernel(BASELINE)
+        if self.registry.reasons_against(blas, problem, settings):
+            return choice
+        own = fastest_of_blas(around)
+        answer = self.able_candidate(results[own], problem, edge, settings) if own else None
+        if answer is None and choice.candidate.kernel.name == BASELINE:
+            return choice
+        answer = answer or Candidate(blas, blas.default_config(problem))
+        if answer == choice.candidate:
+            return choice
+        held = ", ".join(map(str, compared_at(record)))
+        return replace(
+            choice,
+            candidate=answer,
+            reason=f"{choice.reason}; BLAS is not beaten around "
+            f"{problem.along.upper()}={problem.extent} (measured at {held})",
+        )
+
+    def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
+        if problem.capturing:
+            return "a CUDA graph is being captured"
+        if self.store.locked:
+            return "TMM_REQUIRE_LOCKED=1"
+        if settings.on_cache_miss != "tune":
+            return f"on_cache_miss={settings.on_cache_miss!r}"
+        if problem.deterministic:
+            return "deterministic mode: a choice by timing may differ from run to run"
+        if problem.device.interpreted:
+            return "interpreted kernels' times mean nothing"
+        return None
+
+    def note_miss(self, key: Problem) -> None:
+        self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
+
+    def say_untried(self, problem: Problem, noted: Noted | None) -> None:
+        """Warn, once per process, that kernels are not tried for this problem."""
+        if noted is None or not noted.kernels:
+            return
+        from tmm_core.tuning.findings import warn_of_environment
+
+        warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))
+
+    def chosen_by(
+        self,
+        candidate: Candidate,
+        key: Problem,
+        problem: Problem,
+        origin: Literal["cache", "tuned"] = "cache",
+        arithmetic: str | None = None,
+    ) -> Choice:
+        """The choice of a candidate for ``problem`` by the record of ``key``."""
+        path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
+        other = key if key.extent != problem.extent else None
+        return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
+
+    def unstorable(self, record: TuningRecord) -> set[str]:
+        """The kernels with results in ``record`` that no file can hold. They are set aside: they
+        cost themselves, not the other kernels' times."""
+        bad: dict[str, BaseException] = {}
+        for result in record.candidates:
+            try:
+                CandidateResult.from_json(result.to_json())
+            except (RecordError, TypeError, ValueError) as error:
+                reraise(error)
+                if result.kernel == BASELINE:
+                    raise
+                bad.setdefault(result.kernel, error)
+        for name, reason in bad.items():
+            kernel = self.registry.kernel(name)
+            if isinstance(kernel, Asked):
+                kernel.set_aside(f"gave what no record can hold: {error_text(reason)}")
+        return set(bad)
+
+    def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
+        """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
+        locked or the settings say so.
+
+        Raises:
+            CacheMissError: They do.
+        """
+        if self.store.locked:
+            raise CacheMissError(self._unlocked(problem, key))
+        if settings.on_cache_miss == "error":
+            mode, under = "", ""
+            if problem.batch_invariant:
+                mode, under = " in batch-invariant mode", " under TMM_BATCH_INVARIANT=1"
+            raise CacheMissError(
+                f"no tuned record for {problem}{mode} (bucket {key.along.upper()}={key.extent}) in "
+                f"{self.store.root} and on_cache_miss='error'; run `tmm tune` for it{under} or "
+                f"allow 'tune' or 'heuristic'"
+            )
+
+    def _unlocked(self, problem: Problem, key: Problem) -> str:
+        """Why a locked store has no answer: the differences from the nearest key."""
+        bucket = f"{key.along.upper()}={key.extent}"
+        said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
+        device = key.device
+        near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
+        if near is None:
+            return f"{said}, which is empty; run `tmm-cache freeze`"
+        if not near.differences:
+            return f"{said} is of kernels as they are here; tune and run `tmm-cache freeze` again"
+        differences = "".join(f"\n  {difference}" for difference in near.differences)
+        return f"{said}; the nearest key there differs in{differences}"
+
+    def warn_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
+        """Report a kernel whose answer cannot be used."""
+        if not isinstance(fault, BaseException):
+            self.say_once(f"kernel {kernel.name}: {fault}")
+            return
+        reraise(fault)
+        if not issubclass(type(fault), PluginError):  # set aside, with a warning
+            self.warn_of(kernel, error_text(fault), fault)
+
+    def warn_of(
+        self, kernel: Kernel[Any], message: str, error: BaseException | None = None
+    ) -> None:
+        """Report a fault of a kernel, as the one warning about its distribution."""
+        source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
+        warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
+
+    def say_once(self, note: str) -> None:
+        if note not in self._warned:
+            self._warned.add(note)
+            warn(note)
+
+
+def fits(candidate: Candidate, problem: Problem) -> bool:
+    """Whether a config found for another problem is in this one's search space."""
+    return candidate.config in list(candidate.kernel.configs(problem))

@@ -1,0 +1,89 @@
+"""``tmm::matmul_outputs``: products whose epilogue has outputs beside the result.
+
+An operator of its own, of the same arguments, so that ``tmm::matmul`` returns one tensor. Where
+derivatives are wanted or a transform is active, the result is that of ``tmm::matmul``; the outputs
+are computed from it by their references, in torch, and are not differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from tmm_core import compat
+from tmm_core.interop import autograd_state, fallbacks, flops, operator
+from tmm_core.interop.declaration import declare
+from tmm_core.launch.check import check
+from tmm_core.launch.warm import epilogue_of, run
+from tmm_core.spec.arguments import Arguments
+
+Tensor = torch.Tensor
+
+
+def matmul(call: Arguments) -> tuple[Tensor, ...]:
+    """``(result, *outputs)`` of an epilogue that has outputs.
+
+    Raises:
+        ValueError: ``out`` is given, or an operand is a DTensor.
+        RuntimeError, ValueError, TypeError: As :func:`tmm_core.matmul`.
+    """
+    if call.out is not None:
+        raise ValueError("matmul(): out= cannot be given where the epilogue has outputs")
+    if not torch.compiler.is_compiling():
+        parsed = epilogue_of(call.epilogue)
+        if any(isinstance(t, compat.dtensor()) for t in call.given):
+            names = ", ".join(port.name for port in parsed.outputs)
+            raise ValueError(f"epilogue outputs ({names}) have no sharding rule for DTensor")
+        if fallbacks.concerns(*call[:4]):
+            check(call, parsed)  # raises: only kernels serve these
+        if autograd_state.differentiated(*call.given):
+            return _by_references(call)
+    return tuple(_operator(*call[:-1]))
+
+
+def _by_references(call: Arguments) -> tuple[Tensor, ...]:
+    parsed = epilogue_of(call.epilogue)
+    check(call, parsed)
+    y = operator.matmul(*call._replace(epilogue=parsed.bare.interned())[:-1])
+    return (y, *parsed.beside(y))
+
+
+def _run(*given: Any) -> list[Tensor]:
+    result: Any = run(*given)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _differentiate(*given: Any) -> list[Tensor]:
+    """At the dispatcher's Autograd key: what is traced for a gradient is two operators."""
+    call = Arguments(*given)
+    if autograd_state.differentiated(*call.given):
+        return list(_by_references(call))
+    with compat.below_autograd():
+        return _operator(*given)  # type: ignore[no-any-return]
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tmm::matmul_outputs has no such rule: call tmm_core.matmul, outside of torch.compile"
+    )
+
+
+def _empty(call: Arguments, shape: torch.Size) -> list[Tensor]:
+    result = operator.empty(call, shape)
+    ports = epilogue_of(call.epilogue).outputs
+    return [result, *(result.new_empty(port.shape(shape), dtype=port.dtype) for port in ports)]
+
+
+_operator = declare(
+    "matmul_outputs",
+    Arguments,
+    run=_run,
+    check=check,
+    empty=_empty,
+    derivative=_differentiate,
+    backward=_refuse,
+    vmap=_refuse,
+    flop_formula=flops.matmul_flops,
+    returns="Tensor[]",
+)

@@ -1,0 +1,229 @@
+"""The path of a grouped call; :mod:`tmm_core.launch.warm` has the one of plain calls.
+
+Nothing here reads the values of ``offs``: they stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tmm_core import settings
+from tmm_core.formats import of_pair
+from tmm_core.launch import warm
+from tmm_core.launch.check import (
+    addressable,
+    check_residual,
+    check_scales,
+    check_terms,
+    result_dtype,
+)
+from tmm_core.launch.codegen import written
+from tmm_core.launch.nesting import ENTRIES
+from tmm_core.spec.arguments import (
+    GROUPED_EXTRAS,
+    GROUPED_ROLES,
+    GROUPED_TENSORS,
+    ROWS,
+    GroupedArguments,
+    parameters,
+)
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups, Ragged
+from tmm_core.spec.operand import grouped_strides
+from tmm_core.spec.problem import Problem
+
+Tensor = torch.Tensor
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def ragged_along(a: Tensor, b: Tensor) -> Ragged:
+    """The ragged dimension, inferred from the operands without a dimension of groups."""
+    if a.ndim == 2:
+        return "k" if b.ndim == 2 else "m"
+    return "n"
+
+
+def refuse_outputs(epilogue: Epilogue) -> None:
+    """Refuse what would be written beside the result.
+
+    Raises:
+        ValueError: ``epilogue`` has outputs.
+    """
+    if epilogue.outputs:
+        names = ", ".join(port.name for port in epilogue.outputs)
+        raise ValueError(f"epilogue outputs ({names}) are of one product, not of groups")
+
+
+def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
+    """Check the arguments of one grouped call against each other; returns the result's shape.
+
+    Without ``offs`` the call is a batch, whose residual may broadcast.
+
+    Raises:
+        RuntimeError: Shapes, dtypes or devices do not match, as in
+            ``torch.nn.functional.grouped_mm``; a scale is not fp32, or is given without 8-bit
+            operands.
+        ValueError: A bias, residual, index, weight, scale or gated width does not match.
+        TypeError: An ``out_dtype`` that is not a floating dtype.
+    """
+    a, b, offs, bias, residual, _, _, _, a_index, out_index, out_weights, *_ = call
+    addressable(*call.given)
+    count = check_operands(a, b, offs)
+    form = of_pair(a.dtype, b.dtype)
+    if a.dtype != b.dtype and form is None:
+        raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
+    along = None if offs is None else ragged_along(a, b)
+    if along is not None and not a.dtype.is_floating_point:
+        raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
+    width = b.shape[-1]
+    refuse_outputs(epilogue)
+    if epilogue.gated and along == "n":
+        raise ValueError(f"gated epilogue {epilogue.name!r} pairs columns, which are ragged")
+    terms = {"bias": bias, "residual": residual, "out_weights": out_weights}
+    check_terms(call, form, epilogue, **terms)
+    m, n = a.shape[-2], width // 2 if epilogue.gated else width
+    rows = (("a_index", a_index), ("out_index", out_index), ("out_weights", out_weights))
+    for name, t in rows:
+        if t is None:
+            continue
+        if along is None:
+            raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
+        if along != "m":
+            raise ValueError(f"{name} is for rows that are ragged: a of 2 dimensions, b of 3")
+        if t.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got {tuple(t.shape)}")
+        if name != "out_weights" and t.dtype not in _INDEX_DTYPES:
+            raise RuntimeError(f"{name} must have dtype torch.int32 or torch.int64, got {t.dtype}")
+        if name == "a_index":
+            m = t.shape[0]
+        elif t.shape != (m,):
+            raise ValueError(f"{name} must have shape ({m},), got {tuple(t.shape)}")
+    if a_index is not None and m and not a.shape[0]:
+        raise ValueError("a_index gathers rows of an a that has none")
+    check_grouped_scales(call, along, count)
+    shape = (m, n) if along in ("m", "n") else (count, m, n)
+    if bias is not None:
+        if along == "n":
+            raise ValueError("a bias is along columns, which are ragged")
+        if bias.shape not in ((width,), (count, width)):
+            raise ValueError(
+                f"bias must have shape ({width},) or ({count}, {width}), got {tuple(bias.shape)}"
+            )
+    if residual is not None and along is None:
+        check_residual(residual, torch.Size(shape))
+    elif residual is not None and tuple(residual.shape) != shape:
+        raise ValueError(
+            f"residual must have the result's shape {shape}, got {tuple(residual.shape)}"
+        )
+    return shape
+
+
+def check_grouped_scales(call: GroupedArguments, along: Ragged | None, count: int) -> None:
+    """Check scales against the shapes that torch takes for one per row of a and column of b: one
+    number for each in each group, except where rows (columns) belong to one group anyway. Torch
+    flattens those of a ragged sum.
+
+    Args:
+        along: None: a batch.
+
+    Raises:
+        RuntimeError, ValueError: As :func:`tmm_core.launch.check.check_scales`.
+    """
+
+    def shapes(t: Tensor, size: int) -> list[tuple[int, ...]]:
+        if t.dim() == 3:
+            return [(count, size)]
+        return [(count * size,), (count, size)] if along == "k" else [(size,)]
+
+    a, b = call.a, call.b
+    form = of_pair(a.dtype, b.dtype)
+    check_scales(call, form, shapes(a, a.shape[-2]), shapes(b, b.shape[-1]))
+
+
+def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
+    """The number of groups of valid operands.
+
+    Raises:
+        RuntimeError: They cannot be multiplied, with torch's message.
+    """
+    for name, t in (("mat_a", a), ("mat_b", b)):
+        if t.dim() not in (2, 3):
+            raise RuntimeError(f"{name} has to be 2 or 3d")
+    if a.shape[-1] != b.shape[-2]:
+        raise RuntimeError("contraction dimension of mat_a and mat_b must match")
+    flat = [t.dim() == 2 for t in (a, b)]
+    if (offs is None) is any(flat):
+        raise RuntimeError(
+            "Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d"
+        )
+    if offs is None:
+        if a.shape[0] != b.shape[0]:
+            raise RuntimeError("batched dimension has to match")
+        return a.shape[0]
+    if offs.dim() != 1:
+        raise RuntimeError("offs has to be 1D")
+    if offs.dtype != torch.int32:
+        raise RuntimeError("Offsets have to be int32")
+    count = offs.shape[0]
+    if any(t.dim() == 3 and t.shape[0] != count for t in (a, b)):
+        raise RuntimeError("matrix batch sizes have to match")
+    if not count:
+        raise RuntimeError("offs has to have an end for one group at least")
+    return count
+
+
+def _each(bias: Tensor | None, offs: Tensor) -> Tensor | None:
+    """A bias per group; one shared by all groups is expanded at the same address."""
+    return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
+
+
+def pose(
+    call: GroupedArguments, epilogue: Epilogue, current: settings.Settings
+) -> tuple[Problem, None]:
+    """The problem of one call's arguments, which are not folded."""
+    shape = check(call, epilogue)
+    a, b, offs, out = call.a, call.b, call.offs, call.out
+    if out is None:
+        dtype = result_dtype(a, call.out_dtype)
+        strides = grouped_strides(shape, dtype)
+        out = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    along = ragged_along(a, b)
+    dtypes = {name: t.dtype for name in ROWS[1:] if (t := getattr(call, name)) is not None}
+    groups = Groups(offs.shape[0], along, zeroed=call.zeroed and along != "k", **dtypes)
+    problem = Problem.of(
+        a,
+        b,
+        out,
+        fingerprint(a.device),
+        bias=call.bias,
+        residual=call.residual,
+        scale_a=call.scale_a,
+        scale_b=call.scale_b,
+        groups=groups,
+        epilogue=epilogue,
+        **warm.numerics(a, call.alpha, current),
+    )
+    return problem, None
+
+
+#: As :data:`tmm_core.launch.warm.undisturbed`, whose queries it makes.
+undisturbed: Callable[..., bool] = written(
+    "undisturbed_groups",
+    parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",
+    warm.disturbances(GROUPED_TENSORS),
+    warm.NAMES,
+)
+_LAUNCH = (
+    f"plan.with_extras(a, b, _each(bias, offs), residual, alpha, out, {', '.join(GROUPED_EXTRAS)})"
+)
+run: Callable[..., Tensor] = written(
+    "run",
+    parameters(GroupedArguments._fields, GroupedArguments),
+    warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH),
+    warm.NAMES | globals(),
+)
+ENTRIES.add(run.__code__)

@@ -1,0 +1,127 @@
+"""What :func:`tmm_core.nn.convert` changed in a model, what torch still computes and why, and the
+way back."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from tmm_core.errors import warn
+from tmm_core.nn.gated_layers import GatedMLP
+
+#: ``linear``: a layer's product is tmm's. ``epilogue``: with the activation after it in the kernel.
+#: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
+#: mixtures in grouped products.
+Kind = Literal["linear", "epilogue", "gated", "experts"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that tmm computes now."""
+
+    kind: Kind
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """Products that torch computes, and why."""
+
+    path: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotFused:
+    """An activation that is computed apart from the product before it, and why."""
+
+    path: str
+    activation: str
+    reason: str
+
+
+class Swap(NamedTuple):
+    """A module, where it is, its own class and the one it was given."""
+
+    module: nn.Module
+    path: str
+    before: type[nn.Module]
+    after: type[nn.Module]
+
+
+@dataclass
+class Report:
+    """What :func:`convert` did, for ``print()`` and ``undo()``; true if anything changed."""
+
+    model: nn.Module
+    changes: list[Change] = field(default_factory=list)
+    left: list[LeftAlone] = field(default_factory=list)
+    not_fused: list[NotFused] = field(default_factory=list)
+    #: Further notes, a sentence each.
+    notes: list[str] = field(default_factory=list)
+    swaps: list[Swap] = field(default_factory=list, repr=False)
+    #: Modules whose ``static_weights`` was set.
+    static: list[nn.Module] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Give every module its own class again; parameters keep their current values.
+
+        A module whose class somebody else has changed since is left as it is, with a warning. A
+        second call does nothing.
+        """
+        for module in self.static:
+            module.__dict__.pop("static_weights", None)
+        for module, path, before, after in reversed(self.swaps):
+            if type(module) is not after:
+                warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
+                continue
+            if isinstance(module, GatedMLP):
+                module.separate()
+                module._remove_hooks()
+            module.__class__ = before
+        self.static.clear()
+        self.swaps.clear()
+        self.changes.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def _repr_html_(self) -> str:
+        from tmm_cache import markup
+
+        rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
+        rows += [
+            (item.path, f"{item.activation} not fused", item.reason) for item in self.not_fused
+        ]
+        rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
+        rows += [("", "note", note) for note in self.notes]
+        return markup.table(("path", "what was done", "because"), rows)
+
+    def __str__(self) -> str:
+        kinds = [change.kind for change in self.changes]
+        lines = [
+            f"{type(self.model).__name__}: {kinds.count('gated')} gated MLPs fused, "
+            f"{kinds.count('epilogue')} activations fused, "
+            f"{kinds.count('linear')} other linears swapped, {len(self.left)} left alone"
+        ]
+        if count := kinds.count("experts"):
+            lines[0] += f", {count} mixtures of experts grouped"
+        done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
+        apart = [(n.path, f"{n.activation} not fused: {n.reason}") for n in self.not_fused]
+        left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
+        return "\n".join(lines + _folded([*done, *apart, *left]) + [f"  {n}" for n in self.notes])
+
+
+def _folded(entries: list[tuple[str, str]]) -> list[str]:
+    """One indented line for the same entry in every layer of a stack."""
+    groups: Counter[tuple[str, str]] = Counter(
+        (re.sub(r"(?<![^.])\d+(?=\.)", "*", path), text) for path, text in entries
+    )
+    return [f"  {path}{f' ×{n}' if n > 1 else ''}  {text}" for (path, text), n in groups.items()]

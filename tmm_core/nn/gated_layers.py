@@ -1,0 +1,285 @@
+"""Gated MLPs that compute their first two products as one.
+
+The two parameters keep the names that checkpoints have and lie one after the other in memory,
+which the kernel reads as one ``[2N, K]`` weight. Every call checks that they still do, so moving,
+replacing or casting a parameter cannot make the result wrong: the layer computes two products
+until :meth:`GatedMLP.merge` has joined them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tmm_core import compat, dispatch
+from tmm_core.interop import autograd_state
+from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
+from tmm_core.nn.joint_storage import join, move_together, seen_alone, whole
+from tmm_core.nn.linear import Linear, leaf
+from tmm_core.settings import with_static_weights
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
+
+Tensor = torch.Tensor
+_forward_ad = compat.forward_ad
+
+#: The gated epilogue made of each activation.
+GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_by(activation: EpilogueLike) -> Epilogue:
+    """The gated epilogue that an activation makes, or that ``activation`` is.
+
+    Raises:
+        UnknownNameError: There is no such activation or epilogue.
+        ValueError: It does not gate.
+    """
+    registry = dispatch.default_dispatcher().registry
+    parsed = registry.epilogue(activation)
+    parsed = registry.epilogue(GATED_BY.get(parsed.key, parsed))
+    if not parsed.gated:
+        raise ValueError(
+            f"activation {activation!r} does not gate; known: {sorted(GATED_BY)}, or a gated "
+            "epilogue such as 'swiglu'"
+        )
+    return parsed
+
+
+class GatedMLP(nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))`` in two products.
+
+    >>> GatedMLP(64, 172).state_dict().keys()
+    odict_keys(['gate_proj.weight', 'up_proj.weight', 'down_proj.weight'])
+
+    Without gradients, gate and up are one product with the gating in the kernel. With
+    gradients they are one product too, and a separate kernel gates: backward needs both
+    pre-activations, and saves only them and ``x``. The gradients of the two weights are then
+    halves of one allocation. Without such a kernel (a CPU, fp64, a user's epilogue without
+    derivatives; :class:`tmm_core.Epilogue`), they are two products, gated by torch.
+
+    Args:
+        hidden_size: K, the width of input and output.
+        intermediate_size: N, the width between.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``; or a gated
+            epilogue, registered or as an object.
+        bias: Whether the three layers have one.
+        device, dtype: As for ``torch.nn.Linear``.
+
+    Shapes:
+        ``[..., hidden_size]`` to ``[..., hidden_size]``.
+
+    Raises:
+        UnknownNameError: No such activation or epilogue.
+        ValueError: The epilogue is not gated.
+
+    Limits: the layer computes two products instead of one, with the same result, if the pair is
+    not :attr:`merged` (a parameter moved or replaced on its own, FSDP, plain ``pickle``), under
+    an autocast that casts the weights, and with a hook, a parametrization or an adapter on
+    ``gate_proj`` or ``up_proj``; in training also under any autocast, in a compiled graph and
+    under ``torch.func``. If ``ColwiseParallel`` sharded gate and up, they are one product of
+    each rank's shards, except under autocast and in compiled graphs. ``torch.save`` of one of
+    the two parameters writes the storage of both; of its ``state_dict`` entry, only its own.
+    """
+
+    #: Addresses of the shards when they were last joined.
+    _shards_seen: Sequence[int] = ()
+    #: Run the first product under the setting ``static_weights``; ``down_proj`` has its own.
+    static_weights = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: EpilogueLike = "silu",
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._names: Sequence[str] = NAMES
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
+        self._gate_by(activation)
+        self._register_hooks()
+        self.merge()
+
+    def _gate_by(self, epilogue: EpilogueLike) -> None:
+        parsed = gated_by(epilogue)
+        if parsed.interleaved or parsed.stages:
+            raise ValueError(f"epilogue {str(parsed)!r} is not one function of gate and up halves")
+        self._epilogue = epilogue
+        self._text = parsed.interned()
+
+    @property
+    def epilogue(self) -> str:
+        """The gated epilogue's key."""
+        return self._text
+
+    @property
+    def merged(self) -> bool:
+        """Whether gate and up are one weight in memory, and can be one product."""
+        gate, up, _ = self._layers()
+        if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
+            return False
+        return joint_operands(gate.weight, up.weight, gate.bias, up.bias) is not None
+
+    def merge(self) -> bool:
+        """Place gate and up one after the other in memory; returns :attr:`merged`.
+
+        Called automatically after construction, ``.to()`` and similar, ``load_state_dict``,
+        ``deepcopy`` and unpickling. The parameters remain the same objects, and only those with
+        a storage to themselves are moved. Do not call it while a graph that reads them is being
+        captured or waits for its backward.
+        """
+        gate, up, _ = self._layers()
+        if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
+            join(gate.weight, up.weight)
+            if gate.bias is not None and up.bias is not None:
+                join(gate.bias, up.bias)
+        return self.merged
+
+    def separate(self) -> None:
+        """Give gate and up a storage each, as in torch's own layers."""
+        if not self.merged:
+            return
+        gate, up, _ = self._layers()
+        for parameter in (gate.weight, up.weight, gate.bias, up.bias):
+            if parameter is not None:
+                with torch.inference_mode(parameter.is_inference()):
+                    parameter.data = parameter.data.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor and isinstance(x, fx.Proxy):
+            return leaf(self, x)
+        gate, up, down = self._layers()
+        between = None
+        if _does_no_more(gate, up, x):
+            of_gate, of_up = gate._parameters, up._parameters
+            operands: Any = (
+                *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
+                self._text,
+            )
+            if autograd_state.recorded(x, *operands[:4]):
+                between = learn(x, *operands)
+            elif torch.compiler.is_compiling():
+                between = gated_linear(x, *operands)
+            elif self.static_weights:
+                between = with_static_weights(run, x, *operands)
+            else:
+                between = run(x, *operands)
+        elif _sharded(gate):
+            between = self._sharded_product(gate, up, x)
+        if between is None:
+            between = gated(gate(x), up(x), self._text)
+        return down(between)  # type: ignore[no-any-return]
+
+    def _sharded_product(self, gate: Any, up: Any, x: Tensor) -> Tensor | None:
+        """The result of :mod:`tmm_core.nn.sharded`; None if it does not apply to these layers, or
+        a mode or transform needs to see their calls."""
+        if torch.compiler.is_compiling() or _forward_ad._current_level >= 0:
+            return None
+        if compat.autocasts_on(x.device.type):
+            return None
+        from tmm_core.nn import sharded
+
+        def product(
+            x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        ) -> Tensor:
+            operands = x, gate, up, gate_bias, up_bias, self._text
+            if autograd_state.recorded(*operands[:5]):
+                y = learn(*operands)
+                return two_products(*operands) if y is None else y
+            return run(*operands)
+
+        return sharded.gated(gate, up, x, self._join_shards, product)
+
+    def _join_shards(self, of_gate: list[Tensor], of_up: list[Tensor]) -> None:
+        where = [t.data_ptr() for t in (*of_gate, *of_up)]
+        if where == self._shards_seen or (
+            of_gate[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        for first, second in zip(of_gate, of_up, strict=True):
+            if whole(first) and whole(second) and first.shape == second.shape:
+                move_together(first, second)
+        # Tried once per set of addresses: shards that could not be joined are not retried.
+        self._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
+
+    def _layers(self) -> list[Any]:
+        return [self._modules[name] for name in self._names]
+
+    def _register_hooks(self) -> None:
+        self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
+
+    def _remove_hooks(self) -> None:
+        for hooks in (self._load_state_dict_post_hooks, self._state_dict_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_merge_hook, _apart_hook)]:
+                del hooks[key]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GatedMLP:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self.merge()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._gate_by(self._epilogue)
+        self.merge()
+
+    def extra_repr(self) -> str:
+        return f"epilogue={self._text!r}, merged={self.merged}"
+
+
+SwiGLU = GatedMLP
+
+
+def _merge_hook(module: GatedMLP, _: Any) -> None:
+    module.merge()
+
+
+def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Give each of the two a storage of its own in a state dict: safetensors refuses to save part
+    of a storage, and ``torch.save`` would write all of it with either."""
+    for name in module._names[:2]:
+        for kind in ("weight", "bias"):
+            t = state.get(f"{prefix}{name}.{kind}")
+            if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not whole(t):
+                state[f"{prefix}{name}.{kind}"] = seen_alone(t)
+
+
+#: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
+_PLAIN = (nn.Parameter, Tensor, compat.fake_tensor())
+
+
+def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
+    """Whether calling the two layers would do no more than one product does."""
+    for layer in (gate, up):
+        if type(layer) is not Linear or layer._text:
+            return False
+        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
+            return False
+        if layer._backward_hooks or layer._backward_pre_hooks:
+            return False
+        # Not through __getattr__, which would cost a microsecond here.
+        weight: Any = layer._parameters.get("weight")
+        if "bias" not in layer._parameters:  # a plain attribute, as under FullyShardedDataParallel
+            return False
+        if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
+            return False
+    if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
+        return False
+    kind = x.device.type
+    if not compat.autocasts_on(kind):
+        return True
+    return torch.get_autocast_dtype(kind) is x.dtype
+
+
+def _sharded(layer: Any) -> bool:
+    weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
+    return isinstance(weight, compat.dtensor())

@@ -1,0 +1,1 @@
+"""Plugins: loading, isolation and queries."""

@@ -1,0 +1,484 @@
+"""Loads plugins once, validates their kernels and epilogues, and lists which can serve a problem.
+
+A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through the
+entry-point group ``tmm_core``. tmm's own Triton kernels are registered the same way. BLAS is
+registered by the core: it answers where no metadata can be read, and whichever plugins are allowed.
+A broken plugin is reported once, by name and distribution, and costs only itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tmm_cache.errors import suppress
+from tmm_cache.fields import A_NAME, NAME_MAX, is_name
+
+from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
+from tmm_core.errors import (
+    PluginError,
+    UnknownNameError,
+    error_message,
+    error_text,
+    plain_text,
+    reraise,
+    shown,
+    warn_of_plugin,
+)
+from tmm_core.registry.deferred import collector_off
+from tmm_core.registry.hooks import HOOKS, Hooks
+from tmm_core.registry.query import Asked
+from tmm_core.settings import POINTWISE, Settings, names, nested
+from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
+from tmm_core.spec.kernel import Deferred, Kernel
+from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.problem import Problem
+from tmm_core.spec.watch import watched
+from tmm_core.version import __version__
+
+#: The distribution of this package.
+DISTRIBUTION = "tmm-core"
+#: The entry-point group of plugins, and its former name.
+GROUP, FORMER_GROUP = "tmm_core", "tmm"
+#: The entry point of BLAS; the core registers its kernel without it.
+_BLAS_PLUGIN = "tmm_blas.plugin"
+
+
+class Source(NamedTuple):
+    """The origin of a kernel or epilogue."""
+
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+
+    @classmethod
+    def of(cls, entry_point: importlib.metadata.EntryPoint) -> Source:
+        """The origin of what an entry point yields, as far as its metadata can be read."""
+        found = {"name": "", "version": ""}
+        with suppress(BaseException):  # damaged metadata: the plugin may still load
+            dist = entry_point.dist
+            for field in found if dist is not None else ():
+                found[field] = _label(getattr(dist, field))
+        return cls(_label(entry_point.name), found["name"], found["version"])
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a plugin of this package's own."""
+        name = re.sub(r"[-_.]+", "-", self.distribution).lower()  # as installers normalise
+        return name == DISTRIBUTION
+
+    def __str__(self) -> str:
+        where = f" ({self.distribution} {self.version})" if self.distribution else ""
+        return f"plugin {self.plugin!r}{where}"
+
+
+def _label(name: object) -> str:
+    """A name of a plugin or distribution, fit for messages."""
+    return plain_text(name if isinstance(name, str) else shown(name), NAME_MAX)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A plugin, or one of its kernels or epilogues, that is not used, with the reason."""
+
+    source: Source
+    reason: str
+    #: Set if an exception was the reason.
+    error: BaseException | None = None
+    #: Disabled on purpose rather than broken.
+    intended: bool = False
+
+
+class Registry:
+    """Plugins, and their kernels and epilogues.
+
+    Args:
+        entry_points: Called once, on first use; yields the entry points to load.
+        allow: Load only the plugins of these names (``None``: all).
+        deny: Do not load these.
+        baseline: Returns the kernel that is always registered; called once, on first use.
+    """
+
+    def __init__(
+        self,
+        entry_points: Callable[[], Iterable[importlib.metadata.EntryPoint]] = lambda: (),
+        allow: frozenset[str] | None = None,
+        deny: frozenset[str] = frozenset(),
+        baseline: Callable[[], Kernel[Any]] | None = None,
+    ) -> None:
+        self._entry_points = entry_points
+        self._allow = allow
+        self._deny = deny
+        self._baseline = baseline
+        #: The plugins, and pluggy's manager of them (``hooks.manager``).
+        self.hooks = Hooks()
+        #: With their origins, by id.
+        self._plugins: dict[int, tuple[object, Source]] = {}
+        self._kernels: dict[str, Asked] = {}
+        #: All deferred kernels, and those of them not loaded yet.
+        self.deferred: dict[str, Deferred] = {}
+        self._unloaded: dict[str, Source] = {}
+        self._epilogues: dict[str, tuple[Epilogue, Source]] = {
+            epilogue.name: (epilogue, Source("tmm_core")) for epilogue in EPILOGUES.values()
+        }
+        self._faults: list[Fault] = []
+        #: Faults that no warning has mentioned yet.
+        self._unreported: list[Fault] = []
+        #: Names of all installed plugins, in use or not.
+        self._installed: set[str] = set()
+        self._loaded = self._loading = False
+        self._lock = threading.RLock()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
+        """Installed plugins, filtered by ``TMM_PLUGINS`` and ``TMM_DISABLE_PLUGINS``."""
+        allow = environ.get("TMM_PLUGINS")
+        return cls(
+            _installed,
+            allow=names(allow) if allow is not None else None,
+            deny=names(environ.get("TMM_DISABLE_PLUGINS", "")),
+            baseline=_blas,
+        )
+
+    def after_fork(self) -> None:
+        """Replace locks that another thread of the parent process may hold."""
+        self._lock = threading.RLock()
+
+    # -- loading ---------------------------------------------------------------------
+
+    def register(self, plugin: object, name: str | None = None) -> None:
+        """Add a plugin explicitly: a module or object with tmm's hooks.
+
+        Raises:
+            PluginError: Its hooks do not match the specs, or return unusable objects.
+        """
+        self.load()
+        with self._lock:
+            with self._all_or_nothing(), nested():
+                source = Source(_label(name or getattr(plugin, "__name__", type(plugin).__name__)))
+                before = len(self._faults)
+                self._ask([plugin] if self._take(plugin, source) else [])
+            found = self._faults[before:]
+            self._unreported += [fault for fault in found if fault.source != source]
+        self._report()
+        for fault in found:
+            if fault.source == source:
+                raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
+
+    def load(self) -> None:
+        """Load the entry points, once; called wherever they are needed.
+
+        A plugin whose import computes a product gets here again; it is answered by the kernels
+        registered so far. If a signal's exception interrupts loading, the next call starts anew.
+        """
+        if not self._loaded:
+            with self._lock:
+                if self._loading:
+                    return
+                if not self._loaded:
+                    with self._all_or_nothing(), collector_off(), nested():
+                        self._load_all()
+        if self._unreported:
+            self._report()
+
+    def _load_all(self) -> None:
+        self._add_baseline()
+        found: list[tuple[Source, importlib.metadata.EntryPoint]] = []
+        with self._costing(Source(GROUP), "installed plugins cannot be listed"):
+            for each in self._entry_points():
+                # The core registers its baseline itself.
+                if self._baseline is None or getattr(each, "value", "") != _BLAS_PLUGIN:
+                    found.append((Source.of(each), each))
+        self._installed = {source.plugin for source, _ in found}
+        # tmm's own first, so that others cannot take their names.
+        found.sort(key=lambda each: (not each[0].is_ours, each[0].distribution, each[0].plugin))
+        for source, entry_point in found:
+            self._load(source, entry_point)
+        # All are registered before one is asked: wrappers apply to other plugins' hooks.
+        for ours in (True, False):
+            self._ask([each for each, by in self._plugins.values() if by.is_ours is ours])
+        self._unreported += [fault for fault in self._faults if not fault.intended]
+        self._loaded = True
+
+    def _add_baseline(self) -> None:
+        with self._lock:
+            if self._baseline is not None and BASELINE not in self._kernels:
+                source = Source(BASELINE, DISTRIBUTION, __version__)
+                self._kernels[BASELINE] = Asked(self._baseline(), source)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A context after which, if an exception leaves it, the registry is as before."""
+        tables = (self._plugins, self._kernels, self.deferred, self._unloaded, self._epilogues)
+        before = [dict(table) for table in tables]
+        faults, manager = list(self._faults), self.hooks.manager
+        registered = set(map(id, manager.get_plugins()))
+        outer, self._loading = self._loading, True
+        try:
+            yield
+        except BaseException:
+            for plugin in manager.get_plugins():
+                if id(plugin) not in registered:
+                    manager.unregister(plugin)
+            for table, content in zip(tables, before, strict=True):
+                table.clear()  # type: ignore[attr-defined]
+                table.update(content)  # type: ignore[attr-defined]
+            self._faults[:] = faults
+            raise
+        finally:
+            self._loading = outer
+
+    def _report(self) -> None:
+        """Warn once of each distribution with unreported faults, and of how many there are."""
+        while True:
+            with self._lock:
+                if not self._unreported:
+                    return
+                first = self._unreported[0]
+                # Without a distribution, plugins cannot be told apart by their installation.
+                rest = [
+                    fault
+                    for fault in self._unreported
+                    if fault.source.distribution != first.source.distribution
+                ]
+                more = len(self._unreported) - len(rest) - 1
+                # State first: under `-W error` the warning raises, and the next call goes on here.
+                self._unreported = rest
+            used = any(kernel.source == first.source for kernel in self._kernels.values())
+            used = used or first.source in self._unloaded.values()
+            message = f"{first.source} is {'partly' if used else 'not'} used: {first.reason}"
+            warn_of_plugin(first.source, message, first.error, more)
+
+    def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> None:
+        if source.plugin in self._deny:
+            self._faults.append(Fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True))
+        elif self._allow is not None and source.plugin not in self._allow:
+            self._faults.append(Fault(source, "not in TMM_PLUGINS", intended=True))
+        elif getattr(entry_point, "group", GROUP) == FORMER_GROUP:
+            reason = (
+                f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
+                f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml"
+            )
+            self._faults.append(Fault(source, reason))
+        else:
+            with self._costing(source, "import failed"):
+                with watched(lambda: f"the import of {source} does not return{_advice(source)}"):
+                    plugin = entry_point.load()
+                self._take(plugin, source)
+
+    @contextmanager
+    def _costing(self, source: Source, failed: str) -> Iterator[None]:
+        """A context in which an exception, whatever a stranger's code raises, becomes a fault of
+        ``source``: a PluginError with its own text, another with ``failed`` before it."""
+        try:
+            yield
+        except BaseException as error:
+            reraise(error)
+            if type(error) is PluginError:
+                self._faults.append(Fault(source, error_message(error), error.__cause__))
+            else:
+                self._faults.append(Fault(source, f"{failed}: {error_text(error)}", error))
+
+    def _take(self, plugin: object, source: Source) -> bool:
+        """Register with pluggy, which checks signatures; returns whether the plugin can be
+        asked."""
+        with self._costing(source, "cannot be registered"):
+            complaints = self.hooks.register(plugin, source.plugin)
+            self._plugins[id(plugin)] = plugin, source
+            self._faults += [Fault(source, complaint) for complaint in complaints]
+            return True
+        return False
+
+    def _ask(self, plugins: Sequence[object]) -> None:
+        """Call each plugin's hooks separately, with the others' wrappers."""
+        for hook, add in zip(HOOKS, (self._add_kernel, self._add_epilogue), strict=True):
+            for plugin in self.hooks.in_order(hook, plugins):
+                _, source = self._plugins[id(plugin)]
+                with self._costing(source, f"{hook} failed"):
+                    with watched(lambda: f"{hook} of {source} does not return{_advice(source)}"):  # noqa: B023
+                        things, failed = self.hooks.ask(hook, plugin)
+                    for wrapper, failure in failed:
+                        reason = (
+                            f"its wrapper of {hook} failed around {source}: {error_text(failure)}"
+                        )
+                        self._faults.append(Fault(self._plugins[id(wrapper)][1], reason, failure))
+                    for thing in things:
+                        with self._costing(source, f"{hook} failed"):
+                            add(thing, source)
+
+    def _add_kernel(self, brought: Any, source: Source) -> None:
+        deferred = type(brought) is Deferred
+        if deferred and not is_name(brought.name):
+            raise PluginError(f"a deferred kernel's name is {shown(brought.name)}, not {A_NAME}")
+        kernel = brought if deferred else Asked(brought, source)
+        known = self._kernels.get(kernel.name)
+        other = known.source if known is not None else self._unloaded.get(kernel.name)
+        if other is not None:
+            raise PluginError(f"kernel {kernel.name!r} is already registered by {other}")
+        if isinstance(kernel, Deferred):
+            self.deferred[kernel.name] = kernel
+            self._unloaded[kernel.name] = source
+        else:
+            self._kernels[kernel.name] = kernel
+
+    def _fetch(self, name: str) -> None:
+        """Load a deferred kernel, unless it is loaded."""
+        with self._lock:
+            source = self._unloaded.get(name)
+            if source is None or self._loading:
+                return
+            what = f"the import of kernel {name!r} of {source} does not return{_advice(source)}"
+            with self._costing(source, f"kernel {name!r} failed to load"):
+                with collector_off(), nested(), watched(lambda: what):
+                    kernel = Asked(self.deferred[name].load(), source)
+                if kernel.name != name:
+                    raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
+                self._kernels[name] = kernel
+            if name not in self._kernels:
+                self._unreported.append(self._faults[-1])
+            del self._unloaded[name]
+        self._report()
+
+    def _add_epilogue(self, epilogue: Any, source: Source) -> None:
+        if not issubclass(type(epilogue), Epilogue):
+            raise PluginError(f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}")
+        if not is_name(epilogue.name):
+            raise PluginError(f"an epilogue's name is {shown(epilogue.name)}, not {A_NAME}")
+        if (other := self._epilogues.get(epilogue.name)) is not None:
+            raise PluginError(f"epilogue {epilogue.name!r} is already registered by {other[1]}")
+        self._epilogues[epilogue.name] = (epilogue, source)
+
+    # -- answers ---------------------------------------------------------------------
+
+    def kernels(self) -> list[Asked]:
+        """All kernels in use, by name."""
+        self.load()
+        for name in list(self._unloaded):
+            self._fetch(name)
+        return [self._kernels[name] for name in sorted(self._kernels)]
+
+    def faults(self) -> list[Fault]:
+        """The plugins, kernels and epilogues that are not used, with reasons."""
+        self.load()
+        return list(self._faults)
+
+    def kernel(self, name: str) -> Kernel[Any]:
+        """The kernel of this name.
+
+        Raises:
+            UnknownNameError: It is not registered.
+            PluginError: Its plugin failed; caused by that failure.
+        """
+        if name == BASELINE:
+            self._add_baseline()
+        else:
+            self.load()
+            self._fetch(name)
+        if name in self._kernels:
+            return self._kernels[name]
+        for fault in self._faults:
+            if fault.source.plugin == name.partition(".")[0]:
+                raise PluginError(
+                    f"kernel {name!r}: {fault.source}: {fault.reason}"
+                ) from fault.error
+        raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
+
+    def plugins(self) -> set[str]:
+        """The names of all installed plugins, in use or not, and the baseline's."""
+        self.load()
+        return {*self._installed, BASELINE}
+
+    def unknown_names(self, settings: Settings) -> list[str]:
+        """A message for each name in ``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS`` and ``TMM_DISABLE``
+        that nothing installed has, with the nearest names. A forced kernel's name raises."""
+        plugins = self.plugins()
+        kernels = {*self._kernels, *self._unloaded, POINTWISE}
+        unused = {fault.source.plugin for fault in self._faults}
+        return [
+            f"{where}: {UnknownNameError(kind, name, known)}"
+            for where, kind, given, known in (
+                ("TMM_PLUGINS", "plugin", self._allow or frozenset(), plugins),
+                ("TMM_DISABLE_PLUGINS", "plugin", self._deny, plugins),
+                ("TMM_DISABLE or override(disable=…)", "kernel", settings.disable, kernels),
+            )
+            for name in sorted(given)
+            # A kernel of a plugin that is not in use may well exist.
+            if name not in known and (kind == "plugin" or name.partition(".")[0] not in unused)
+        ]
+
+    def unloaded(self) -> bool:
+        """Whether there are deferred kernels not loaded yet."""
+        self.load()
+        return bool(self._unloaded)
+
+    def epilogues(self) -> dict[str, Epilogue]:
+        """All epilogues by name, built-in and registered."""
+        self.load()
+        return {name: epilogue for name, (epilogue, _) in self._epilogues.items()}
+
+    def epilogue(self, text: EpilogueLike) -> Epilogue:
+        """Parse a caller's ``epilogue=``; see :func:`tmm_core.epilogues.parse`."""
+        if text is None:
+            return IDENTITY
+        if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
+            return known
+        return parse(text, self.epilogues())
+
+    def reasons_against(
+        self, kernel: Kernel[Any], problem: Problem, settings: Settings
+    ) -> list[str]:
+        """Why ``kernel`` is not a candidate: its own reasons, requirements of the call that its
+        traits do not meet, and the settings."""
+        reasons = ["disabled by TMM_DISABLE or override"] if kernel.name in settings.disable else []
+        required = (
+            (problem.deterministic, kernel.traits.deterministic, "deterministic"),
+            (problem.batch_invariant, kernel.traits.batch_invariant, "batch-invariant"),
+            (problem.capturing, kernel.traits.capture_safe, "safe under graph capture"),
+        )
+        reasons += [f"not {what}" for wanted, has, what in required if wanted and not has]
+        return reasons + kernel.reasons_against(problem)
+
+    def candidates(
+        self, problem: Problem, settings: Settings, deferred: bool = True
+    ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
+        """Kernels that can serve ``problem``, and the others' reasons by name.
+
+        Args:
+            deferred: Also ask kernels registered as deferred, which loads them.
+        """
+        self.load()
+        asked = self.kernels() if deferred else list(self._kernels.values())
+        able: list[Kernel[Any]] = []
+        rejected: dict[str, list[str]] = {}
+        for kernel in asked:
+            if not deferred and kernel.name in self.deferred:
+                continue
+            if reasons := self.reasons_against(kernel, problem, settings):
+                rejected[kernel.name] = reasons
+            else:
+                able.append(kernel)
+        return able, rejected
+
+
+def _advice(source: Source) -> str:
+    return f"; to do without it, set TMM_DISABLE_PLUGINS={source.plugin}"
+
+
+def _blas() -> Kernel[Any]:
+    from tmm_blas.blas import Blas  # imported at the first call
+
+    return Blas()
+
+
+def _installed() -> list[importlib.metadata.EntryPoint]:
+    """The plugins of both groups; one that is in both counts as in the current one."""
+    present = list(importlib.metadata.entry_points(group=GROUP))
+    known = {(entry_point.name, entry_point.value) for entry_point in present}
+    former = importlib.metadata.entry_points(group=FORMER_GROUP)
+    return present + [each for each in former if (each.name, each.value) not in known]

@@ -1,0 +1,179 @@
+"""Conformance problems for kernels that declare ``ragged``: groups along each dimension, gathered,
+scattered and weighted rows, and data beyond the last group.
+
+Tensors are those of verification (:class:`tmm_core.verify.verifier.Verifier`): each problem runs
+on two sets of inputs, one with groups of very different sizes, and one with equal groups that end
+before the rows do, with NaN behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tmm_core.epilogues import parse
+from tmm_core.formats import FORMATS, Format
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.groups import Groups, Ragged
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
+from tmm_core.testing.probe_problems import Questions
+
+#: Default number of groups of a problem; one in five is empty.
+GROUPS = 6
+
+
+class RaggedQuestions(Questions):
+    """The ragged problems of a conformance suite."""
+
+    def ragged_problems(self) -> Iterator[Problem]:
+        """All problems that a kernel is tested on."""
+        for dtype in self.dtypes:
+            for along in ("m", "n", "k"):
+                yield self._ragged(along, dtype)
+        yield replace(self._ragged("m"), out=Operand(torch.float32))
+        yield from self._numbers_of_groups()
+        yield from self._layouts()
+        yield from self._indexed()
+        yield from self._followed()
+        for form in FORMATS.values():
+            yield from self._stored(form)
+
+    def _stored(self, form: Format) -> Iterator[Problem]:
+        """Operands of a format along each dimension, with scales of every kind, and all terms of
+        the expression."""
+        narrow, wide = Operand(form.storage[0]), Operand(form.storage[-1])
+        out, rows = Operand(form.result), form.scales[-1] if form.scales else None
+        for along in ("m", "n", "k"):
+            problem = replace(
+                self._ragged(along), a=narrow, b=replace(narrow, layout="col"), out=out,
+                scale_a=rows, scale_b=rows,
+            )  # fmt: skip
+            yield problem
+            yield replace(problem, a=wide, scale_b=None)
+            for kind in form.scales[:-1]:
+                yield replace(problem, scale_a=kind, b=narrow)
+            if along == "m":
+                full = replace(
+                    problem, bias=out.dtype, residual=out, scaled=True, groups=_indexed(zeroed=True)
+                )  # fmt: skip
+                yield replace(full, epilogue=parse("silu"), out=Operand(torch.float32))
+                yield replace(full, epilogue=parse("swiglu"))
+
+    def ragged_in_use(self) -> Iterator[Problem]:
+        """Small problems, each verified in every way of use: one that gathers rows, one with a
+        single row, one with a single group, and one in order."""
+        operand = Operand(self.dtypes[0])
+        plain = Problem(
+            24, 16, 16, operand, operand, operand,
+            device=fingerprint(self._device()), groups=Groups(GROUPS, "m"),
+        )  # fmt: skip
+        gathered = replace(plain, groups=Groups(GROUPS, "m", torch.int64))
+        yield gathered
+        yield replace(gathered, m=1)
+        yield replace(gathered, m=8, groups=Groups(1, "m", torch.int64))
+        yield plain
+
+    def demanding_ragged(self) -> list[Problem]:
+        """Problems that reveal a config's faults, the most revealing first."""
+        rows = self._ragged("m")
+        full = replace(
+            rows, bias=rows.a.dtype, residual=rows.out, epilogue=parse("silu"),
+            groups=_indexed(zeroed=True),
+        )  # fmt: skip
+        in_order = replace(full, groups=Groups(GROUPS, "m", zeroed=True))
+        return [full, in_order, rows, self._gradient(), self._ragged("k"), self._ragged("n")]
+
+    def _ragged(self, along: Ragged, dtype: torch.dtype | None = None) -> Problem:
+        """A problem with sizes that no block divides; rows are aligned if the kernel needs it."""
+        m, n, k = self._size()
+        operand = Operand(dtype or self.dtypes[0])
+        problem = Problem(
+            m, n, k, operand, operand, operand,
+            device=fingerprint(self._device()), groups=Groups(GROUPS, along),
+        )  # fmt: skip
+        return problem.at(2 * problem.extent - 3)
+
+    def _gradient(self) -> Problem:
+        """A ragged sum with the layouts of a weight's gradient: groups start at rows of memory."""
+        sums = self._ragged("k")
+        return replace(sums, a=replace(sums.a, layout="col"))
+
+    def _numbers_of_groups(self) -> Iterator[Problem]:
+        """One group, more groups than rows, and no rows."""
+        for along in ("m", "n", "k"):
+            each = self._ragged(along)
+            yield replace(each, groups=Groups(1, along))
+            yield replace(each.at(7), groups=Groups(19, along))
+            yield each.at(0)
+        rows = self._ragged("m")
+        yield replace(rows, k=0, bias=rows.a.dtype, epilogue=parse("sigmoid"))
+        if self._device().type == "cuda":  # 1,500 programs of 2 ms in the interpreter
+            yield replace(rows, groups=Groups(300, "m"))  # no block of ends holds them all
+
+    def _layouts(self) -> Iterator[Problem]:
+        for along in ("m", "n", "k"):
+            each = self._ragged(along)
+            col, loose = replace(each.a, layout="col"), replace(each.a, aligned=False)
+            strided = replace(loose, layout="strided")
+            yield replace(each, b=col)
+            yield replace(each, a=col, b=col)
+            yield replace(each, a=strided, b=strided, out=strided)
+            odd = replace(each, m=max(1, each.m - 3), n=max(1, each.n - 3), k=max(1, each.k - 3))
+            yield replace(odd, a=loose, b=loose, out=loose)
+        yield replace(self._ragged("m"), out=col)
+        yield self._gradient()
+
+    def _indexed(self) -> Iterator[Problem]:
+        rows = self._ragged("m")
+        wide, narrow, weights = torch.int64, torch.int32, torch.float32
+        for groups in (
+            {"a_index": wide},
+            {"a_index": narrow},
+            {"out_index": wide},
+            {"out_index": narrow, "zeroed": True},
+            {"out_weights": weights},
+            {"out_weights": rows.a.dtype},
+            {"zeroed": True},
+        ):
+            given: dict[str, Any] = groups
+            yield replace(rows, groups=Groups(GROUPS, "m", **given))
+        yield replace(rows, groups=_indexed(zeroed=False))
+        yield replace(self._ragged("n"), groups=Groups(GROUPS, "n", zeroed=True))
+
+    def _followed(self) -> Iterator[Problem]:
+        """Bias, residual, alpha and epilogues, with a bias per group."""
+        full = self.demanding_ragged()[0]
+        rows, columns, sums = self._ragged("m"), self._ragged("n"), self._ragged("k")
+        dtype = rows.a.dtype
+        yield replace(rows, bias=dtype)
+        yield replace(rows, bias=torch.float32, scaled=True)
+        yield replace(rows, residual=rows.out)
+        yield replace(rows, epilogue=parse("swiglu"), groups=_indexed(zeroed=False))
+        yield full
+        yield replace(full, epilogue=parse("swiglu"), scaled=True)
+        yield replace(columns, residual=columns.out, epilogue=parse("gelu_tanh"), scaled=True)
+        yield replace(sums, bias=dtype, residual=sums.out, epilogue=parse("swiglu"), scaled=True)
+
+
+def _indexed(*, zeroed: bool) -> Groups:
+    """Groups with gathered, scattered and weighted rows."""
+    return Groups(GROUPS, "m", torch.int64, torch.int64, torch.float32, zeroed)
+
+
+def ragged_id(problem: Problem | None) -> str:
+    """The test ID of a problem: its text, and special properties of its operands."""
+    if problem is None:
+        return "none"
+    operands = {"a": problem.a, "b": problem.b, "out": problem.out, "residual": problem.residual}
+    words = [str(problem)]
+    for name, operand in operands.items():
+        if operand is not None and (operand.layout != "row" or not operand.aligned):
+            words.append(f"{name}:{operand.layout}{'' if operand.aligned else '_unaligned'}")
+    if problem.out.dtype != problem.a.dtype:
+        words.append(f"out:{problem.out.dtype}")
+    text = " ".join(words).replace("×", "x").replace("→", "_to_").replace("torch.", "")
+    return "-".join(text.split())

@@ -1,0 +1,225 @@
+"""Writes the launcher of a kernel: one function that allocates the output and makes the kernel's
+launches, with everything that the problem fixes inlined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tmm_core import compat
+from tmm_core.launch.codegen import Body, address, written
+from tmm_core.launch.fold import Fold
+from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
+from tmm_core.spec.launcher import Bound, Launcher
+from tmm_core.spec.operand import grouped_strides
+from tmm_core.triton.launch import Grid, Launch, TensorMaps
+
+
+@dataclass(frozen=True)
+class Described:
+    """A ``tensordesc`` argument: a tensor of the call and its descriptor.
+
+    Attributes:
+        tensor: ``"a"``, ``"b"``, ``"residual"``, ``"out"``, ``"workspace"``.
+        describe: Returns the tensor's descriptor; it may depend on address and strides.
+    """
+
+    tensor: str
+    describe: Callable[[torch.Tensor], Any]
+
+
+#: The value of a run-time argument: a number fixed by the problem; ``"alpha"``; the address of a
+#: tensor, by its name; a tensor's stride, as ``("a", 0)``; its descriptor; or the result of a
+#: function called for every launch.
+Argument = int | str | tuple[str, int] | Described | Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a call.
+
+    Attributes:
+        launch: The kernel.
+        grid: Programs along x, y, z.
+        arguments: The value of each of the kernel's run-time arguments.
+    """
+
+    launch: Launch
+    grid: Grid
+    arguments: Mapping[str, Argument]
+
+
+def launcher(
+    steps: Sequence[Step],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    workspace: tuple[int, torch.dtype] | None = None,
+    extras: Sequence[str] = (),
+    outputs: int = 0,
+) -> Bound:
+    """The :data:`~tmm_core.Launcher` of a kernel made of these launches in sequence: it allocates
+    the output if none is given, and launches.
+
+    It is generated as source with every constant inlined: between the call and Triton's C function
+    there is no loop, tuple or further call of tmm.
+
+    Args:
+        steps: At least one, all on one device.
+        shape, dtype: Of the output, which is row-major where it is made here, and of a ragged
+            problem padded (:func:`grouped_strides`).
+        workspace: Elements and dtype of scratch memory made anew for every call, if any: the
+            tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
+        extras: Names of the tensors that a ragged problem has besides
+            (:attr:`tmm_core.Groups.given`); a plain one may have scales.
+        outputs: How many the problem's epilogue has: the tensors ``"output_0"`` and so on.
+    """
+    first = steps[0].launch
+    compiled = first.compiled is not None
+    names = _Names(compiled)
+    calls = [names.invocation(index, step) for index, step in enumerate(steps)]
+    make = "empty({0}, {1}, {2})" if compiled else "a.new_empty_strided({0}, {1}, dtype={2})"
+    new_out = f"out = {make.format('shape', 'strides', 'dtype')}"
+    scratch = []
+    names.namespace |= {"dtype": dtype, "empty": compat.empty_strided_cuda}
+    if workspace is not None:
+        count, names.namespace["workspace_dtype"] = workspace
+        scratch.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
+
+    def on_device(again: str) -> str:
+        return first.guard(_prefix(0), again)
+
+    def function(
+        shape: Sequence[int], out: Iterable[str], known: Iterable[str], more: Mapping[str, Any]
+    ) -> tuple[Launcher, Body | None]:
+        """The launcher for an output of ``shape``, which ``out`` allocates, and tensors with
+        ``known`` strides."""
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        if "offs" in extras:
+            strides = grouped_strides(shape, dtype)
+        namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
+        given = [f"output_{i} = outputs[{i}]" for i in range(outputs)]
+        more_given, handed = (", outputs=()", ", outputs=outputs") if outputs else ("", "")
+        lines = [*given, *out, *scratch, *names.preparation(known), *calls, "return out"]
+        run = written(
+            "run",
+            (", ".join((*LAUNCHED, *extras)) if extras else launch_parameters()) + more_given,
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)}{handed})"), *lines],
+            namespace,
+        )
+        return run, Body(on_device, tuple(lines), namespace) if compiled else None
+
+    def folded(
+        fold: Fold,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+        by_views: Launcher,
+    ) -> Bound | None:
+        """The launcher for N-D tensors without views: kernels use only a tensor's address, which a
+        view shares, and strides, which are known. A view is made only to build a descriptor, as
+        long as that is cached."""
+        flat = fold.in_place(a, b, residual)
+        if flat is None or not names.folds(fold):
+            return None
+        more: dict[str, Any] = {f"{name}_flat": t.stride() for name, t in flat.items()}
+        more |= {"out_flat": torch.empty(fold.flat, device="meta").stride(), "by_views": by_views}
+        for key, name in names.described.items():
+            if name != "workspace":
+                more[key] = _composed(names.namespace[key], fold.flattened(name))
+        lines = [
+            "if out is not None:",
+            f"    return by_views({', '.join(LAUNCHED)}{keywords(EXTRAS)})",
+            new_out,
+            "out_stride = out_flat",
+        ]
+        return Bound(*function(fold.shape, lines, flat, more))
+
+    lines = [
+        "if out is None:",
+        f"    {new_out}",
+        "    out_stride = strides",
+        "else:",
+        "    out_stride = out.stride()",
+    ]
+    return Bound(*function(shape, lines, (), {}), folded)
+
+
+def _composed(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda t: outer(inner(t))
+
+
+class _Names:
+    """The names that a launcher's source refers to, collected as its launches need them."""
+
+    def __init__(self, compiled: bool) -> None:
+        self._compiled = compiled
+        self._addresses: dict[str, None] = {}
+        self._strided: dict[str, None] = {}
+        self.namespace: dict[str, Any] = {}
+        #: The tensor of each name that makes a descriptor.
+        self.described: dict[str, str] = {}
+
+    def folds(self, fold: Fold) -> bool:
+        """Whether the launches can use the caller's extras in place: those of a batch may have to
+        be repeated, and launches do not read their strides."""
+        read = self._strided if fold.batch is None else self._addresses
+        return read.keys().isdisjoint(EXTRAS)
+
+    def preparation(self, known: Iterable[str]) -> Iterator[str]:
+        """The statements that come before the launches.
+
+        Args:
+            known: Tensors whose strides are not read.
+        """
+        for t in self._strided:
+            if t in known:
+                yield f"{t}_stride = {t}_flat"
+            elif t != "out":
+                yield f"{t}_stride = {t}.stride()"
+        for t in self._addresses:
+            # The interpreter wants the tensor.
+            yield address(t) if self._compiled else f"{t}_ptr = {t}"
+
+    def invocation(self, index: int, step: Step) -> str:
+        """The statement that makes a launch."""
+        launch, prefix = step.launch, _prefix(index)
+        for name, value in launch.namespace.items():
+            self.namespace[prefix + name] = value
+        places = {}
+        for name, what in step.arguments.items():
+            places[name] = self._place(prefix + name, launch, name, what)
+        return launch.text(prefix, map(str, step.grid), places)
+
+    def _place(self, key: str, launch: Launch, name: str, what: Argument) -> str:
+        if isinstance(what, bool | int):
+            return repr(int(what))
+        if isinstance(what, str):
+            if what == "alpha":
+                return what
+            self._addresses[what] = None
+            return f"{what}_ptr"
+        if isinstance(what, tuple):
+            t, dimension = what
+            self._strided[t] = None
+            return f"{t}_stride[{dimension}]"
+        if not isinstance(what, Described):
+            self.namespace[key] = what
+            return f"{key}()"
+        t = self.described[key] = what.tensor
+        maps = launch.tensor_map(name, what.describe)
+        self.namespace[key] = maps
+        if not isinstance(maps, TensorMaps):
+            return f"{key}({t})"
+        self.namespace[f"{key}_kept"] = maps.kept.get
+        self._addresses[t] = None
+        self._strided[t] = None
+        return f"*({key}_kept(({t}_ptr, {t}_stride)) or {key}({t}))"
+
+
+def _prefix(index: int) -> str:
+    """The prefix of names for one of several launches."""
+    return f"_{index}_"

@@ -1,0 +1,107 @@
+"""Collects what a tuning found out beside its times, and reports it once the record is saved: the
+kernels that the environment left untried, and the faults of plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
+from tmm_core.registry.query import Asked
+from tmm_core.registry.registry import Source
+from tmm_core.spec.kernel import Kernel
+from tmm_core.tuning.environment_faults import Cause, chain, place_of
+from tmm_core.tuning.untried import Able, Left
+
+#: The order of causes in a warning: the first is the one to repair.
+_GRAVEST: tuple[Cause, ...] = ("toolchain", "passing", "alike", "hung", "budget")
+#: Exceptions of Triton by which a kernel tells that a config does not fit, by name.
+_DOES_NOT_FIT = ("OutOfResources",)
+
+#: Whether this process has warned of its environment.
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a kernel's own code."""
+
+    kernel: str
+    #: The reason, with the file and line that raised.
+    reason: str
+
+
+@dataclass(eq=False)
+class Findings:
+    """The findings of one tuning."""
+
+    #: Kernels that were to be tried, and those of them that the environment left untried.
+    tried: set[Able] = field(default_factory=set)
+    left: dict[Able, Left] = field(default_factory=dict)
+    #: Faults by the kernels' origins, as the plugins' warnings name them.
+    faults: dict[Any, list[Fault]] = field(default_factory=dict)
+
+    def leave(self, kernel: Kernel[Any], left: Left) -> None:
+        """Note a kernel that the environment left untried, or some of whose candidates it did."""
+        name, before = (kernel.name, kernel.version), self.left.get((kernel.name, kernel.version))
+        if before is None or _GRAVEST.index(left.cause) < _GRAVEST.index(before.cause):
+            self.left[name] = left
+
+    def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
+        """Note a fault of a kernel's own code."""
+        source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
+        fault = Fault(kernel.name, placed(kernel, reason, raised))
+        self.faults.setdefault(source, []).append(fault)
+
+    def report(self, about: object) -> None:
+        """Warn, if this process has not: of the environment once, of each distribution once.
+
+        Args:
+            about: The problem that was tuned.
+        """
+        warn_of_environment(self.left, about)
+        for source, faults in self.faults.items():
+            first = faults[0]
+            message = f"kernel {first.kernel} failed in tuning {about}: {first.reason}"
+            warn_of_plugin(source, message, more=len(faults) - 1)
+
+
+def placed(kernel: Kernel[Any], reason: str, raised: BaseException | None) -> str:
+    """A reason, with the file and line of the kernel's code that raised."""
+    place = place_of(kernel, raised)
+    return reason if not place or place in reason else f"{reason} ({place})"
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether an exception is how a kernel refuses a config, which is no fault."""
+    return any(
+        type(each).__name__ in _DOES_NOT_FIT
+        or (issubclass(type(each), TmmError) and not issubclass(type(each), PluginError))
+        for each in chain(error)
+    )
+
+
+def warn_of_environment(
+    left: Mapping[Able, Left], about: object, causes: tuple[Cause, ...] = ("toolchain", "passing")
+) -> None:
+    """Warn of kernels that the environment left untried, once per process."""
+    broken = {name: why for name, why in left.items() if why.cause in causes}
+    if not broken or _warned:
+        return
+    first = min(broken, key=lambda name: _GRAVEST.index(broken[name].cause))
+    _warned.add(broken[first].reason)
+    names = sorted({name for name, _ in broken})
+    more = f" and {len(names) - 1} more kernels" if len(names) > 1 else ""
+    once = "later" if broken[first].cause == "passing" else "when the toolchain changes"
+    warn(
+        f"this machine kept tmm from trying kernel {first[0]}{more} for {about}: "
+        f"{_shortened(broken[first].reason)}. Others answer, and it is tried again {once}. "
+        f"Run `tmm doctor`, then `tmm tune`"
+    )
+
+
+def _shortened(reason: str, most: int = 400) -> str:
+    """A reason in one line."""
+    text = " ".join(reason.split())
+    return text if len(text) <= most else f"{text[:most]}…"

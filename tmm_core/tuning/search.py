@@ -1,0 +1,302 @@
+"""Decides which candidates a tuning tries, in which order, and when none left could win.
+
+Known candidates come first: BLAS, the winner so far, and winners of the same or a near problem on a
+GPU of the same architecture. Then the kernels' own proposals, by estimate. Once some of a kernel's
+configs have been timed, its estimates are scaled by the best ratio of measured to expected time,
+and configs still expected to lose are never compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.errors import reraise
+from tmm_core.registry.query import read_config
+from tmm_core.spec.kernel import Candidate, Config, Kernel
+from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.problem import Problem
+from tmm_core.tuning.environment_faults import BUDGET_ENDED
+from tmm_core.tuning.ranking import by_time
+
+#: A config expected to take this many times BLAS's expected time is left out: none of 165 problems
+#: on an H200 would have lost its winner (with 1.5 none either, with 1.4 two).
+HOPELESS = 1.6
+
+#: Maximum number of candidates from other records that are tried first.
+MOST_HINTS = 6
+
+#: Octaves of M, N and K within which a record counts as close to this problem.
+CLOSE = 0.5
+
+#: Candidates in the first batch, and in all: without hints, and with a close record. Measured on
+#: 208 problems on an H200, eight and then the promising ones lose 0.07 % on average without hints.
+BATCHES, CLOSE_BATCHES = (12, 24), (8, 12)
+
+#: Kernels whose best estimates differ by at most this factor are interleaved in a batch.
+LEVEL = 1.1
+
+#: After the first batch a config is compiled only if its scaled estimate times this factor is below
+#: the best time so far. Measured on 208 problems on an H200, twelve candidates first and then those
+#: leave 4 of 21 uncompiled and lose no winner; with 1.0 five lose up to 3 %.
+PROMISING = 0.95
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Winners of other records.
+
+    Attributes:
+        candidates: Names of kernels and configs, best guess first.
+        close: They are from this problem on another GPU or under other versions, or from one within
+            :data:`CLOSE`, so that little else need be tried.
+    """
+
+    candidates: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    close: bool = False
+
+
+NO_HINTS = Hints()
+
+
+class Proposals:
+    """The candidates of one tuning, handed out in batches.
+
+    Args:
+        problem: The problem to tune.
+        kernels: All that can serve it.
+        new: Those without results on record.
+        before: The record to complete, if any: its winner and BLAS are tried as anchors.
+        hints: Winners of other records.
+        deadline: A ``time.monotonic`` time after which no kernel but BLAS is asked.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        kernels: Sequence[Kernel[Any]],
+        new: Sequence[Kernel[Any]],
+        before: TuningRecord | None = None,
+        hints: Hints = NO_HINTS,
+        deadline: float = math.inf,
+    ) -> None:
+        self._problem = problem
+        self._first, self._most = CLOSE_BATCHES if hints.close else BATCHES
+        self._promising = 1.0 if hints.close else PROMISING
+        #: Kernels without a config to try, and why.
+        self.empty: dict[Kernel[Any], BaseException | str] = {}
+        self._expected: dict[Candidate, float | None] = {}
+        self._handed: set[Candidate] = set()
+        anchors: list[Candidate] = []
+        winner = _incumbent(before, kernels)
+        baseline = next((kernel for kernel in kernels if kernel.name == BASELINE), None)
+        expected = None if baseline is None else _expected_us(problem, baseline)
+        longest = HOPELESS * (expected or math.inf)
+        wanted = set(map(id, new))
+        for kernel in sorted(kernels, key=lambda kernel: kernel is not baseline):
+            fresh = id(kernel) in wanted
+            if time.monotonic() > deadline and fresh and kernel is not baseline:
+                self.empty[kernel] = BUDGET_ENDED
+                continue
+            try:
+                if fresh:
+                    configs = [kernel.default_config(problem), *kernel.configs(problem)]
+                elif kernel is baseline:
+                    configs = [kernel.default_config(problem)]
+                elif winner is not None and kernel.name == winner.kernel:
+                    configs = [read_config(kernel, winner.config)]
+                else:
+                    continue
+            except Exception as error:
+                reraise(error)
+                self.empty[kernel] = error
+                continue
+            allowed = [config for config in configs if not config.unsaid(problem)]
+            mine = list(dict.fromkeys(Candidate(kernel, config) for config in allowed))
+            for candidate in mine:
+                if time.monotonic() > deadline and candidate is not mine[0]:
+                    mine = [each for each in mine if each in self._expected]
+                    break
+                self._expected[candidate] = _expected_us(problem, kernel, candidate.config)
+            if not fresh or kernel is baseline:
+                anchors += mine
+                continue
+            # A slow arithmetic's cost is also needed, to compare arithmetics.
+            least = math.inf if problem.batch_invariant else longest
+            hopeless = [c for c in mine if (self._expected[c] or 0.0) > least]
+            self._handed.update(hopeless)
+            if not mine:
+                self.empty[kernel] = "its search space is empty for this problem"
+            elif len(hopeless) == len(mine):
+                least = min(self._expected[c] or 0.0 for c in mine)
+                self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
+        self._anchors = anchors
+        self._hinted = _hinted(hints, new, problem)
+        self._new = new
+        for candidate in self._hinted:
+            self._expected.setdefault(
+                candidate, _expected_us(problem, candidate.kernel, candidate.config)
+            )
+            self._handed.discard(candidate)
+
+    def __len__(self) -> int:
+        """The number of candidates that may still be handed out."""
+        return len(self._expected) - len(self._handed)
+
+    def first(self) -> list[Candidate]:
+        """Anchors, hints, candidates without estimates, and the best of the others by estimate: one
+        of each kernel, unless hints are close."""
+        ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
+        must = dict.fromkeys([*self._anchors, *self._hinted])
+        must |= dict.fromkeys(c for c in self._best_of_each(ranked) if self._guessed(c))
+        others = _interleaved([c for c in ranked if c not in must], self._expected)
+        return self._hand([*must, *others][: max(self._first, len(must))])
+
+    def _best_of_each(self, ranked: list[Candidate]) -> list[Candidate]:
+        """The best of each :func:`group`, and the best in it that relies on a caller's promise."""
+        groups = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
+        return list(groups.values())[::-1]
+
+    def _guessed(self, candidate: Candidate) -> bool:
+        """Whether this kernel's time has no estimate, so that only a trial tells."""
+        known = self._hinted and self._promising >= 1 and not self._problem.batch_invariant
+        return not known or self._expected[candidate] is None
+
+    def promising(self, times: Mapping[Candidate, float]) -> list[Candidate]:
+        """Further candidates that may still win, given the times so far; empty if none may.
+
+        Args:
+            times: µs of each timed candidate.
+        """
+        best = min(times.values(), default=math.inf)
+        scale: dict[Kernel[Any], float] = {}
+        for candidate, us in times.items():
+            expected = self._expected.get(candidate)
+            if expected:
+                ratio = us / expected
+                scale[candidate.kernel] = min(ratio, scale.get(candidate.kernel, math.inf))
+        waiting = {c: scale[c.kernel] for c in self._waiting() if c.kernel in scale}
+        able = [
+            c
+            for c in self._ranked(waiting)
+            if (self._expected[c] or 0.0) * waiting[c] * self._promising < best
+        ]
+        # Candidates without an estimate cannot be ruled out.
+        unknown = [c for c in self._waiting() if self._expected[c] is None]
+        left = max(0, self._most - len(times))
+        known = _interleaved([c for c in able if c not in unknown], self._expected)
+        return self._hand([*unknown, *known][:left])
+
+    def likely(self, handed: int, room: int) -> list[Candidate]:
+        """Those that :meth:`promising` may return after ``handed`` candidates in all, worth
+        compiling in advance: at least as many as it may return, at most ``room``. Times decide
+        which kernel they are of, so that of each there are as many as it may return."""
+        left = max(0, self._most - handed)
+        found: dict[Kernel[Any], list[Candidate]] = {}
+        for candidate in self._ranked(dict.fromkeys(self._waiting(), 1.0)):
+            found.setdefault(candidate.kernel, []).append(candidate)
+        able = dict.fromkeys((c for mine in found.values() for c in mine[:left]), 1.0)
+        return self._ranked(able)[: max(left, room)]
+
+    def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
+        """The best guess of each kernel of which no candidate was tried, or none of those that rely
+        on a caller's promise, and the reason. The record lists them all, so that they are not tuned
+        again."""
+        known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
+        found = []
+        expected: dict[Kernel[Any], list[Candidate]] = {}
+        for candidate in self._expected:
+            expected.setdefault(candidate.kernel, []).append(candidate)
+        for kernel in dict.fromkeys([*self.empty, *self._new]):
+            mine = expected.get(kernel, [])
+            promised = [c for c in mine if c.config.assumes and kernel not in relying]
+            if promised or kernel not in known:
+                ranked = self._ranked(dict.fromkeys(promised or mine, 1.0))
+                best = ranked[0] if ranked else Candidate(kernel, Config())
+                why = f"expects to take {self._expected.get(best) or 0.0:.3g} µs"
+                why += "; what won nearby or looked better was tried instead"
+                found.append((best, self.empty.get(kernel, why)))
+        return found
+
+    def _waiting(self) -> list[Candidate]:
+        return [c for c in self._expected if c not in self._handed]
+
+    def _ranked(self, scale: Mapping[Candidate, float]) -> list[Candidate]:
+        """By scaled estimate; candidates without one come first, in their order."""
+        return sorted(scale, key=lambda c: (self._expected[c] or 0.0) * scale[c])
+
+    def _hand(self, candidates: list[Candidate]) -> list[Candidate]:
+        self._handed.update(candidates)
+        return candidates
+
+
+def _interleaved(
+    ranked: Sequence[Candidate], expected: Mapping[Candidate, float | None]
+) -> list[Candidate]:
+    """The ranked candidates, interleaved among the kernels within :data:`LEVEL` of the best.
+
+    Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
+    ignore a part of its config has many equal ones, which would fill a batch:
+    ``triton.persistent`` took 12 of 18 places beside one config of the Hopper kernel, whose best,
+    7 % ahead of BLAS, was never tried (7488×3584×2560, H100)."""
+    best = {c.kernel: expected[c] or 0.0 for c in reversed(ranked)}
+    level = [kernel for kernel in best if best[kernel] <= min(best.values()) * LEVEL]
+    level.sort(key=best.__getitem__)
+    # A kernel proposes different tiles before variants of one, which have equal estimates.
+    able = set(ranked)
+    proposed = [[c for c in expected if c.kernel is kernel and c in able] for kernel in level]
+    turns = [c for each in itertools.zip_longest(*proposed) for c in each if c is not None]
+    return list(dict.fromkeys([*turns, *ranked]))
+
+
+def _incumbent(
+    before: TuningRecord | None, kernels: Sequence[Kernel[Any]]
+) -> CandidateResult | None:
+    """The winner on record, or the best after it whose kernel is unchanged."""
+    if before is None:
+        return None
+    present = {(kernel.name, kernel.version) for kernel in kernels}
+    able = (c for c in (before.best, *by_time(before)) if (c.kernel, c.version) in present)
+    return next((c for c in able if c.kernel != BASELINE), None)
+
+
+def group(problem: Problem, candidate: Candidate) -> object:
+    """The group of a candidate; the best of each group is measured even if slow. A group is a
+    kernel, or in batch-invariant mode an arithmetic, which may serve all M of a weight."""
+    if not problem.batch_invariant:
+        return candidate.kernel
+    return candidate.kernel.arithmetic(problem, candidate.config)
+
+
+def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
+    """The candidates of these kernels that the hints name."""
+    by_name = {kernel.name: kernel for kernel in kernels}
+    found: dict[Candidate, None] = {}
+    for name, config in hints.candidates:
+        kernel = by_name.get(name)
+        if kernel is None or name == BASELINE:
+            continue
+        try:
+            hinted = Candidate(kernel, read_config(kernel, config))
+            if not hinted.config.unsaid(problem):
+                found[hinted] = None
+        except Exception as error:  # a config of another version: drop the hint
+            reraise(error)
+            continue
+    return list(found)[:MOST_HINTS]
+
+
+def _expected_us(
+    problem: Problem, kernel: Kernel[Any], config: Config | None = None
+) -> float | None:
+    try:
+        return kernel.estimate_us(problem, config or kernel.default_config(problem))
+    except Exception as error:  # drops the estimate, not the kernel
+        reraise(error)
+        return None

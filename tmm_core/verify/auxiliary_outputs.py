@@ -1,0 +1,125 @@
+"""Verifies the outputs that a launcher writes beside the result.
+
+Before each launch the outputs are filled with NaN; they lie between guard bands. Each is compared
+with the reduction of the reference. If the reference is known only for sampled rows and columns,
+outputs per row or column are compared in the samples, and a scalar is compared with the reduction
+of the launch's own result, which is verified separately. With special values in the inputs, all
+outputs are compared with the launch's own result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tmm_core.spec.launcher import Launcher
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.port import Port
+from tmm_core.verify import compare
+from tmm_core.verify.data_sets import Expected, Fixture
+from tmm_core.verify.guard_bands import UNWRITTEN, guarded, lie, same_bits
+from tmm_core.verify.nonfinite import kinds_of
+
+Tensor = torch.Tensor
+
+#: Factor on the tolerance of a result: squaring, as in a sum of squares, doubles the error.
+SLACK = 2.0
+
+
+class Outputs:
+    """Calls a launcher with a fixture's outputs, and reports what is wrong with them.
+
+    Args:
+        deterministic: Whether the launcher promises the same bits for the same inputs.
+        slack: Factor on the tolerance.
+    """
+
+    def __init__(
+        self, fixture: Fixture, launcher: Launcher, deterministic: bool, slack: float
+    ) -> None:
+        self._fixture, self._launcher = fixture, launcher
+        self._ports = fixture.problem.epilogue.outputs
+        self._deterministic, self._slack = deterministic, slack
+        self._shapes = [port.shape(fixture.problem.out_shape) for port in self._ports]
+        self._memory = [
+            guarded(lie(Operand(port.dtype), (1, math.prod(shape))), fixture.device, UNWRITTEN)
+            for port, shape in zip(self._ports, self._shapes, strict=True)
+        ]
+        self._given: tuple[Tensor, ...] = ()
+        #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
+        self._first: dict[int, tuple[Tensor, ...]] = {}
+        self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
+        pairs = zip(self._memory, self._shapes, strict=True)
+        self._given = tuple(memory.poison().view(shape) for memory, shape in pairs)
+        return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
+
+    def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
+        """Yield each output's error in the last launch, with the fault or an empty text.
+
+        Args:
+            expected: The reference; None if the inputs contain special values, for which the
+                result itself tells what an output has to be.
+        """
+        given = tuple(t.clone() for t in self._given)
+        first = self._first.setdefault(id(expected), given)
+        again = expected is not None and self._deterministic and first is not given
+        of_result = compare.tolerance(self._fixture.problem)
+        for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
+            if not memory.intact():
+                yield math.nan, f"it wrote beyond its output {port}"
+                return
+            if expected is None:
+                right, _ = self._reduced(port, result)
+                if not torch.equal(kinds_of(out), kinds_of(right.to(port.dtype))):
+                    yield math.nan, f"output {port} is not NaN or Inf where the result makes it"
+            elif again:
+                if not same_bits(out, before):
+                    yield math.nan, f"output {port} has other bits for the same inputs"
+            else:
+                limit = SLACK * self._slack * max(of_result, compare.TOLERANCE[port.dtype])
+                error = self._error(port, expected, out, result)
+                fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
+                yield error, "" if error <= limit else fault
+
+    def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
+        tile, places = expected.in_rows, expected.rows
+        if places is not None and port.kind == "scalar":
+            tile = result
+        elif places is not None and port.kind == "col":
+            assert expected.in_cols is not None
+            tile, places = expected.in_cols, expected.cols
+        key = id(tile), port
+        right, scale = self._right.get(key) or self._reduced(port, tile)
+        if tile is not result:
+            self._right[key] = right, scale
+        if out.isnan().any():
+            return math.nan
+        if places is not None and port.kind != "scalar":
+            out = out[places]
+        out = out.to(right.dtype)
+        off = (out - right).abs() / (right.abs() + scale)
+        return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0
+
+    def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """The output for ``tile`` in fp64, and the scale of its error: the size of a term, or of a
+        sum of as many terms of random sign. Computed piecewise, by rows."""
+        step = max(1, self._fixture.at_once // max(1, tile.shape[-1]))
+        parts, squares = [], tile.new_zeros((), dtype=torch.float64)
+        for low in range(0, max(1, len(tile)), step):
+            terms = port.terms(tile[low : low + step].double())
+            squares += terms.square().sum()
+            parts.append(port.reduced(terms))
+        if port.kind in ("row", "tile"):
+            right = torch.cat(parts)
+        else:
+            stacked = torch.stack(parts)
+            right = stacked.sum(0) if port.reduce == "sum" else stacked.amax(0)
+        scale = (squares / max(1, tile.numel())).sqrt()
+        if port.reduce == "sum":
+            scale *= math.sqrt(tile.numel() / max(1, right.numel()))
+        return right, torch.where(scale > 0, scale, 1.0)

@@ -1,0 +1,231 @@
+"""Computes the reference of a problem, and errors.
+
+The reference is the whole expression in a higher precision, group by group, and the error is
+relative, element by element. :mod:`tmm_core.verify.verifier` compares launchers with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from tmm_core.formats import of_pair
+from tmm_core.spec.problem import Problem
+from tmm_core.verify.ragged_inputs import Inputs
+
+#: Rows or columns of a matrix: a slice, or a tensor of indices.
+Places = slice | torch.Tensor
+
+#: Default limit of the bytes that an operand of one product may take in fp64.
+ROOM = 1 << 30
+
+#: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
+#: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
+FP64_FLOPS = 2**38
+
+#: Largest |out − ref| / (|ref| + rms(ref)) accepted, by the dtype that limits precision: about two
+#: units in the last place of the result; for TF32 from rounding the operands to 11 bits, whose
+#: errors of 2⁻¹¹ average out to 4e-4 rms and 5.5 σ over 10⁸ elements.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+TF32_TOLERANCE = 4e-3
+
+
+def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Each group with its start and end."""
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        yield group, start, end
+
+
+def reference(
+    problem: Problem,
+    inputs: Inputs,
+    rows: Places = slice(None),
+    cols: Places = slice(None),
+    room: int = ROOM,
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, y: y,
+) -> torch.Tensor:
+    """Those rows and columns of a result, in fp64 or another sufficient precision, and in pieces;
+    zeros beyond the last group. A plain product is one group.
+
+    Args:
+        rows, cols: Indices, or a slice of all.
+        room: Bytes that an operand of one piece may take in fp64.
+        of: What to return, element by element, as a function of the epilogue's input and the
+            result.
+    """
+    given = inputs.rows
+    device = inputs.a.device
+    at_rows = torch.arange(problem.m, device=device)[rows]
+    at_cols = torch.arange(problem.n, device=device)[cols]
+    m, n, lead = len(at_rows), len(at_cols), problem.out_shape[:-2]
+    dtype = torch.promote_types(problem.out.dtype, torch.float32)
+    result = torch.zeros((*lead, m, n), dtype=dtype, device=device)
+    # The row of the product for each row of the result.
+    source = at_rows
+    if given is not None and given.out_index is not None:
+        where = torch.empty(problem.m, dtype=torch.long, device=device)
+        where[given.out_index.long()] = torch.arange(problem.m, device=device)
+        source = where[at_rows]
+    # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
+    share = room // (8 * max(1, problem.batch))
+    side = share // max(1, problem.k) // (1 + problem.gated)
+    high = max(64, min(m, side))
+    wide = max(64, min(n, side, share // (3 * high)))
+    sized = replace(problem, m=m, n=n)  # the precision depends on the size
+    for group, start, end in ranges((problem.m,) if given is None else given.ends):
+        here, there = torch.arange(m, device=device), torch.arange(n, device=device)
+        if problem.along == "m":
+            here = ((source >= start) & (source < end)).nonzero()[:, 0]
+        elif problem.along == "n":
+            there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
+        mine = _one(problem, inputs, group, (start, end))
+        out = result[group] if problem.along == "k" else result
+        for r in here.split(high):
+            for c in there.split(wide):
+                places = source[r], at_rows[r], at_cols[c]
+                out[..., r[:, None], c] = of(*_piece(sized, mine, *places)).to(dtype)
+    return result
+
+
+def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
+    """The operands of one group, with the rows and columns of all groups."""
+    if inputs.rows is None:
+        return inputs
+    a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
+    along = problem.along
+    if problem.scale_a == "row" and scale_a is not None:
+        scale_a = scale_a if along == "m" else scale_a.view(problem.shape("scale_a"))[group]
+        scale_a = scale_a[:, None]
+    if problem.scale_b == "row" and scale_b is not None and along != "n":
+        scale_b = scale_b.view(problem.shape("scale_b"))[group]
+    if along == "m":
+        b = b[group]
+    elif along == "n":
+        a = a[group]
+    else:
+        a, b = a[:, slice(*part)], b[slice(*part)]
+        residual = None if residual is None else residual[group]
+    bias = None if bias is None else bias[group]
+    return Inputs(a, b, bias, residual, inputs.alpha, scale_a, scale_b, inputs.rows)
+
+
+def _piece(
+    problem: Problem,
+    inputs: Inputs,
+    rows: torch.Tensor,
+    at: torch.Tensor,
+    cols: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The epilogue's input, and the result: rows ``rows`` of the product, which are rows ``at`` of
+    the result."""
+    index, given = rows, inputs.rows
+    if given is not None and given.a_index is not None:
+        index = given.a_index.long()[rows]
+    residual = inputs.residual
+    z = accumulated(problem, _part(problem, inputs, index, cols))
+    y = problem.epilogue.apply(z)
+    if given is not None and given.out_weights is not None:
+        y = y * given.out_weights[rows].to(y.dtype)[:, None]
+    return z, y if residual is None else y + residual[..., at, :][..., cols].to(y.dtype)
+
+
+def _part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tensor) -> Inputs:
+    """The arguments for these rows and columns of the product, without a residual."""
+    b, bias = inputs.b, inputs.bias
+    wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
+    if problem.scale_a == "row" and scale_a is not None:
+        scale_a = scale_a[..., rows, :]
+    if problem.scale_b == "row" and scale_b is not None:
+        scale_b = scale_b[..., wide]
+    return replace(
+        inputs,
+        a=inputs.a[..., rows, :],
+        b=b[..., wide],
+        bias=None if bias is None else bias[wide],
+        residual=None,
+        scale_a=scale_a,
+        scale_b=scale_b,
+    )
+
+
+def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """The epilogue's input: ``alpha · (a @ b) + bias``, including scales as factors."""
+    precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
+    z = _product(inputs.a, inputs.b, precise)
+    for factor in (inputs.scale_a, inputs.scale_b):
+        if factor is not None:
+            z *= factor.to(z.dtype)
+    if problem.scaled:
+        z *= inputs.alpha
+    if inputs.bias is not None:
+        z += inputs.bias.to(z.dtype)
+    return z
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
+    """The product in fp64, or in fp32 by an operator that ignores the TF32 setting, which is per
+    process and used by other threads. Products of 16-bit operands are exact in fp32, and those of a
+    format in the dtype that it is dequantised to. Integers and complex numbers are multiplied on
+    the CPU, where torch multiplies every dtype; integers wrap as there."""
+    if (form := of_pair(a.dtype, b.dtype)) is not None:
+        a, b = form.dequantize(a), form.dequantize(b)
+    if not a.is_floating_point():
+        wide = torch.complex128 if a.is_complex() else a.dtype
+        return torch.matmul(a.cpu().to(wide), b.cpu().to(wide)).to(a.device)
+    if precise or a.dtype != b.dtype or a.dtype.itemsize != 2:
+        return torch.matmul(a.to(torch.float64), b.to(torch.float64))
+    if a.is_cuda:
+        mm = torch.mm if a.dim() == 2 else torch.bmm
+        return mm(a, b, out_dtype=torch.float32)
+    return torch.matmul(a.to(torch.float32), b.to(torch.float32))
+
+
+def tolerance(problem: Problem) -> float:
+    """The largest error accepted; see :data:`TOLERANCE`."""
+    dtype = problem.out.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    limit = TOLERANCE[dtype.to_real() if dtype.is_complex else dtype]
+    if problem.format is not None:
+        return max(limit, problem.format.tolerance)
+    return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
+
+
+def poison(out: torch.Tensor) -> torch.Tensor:
+    """Overwrite with NaN (integers: with zeros), so that an element that is never written cannot
+    pass."""
+    return out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """max |out − expected| / (|expected| + rms(expected)); NaN if ``out`` has one that ``expected``
+    has not, zero if there are no elements. The rms keeps elements near zero from dominating, the
+    maximum keeps a single wrong element from being averaged away."""
+    if not expected.numel():
+        return 0.0
+    expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
+    return float(worst(out, expected, rms(expected)))
+
+
+def rms(expected: torch.Tensor) -> torch.Tensor:
+    """Root mean square, or one if that is zero."""
+    if not expected.numel():
+        return torch.ones((), dtype=expected.dtype, device=expected.device)
+    expected = expected.abs() if expected.is_complex() else expected
+    scale = expected.square().mean().sqrt()
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def worst(out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Like :func:`error`, with a given rms, as a tensor on the device without synchronizing."""
+    return ((out.to(expected.dtype) - expected).abs() / (expected.abs() + scale)).max()

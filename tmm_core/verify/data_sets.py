@@ -1,0 +1,303 @@
+"""The inputs, expected results and outputs for verifying launchers of a problem."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from tmm_core.errors import reraise
+from tmm_core.spec.device import free_memory
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
+from tmm_core.verify import compare, random_inputs
+from tmm_core.verify.guard_bands import (
+    UNREADABLE,
+    UNWRITTEN,
+    Checksums,
+    Guarded,
+    footprint,
+    guarded,
+    lie,
+    strided_vector,
+)
+from tmm_core.verify.nonfinite import AXES, Special, special
+from tmm_core.verify.ragged_inputs import Inputs, rows_read
+from tmm_core.verify.random_inputs import Recipe
+
+F = TypeVar("F", bound="Fixture")
+
+#: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
+#: CPU's memory, and this, unless one set of inputs and its results take more.
+MOST_MEMORY = 4 << 30
+
+#: Rows, and columns, that are sampled: one at random from each of this many equal stripes, plus the
+#: first and the last. A tile at least as high or wide as a stripe is always hit.
+SAMPLES = 64
+
+#: Floating-point operations up to which the whole result is compared: for 16-bit operands on CUDA
+#: (7 ms on an H100), in fp64 there, and on a CPU, at about 10 GFLOPS per core.
+FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, compare.FP64_FLOPS, 2**33
+
+#: How the values of both sets are drawn.
+FIRST = Recipe(alpha=-0.75, reads="more", poisoned=True)
+SECOND = Recipe(alpha=1.625, sizes="even", whole=False, poisoned=True)
+
+#: Elements that are compared at a time, with up to five intermediates of that size.
+COMPARED = 1 << 24
+
+
+def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
+    """Bytes that verification may take by default; ``most`` is the limit of a device of any size.
+    Of 32768×28672×4096 in 8 groups, one set takes 12.5 GiB."""
+    if device.type == "cuda":
+        return int(min(free_memory(device) // 4, most))
+    try:
+        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError) as error:  # not a POSIX system
+        reraise(error)
+        return MOST_MEMORY // 4
+    return int(min(has // 16, most))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The expected result, whole or in samples of rows and columns."""
+
+    #: None: all.
+    rows: torch.Tensor | None
+    in_rows: torch.Tensor
+    #: None: all rows are compared, so there are no sampled columns.
+    cols: torch.Tensor | None
+    in_cols: torch.Tensor | None
+    rms: torch.Tensor
+    #: A dimension of the result, and the number of its elements that are defined.
+    within: tuple[int, int] | None = None
+
+    def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
+        """The largest error (:func:`compare.error`), as a tensor on the device; NaN also if an
+        element that is not compared is not finite."""
+        if self.within is not None:
+            dimension, size = self.within
+            out = out.narrow(dimension, 0, size)
+        if not out.numel():
+            return torch.zeros((), dtype=torch.float32, device=out.device)
+        if self.rows is None:
+            return self._worst(out, self.in_rows, at_once)
+        found = self._worst(out[..., self.rows, :], self.in_rows, at_once)
+        if self.cols is not None and self.in_cols is not None:
+            found = torch.maximum(found, self._worst(out[..., self.cols], self.in_cols, at_once))
+        # A sum is finite if all elements are; in 16 bits it might overflow.
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return found + out.sum(dtype=wide).to(found.dtype) * 0
+
+    def _worst(self, out: torch.Tensor, expected: torch.Tensor, at_once: int) -> torch.Tensor:
+        step = max(1, at_once // max(1, expected[0].numel()))
+        pieces = [
+            compare.worst(out[low : low + step], expected[low : low + step], self.rms)
+            for low in range(0, len(expected), step)
+        ]
+        return functools.reduce(torch.maximum, pieces)  # which propagates NaN
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """Inputs between guard bands, and the expected results."""
+
+    inputs: Inputs
+    checksums: Checksums
+    expected: Expected
+    #: How the values were drawn, and from which seed; None: they were given.
+    recipe: Recipe | None = None
+    seed: int = 0
+
+
+class Fixture:
+    """Inputs and outputs of one problem, made on first use.
+
+    Two sets of inputs differ in values, address, and strides as far as their class allows: the
+    first is dense, the second has gaps. So do two outputs.
+
+    Args:
+        device: The device, with its index.
+        memory_limit: Bytes that inputs, references, outputs and intermediates may take together,
+            without a launcher's own allocations; by default :func:`default_limit`, which one set
+            with samples of its result may exceed.
+        sampled: Always use one set, and samples of its result.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: torch.device,
+        memory_limit: int | None = None,
+        sampled: bool = False,
+    ) -> None:
+        self.problem, self.device = problem, device
+        #: Whether there are launches in which the launcher allocates the output.
+        self.allocates = problem.allocates
+        self._sampled = sampled
+        self.limit = default_limit(device) if memory_limit is None else memory_limit
+        #: Bytes that one set may take with samples of its result if ``limit`` is too small.
+        self.most = default_limit(device, math.inf) if memory_limit is None else memory_limit
+        self._sets: list[InputSet] | None = None
+        self._outs: list[Guarded] = []
+        self._special: list[Special] | None = None
+        #: Further inputs (:mod:`tmm_core.verify.further_inputs`), made on first use.
+        self.rounds: list[Any] | None = None
+
+    @classmethod
+    def given(
+        cls: type[F],
+        problem: Problem,
+        inputs: Inputs,
+        memory: Mapping[str, Guarded],
+        out: Guarded,
+    ) -> F:
+        """A fixture with these inputs, which lie in ``memory`` by their names, and this output,
+        into which every launch writes."""
+        device = inputs.a.device
+        fixture = cls(problem, device)
+        expected = fixture.expect(inputs, whole=True)
+        fixture._sets = [InputSet(inputs, Checksums.of(memory), expected)]
+        fixture._outs, fixture.allocates = [out], False
+        return fixture
+
+    @property
+    def at_once(self) -> int:
+        """How many elements to compare at a time."""
+        return max(1 << 12, min(COMPARED, self.limit // 160))
+
+    def sets(self) -> list[InputSet]:
+        """Both sets of inputs, or as many as there is memory for: one or none."""
+        if self._sets is None:
+            count, whole = self._affordable()
+            self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
+        return self._sets
+
+    def special(self) -> list[Special]:
+        """Special values for the last set of inputs, in rows and in columns."""
+        if self._special is None:
+            inputs, room = self.sets()[-1].inputs, self.limit // 8
+            made = [special(self.problem, inputs, axis, room) for axis in AXES]
+            self._special = [each for each in made if each is not None]
+        return self._special
+
+    def out(self, which: int) -> Guarded:
+        """One of two outputs between guard bands, filled with NaN."""
+        while len(self._outs) <= which:
+            padded = len(self._outs) == 1
+            placed = lie(self.problem.out, self.problem.out_shape, padded=padded)
+            self._outs.append(guarded(placed, self.device, UNWRITTEN))
+        self._outs[which].poison()
+        return self._outs[which]
+
+    def soil(self) -> None:
+        """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
+        results of an earlier launch could remain where this one writes nothing."""
+        for each in [self.problem.empty_out(self.device) for _ in range(2)]:
+            compare.poison(each)
+
+    def release(self) -> None:
+        """Release all tensors; they are made again with other values on the next use."""
+        self._sets, self._outs, self._special, self.rounds = None, [], None, None
+
+    def _affordable(self) -> tuple[int, bool]:
+        """How many sets of inputs fit, and whether their whole results do."""
+        p = self.problem
+        a_shape = p.a_shape
+        if p.groups is not None and p.groups.a_index is not None:
+            a_shape = rows_read(p.m, "more"), p.k
+        inputs = footprint(p.a, a_shape) + footprint(p.b, p.b_shape)
+        inputs += footprint(p.residual, p.out_shape) if p.residual else 0
+        inputs += footprint(Operand(p.bias), (1, *p.shape("bias"))[-2:]) if p.bias else 0
+        for port in p.epilogue.outputs:
+            inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(p.out_shape))))
+        size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])
+        out, given = size * p.out.dtype.itemsize, footprint(p.out, p.out_shape)
+        element = max(4, p.out.dtype.itemsize)
+        whole = size * element
+        rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
+        some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
+        # Three eighths are for intermediates. Given outputs stay allocated, and besides them one
+        # result is held while two more are made.
+        limit, most = self.limit * 5 // 8, self.most * 5 // 8
+        if not self._sampled:
+            few = p.flops <= self._most_flops()
+            if few and 2 * (inputs + whole + given) + 3 * out <= limit:
+                return 2, True
+            if 2 * (inputs + some + given) + 3 * out <= limit:
+                return 2, False
+        return (1, False) if inputs + some + given + 2 * out <= most else (0, False)
+
+    def _most_flops(self) -> int:
+        if self.device.type != "cuda":
+            return FULL_FLOPS_CPU
+        narrow = self.problem.a.dtype.itemsize <= 2
+        return FULL_FLOPS if narrow else FULL_FLOPS_FP64
+
+    def _set(self, padded: bool, whole: bool) -> InputSet:
+        memory: dict[str, Guarded] = {}
+
+        def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+            placed = lie(spec, shape, padded=padded)
+            if name == "bias" and padded:  # a call's bias may have any stride
+                placed = strided_vector(spec, shape, 2)
+            memory[name] = guarded(placed, self.device, UNREADABLE)
+            return memory[name].tensor
+
+        # One set of ragged products is skewed, the other even and does not fill its rows.
+        recipe = SECOND if padded else FIRST
+        seed = random_inputs.new_seed()
+        inputs = random_inputs.make(
+            self.problem, self.device, seed=seed, allocate=allocate, recipe=recipe
+        )
+        expected = self.expect(inputs, whole)
+        return InputSet(inputs, Checksums.of(memory), expected, recipe, seed)
+
+    def sampled(self, inputs: Inputs) -> tuple[torch.Tensor, slice]:
+        """Rows to compare, samples if there are many, and the columns that are defined."""
+        m, n, _ = self._defined(inputs)
+        rows = torch.arange(m, device=self.device)
+        return rows if m <= SAMPLES + 2 else _sample(m, self.device), slice(n)
+
+    def _defined(self, inputs: Inputs) -> tuple[int, int, tuple[int, int] | None]:
+        """The rows and columns of the result that are defined, and a limit along a dimension."""
+        p = self.problem
+        within = inputs.rows.defined(p) if inputs.rows else None
+        if within is None:
+            return p.m, p.n, None
+        return (within[1], p.n, within) if within[0] == 0 else (p.m, within[1], within)
+
+    def expect(self, inputs: Inputs, whole: bool) -> Expected:
+        """The expected result, whole or in samples."""
+        m, n, within = self._defined(inputs)
+        rows = None if whole or m <= SAMPLES + 2 else _sample(m, self.device)
+        in_rows = self._reference(inputs, slice(m) if rows is None else rows, slice(n))
+        cols = None if rows is None else _sample(n, self.device)
+        in_cols = None if cols is None else self._reference(inputs, slice(m), cols)
+        return Expected(rows, in_rows, cols, in_cols, compare.rms(in_rows), within)
+
+    def _reference(
+        self, inputs: Inputs, rows: compare.Places, cols: compare.Places
+    ) -> torch.Tensor:
+        """The reference of those rows and columns, in pieces whose intermediates fit."""
+        return compare.reference(self.problem, inputs, rows, cols, self.limit // 16)
+
+
+def _sample(size: int, device: torch.device) -> torch.Tensor:
+    """Indices in ``range(size)``: one per stripe, the first and the last."""
+    host = torch.device("cpu")
+    count = min(size, SAMPLES) + 1
+    edges = torch.linspace(0, size, count, dtype=torch.float64, device=host).long()
+    generator = random_inputs.seeded(host)
+    chance = torch.rand(count - 1, dtype=torch.float32, generator=generator, device=host)
+    inside = edges[:-1] + (chance * (edges[1:] - edges[:-1])).long()
+    ends = torch.tensor([0, size - 1], device=host)
+    places: torch.Tensor = torch.cat([inside, ends]).unique()
+    return places.to(device)

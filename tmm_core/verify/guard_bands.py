@@ -1,0 +1,211 @@
+"""Tensors between guard bands, which expose reads and writes out of bounds.
+
+The stride class of an operand is a promise to kernels; its exact strides are not. One function lays
+out a tensor of a class for timing, for verification and, with ``padded``, with the greatest freedom
+of the class: gaps between its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from tmm_core.launch.check import ranges_meet
+from tmm_core.spec.operand import ALIGNMENT, Operand
+from tmm_core.verify import compare
+
+#: Filler around an input: NaN in every floating dtype. A kernel that reads out of bounds and relies
+#: on a zero of the other operand to cancel the value returns NaN.
+UNREADABLE = 0xFF
+#: Filler around an output; an unlikely result of arithmetic.
+UNWRITTEN = 0xA5
+
+#: Rows of a band, the height of the tallest tile, within these bytes: a tile stored without masks
+#: ends this many rows past the output.
+TILE_ROWS = 128
+LEAST, MOST = 4 << 10, 8 << 20
+
+#: Bytes per row of the matrix over which checksums are computed.
+_LINE = 4 << 10
+
+_INT32_MAX = 2**31 - 1
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """A tensor's layout in memory, in elements: ``length`` reaches from the first past the last."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
+    """The layout of a tensor whose last two dimensions are of the class ``spec``."""
+    *batch, rows, cols = shape
+    if spec.layout == "col":
+        flipped = lie(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
+        *outer, leading, inner = flipped.strides
+        return replace(flipped, shape=shape, strides=(*outer, inner, leading))
+    unit = max(1, ALIGNMENT // spec.dtype.itemsize)
+    gap = unit if padded else 0
+    offset, inner = 0, 1
+    if spec.layout == "strided":
+        if padded:  # columns lie closer together than rows
+            return _strided_by_columns(spec, shape)
+        leading, inner = 2 * cols, 2
+    else:
+        natural = cols % unit == 0 or rows == 1
+        leading = cols + gap
+        if spec.aligned:
+            leading = -(-leading // unit) * unit if rows > 1 else leading
+        elif padded:
+            # An even leading stride and an odd address; or, for a single row, the address alone.
+            leading, offset = leading + leading % 2, 1
+        elif natural and rows > 1:
+            leading += 1  # misaligned to 16 bytes
+        elif natural:
+            offset = 1  # a single row has no leading stride to misalign
+    matrix = rows * leading
+    if spec.aligned:
+        matrix = -(-matrix // unit) * unit
+    reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
+    if padded and not spec.wide and reach > _INT32_MAX:
+        return lie(spec, shape)  # gaps would change its class
+    length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
+    strides = (*([matrix] if batch else []), leading, inner)
+    return Lie(shape, spec.dtype, strides, offset, length)
+
+
+def _strided_by_columns(spec: Operand, shape: tuple[int, ...]) -> Lie:
+    """A layout of the class ``strided`` whose rows are interleaved: strides 3 and 3·rows + 1."""
+    *batch, rows, cols = shape
+    leading, inner = 3, 3 * rows + 1
+    reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
+    if not spec.wide and reach > _INT32_MAX:
+        return lie(spec, shape)
+    matrix = cols * inner
+    length = max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
+    return Lie(shape, spec.dtype, (*([matrix] if batch else []), leading, inner), 0, length)
+
+
+def expanded(spec: Operand, shape: tuple[int, ...]) -> Lie:
+    """A layout of that class with strides of zero, as far as it allows them; only for inputs."""
+    placed = lie(spec, shape, padded=True)
+    *batch, rows, cols = shape
+    leading, inner = placed.strides[-2:]
+    if not spec.wide and not spec.aligned:
+        if spec.layout == "row" and rows > 1 and cols > 1:
+            leading = 0
+        elif spec.layout == "col" and cols > 1 and rows > 1:
+            inner = 0
+        elif spec.layout == "strided":
+            leading = 0
+    length = placed.offset + max(0, rows - 1) * leading + max(0, cols - 1) * inner + 1
+    strides = (0, leading, inner) if batch else (leading, inner)
+    return Lie(shape, spec.dtype, strides, placed.offset, length)
+
+
+def strided_vector(spec: Operand, shape: tuple[int, ...], step: int) -> Lie:
+    """Rows of a matrix, or one vector, whose elements are ``step`` apart; zero: they are one."""
+    rows, cols = shape
+    leading = 0 if step == 0 else step * cols + 1
+    length = max(0, rows - 1) * leading + max(0, cols - 1) * step + 1
+    return Lie(shape, spec.dtype, (leading, step), 0, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A tensor inside memory otherwise filled with one byte value."""
+
+    tensor: torch.Tensor
+    #: All of the memory, as 64-bit words.
+    words: torch.Tensor
+    filler: int
+
+    def sums(self) -> torch.Tensor:
+        """Sums of the words along both dimensions, modulo 2⁶⁴: they detect every change of one word
+        and every swap of two in different rows and columns, without a copy."""
+        return torch.cat([self.words.sum(0), self.words.sum(1)])
+
+    def intact(self) -> torch.Tensor:
+        """Whether bands and gaps are unchanged, as a tensor; overwrites the inside."""
+        _fill(self.tensor, self.filler)
+        return (self.words == _word(self.filler, 8)).all()
+
+    def poison(self) -> torch.Tensor:
+        """The tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
+        self.words.fill_(_word(self.filler, 8))
+        return compare.poison(self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Checksums of tensors by name, which detect changes of them, their gaps and guard bands."""
+
+    memory: Mapping[str, Guarded]
+    before: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, memory: Mapping[str, Guarded]) -> Checksums:
+        return cls(memory, {name: each.sums() for name, each in memory.items()})
+
+    def changed(self) -> list[str]:
+        """Names of tensors that have changed, or whose surroundings have."""
+        same = [(each.sums() == self.before[name]).all() for name, each in self.memory.items()]
+        kept = torch.stack(same).tolist()
+        return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
+
+
+def guarded(placed: Lie, device: torch.device, filler: int) -> Guarded:
+    """An uninitialised tensor of that layout between two bands of ``filler``."""
+    inside, band = _extent(placed)
+    memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
+    memory.fill_(filler)
+    offset = band // placed.dtype.itemsize + placed.offset
+    tensor = memory.view(placed.dtype).as_strided(placed.shape, placed.strides, offset)
+    return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
+
+
+def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
+    """Maximum bytes of :func:`guarded`, padded or not."""
+    extents = (_extent(lie(spec, shape, padded=padded)) for padded in (False, True))
+    return max(inside + 2 * band for inside, band in extents)
+
+
+def _extent(placed: Lie) -> tuple[int, int]:
+    """Bytes of the inside, and of each band."""
+    size = placed.dtype.itemsize
+    longest = max(placed.strides[-2:]) * size
+    band = -(-min(max(TILE_ROWS * longest, LEAST), MOST) // _LINE) * _LINE
+    return -(-placed.length * size // _LINE) * _LINE, band
+
+
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors share an allocation or overlap in memory."""
+    if not x.numel() or not y.numel():
+        return False
+    same = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return same or ranges_meet(x, y)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of one shape and dtype agree bit for bit, as a tensor."""
+    as_bits = _BITS[x.element_size()]
+    return (x.view(as_bits) == y.view(as_bits)).all()
+
+
+def _fill(t: torch.Tensor, byte: int) -> None:
+    t = torch.view_as_real(t) if t.is_complex() else t
+    if t.numel():
+        t.view(_BITS[t.element_size()]).fill_(_word(byte, t.element_size()))
+
+
+def _word(byte: int, size: int) -> int:
+    """The integer whose ``size`` bytes are all ``byte``; signed, except for a single byte."""
+    return int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)

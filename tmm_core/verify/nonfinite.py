@@ -1,0 +1,223 @@
+"""Plants NaN and Inf in some rows of ``a`` or columns of ``b``, and checks where they arrive.
+
+Each row (or column) gets one special value, so that no sum has two and none depends on the order of
+its terms: a product with NaN is NaN, one with Inf is Inf of one sign, or NaN if the other factor is
+zero. Any result is accepted where the reference gives NaN although only Inf was accumulated, such
+as silu(-Inf) = -Inf · 0: it depends on how the formula is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from tmm_core.spec.problem import Problem
+from tmm_core.verify.compare import ranges, reference
+from tmm_core.verify.ragged_inputs import Inputs
+
+#: How many rows or columns get one.
+COUNT = 3
+
+Axis = Literal["rows", "columns"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One element of an input, with its new value."""
+
+    tensor: torch.Tensor
+    index: tuple[int, ...]
+    #: The rows or columns of the result that it affects.
+    places: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """Special values for some inputs, and their expected effect on a result."""
+
+    axis: Axis
+    changes: tuple[Change, ...]
+    #: Affected rows or columns of the result, in every matrix of a batch.
+    places: torch.Tensor
+    #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything is accepted.
+    kinds: torch.Tensor
+    free: torch.Tensor
+    #: A dimension of the result, and the number of its elements that are defined.
+    within: tuple[int, int] | None = None
+
+    def fault(self, out: torch.Tensor) -> str | None:
+        """Where the special values of ``out`` differ from the reference."""
+        if self.within is not None:
+            out = out.narrow(self.within[0], 0, self.within[1])
+        elsewhere = ~out.isfinite()
+        here = (..., self.places, slice(None)) if self.axis == "rows" else (..., self.places)
+        elsewhere[here] = False
+        wrong = (kinds_of(out[here]) != self.kinds) & ~self.free
+        counts = torch.stack([wrong.sum(), elsewhere.sum()]).tolist()
+        what = f"with NaN and Inf in {self.axis} {self.places.tolist()}"
+        if counts[1]:
+            return f"{what}, {counts[1]} elements of others are not finite"
+        if counts[0]:
+            first = tuple(wrong.nonzero()[0].tolist())
+            has, wanted = float(out[here][first]), _NAMES[int(self.kinds[first])]
+            return f"{what}, {counts[0]} elements there are wrong: one is {has:g} and not {wanted}"
+        return None
+
+
+_NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
+
+
+def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special | None:
+    """Special values for these inputs; None if no input can hold one.
+
+    Along rows they are in a and the residual, along columns in b and the bias.
+
+    Args:
+        room: Bytes that operands of the reference may take in fp64.
+    """
+    chance = random.Random()
+    within = None
+    if inputs.rows is not None:
+        within = inputs.rows.defined(problem)
+    changes = tuple(_changes(problem, inputs, axis, chance))
+    if not changes:
+        return None
+    affected = sorted({place for change in changes for place in change.places})
+    places = torch.tensor(affected, device=inputs.a.device)
+    limits = [slice(problem.m), slice(problem.n)]
+    if within is not None:
+        limits[within[0]] = slice(within[1])
+    rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
+    with planted(changes):
+        marked = reference(problem, inputs, rows, cols, room, functools.partial(marks, problem))
+    return Special(axis, changes, places, *split(marked), within)
+
+
+@contextmanager
+def planted(changes: Sequence[Change]) -> Iterator[None]:
+    """A context in which the inputs have these changes."""
+    before = [change.tensor[change.index].clone() for change in changes]
+    for change in changes:
+        change.tensor[change.index] = change.value
+    try:
+        yield
+    finally:
+        for change, value in zip(changes, before, strict=True):
+            change.tensor[change.index] = value
+
+
+def _changes(
+    problem: Problem, inputs: Inputs, axis: Axis, chance: random.Random
+) -> Iterator[Change]:
+    """Changes to elements that belong to a group or a matrix of a batch; no element twice."""
+    filled = [(matrix, 0, problem.m) for matrix in range(problem.batch)]
+    if inputs.rows is not None:
+        filled = [each for each in ranges(inputs.rows.ends) if each[1] < each[2]]
+    if not (filled and problem.m and problem.n):
+        return
+    along, end = problem.along, filled[-1][2]
+    rows = axis == "rows"
+    matrix = inputs.a if rows else inputs.b.mT
+    # Lines are rows of a, or columns of b; those of a ragged dimension lie in the groups.
+    lines = range(matrix.shape[-2])
+    if along == ("m" if rows else "n"):
+        lines = range(end)
+    read = _read(inputs, end) if along == "m" and rows else {}
+    # The tail of the sum first.
+    terms = [problem.k - 1, 0, chance.randrange(max(1, problem.k))]
+    if along == "k":
+        last, first = chance.choice(filled[:-1] or filled), chance.choice(filled[1:] or filled)
+        some = chance.choice(filled)
+        terms = [last[2] - 1, first[1], chance.randrange(some[1], some[2])]
+    able = list(read) or lines
+    values = values_of(matrix.dtype)
+    for place, line in enumerate(chance.sample(able, min(len(able), COUNT)) if problem.k else []):
+        index: tuple[int, ...] = (line, terms[place])
+        if matrix.dim() > 2:
+            index = (chance.choice(filled)[0], *index)
+        value = values[place % len(values)]
+        places = read.get(line) or (line if rows else column(problem, line),)
+        yield Change(matrix, index, tuple(places), value)
+    yield from _beside(problem, inputs, rows, filled, chance)
+
+
+def _beside(
+    problem: Problem,
+    inputs: Inputs,
+    rows: bool,
+    filled: list[tuple[int, int, int]],
+    chance: random.Random,
+) -> Iterator[Change]:
+    """NaN in an element of the residual, or of a bias: one group's, or that of all matrices."""
+    group, start, end = chance.choice(filled)
+    index: tuple[int, ...]
+    if rows and inputs.residual is not None:
+        row, col = chance.randrange(problem.m), chance.randrange(problem.n)
+        row = chance.randrange(start, end) if problem.along == "m" else row
+        col = chance.randrange(start, end) if problem.along == "n" else col
+        index = (group, row, col) if inputs.residual.dim() > 2 else (row, col)
+        yield Change(inputs.residual, index, (row,), math.nan)
+    if not rows and inputs.bias is not None:
+        col = chance.randrange(inputs.bias.shape[-1])
+        index = (group, col) if inputs.bias.dim() > 1 else (col,)
+        yield Change(inputs.bias, index, (column(problem, col),), math.nan)
+
+
+def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
+    """The rows of the result for which each row of ``a`` is read, of those in a group; empty if
+    each is read for its own."""
+    given = inputs.rows
+    if given is None or (given.a_index is None and given.out_index is None):
+        return {}
+    read = range(end) if given.a_index is None else given.a_index[:end].tolist()
+    written = range(end) if given.out_index is None else given.out_index[:end].tolist()
+    found: dict[int, list[int]] = {}
+    for line, at in zip(read, written, strict=True):
+        found.setdefault(line, []).append(at)
+    return found
+
+
+def column(problem: Problem, line: int) -> int:
+    """The column of the result that a column of ``b`` or of the bias goes into."""
+    return line // 2 if problem.epilogue.interleaved else line % problem.n
+
+
+def values_of(dtype: torch.dtype) -> tuple[float, ...]:
+    """The special values of the format."""
+    infinite = torch.tensor(math.inf, device="cpu").to(dtype).float().isinf()
+    return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
+
+
+#: Added to the kind of an element for which anything is accepted.
+_FREE = 8.0
+
+
+def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The kinds of a result ``y``, plus a constant where anything is accepted: its epilogue makes
+    NaN of the Inf in ``z``."""
+    undefined = z.isnan()
+    if problem.gated:
+        gate, up = problem.epilogue.inputs(undefined)
+        undefined = gate | up
+    return kinds_of(y) + _FREE * (problem.epilogue.apply(z).isnan() & ~undefined)
+
+
+def split(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kinds in :func:`marks`, and where anything is accepted."""
+    free = marked > _FREE / 2
+    return marked - _FREE * free, free
+
+
+def kinds_of(t: torch.Tensor) -> torch.Tensor:
+    """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number."""
+    infinite = torch.where(t.isinf(), t.float().sign(), 0.0)
+    return torch.where(t.isnan(), 2.0, infinite)

@@ -1,0 +1,220 @@
+"""Group sizes and indices for launches of a ragged problem, to verify and to time them.
+
+Group sizes are drawn on the host, so that a reference can compute one product per group. Timing
+uses two distributions (:data:`Sizes`), since the fastest kernel for one need not be the fastest for
+the other: a *skewed* one, where few groups have most of the rows, as from a router, and an *even*
+one. Both have empty groups. Verification also uses the extremes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from tmm_core.spec.arguments import EXTRAS, ROWS
+from tmm_core.spec.groups import Groups
+from tmm_core.spec.problem import Problem
+
+#: One group in this many is empty.
+EMPTY_ONE_IN = 5
+#: Draws of group sizes that a chain of calls takes in turn. Each fills the groups' last tiles
+#: differently: torch's product of 4096 rows in 8 groups took 718 µs with some, 851 with others.
+DRAWS = 6
+#: How often each gathered row is read: ``a`` has fewer rows by this factor.
+READS = 2
+#: Least rows of ``a`` where rows are gathered: with one row, every index would be zero.
+LEAST_READ = 8
+#: Most rows that ``a`` has in excess of the result.
+MOST_MORE = 1024
+
+#: Distributions of group sizes: ``skewed`` and ``even`` have some empty groups. ``single``: groups
+#: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
+#: groups are empty, the first and the last too.
+Sizes = Literal["skewed", "even", "single", "one", "sparse"]
+#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, or only
+#: ``one``.
+Reads = Literal["fewer", "more", "one"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The arguments of a ragged problem's launches besides operands, and their values on the
+    host."""
+
+    offs: torch.Tensor
+    #: The ends of groups, as in ``offs``.
+    ends: tuple[int, ...]
+    #: Rows of ``a``, if rows are ragged.
+    read: int
+    a_index: torch.Tensor | None = None
+    out_index: torch.Tensor | None = None
+    out_weights: torch.Tensor | None = None
+    #: The ``offs`` of other draws, from the two distributions in turn.
+    draws: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        groups: Groups,
+        total: int,
+        device: torch.device,
+        generator: torch.Generator,
+        *,
+        sizes: Sizes,
+        whole: bool,
+        reads: Reads = "fewer",
+    ) -> Rows:
+        """Random groups with ``total`` rows (or columns, or terms of sums) in all; see
+        :class:`tmm_core.verify.random_inputs.Recipe`."""
+        seed = int(torch.randint(2**31, (), generator=generator, device=device))
+        chance = torch.Generator("cpu").manual_seed(seed)
+        used = total if whole else total - min(3, total // 4)
+        ends = ends_of(groups.count, used, chance, sizes)
+
+        def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
+            return torch.as_tensor(numbers, device="cpu").to(device, dtype)
+
+        read, a_index, out_index, out_weights = total, None, None, None
+        if groups.a_index is not None:
+            read = rows_read(total, reads)
+            drawn = torch.randint(read, (total,), generator=chance, device="cpu")
+            if total:  # one row is not the first, and one is the last
+                drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
+            a_index = place(drawn, groups.a_index)
+        if groups.out_index is not None:
+            # Rows in no group map to each other.
+            there = [
+                torch.randperm(used, generator=chance, device="cpu"),
+                torch.arange(used, total, device="cpu"),
+            ]
+            out_index = place(torch.cat(there), groups.out_index)
+        if groups.out_weights is not None:
+            drawn = torch.rand(total, generator=chance, dtype=torch.float32, device="cpu") + 0.5
+            drawn[used:] = torch.nan
+            out_weights = place(drawn, groups.out_weights)
+        pair: tuple[Sizes, Sizes] = ("skewed", "even") if sizes == "skewed" else ("even", "skewed")
+        draws = [ends_of(groups.count, used, chance, pair[draw % 2]) for draw in range(1, DRAWS)]
+        offs, *others = (place(each, torch.int32) for each in (ends, *draws))
+        return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
+
+    def of_call(self, call: int) -> Rows:
+        """The rows of that call of a chain, whose calls take the draws in turn."""
+        draws = (self.offs, *self.draws)
+        return replace(self, offs=draws[call % len(draws)])
+
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """The keyword tensors of a launch, scales left out."""
+        return {name: t for name in ROWS if (t := getattr(self, name)) is not None}
+
+    def soil(self, problem: Problem, given: Inputs) -> None:
+        """Put NaN beyond the last group, where nothing may be read."""
+        end, residual = self.ends[-1], given.residual
+        a = given.a if self.a_index is None else None
+        scale_a = given.scale_a if problem.scale_a == "row" and a is not None else None
+        scale_b = given.scale_b if problem.scale_b == "row" else None
+        beyond: dict[str, list[tuple[torch.Tensor | None, int]]] = {
+            "m": [(a, 0), (scale_a, 0), (residual, 0)],
+            "n": [(given.b, 1), (scale_b, 0), (residual, 1)],
+            "k": [(a, 1), (given.b, 0)],
+        }
+        for t, dimension in beyond[problem.along]:
+            if t is not None:
+                t.narrow(dimension, end, t.shape[dimension] - end).fill_(torch.nan)
+
+    def spoil_unread(self, problem: Problem, given: Inputs) -> None:
+        """Put NaN into rows of ``a`` that no group reads, and into operands of empty groups."""
+        end = self.ends[-1]
+        if self.a_index is not None:
+            unread = torch.ones(self.read, dtype=torch.bool, device=given.a.device)
+            unread[self.a_index[:end].long()] = False
+            _spoil(given.a, unread)
+            if problem.scale_a == "row" and given.scale_a is not None:
+                _spoil(given.scale_a, unread)
+        starts = (0, *self.ends[:-1])
+        empty = [start == end for start, end in zip(starts, self.ends, strict=True)]
+        if not any(empty) or problem.along == "k":
+            return
+        at = torch.tensor(empty, device=given.a.device)
+        _spoil(given.b if problem.along == "m" else given.a, at)
+        if given.bias is not None:
+            _spoil(given.bias, at)
+
+    def defined(self, problem: Problem) -> tuple[int, int] | None:
+        """The dimension along which the result is defined only up to the last group, and that
+        limit; None: it is defined everywhere."""
+        assert problem.groups is not None
+        if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
+            return None
+        return ("m", "n").index(problem.along), self.ends[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arguments of a launch, of a ragged problem with its ``rows``."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    rows: Rows | None = None
+
+    @property
+    def extras(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of a launch."""
+        scales = {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+        return scales | (self.rows.given if self.rows else {})
+
+    def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
+        """Call a launcher, which writes to ``out`` or allocates."""
+        given = self.extras
+        return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **given)
+
+
+def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> list[int]:
+    """Ends of ``count`` groups with ``total`` rows in all; some of several are empty."""
+    order = torch.randperm(count, generator=chance, device="cpu")
+    if sizes == "single":
+        rows = torch.zeros(count, dtype=torch.long, device="cpu")
+        rows[order[: min(count, total)]] = 1
+        rows[order[0]] += max(0, total - count)
+        ends: list[int] = rows.cumsum(0).tolist()
+        return ends
+    shares = torch.ones(count, dtype=torch.float64, device="cpu")
+    if sizes == "one":
+        shares[order[1:]] = 0
+    elif sizes == "sparse":
+        shares[order[: count // 2]] = 0
+        if count > 2:
+            shares[0] = shares[-1] = 0
+            shares[1 + order[0] % (count - 2)] = 1
+    else:
+        if sizes == "skewed":
+            shares /= torch.arange(1, count + 1, device="cpu")
+        shares = shares[order]
+        empty = -(-count // EMPTY_ONE_IN) if count > 1 else 0
+        shares[torch.randperm(count, generator=chance, device="cpu")[:empty]] = 0
+    found: list[int] = (shares.cumsum(0) / shares.sum() * total).round().long().tolist()
+    return found
+
+
+def rows_read(total: int, reads: Reads) -> int:
+    """The number of rows of ``a``, out of which ``total`` are gathered."""
+    if reads == "one":
+        return 1
+    if reads == "more":
+        return total + min(3 * total, MOST_MORE) + LEAST_READ
+    return max(LEAST_READ, total // READS)
+
+
+def _spoil(t: torch.Tensor, at: torch.Tensor) -> None:
+    """Put NaN where ``at`` is true along the first dimension."""
+    wide = t.float() if t.dtype.itemsize == 1 else t  # torch indexes no 8-bit floats
+    nan = torch.full((), torch.nan, dtype=wide.dtype, device=t.device)
+    t.copy_(torch.where(at.view(-1, *[1] * (t.dim() - 1)), nan, wide).to(t.dtype))

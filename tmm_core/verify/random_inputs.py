@@ -1,0 +1,210 @@
+"""Makes the inputs of a problem, for tuning, verification, benchmarks and conformance suites.
+
+:func:`fill` draws the values for all of them. :func:`make` also allocates, by the problem's stride
+classes; benchmarks and conformance suites fill tensors of their own layouts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core.formats import BY_STORAGE, ScaleKind
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
+from tmm_core.verify.guard_bands import lie
+from tmm_core.verify.ragged_inputs import Inputs, Reads, Rows, Sizes
+
+Tensor = torch.Tensor
+
+#: Makes an uninitialised tensor for the argument of that name, of that class and shape.
+Empty = Callable[[str, Operand, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The numbers of a set of inputs, relative to the usual ones.
+
+    Attributes:
+        a, b, terms: Factors on the operands, and on the bias and the residual.
+        cancelling: Sums grow beyond fp16's range and return: the first half of a's columns are
+            positive, the others negative, and b is positive.
+    """
+
+    a: float = 1.0
+    b: float = 1.0
+    terms: float = 1.0
+    cancelling: bool = False
+
+    def factor(self, name: str) -> float:
+        return {"a": self.a, "b": self.b, "bias": self.terms, "residual": self.terms}.get(name, 1.0)
+
+
+USUAL = Values()
+
+#: The largest partial sum of inputs that cancel: four times fp16's largest number.
+PEAK = 2.0**18
+#: The spread of the results of inputs that cancel.
+_RESULT = 4e3
+#: The largest partial sum, relative to the results.
+CANCELLED = PEAK / _RESULT
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How inputs are made.
+
+    Attributes:
+        sizes, reads: Of the groups of a ragged problem.
+        whole: Groups cover everything; else there is NaN beyond the last one.
+        poisoned: There is NaN in all that no group reads.
+        alpha: If the problem has one.
+    """
+
+    values: Values = USUAL
+    alpha: float = 0.5
+    sizes: Sizes = "skewed"
+    reads: Reads = "fewer"
+    whole: bool = True
+    poisoned: bool = False
+
+
+DEFAULT = Recipe()
+
+#: 16-bit numbers that are drawn as fp32 at a time.
+_AT_ONCE = 1 << 20
+
+
+def fill(
+    name: str, t: Tensor, k: int, generator: torch.Generator, values: Values = USUAL
+) -> Tensor:
+    """Fill ``t``, the argument ``name`` of a product that sums ``k`` terms, with random numbers.
+
+    They are normally distributed, because zeros and constants run faster on real hardware and hide
+    wrong indexing. All but the bias are scaled by K^-¼, so that the product has unit variance and
+    an epilogue is tested where it is nonlinear and not where it saturates or overflows fp16; scales
+    are around one, so that it keeps that variance. Integers are drawn from −8 to 8.
+    """
+    once = _distinct(t)
+    if name in ("scale_a", "scale_b"):
+        once.uniform_(0.5, 1.5, generator=generator)
+        return t
+    if values.cancelling and name in ("a", "b"):
+        return _cancel(name, t, k, generator)
+    spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
+    if not (t.is_floating_point() or t.is_complex()):
+        once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
+    elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
+        # Torch draws 16-bit numbers one by one on a CPU, and fp32 numbers as vectors.
+        numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
+        once.copy_(numbers.mul_(spread))
+    elif t.dtype.itemsize > 1:
+        once.normal_(0, spread, generator=generator)
+    else:  # torch has no random 8-bit floats
+        numbers = spread * torch.randn(
+            once.shape, generator=generator, dtype=torch.float32, device=t.device
+        )
+        form = BY_STORAGE.get(t.dtype)
+        once.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
+    return t
+
+
+def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """Fill an operand with numbers around one; see :class:`Values`."""
+    size = (2 * PEAK / k) ** 0.5
+    vary = min(0.25, _RESULT * math.sqrt(k) / (2 * PEAK))
+    t.uniform_((1 - vary) * size, (1 + vary) * size, generator=generator)
+    if name == "a":
+        t.narrow(-1, t.shape[-1] // 2, t.shape[-1] - t.shape[-1] // 2).neg_()
+    return t
+
+
+def make(
+    problem: Problem,
+    device: torch.device,
+    *,
+    seed: int | None = None,
+    allocate: Empty | None = None,
+    recipe: Recipe = DEFAULT,
+) -> Inputs:
+    """Random inputs of the problem's sizes and stride classes.
+
+    Args:
+        seed: By default another one each time.
+        allocate: Allocates the tensors; by default each separately.
+    """
+    generator = seeded(device, seed)
+
+    def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
+        t = allocate(name, spec, shape) if allocate else empty(spec, shape, device)
+        return fill(name, t, problem.k, generator, recipe.values)
+
+    def scale(name: str, kind: ScaleKind | None, shape: tuple[int, ...]) -> Tensor | None:
+        if kind is None:
+            return None
+        size = shape if kind == "row" else ()
+        return drawn(name, Operand(torch.float32), (1, math.prod(size))).view(size)
+
+    rows, a_shape, scale_a_shape = None, problem.a_shape, problem.shape("scale_a")
+    if problem.groups is not None:
+        rows = Rows.of(
+            problem.groups, problem.extent, device, generator,
+            sizes=recipe.sizes, whole=recipe.whole, reads=recipe.reads,
+        )  # fmt: skip
+        if problem.groups.a_index is not None:
+            a_shape, scale_a_shape = (rows.read, problem.k), (rows.read,)
+    a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
+    bias = residual = None
+    if problem.bias is not None:
+        bias = drawn("bias", Operand(problem.bias), (1, *problem.shape("bias"))[-2:])
+        bias = bias if problem.groups else bias[0]
+    if problem.residual is not None:
+        residual = drawn("residual", problem.residual, problem.out_shape)
+    alpha = recipe.alpha if problem.scaled else 1.0
+    scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
+    scale_b = scale("scale_b", problem.scale_b, problem.shape("scale_b"))
+    given = Inputs(a, b, bias, residual, alpha, scale_a, scale_b, rows)
+    if rows is not None:
+        rows.soil(problem, given)
+        if recipe.poisoned:
+            rows.spoil_unread(problem, given)
+    elif problem.static_weights and device.type == "cuda":
+        torch.cuda.synchronize(device)  # static_weights promises a written b
+    return given
+
+
+def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
+    """A generator that starts from ``seed``, or from another number each time; torch's own, which
+    the user may have seeded, stays as it is."""
+    return torch.Generator(device).manual_seed(new_seed() if seed is None else seed)
+
+
+def new_seed() -> int:
+    """A random seed."""
+    return int.from_bytes(os.urandom(4), "little")
+
+
+def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
+    placed = lie(spec, shape)
+    memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
+    return memory.as_strided(shape, placed.strides, placed.offset)
+
+
+def _distinct(t: Tensor) -> Tensor:
+    """The elements of ``t``, each once: torch does not fill tensors whose elements share an
+    address."""
+    for dimension, (size, step) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if step == 0 and size > 1:
+            t = t.narrow(dimension, 0, 1)
+    if t.dim() < 2 or not t.numel():
+        return t
+    t = t if t.stride(-2) >= t.stride(-1) else t.mT
+    (*batch, rows, cols), (*outer, leading, inner) = t.shape, t.stride()
+    if rows == 1 or inner != 1 or leading >= cols:
+        return t
+    return t.as_strided((*batch, (rows - 1) * leading + cols), (*outer, 1))

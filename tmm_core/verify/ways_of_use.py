@@ -1,0 +1,271 @@
+"""Further ways in which a launcher is used: its other forms, under autocast, in two threads at
+once, and on further inputs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import functools
+import itertools
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tmm_core import compat
+from tmm_core.launch.fold import Fold
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.arguments import EXTRAS, Arguments
+from tmm_core.spec.launcher import Bound
+from tmm_core.spec.problem import Problem
+from tmm_core.verify.checked_launch import Trial, WrongError
+from tmm_core.verify.data_sets import InputSet
+from tmm_core.verify.further_inputs import restoring, rounds_of
+from tmm_core.verify.ragged_inputs import Inputs
+
+Tensor = torch.Tensor
+
+#: Launches of each of two threads, and the seconds that they may take beyond the least number: 32
+#: launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
+LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
+#: Seconds for which a thread goes on until the other one has made its launches.
+LONGEST_TOGETHER = 0.2
+#: GPU cycles for which both threads' streams wait, so that their launches run together.
+_GATHERING = 1_000_000
+#: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
+_SWITCHING = 1e-6
+
+
+class Ways(Trial):
+    """A trial with further ways to launch; none for BLAS, which is not judged."""
+
+    def forms(self, of: InputSet, limit: int | None = None) -> None:
+        """Launch N-D operands as the launcher folds them, in ``limit`` shapes, and its source as a
+        plan calls it.
+
+        Raises:
+            WrongError: What is wrong.
+        """
+        bound, problem = self._bound, self._fixture.problem
+        if self._baseline or self._outputs or not self._fixture.allocates or problem.groups:
+            return
+        if bound.body is not None:
+            self._form(of, of.inputs, bound, None)
+        if bound.folded is not None:
+            for given, shape in itertools.islice(folds(problem, of.inputs), limit):
+                fold = Fold.of(given.a, given.b, given.residual, torch.Size(shape))
+                if fold is not None:
+                    wrapped = fold.wrap(bound, given.a, given.b, given.residual)
+                    self._form(of, given, wrapped, fold)
+
+    def _form(self, of: InputSet, given: Inputs, launcher: Any, fold: Fold | None) -> None:
+        problem, bound = self._fixture.problem, Bound.of(launcher)
+        ways: list[Callable[[], Any]] = []
+        if fold is not None:
+            ways.append(lambda: given.launch(bound.run, None))
+        if bound.body is not None:
+            call = Arguments(
+                given.a, given.b, given.bias, given.residual, given.alpha,
+                problem.epilogue.key, **given.extras,  # type: ignore[arg-type]
+            )  # fmt: skip
+            plan = Plan.of(problem, None, bound, call).ready(call)  # type: ignore[arg-type]
+            ways.append(lambda: plan(given.a, given.b, given.bias, given.residual, **given.extras))
+        shape = problem.out_shape if fold is None else tuple(fold.shape)
+        when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
+        for way in ways:
+            result = self._launch(of, [], form=functools.partial(self._flat, way, shape))
+            self._compare(of, result, when)
+            del result
+            self._hold_free()
+
+    def _flat(self, way: Callable[[], Any], shape: tuple[int, ...], _: Inputs) -> Tensor:
+        result = way()
+        if not isinstance(result, Tensor) or tuple(result.shape) != shape:
+            found = tuple(getattr(result, "shape", ()))
+            raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
+        return result.view(self._fixture.problem.out_shape)
+
+    def autocast(self, of: InputSet) -> None:
+        """Launch under autocast to the dtype that operands and result have, which casts none.
+
+        Raises:
+            WrongError: What is wrong.
+        """
+        problem = self._fixture.problem
+        same = problem.a.dtype == problem.b.dtype == problem.out.dtype
+        if self._baseline or not same or problem.a.dtype not in (torch.float16, torch.bfloat16):
+            return
+        if self._fixture.allocates:
+            result = self._launch(of, [], mode="autocast")
+        else:
+            result = self._launch_into(self._fixture.out(0), of, mode="autocast")
+        self._compare(of, result, ", under autocast")
+        del result
+        self._hold_free()
+
+    def rounds(self, limit: int | None = None) -> None:
+        """One launch for each of the fixture's rounds, or for ``limit`` of them.
+
+        Raises:
+            WrongError: What is wrong.
+        """
+        if self._baseline or not (rounds := rounds_of(self._fixture)[:limit]):
+            return
+        self._hold_inputs()  # as the values are put back afterwards
+        of = self._fixture.sets()[-1]
+        with restoring(self._fixture), self._no_warnings():
+            for each in rounds:
+                inputs = each.inputs()
+                if self._fixture.allocates:
+                    result = self._launch(of, [], inputs=inputs)
+                else:
+                    result = self._launch_into(self._fixture.out(0), of, inputs=inputs)
+                error = each.error(inputs, result)
+                del result
+                self._accept(error, f", with {each.plan.name}", each.slack)
+                self._hold_free()
+
+    def together(self) -> None:
+        """Launch on both sets from two threads at once, on two streams of a GPU.
+
+        Raises:
+            WrongError: What is wrong.
+        """
+        sets = self._fixture.sets()
+        if self._baseline or self._outputs or len(sets) < 2:
+            return
+        if self._fixture.problem.device.interpreted:
+            _interpret_one_at_a_time()
+        out = max(1, self._fixture.problem.empty_out("meta").untyped_storage().nbytes())
+        held = max(1, min(MOST_TOGETHER, self._fixture.limit // (64 * out)))
+        busy = set(range(len(sets)))
+        workers = [_Worker(self, of, place, busy, held) for place, of in enumerate(sets)]
+        with _switching():
+            try:
+                for worker in workers:
+                    worker.start()
+            except RuntimeError:  # no thread can be started
+                busy.clear()
+                return
+            finally:
+                for worker in workers:
+                    if worker.ident is not None:
+                        worker.join()
+        if self._fixture.device.type == "cuda":
+            torch.cuda.synchronize(self._fixture.device)
+        for worker in workers:
+            if worker.raised is not None:
+                raise worker.raised
+            for result in worker.results:
+                self._hold_to_form(result)
+                self._compare(worker.of, result, ", launched by two threads at once")
+
+
+class _Worker(threading.Thread):
+    """Launches on one set of inputs, on a stream of its own, until no thread is ``busy``: so the
+    slower thread's launches are beside others."""
+
+    def __init__(self, trial: Ways, of: InputSet, place: int, busy: set[int], held: int) -> None:
+        super().__init__(name="tmm-verify", daemon=True)
+        fixture = trial._fixture
+        self.of, self._launcher, self._device = of, trial._launcher, fixture.device
+        self._place, self._busy = place, busy
+        self._out = None if fixture.allocates else fixture.out(place).tensor
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            if place == 0:
+                compat.gpu_sleep(_GATHERING)
+            self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        held = 1 if self._out is not None else held
+        self.results: collections.deque[Any] = collections.deque(maxlen=held)
+        self.raised: BaseException | None = None
+        # A product that the kernel computes knows by it that it is inside a kernel's code.
+        self._variables = contextvars.copy_context()
+
+    def run(self) -> None:
+        self._variables.run(self._run)
+
+    def _run(self) -> None:
+        try:
+            context: Any = contextlib.nullcontext()
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)
+                context = torch.cuda.stream(self._stream)
+            with context:
+                self._launches()
+        except BaseException as error:  # a kernel may call sys.exit
+            self.raised = error
+        finally:
+            self._busy.discard(self._place)
+
+    def _launches(self) -> None:
+        begun = time.monotonic()
+        for made in range(1, 2 * MOST_TOGETHER):
+            self.results.append(self.of.inputs.launch(self._launcher, self._out))
+            taken = time.monotonic() - begun
+            if made >= MOST_TOGETHER or (made >= LEAST_TOGETHER and taken > TOGETHER_SECONDS):
+                self._busy.discard(self._place)
+            if not self._busy or (taken > LONGEST_TOGETHER and made >= LEAST_TOGETHER):
+                return
+
+
+@contextlib.contextmanager
+def _switching() -> Iterator[None]:
+    """Let threads alternate within a launch."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCHING)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@functools.cache
+def _interpret_one_at_a_time() -> None:
+    """Serialise launches in Triton's interpreter, whose state is global."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    executor = getattr(interpreter, "GridExecutor", None)
+    if executor is None:
+        return
+    call, lock = executor.__call__, threading.RLock()
+
+    @functools.wraps(call)
+    def serialised(*arguments: Any, **keywords: Any) -> Any:
+        with lock:
+            return call(*arguments, **keywords)
+
+    executor.__call__ = serialised
+
+
+def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int, ...]]]:
+    """The inputs with more dimensions, or fewer, as N-D calls pass them; and the result's shape."""
+    m, n, batch = problem.m, problem.n, problem.batch
+    if not m or not n or not batch:
+        return
+    if batch != 1:
+        yield inputs, (batch, m, n)
+        yield _divided(inputs, (1, batch), ("a", "b", "residual", *EXTRAS)), (1, batch, m, n)
+        return
+    part = next((d for d in range(2, math.isqrt(m) + 1) if m % d == 0), m)
+    for lead in dict.fromkeys([(part, m // part), (1, m), (1, 1, m)]):
+        yield _divided(inputs, lead, ("a", "residual", "scale_a")), (*lead, n)
+    if m == 1:
+        residual = None if inputs.residual is None else inputs.residual[0]
+        yield replace(inputs, a=inputs.a[0], residual=residual), (n,)
+
+
+def _divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
+    """The inputs with the first dimension of these divided; a scale of one number stays one."""
+    given = {name: getattr(inputs, name) for name in names}
+    return replace(inputs, **{
+        name: t.unflatten(0, lead)
+        for name, t in given.items()
+        if t is not None and t.numel() > 1 and t.dim() > 1
+    })  # fmt: skip
