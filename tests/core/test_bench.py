@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import time
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from fakes import FakeKernel, register
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import environment, host, providers, regret, report, results, runner, suites
+from tmm_core.bench import charts, host, providers, report, results, runner, suites
 from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
+from tmm_core.spec.bucket import bucket_edge
 from tmm_core.tools.cli import main
 from tmm_core.tuning.timing import HostTimer
 from tmm_core.verify import compare
@@ -192,6 +192,7 @@ class ColumnTimer:
     def __init__(self, *times: float) -> None:
         self.times = times
         self.rounds: list[int] = []
+        self.released = 0
 
     def measure(self, runs: Sequence[Any], rounds: int, **chain: Any) -> list[list[float]]:
         self.rounds.append(rounds)
@@ -201,7 +202,7 @@ class ColumnTimer:
         return [[us * factor for factor in spread] for us in self.times[: len(runs)]]
 
     def release(self) -> None:
-        pass
+        self.released += 1
 
 
 def measure(
@@ -521,35 +522,26 @@ def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     assert "- square 512×512×512 bfloat16 nn: failed: OSError: gone" in text
 
 
-def test_the_square_plot_is_tflops_over_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_square_plot_is_tflops_over_sizes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tmm_core.bench import plots
-
-    drawn: dict[str, Any] = {}
-    real = plots._write
-
-    def spy(figure: Any, axes: Any, path: Path) -> None:
-        drawn[path.name] = axes
-        real(figure, axes, path)
-
-    monkeypatch.setattr(plots, "_write", spy)
     documents = [document(2048, 2.0), document(1024, 0.5), document(64, 1.0, suite="decode")]
     for each in documents[:2]:
         each["times"]["kernel triton.naive"] = {"median_us": 1000.0}
         each["times"]["kernel triton.naive one tile"] = {"median_us": 2000.0}
-    written = plots.save(Results.of(documents), tmp_path)
-    assert [path.name for path in written] == ["square-bfloat16.png", "ratios.png"]
+    found = Results.of(documents)
+    written = charts.save(found, tmp_path)
+    names = ["square-bfloat16.png", "ratios.png", "roofline.png"]
+    assert [path.name for path in written] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    lines = {line.get_label(): line for line in drawn["square-bfloat16.png"].get_lines()}
+    drawn = {name: figure.axes[0] for name, figure in charts.figures(found).items()}
+    lines = {line.get_label(): line for line in drawn["square-bfloat16"].get_lines()}
     assert set(lines) == {"naive, 128×128", "tmm (tuned)", "cuBLAS (torch.matmul)"}
     naive = list(lines["naive, 128×128"].get_ydata())
     assert naive[1] == pytest.approx(2 * 2048**3 / 2000e-6 / 1e12)
     assert list(lines["tmm (tuned)"].get_xdata()) == [1024, 2048]
     rates = [2 * 1024**3 / 200e-6 / 1e12, 2 * 2048**3 / 50e-6 / 1e12]
     assert list(lines["tmm (tuned)"].get_ydata()) == pytest.approx(rates)
-    assert [tick.get_text() for tick in drawn["ratios.png"].get_yticklabels()] == [
+    assert [tick.get_text() for tick in drawn["ratios"].get_yticklabels()] == [
         "square", "decode",
     ]  # fmt: skip
 
@@ -574,39 +566,6 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # Tuned beforehand, so that a call measures no tuning.
     assert len(list(dispatch.default_dispatcher().store.entries())) == 3
-
-
-# -- environment -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("answer", ["1980, 650.5, 60", "[N/A], [N/A], 60", None])
-def test_clocks_are_nvidia_smis_where_torch_has_no_reader(
-    answer: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-    properties = types.SimpleNamespace(uuid="abc")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
-    monkeypatch.setattr(environment, "_output", lambda argv: asked.append(argv) or answer)
-    clocks = environment.Clocks(torch.device("cuda", 0))
-    if answer and answer[0] == "1":
-        assert clocks.read() == {"sm_mhz": 1980, "power_w": 650.5, "celsius": 60}
-        assert clocks.read() is not None
-        assert asked[0][:2] == ["nvidia-smi", "--id=GPU-abc"]
-    else:
-        # What is not known once is not asked for after every problem.
-        assert clocks.read() is None
-        assert clocks.read() is None
-        assert len(asked) == 1
-
-
-def test_clocks_that_are_slow_to_read_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_nvidia_smi", lambda *_: ["1980", "650", "60"])
-    monkeypatch.setattr(environment.Clocks, "PATIENCE", -1.0)
-    clocks = environment.Clocks(torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
-    assert clocks.read() is not None
-    assert clocks.read() is None
 
 
 # -- the command -------------------------------------------------------------------------
@@ -739,16 +698,16 @@ def test_weights_are_multiplied_by_every_number_of_rows() -> None:
 
 
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regret, "LARGEST_M", 64)
-    monkeypatch.setattr(regret, "WEIGHTS", ((16, 8), (8, 24)))
+    monkeypatch.setattr(suites, "LARGEST_M", 64)
+    monkeypatch.setattr(suites, "WEIGHTS", ((16, 8), (8, 24)))
 
 
-def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = regret.cases(200)
-    assert asked == regret.cases(200)
-    assert all(1 <= each.m <= 8192 for each in asked)
+def test_random_problems_are_fixed_by_their_seed() -> None:
+    asked = suites.random_problems(200)
+    assert asked == suites.random_problems(200)
+    assert all(1 <= each.case.m <= 8192 for each in asked)
     # As many in every octave.
-    assert 60 < sum(each.m < 90 for each in asked) < 140
+    assert 60 < sum(each.case.m < 90 for each in asked) < 140
 
 
 def test_regret_holds_the_choice_against_torch_and_the_best_known(
@@ -756,12 +715,15 @@ def test_regret_holds_the_choice_against_torch_and_the_best_known(
 ) -> None:
     small_problems(monkeypatch)
     register(FakeKernel("fake.a", tiles=(1, 2)))
-    documents = list(regret.measure(CPU, regret.cases(6, FP32), budget=1.0))
-    assert [d["case"]["m"] for d in documents] == [each.m for each in regret.cases(6)]
+    tasks = suites.random_problems(6, FP32)
+    options = runner.Options(budget=1.0, seconds=0.01)
+    documents = list(runner.run(tasks, CPU, options))
+    assert [d["case"]["m"] for d in documents] == [each.case.m for each in tasks]
     for point in documents:
         assert "failed" not in point, point
         assert point["best_us"] <= point["us"]
-        assert point["bucket"] >= point["case"]["m"]
+    edges = {entry.record.problem["m"] for entry in dispatch.default_dispatcher().store.entries()}
+    assert edges == {bucket_edge(each.case.m) for each in tasks}
     text = report.markdown(Results.of(documents))
     assert "## random M, weight and epilogue" in text
     (row,) = (line for line in text.splitlines() if line.startswith("| 1…8192 |"))

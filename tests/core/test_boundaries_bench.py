@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeKernel, register
-from test_bench import document, small_problems
+from test_bench import ColumnTimer, document, small_problems
 from tmm_cache import CandidateResult
 
-from tmm_core.bench import host, regret, report
+from tmm_core.bench import host, providers, report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results
 
@@ -40,31 +40,16 @@ def test_one_slow_batch_is_not_the_cost_of_a_call(monkeypatch: pytest.MonkeyPatc
 # -- regret -------------------------------------------------------------------------------
 
 
-class Said:
-    """A timer whose runs take what a test says, in order."""
-
-    def __init__(self, times: Sequence[float]) -> None:
-        self.times = times
-        self.counts: list[int] = []
-        self.released = 0
-
-    def measure(self, runs: Sequence[Any], rounds: int, **_: Any) -> list[list[float]]:
-        self.counts.append(len(runs))
-        return [[us] * rounds for us in self.times[: len(runs)]]
-
-    def release(self) -> None:
-        self.released += 1
-
-
 def measured(
-    monkeypatch: pytest.MonkeyPatch, times: Sequence[float], count: int = 1
-) -> tuple[Said, list[dict[str, Any]]]:
-    """Random problems, timed as torch, the choice, and then the others of the record."""
+    monkeypatch: pytest.MonkeyPatch, times: Sequence[float]
+) -> tuple[ColumnTimer, dict[str, Any]]:
+    """A random problem, timed as torch, the choice, torch again, and the others of the record."""
     small_problems(monkeypatch)
-    timer = Said(times)
-    monkeypatch.setattr(regret, "timer_for", lambda device: timer)
-    cases = regret.cases(count, torch.float32)
-    return timer, list(regret.measure(CPU, cases, budget=2.0))
+    timer = ColumnTimer(*times)
+    monkeypatch.setattr(runner, "timer_for", lambda device: timer)
+    tasks = suites.random_problems(1, torch.float32)
+    (document,) = runner.run(tasks, CPU, runner.Options(budget=2.0, seconds=0.01))
+    return timer, document
 
 
 def test_the_choice_is_held_against_the_fastest_of_those_on_record(
@@ -73,24 +58,18 @@ def test_the_choice_is_held_against_the_fastest_of_those_on_record(
     register(FakeKernel("fake.a", tiles=range(1, 10)))
     # How many of them a tuning times to the end, its clock decides.
     timed = [CandidateResult("fake.a", "1", {"tile": tile}, "ok", (1.0,)) for tile in range(1, 9)]
-    monkeypatch.setattr(regret, "by_time", lambda record: timed)
-    timer, (point,) = measured(monkeypatch, [30.0, 20.0, 25.0, 10.0, 40.0, 50.0, 60.0, 70.0])
+    monkeypatch.setattr(providers, "by_time", lambda record, *_: timed)
+    monkeypatch.setattr(providers, "MOST_KNOWN", 3)
+    _, point = measured(monkeypatch, [30.0, 20.0, 30.0, 25.0, 10.0, 40.0, 50.0])
     assert (point["torch_us"], point["us"], point["best_us"]) == (30.0, 20.0, 10.0)
-    assert point["best"] != point["chosen"]
-    # Torch and the choice, and the fastest of the record, of which the choice may be one.
-    (count,) = timer.counts
-    assert count in (1 + regret.MOST_KNOWN, 2 + regret.MOST_KNOWN)
+    known = [name for name in point["times"] if name.startswith("known ")]
+    assert len(known) in (2, 3)  # the choice may be one of them
+    assert f"known {point['best']}" == known[1]
 
 
 def test_every_problem_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer, points = measured(monkeypatch, [30.0, 20.0], count=3)
-    assert (len(points), timer.released) == (3, 3)
-
-
-def test_past_the_deadline_no_problem_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_problems(monkeypatch)
-    cases = regret.cases(3, torch.float32)
-    assert list(regret.measure(CPU, cases, deadline=time.monotonic())) == []
+    timer, _ = measured(monkeypatch, [30.0, 20.0, 30.0])
+    assert timer.released == 1
 
 
 # -- report -------------------------------------------------------------------------------
@@ -106,7 +85,7 @@ def random_problem(m: int, us: float, best_us: float, torch_us: float = 100.0) -
 def test_each_random_problem_is_in_its_range_of_rows() -> None:
     sizes = (1, 16, 17, 128, 129, 1024, 1025, 8192)
     points = [random_problem(m, 50.0, 50.0) for m in sizes]
-    rows = report.regrets(Results.of(points))
+    rows = report.regrets(Results.of(points).regrets)
     assert [row[:2] for row in rows] == [
         ("1…16", "2"), ("17…128", "2"), ("129…1024", "2"), ("1025…8192", "2"), ("1…8192", "8"),
     ]  # fmt: skip
@@ -118,7 +97,7 @@ def test_the_worst_of_random_problems_are_named() -> None:
         random_problem(64, us=125.0, best_us=50.0),  # behind torch and far behind the best
         random_problem(100, us=100.0, best_us=80.0),
     ]
-    (*_, row) = report.regrets(Results.of(points))
+    (*_, row) = report.regrets(Results.of(points).regrets)
     found = dict(zip(report.REGRET_COLUMNS, row, strict=True))
     assert (found["at least"], found["of"].split()[0]) == ("0.800×", "64×64×64")
     assert (found["at most"], found["of it"].split()[0]) == ("2.500×", "64×64×64")

@@ -13,8 +13,13 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.kernel import config_text
 from tmm_core.tuning.ranking import by_time
 from tmm_core.tuning.timing import Run
+
+#: Candidates of a record that race against the choice, fastest first.
+MOST_KNOWN = 5
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -124,6 +129,16 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
     names = [kernel.name for kernel in able]
     failed = {name: _why(found[1], name) for name in names if name not in best}
     return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed
+
+
+def known(record: TuningRecord, chosen: Plan) -> list[Series]:
+    """The fastest candidates on record besides the choice."""
+    found = {
+        f"{result.kernel} {config_text(result.config)}": result
+        for result in by_time(record)[:MOST_KNOWN]
+        if (result.kernel, dict(result.config)) != (chosen.kernel, dict(chosen.config))
+    }
+    return [Series(label, each.kernel, tuple(each.config.items())) for label, each in found.items()]
 
 
 def _why(record: TuningRecord, kernel: str) -> str:
