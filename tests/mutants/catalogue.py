@@ -12,6 +12,7 @@ from environ import ENVIRON
 from fresh import FRESH
 from grouped import GROUPED
 from kernels import KERNELS
+from measure import BENCH
 from mutant import Mutant
 from outputs import OUTPUTS
 
@@ -32,4 +33,5 @@ MUTANTS: list[Mutant] = [
     *CACHE,
     *VALID_CALLS,
     *SKIPPED_ROWS,
+    *BENCH,
 ]

@@ -72,7 +72,7 @@ class Results:
             elif document["kind"] == "host":
                 results.host = document
             elif document["kind"] == "regret":
-                document = {"suite": RANDOM} | document  # older ones have no class
+                document = {"suite": RANDOM, **document}  # older ones have no class
                 regrets[identity(document["suite"], document["case"])] = document
             else:
                 key = identity(document["suite"], document["case"])
