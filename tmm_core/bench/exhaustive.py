@@ -48,7 +48,7 @@ def without_records() -> Iterator[None]:
     neither the user's nor a site's nor a shipped one, and no kernel is compiled yet."""
     process = dispatch.default_dispatcher
     usual = process()
-    with tempfile.TemporaryDirectory(prefix="tmm-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tmm-bench-", ignore_cleanup_errors=True) as folder:
         hidden = {"TRITON_CACHE_DIR": f"{folder}/triton", "TMM_REQUIRE_LOCKED": "0"}
         with patch.dict(os.environ, hidden):
             os.environ.pop("TMM_LOCK_FILE", None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch
-from tmm_core.bench import charts, host, machine, page, report, runner, series, suites
+from tmm_core.bench import charts, host, page, provenance, report, runner, series, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.tools.commands import options as shared
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     interrupted = False
     name = "-".join(names).replace(" ", "_") if len(names) < 5 else "all"
     writer = Writer(options.output, name)
-    writer.append({"kind": "run", **machine.describe(device, options.argv)})
+    writer.append({"kind": "run", **provenance.describe(device, options.argv)})
     try:
         if options.host:
             writer.append(host.measure(device, tune=options.tune, budget=options.budget))

@@ -25,7 +25,7 @@ from tmm_cache.ownership import foreign, foreign_below
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call, Case
-from tmm_core.bench.machine import driver_version
+from tmm_core.bench.provenance import driver_version
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.registry.query import Asked
 from tmm_core.registry.registry import DISTRIBUTION, Registry

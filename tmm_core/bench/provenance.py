@@ -1,4 +1,4 @@
-"""The machine of a measurement: versions, GPU, driver, source."""
+"""What a measurement was taken with: versions, GPU, driver, commit, command line."""
 
 from __future__ import annotations
 
