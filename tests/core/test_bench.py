@@ -530,10 +530,10 @@ def test_the_square_plot_is_tflops_over_sizes(tmp_path: Path) -> None:
         each["times"]["kernel triton.naive one tile"] = {"median_us": 2000.0}
     found = Results.of(documents)
     written = charts.save(found, tmp_path)
-    names = ["square-bfloat16.png", "ratios.png", "roofline.png"]
+    names = ["square-bfloat16.png", "ratios.png"]
     assert [path.name for path in written] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    assert page.html(found).count("<svg") == 3
+    assert page.html(found).count("<svg") == 2
     drawn = {name: figure.axes[0] for name, figure in charts.figures(found).items()}
     lines = {line.get_label(): line for line in drawn["square-bfloat16"].get_lines()}
     assert set(lines) == {"naive, 128×128", "tmm (tuned)", "cuBLAS (torch.matmul)"}

@@ -67,12 +67,9 @@ def test_every_measured_problem_is_a_point_of_the_charts(results: Results) -> No
     figures = {name: figure.axes[0] for name, figure in charts.figures(results).items()}
     count = sum(document["suite"] != "sweep" for document in results.measured)
     assert sum(points(figures["ratios"], "BLAS chosen", "another kernel chosen")) == count
-    assert points(figures["roofline"], "torch", "tmm") == [count, count]
-    steady = sum("steady" in document for document in results.measured)
-    assert points(figures["clocks"], "in use", "steady") == [count, steady]
-    # Every rate is below the roof.
-    roof = figures["roofline"].get_lines()[-1]
-    assert max(roof.get_ydata()) >= max(figures["roofline"].get_lines()[1].get_ydata())
+    (square,) = (axes for name, axes in figures.items() if name == "square-bfloat16")
+    sizes = sum(document["suite"] == "square" for document in results.measured)
+    assert points(square, "tmm (tuned)", "cuBLAS (torch.matmul)") == [sizes, sizes]
 
 
 def test_the_page_needs_nothing_beside_it(results: Results, text: str) -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tmm_core.bench import report, series
-from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
+from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import TMM, TORCH
 from tmm_core.bench.suites import SWEEP
 
 #: Label, colour and line style of each column that is drawn.
 Lines = Mapping[str, tuple[str, Any, str]]
-#: Colour of each label, and its ratio for each document, if it has one.
-Marks = dict[str, tuple[str, Sequence[float | None]]]
 
 #: Okabe and Ito's colour-blind-safe palette.
 BLUE, RED, GREEN, YELLOW = "#0072B2", "#D55E00", "#009E73", "#E69F00"
@@ -47,12 +45,7 @@ def figures(results: Results, metric: str = "tflops") -> dict[str, Any]:
         elif suite == SWEEP:
             found[f"sweep-{dtype}"] = _curves(documents, _of_series(documents, metric), metric)
     classes = [d for d in results.measured if d["suite"] != SWEEP]
-    if classes:
-        found["ratios"] = _ratios(classes)
-        found["roofline"] = _roofline(classes)
-    if any(clock in document for document in classes for clock in OTHER_CLOCKS):
-        found["clocks"] = _clocks(classes)
-    return found
+    return found | ({"ratios": _ratios(classes)} if classes else {})
 
 
 def save(results: Results, folder: Path, metric: str = "tflops") -> list[Path]:
@@ -123,43 +116,22 @@ def _of_series(documents: Sequence[Document], metric: str) -> Lines:
 
 
 def _ratios(documents: Sequence[Document]) -> Any:
-    ratios = [document["ratio"] for document in documents]
-    by_blas = [document["kernel"].split(".")[0] == "blas" for document in documents]
-    pairs = list(zip(ratios, by_blas, strict=True))
-    marks: Marks = {
-        "BLAS chosen": (BLUE, [ratio if blas else None for ratio, blas in pairs]),
-        "another kernel chosen": (RED, [None if blas else ratio for ratio, blas in pairs]),
-    }
-    means: Marks = {"geometric mean": ("black", ratios)}
-    return _by_class(documents, marks, means, "Every problem, by class")
-
-
-def _clocks(documents: Sequence[Document]) -> Any:
-    marks: Marks = {"in use": (BLUE, [document["ratio"] for document in documents])}
-    for clock, colour in zip(OTHER_CLOCKS, (YELLOW, RED, GREEN), strict=True):
-        marks[clock] = colour, [report.clock_ratio(document, clock) for document in documents]
-    means = {f"_{clock}": mark for clock, mark in marks.items()}  # not in the legend
-    return _by_class(documents, marks, means, "Every clock; bars: geometric means")
-
-
-def _by_class(documents: Sequence[Document], marks: Marks, means: Marks, title: str) -> Any:
-    """Ratios on one axis, a row for each class: ``marks`` as points, of ``means`` a bar at the
-    geometric mean of each class."""
+    """Every problem's ratio, a row for each class."""
     suites = list(dict.fromkeys(document["suite"] for document in documents))
     figure, axes = _figure(9, 2 + 0.4 * len(suites))
-    rows = [suites.index(document["suite"]) for document in documents]
-    for label, (colour, ratios) in marks.items():
-        points = [(x, y) for x, y in zip(ratios, rows, strict=True) if x is not None]
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        axes.plot(xs, ys, "o", color=colour, alpha=0.5, markersize=5, label=label)
-    for label, (colour, ratios) in means.items():
-        by_row: dict[int, list[float]] = {}
-        for ratio, row in zip(ratios, rows, strict=True):
-            if ratio is not None:
-                by_row.setdefault(row, []).append(ratio)
-        middles = list(map(statistics.geometric_mean, by_row.values()))
-        bar = {"color": colour, "markersize": 16, "markeredgewidth": 2}
-        axes.plot(middles, list(by_row), "|", label=label, **bar)
+    for label, colour, by_blas in (
+        ("BLAS chosen", BLUE, True),
+        ("another kernel chosen", RED, False),
+    ):
+        mine = [d for d in documents if (d["kernel"].split(".")[0] == "blas") == by_blas]
+        ratios, rows = [d["ratio"] for d in mine], [suites.index(d["suite"]) for d in mine]
+        axes.plot(ratios, rows, "o", color=colour, alpha=0.5, markersize=5, label=label)
+    means = [
+        statistics.geometric_mean([d["ratio"] for d in documents if d["suite"] == suite])
+        for suite in suites
+    ]
+    mark = {"color": "black", "markersize": 16, "markeredgewidth": 2}
+    axes.plot(means, range(len(suites)), "|", label="geometric mean", **mark)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.2g}×")
@@ -167,31 +139,8 @@ def _by_class(documents: Sequence[Document], marks: Marks, means: Marks, title: 
         yticks=range(len(suites)),
         yticklabels=suites,
         xlabel="torch's time / tmm's (right of 1: tmm is faster)",
-        title=title,
+        title="Every problem, by class",
     )
     axes.set_ylim(len(suites) - 0.4, -0.6)
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    return figure
-
-
-def _roofline(documents: Sequence[Document]) -> Any:
-    """The rate of each problem over its arithmetic intensity, below the highest bandwidth and rate
-    that one of these problems reached."""
-    figure, axes = _figure(9, 5)
-    xs = [document["flops"] / document["bytes"] for document in documents]
-    rates = {
-        column: [series.told(document, column, "tflops") or 0.0 for document in documents]
-        for column in (TORCH, TMM)
-    }
-    for column, colour in ((TORCH, YELLOW), (TMM, BLUE)):
-        axes.plot(xs, rates[column], "o", color=colour, alpha=0.5, markersize=4, label=column)
-    points = [(x, y) for ys in rates.values() for x, y in zip(xs, ys, strict=True)]
-    bandwidth, rate = max(y / x for x, y in points), max(y for _, y in points)
-    corners = [min(*xs, rate / bandwidth), rate / bandwidth, max(*xs, rate / bandwidth)]
-    roof = [min(rate, x * bandwidth) for x in corners]
-    axes.plot(corners, roof, color="black", linewidth=0.8)
-    axes.loglog()
-    title = f"Roofline: {bandwidth:.2f} TB/s and {rate:.0f} TFLOPS, the highest measured"
-    axes.set(xlabel="FLOP / byte", ylabel="TFLOPS", title=title)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     return figure
