@@ -69,10 +69,10 @@ def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case.call(CPU).problem()
     Fixture(problem, CPU, 1 << 20, sampled=True).sets()
     Probe(
-        m=8, n=16, k=16, dtype=case.dtype, bias="packed", residual="row", scale_a="row",
-        scale_b="row",
+        m=8, n=16, k=16, dtype=case.dtype, bias="packed", residual="row", a_scale="row",
+        b_scale="row",
     ).pose(CPU)  # fmt: skip
-    assert filled == 3 * ["a", "b", "bias", "residual", "scale_a", "scale_b"]
+    assert filled == 3 * ["a", "b", "bias", "residual", "a_scale", "b_scale"]
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,14 @@ import torch
 from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
-from tmm_core import dispatch, settings
-from tmm_core.formats import wide
+from tmm_core import dispatch, formats, settings
 from tmm_core.launch import grouped_call, warm
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import GroupedArguments
+from tmm_core.spec.arguments import PARTS, GroupedArguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.operand import Operand, dtype_name, dtype_of
+from tmm_core.spec.operand import Operand, Scale, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import compare
 from tmm_core.verify.ragged_inputs import Inputs, Rows, Sizes
@@ -81,14 +80,15 @@ class Case:
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
         epilogue = dispatch.default_dispatcher().registry.epilogue(self.epilogue or None)
-        a, b = (Operand(self.dtype, "row" if x == "n" else "col") for x in self.layout)
-        out = Operand(self.out_dtype or wide(self.dtype))
+        scale = Scale.parse(self.scales) if self.scales else None
+        a, b = (Operand(self.dtype, "row" if x == "n" else "col", scale=scale) for x in self.layout)
+        plain = formats.pair(self.dtype, self.dtype).result or self.dtype
+        out = Operand(self.out_dtype or plain)
         groups = Groups(self.groups, self.ragged) if self.groups else None
-        scales: Any = dict.fromkeys(("scale_a", "scale_b"), self.scales or None)
         posed = Problem(
             self.m, self.n, self.k, a, b, out, fingerprint(device), batch=self.batch,
-            epilogue=epilogue, groups=groups, bias=wide(self.dtype) if self.bias else None,
-            residual=out if self.residual else None, **scales,
+            epilogue=epilogue, groups=groups, bias=plain if self.bias else None,
+            residual=out if self.residual else None,
         )  # fmt: skip
         made = make(posed, device, allocate=partial(_packed, device), filled=filled)
         fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
@@ -158,7 +158,11 @@ class Call(Inputs):
         """The keyword arguments that the call has."""
         given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
         given["epilogue"] = None if self.epilogue.is_identity else self.epilogue.interned()
-        return {name: value for name, value in given.items() if value is not None} | self.extras
+        extras = dict(self.rows.given) if self.rows else {}
+        extras |= {
+            role.name: self.parts[role.keyword] for role in PARTS if role.keyword in self.parts
+        }
+        return {name: value for name, value in given.items() if value is not None} | extras
 
     def problem(self) -> Problem:
         """The problem this call poses."""

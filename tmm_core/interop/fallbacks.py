@@ -42,11 +42,12 @@ def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None)
     return bias.dim() != 1 or bias.shape[0] != (b.shape[-1] if b.dim() > 1 else 1)
 
 
-def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
+def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tensor:
     """The result of a call that this module :func:`concerns`.
 
     Args:
-        matmul: The API's, for calls that kernels can serve with the bias in another form.
+        matmul: Answers a call with its epilogue, if kernels can serve it with the bias in another
+            form.
 
     Raises:
         UnsupportedProblemError: A kernel is forced, and an operand has no strides.
@@ -71,11 +72,10 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
         )
     if one_row:
         row = bias.reshape(-1).expand(width).contiguous()
-        return matmul(**call._replace(bias=row)._asdict())
+        return matmul(call._replace(bias=row), call.epilogue)
     if residual is None and parsed.is_identity:
-        return matmul(**call._replace(bias=None, residual=bias, epilogue="")._asdict())
-    product = call._replace(bias=None, residual=None, epilogue="", out=None)
-    z = matmul(**product._asdict())
+        return matmul(call._replace(bias=None, residual=bias), None)
+    z = matmul(call._replace(bias=None, residual=None, out=None), None)
     y = parsed.expression(z, bias, residual).to(z.dtype)
     return delivered(y, out, a, b, bias, residual)
 
@@ -119,8 +119,8 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
 
 def _refuse_what_torch_cannot(call: Arguments, what: str) -> None:
     # When compiling, torch 2.10 reads the fields of a NamedTuple but not its properties.
-    if any(getattr(call, name) is not None for name in EXTRAS):
-        raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
+    if call.formats or any(getattr(call, name) is not None for name in EXTRAS):
+        raise RuntimeError("scales and zero points are for strided operands")
     if torch.compiler.is_dynamo_compiling():
         return  # settings are not part of a graph
     forced = settings.current().kernel

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd_state
 from tmm_core.interop.declaration import declare
 from tmm_core.interop.gradients import followed
-from tmm_core.launch.check import result_dtype
+from tmm_core.launch.check import has_format, result_dtype
 from tmm_core.launch.grouped_call import check, ragged_along, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.settings import overridden, within
@@ -37,11 +36,10 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
     out_index, out_weights, zeroed = call.out_index, call.out_weights, call.zeroed
-    scales = call.scale_a, call.scale_b
-    if not autograd_state.differentiated(a, b, bias, residual, out_weights, *scales):
+    if not autograd_state.differentiated(*call.given):
         with compat.below_autograd():
             return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
-    if a.dtype in BY_STORAGE:
+    if has_format(call):
         return autograd_state.record(autograd_state.Underivable, grouped_matmul, *call[:-1])
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     check(call, parsed)  # as a whole, before a part of it is computed
@@ -231,7 +229,7 @@ def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
 
 
 def _empty(call: GroupedArguments, shape: torch.Size) -> Tensor:
-    dtype = result_dtype(call.a, call.out_dtype)
+    dtype = result_dtype(call)
     return call.a.new_empty_strided(shape, grouped_strides(shape, dtype), dtype=dtype)
 
 
