@@ -18,7 +18,10 @@ import tmm_core
 from tmm_core import dispatch
 from tmm_core.bench import exhaustive, report
 from tmm_core.bench.results import Results
+from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import SEARCH_LIMITED
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 from tmm_core.tools.cli import main
 from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.stages import CLOSER, FINAL, LOOK
@@ -188,3 +191,21 @@ def test_the_report_has_a_row_for_each_step() -> None:
         ("found", "2", "1.000×", "1.000×"),
         ("never proposed", "1", "1.210×", "1.210×"),
     ]
+
+
+def test_the_hopper_kernel_lifts_its_limit() -> None:
+    pytest.importorskip("triton")
+    from tmm_triton.hopper import search_space
+
+    bf16, device = torch.bfloat16, DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
+    large = Problem(
+        5000, 8192, 5120, Operand(bf16), Operand(bf16, "col"), Operand(bf16), device
+    )  # fmt: skip
+    tried = list(search_space.configs(large))
+    token = SEARCH_LIMITED.set(False)
+    try:
+        every = list(search_space.configs(large))
+    finally:
+        SEARCH_LIMITED.reset(token)
+    assert set(tried) < set(every)
+    assert len(every) > 3 * len(tried)
