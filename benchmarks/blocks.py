@@ -17,12 +17,15 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
-from first_use import COLUMNS, DEPTHS, raced
 from tmm_triton.hopper import search_space, warp_specialized
 from tmm_triton.hopper.tile_shapes import tile_count
 
 import tmm_core
+from tmm_core.bench.exhaustive import race
 
+#: N and K of the random problems.
+COLUMNS = (3072, 3584, 4096, 5120, 6144, 8192, 11008, 13824, 14336)
+DEPTHS = (2048, 2560, 3584, 4096, 5120, 6912, 8192)
 #: (schedule, consumers, BLOCK_M, BLOCK_N)
 TILES = (("pingpong", 2, 64, 256), ("cooperative", 2, 128, 256), ("pingpong", 2, 128, 192))
 CAPTURES, ROUNDS, BURST_US = 3, 8, 5000.0
@@ -42,7 +45,10 @@ def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[
         launchers[str(count)] = kernel.bind(problem, config)
     blas = tmm_core.dispatch.default_dispatcher().registry.kernel("blas")
     launchers["torch"] = blas.bind(problem, blas.default_config(problem))
-    us, _ = raced(problem, launchers, CAPTURES, ROUNDS, BURST_US)
+    us, _ = race(
+        problem, torch.device("cuda"), launchers,
+        captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US,
+    )  # fmt: skip
     return {name: round(each, 2) for name, each in us.items()}
 
 

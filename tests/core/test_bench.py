@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
-import operator
 import time
-import types
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +16,11 @@ from fakes import FakeKernel, register
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import environment, host, providers, regret, report, results, runner, suites
+from tmm_core.bench import charts, host, page, providers, report, results, runner, suites
 from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
+from tmm_core.spec.bucket import bucket_edge
 from tmm_core.tools.cli import main
 from tmm_core.tuning.timing import HostTimer
 from tmm_core.verify import compare
@@ -195,6 +192,7 @@ class ColumnTimer:
     def __init__(self, *times: float) -> None:
         self.times = times
         self.rounds: list[int] = []
+        self.released = 0
 
     def measure(self, runs: Sequence[Any], rounds: int, **chain: Any) -> list[list[float]]:
         self.rounds.append(rounds)
@@ -204,7 +202,7 @@ class ColumnTimer:
         return [[us * factor for factor in spread] for us in self.times[: len(runs)]]
 
     def release(self) -> None:
-        pass
+        self.released += 1
 
 
 def measure(
@@ -502,7 +500,7 @@ def test_the_summary_is_of_ratios_by_class_and_dtype() -> None:
 
 def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     kernels = {"kernel triton.naive": {"median_us": 400.0}, "inductor": {"median_us": 60.0}}
-    one = document(4096, 2.0, floor_us=40.0)
+    one = document(4096, 2.0)
     one["times"] |= kernels
     text = report.markdown(Results.of([one, document(64, 1.0), failure(512)]))
     header, _, first, second = (
@@ -516,69 +514,40 @@ def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     assert row["ratio"] == "2.000×"
     assert row["TFLOPS"] == f"{2 * 4096**3 / 50e-6 / 1e12:.1f}"
     assert row["GB/s"] == f"{6 * 4096**2 / 50e-6 / 1e9:.0f}"
-    assert (row["read floor µs"], row["tmm / floor"]) == ("40.0", "1.25")
     assert (row["inductor µs"], row["inductor / tmm"]) == ("60.0", "1.200×")
     assert row["triton.naive"] == "400.0"
     assert row["kernel"] == "triton.best BLOCK_M=64"
     # What was not measured is blank, not a number.
-    assert dict(zip(header, second, strict=True))["read floor µs"] == ""
+    assert dict(zip(header, second, strict=True))["inductor µs"] == ""
     assert "- square 512×512×512 bfloat16 nn: failed: OSError: gone" in text
 
 
-def test_the_square_plot_is_tflops_over_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_square_plot_is_tflops_over_sizes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tmm_core.bench import plots
-
-    drawn: dict[str, Any] = {}
-    real = plots._write
-
-    def spy(figure: Any, axes: Any, path: Path) -> None:
-        drawn[path.name] = axes
-        real(figure, axes, path)
-
-    monkeypatch.setattr(plots, "_write", spy)
     documents = [document(2048, 2.0), document(1024, 0.5), document(64, 1.0, suite="decode")]
     for each in documents[:2]:
         each["times"]["kernel triton.naive"] = {"median_us": 1000.0}
         each["times"]["kernel triton.naive one tile"] = {"median_us": 2000.0}
-    written = plots.save(Results.of(documents), tmp_path)
-    assert [path.name for path in written] == ["square-bfloat16.png", "ratios.png"]
+    found = Results.of(documents)
+    written = charts.save(found, tmp_path)
+    names = ["square-bfloat16.png", "ratios.png"]
+    assert [path.name for path in written] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    lines = {line.get_label(): line for line in drawn["square-bfloat16.png"].get_lines()}
+    assert page.html(found).count("<svg") == 2
+    drawn = {name: figure.axes[0] for name, figure in charts.figures(found).items()}
+    lines = {line.get_label(): line for line in drawn["square-bfloat16"].get_lines()}
     assert set(lines) == {"naive, 128×128", "tmm (tuned)", "cuBLAS (torch.matmul)"}
     naive = list(lines["naive, 128×128"].get_ydata())
     assert naive[1] == pytest.approx(2 * 2048**3 / 2000e-6 / 1e12)
     assert list(lines["tmm (tuned)"].get_xdata()) == [1024, 2048]
     rates = [2 * 1024**3 / 200e-6 / 1e12, 2 * 2048**3 / 50e-6 / 1e12]
     assert list(lines["tmm (tuned)"].get_ydata()) == pytest.approx(rates)
-    assert [tick.get_text() for tick in drawn["ratios.png"].get_yticklabels()] == [
+    assert [tick.get_text() for tick in drawn["ratios"].get_yticklabels()] == [
         "square", "decode",
     ]  # fmt: skip
 
 
-# -- floor and host ----------------------------------------------------------------------
-
-
-def test_the_floor_reads_every_word_in_every_launch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from tmm_core.bench import floor
-
-    # Fewer words than are there at a time, and more: several steps, and idle blocks.
-    monkeypatch.setattr(floor, "LAUNCHES", ((2, 256), (5, 1024)))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    a = torch.randn(50, 70, device=device).to(torch.bfloat16)
-    b = torch.randn(90, 70, device=device).to(torch.bfloat16).t()
-    words = [*a.flatten().view(torch.int32).tolist(), *b.mT.flatten().view(torch.int32).tolist()]
-    expected = functools.reduce(operator.xor, words)
-    runs = floor.readers([(a, b), (b.mT, b)])
-    assert len(runs) == 2
-    for run in runs:
-        assert functools.reduce(operator.xor, run(0).tolist()) == expected  # type: ignore[attr-defined]
-        assert functools.reduce(operator.xor, run(1).tolist()) == 0  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="32-bit words"):
-        floor.readers([(a[:1, :1].clone(), b)])
+# -- host ---------------------------------------------------------------------------------
 
 
 def test_host_cost_is_of_the_call_and_not_of_its_neighbour() -> None:
@@ -598,39 +567,6 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # Tuned beforehand, so that a call measures no tuning.
     assert len(list(dispatch.default_dispatcher().store.entries())) == 3
-
-
-# -- environment -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("answer", ["1980, 650.5, 60", "[N/A], [N/A], 60", None])
-def test_clocks_are_nvidia_smis_where_torch_has_no_reader(
-    answer: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-    properties = types.SimpleNamespace(uuid="abc")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
-    monkeypatch.setattr(environment, "_output", lambda argv: asked.append(argv) or answer)
-    clocks = environment.Clocks(torch.device("cuda", 0))
-    if answer and answer[0] == "1":
-        assert clocks.read() == {"sm_mhz": 1980, "power_w": 650.5, "celsius": 60}
-        assert clocks.read() is not None
-        assert asked[0][:2] == ["nvidia-smi", "--id=GPU-abc"]
-    else:
-        # What is not known once is not asked for after every problem.
-        assert clocks.read() is None
-        assert clocks.read() is None
-        assert len(asked) == 1
-
-
-def test_clocks_that_are_slow_to_read_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_nvidia_smi", lambda *_: ["1980", "650", "60"])
-    monkeypatch.setattr(environment.Clocks, "PATIENCE", -1.0)
-    clocks = environment.Clocks(torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
-    assert clocks.read() is not None
-    assert clocks.read() is None
 
 
 # -- the command -------------------------------------------------------------------------
@@ -665,23 +601,6 @@ def test_bench_writes_what_it_shows_and_resumes(
     assert main(["bench", "--from", str(out)]) == 0
     (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith("shapes"))
     assert row.split()[1:3] == ["float32", "3"]
-
-    # To be sent: the same numbers, and nothing of where they were measured.
-    packed = tmp_path / "mine.zip"
-    assert str(tmp_path) in file.read_text()
-    assert main(["bench", "--from", str(out), "--share", str(packed)]) == 0
-    assert "3 problems on" in capsys.readouterr().err
-    with zipfile.ZipFile(packed) as archive:
-        archive.extractall(tmp_path / "received")
-    received = [path.read_text() for path in (tmp_path / "received").iterdir()]
-    assert len(received) == 3
-    assert not [text for text in received if str(tmp_path) in text]
-    theirs, ours = Results.read([tmp_path / "received"]), Results.read([out])
-    assert [p["times"] for p in theirs.problems] == [p["times"] for p in ours.problems]
-    assert theirs.runs[0]["command"].count("<path>") == 1
-    for wrong in (["--from", str(out)], []):  # it is there already; nothing says of what
-        assert main(["bench", *wrong, "--share", str(packed)]) == 2
-        assert "--share" in capsys.readouterr().err
 
 
 def test_bench_ends_cleanly_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -741,8 +660,8 @@ def measured(suite: str, tmm_us: float, **others: float) -> dict[str, Any]:
 
 def test_the_report_says_which_goals_are_met() -> None:
     documents = [
-        measured("epilogue", 8.0, inductor=8.0, untuned=10.0),
-        measured("epilogue", 9.5, inductor=10.0, untuned=9.5),
+        measured("epilogue", 8.0, inductor=8.0),
+        measured("epilogue", 9.5, inductor=10.0),
     ]
     rows = {row[2]: row for row in report.goals(Results.of(documents))}
     assert rows["torch"] == (
@@ -750,7 +669,6 @@ def test_the_report_says_which_goals_are_met() -> None:
         "mean short",
     )  # fmt: skip
     assert rows["inductor"][-1] == "mean short"
-    assert "1.118× the tuned" in report._untuned(Results.of(documents))
     unmeasured = report.goals(Results.of([measured("epilogue", 5.0)]))
     assert [row[-1] for row in unmeasured] == ["yes", "not measured"]
 
@@ -780,26 +698,17 @@ def test_weights_are_multiplied_by_every_number_of_rows() -> None:
         suites.read({"x": {"dtypes": ["float32"], "weights": [[2, 3]]}})
 
 
-def test_what_would_be_chosen_untuned_is_a_column() -> None:
-    task = Task("shapes", Case(m=16, n=16, k=16, dtype=FP32))
-    options = runner.Options(tune=False, untuned=True, seconds=0.01)
-    (document,) = runner.run([task], CPU, options)
-    assert document["untuned"].startswith("blas")
-    assert document["times"]["untuned"]["samples"]
-    assert "untuned µs" in report.markdown(Results.of([document]))
-
-
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regret, "LARGEST_M", 64)
-    monkeypatch.setattr(regret, "WEIGHTS", ((16, 8), (8, 24)))
+    monkeypatch.setattr(suites, "LARGEST_M", 64)
+    monkeypatch.setattr(suites, "WEIGHTS", ((16, 8), (8, 24)))
 
 
-def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = regret.cases(200)
-    assert asked == regret.cases(200)
-    assert all(1 <= each.m <= 8192 for each in asked)
+def test_random_problems_are_fixed_by_their_seed() -> None:
+    asked = suites.random_problems(200)
+    assert asked == suites.random_problems(200)
+    assert all(1 <= each.case.m <= 8192 for each in asked)
     # As many in every octave.
-    assert 60 < sum(each.m < 90 for each in asked) < 140
+    assert 60 < sum(each.case.m < 90 for each in asked) < 140
 
 
 def test_regret_holds_the_choice_against_torch_and_the_best_known(
@@ -807,12 +716,15 @@ def test_regret_holds_the_choice_against_torch_and_the_best_known(
 ) -> None:
     small_problems(monkeypatch)
     register(FakeKernel("fake.a", tiles=(1, 2)))
-    documents = list(regret.measure(CPU, regret.cases(6, FP32), budget=1.0))
-    assert [d["case"]["m"] for d in documents] == [each.m for each in regret.cases(6)]
+    tasks = suites.random_problems(6, FP32)
+    options = runner.Options(budget=1.0, seconds=0.01)
+    documents = list(runner.run(tasks, CPU, options))
+    assert [d["case"]["m"] for d in documents] == [each.case.m for each in tasks]
     for point in documents:
         assert "failed" not in point, point
         assert point["best_us"] <= point["us"]
-        assert point["bucket"] >= point["case"]["m"]
+    edges = {entry.record.problem["m"] for entry in dispatch.default_dispatcher().store.entries()}
+    assert edges == {bucket_edge(each.case.m) for each in tasks}
     text = report.markdown(Results.of(documents))
     assert "## random M, weight and epilogue" in text
     (row,) = (line for line in text.splitlines() if line.startswith("| 1…8192 |"))
@@ -843,11 +755,11 @@ def test_bench_measures_regret_from_the_command_line(
 def test_batch_invariant_mode_is_measured_with_every_column() -> None:
     register(FakeKernel("fake.firm", traits=tmm_core.Traits(batch_invariant=True), estimate=9.0))
     task = Task("batch_invariant", Case(m=4, n=16, k=16, dtype=FP32), batch_invariant=True)
-    options = runner.Options(kernels=True, untuned=True, budget=1.0, seconds=0.01)
+    options = runner.Options(kernels=True, budget=1.0, seconds=0.01)
     (document,) = runner.run([task], CPU, options)
     assert "failed" not in document, document
     assert document["kernel"] == "fake.firm"
-    assert {"torch", "tmm", "untuned", "kernel fake.firm"} <= set(document["times"])
+    assert {"torch", "tmm", "kernel fake.firm"} <= set(document["times"])
     assert "kernel blas" not in document["times"]
     # Beside the usual persistent kernel, where that can be had.
     assert "triton.persistent" in document["not_timed"]["one persistent config"]

@@ -61,39 +61,6 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert not err
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("explain", "8x8x8", "--plot", "{}/a.png"),
-        ("explain", "--tiles", "3x3", "--plot", "{}/a.svg"),
-        ("bench", "--shapes", "8x8x8", "--output", "results", "--share", "{}/a.zip"),
-        ("bench", "--from", "results", "--share", "{}/a.zip"),
-    ],
-    ids=" ".join,
-)
-def test_a_result_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    argv: tuple[str, ...],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    absent = tmp_path / "absent"
-    assert main([each.format(absent) for each in argv]) == 2
-    assert capsys.readouterr() == ("", f"tmm: {absent}: there is no such folder\n")
-    assert not (tmp_path / "results").exists()
-
-
-def test_a_shared_file_is_never_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "a.zip"
-    target.write_text("mine")
-    assert main(["bench", "--from", str(tmp_path), "--share", str(target)]) == 2
-    assert capsys.readouterr().err == f"tmm: --share {target}: there is such a file already\n"
-    assert target.read_text() == "mine"
-
-
 def test_every_command_has_a_module_and_the_line_of_help() -> None:
     for name, text in tmm.COMMANDS.items():
         module = importlib.import_module(f"tmm_core.tools.commands.{name.replace('-', '_')}")

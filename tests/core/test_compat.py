@@ -180,7 +180,7 @@ def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch)
 #: Beside compat: measuring torch against itself, a GPU kept busy in a test, and operators that BLAS
 #: uses where this torch has them.
 ELSEWHERE = {
-    "tmm_core/bench/grouped.py",
+    "tmm_core/bench/grouped_baselines.py",
     "tmm_core/bench/providers.py",
     "tmm_core/testing/conformance.py",
     "tmm_blas/blas.py",

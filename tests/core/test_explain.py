@@ -8,16 +8,11 @@ from __future__ import annotations
 import json
 import shlex
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tmm_cache import CandidateResult, TuningRecord
-from tmm_cache.header import blas_us
-from tmm_cache.record import CLOCK
 
-from tmm_core.bench import candidates
 from tmm_core.bench.case import Case
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
@@ -46,77 +41,15 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-# -- tiles -------------------------------------------------------------------------------
-
-
-def test_five_by_four(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "--tiles", "5x4", "--group", "1,3")
-    first, second, _ = out.split("\n\n", 2)
-    assert second.splitlines() == [
-        "GROUP_M=3: 5×4 tiles, by program, the first wave in brackets",
-        "[ 0] [ 3]   6    9",
-        "[ 1] [ 4]   7   10",
-        "[ 2]   5    8   11",
-        " 12   14   16   18",
-        " 13   15   17   19",
-        "tiles read by each wave: 25 30 35 25",
-    ]
-    assert first.splitlines()[1] == "[ 0] [ 1] [ 2] [ 3]"
-
-
-def test_ninety_and_fifty_four(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(printed(capsys, "--tiles", "9x9", "--group", "1,3", "--json"))
-    assert [entry["reads"][0] for entry in told] == [90, 54]
-    assert [entry["order"][3] for entry in told] == [[0, 3], [0, 1]]
-    assert "54     486" in printed(capsys, "--tiles", "9×9", "--group", "3")
-
-
-def test_tiles_of_a_problem(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
-    config = "BLOCK_M=128,BLOCK_N=256,GROUP_M=4"
-    argv = ("4096x4096x4096", "--gpu", "h100", "--tiles", "--json")
-    [told] = json.loads(printed(capsys, *argv, "--config", config))
-    assert (told["group"], told["wave"], len(told["order"])) == (4, 132, 32 * 16)
-    # Four rows of tiles by 33 columns of which there are 16: two bands, and one tile of a third.
-    assert told["order"][:5] == [[0, 0], [1, 0], [2, 0], [3, 0], [0, 1]]
-    assert told["l2_bytes"] == 512 * (128 + 256) * 4096 * 2
-    assert 2 * 4096 * 4096 * 2 <= told["memory_bytes"] < told["l2_bytes"] / 4
-    [chosen] = json.loads(printed(capsys, *argv))
-    assert len(chosen["order"]) >= 256
-    gated = json.loads(printed(capsys, *argv, "--config", config, "--epilogue", "swiglu"))
-    assert gated[0]["l2_bytes"] == 512 * (128 + 2 * 256) * 4096 * 2
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_picture_of_tiles(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"tiles.{ending}"
-    printed(capsys, "--tiles", "5x4", "--group", "1,3", "--plot", str(path))
-    head = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
-    assert path.read_bytes().startswith(head)
-    assert "--plot" in refused(capsys, "--tiles", "5x4", "--plot", str(tmp_path / "tiles.doc"))
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "give a shape MxNxK, or --tiles RxC"),
-        (("--tiles",), "give a shape MxNxK, or --tiles RxC"),
-        (("--tiles", "5"), "accepted is RxC"),
-        (("--tiles", "0x4"), "number above 0"),
-        (("--tiles", "5x4", "--group", "0"), "number above 0"),
-        (("--tiles", "900x900"), "are more than"),
-        (("8x8x8", "--tiles", "5x4"), "--tiles takes RxC without a shape"),
-        (("8x8x8", "--tiles", "--config", "BLOCK_M=16"), "give BLOCK_M and BLOCK_N"),
-        (("8x8x8", "--tiles", "--config", "BLOCK_M=16,BLOCK_N=16"), "give --wave or --gpu"),
-        (("8x8x8", "--tiles", "--config", "BLOCK_M=a,BLOCK_N=16", "--wave", "1"), "whole numbers"),
+        ((), "MxNxK"),
         (("8x8x8", "--config", "BLOCK_M=16"), "name it with --kernel"),
         (("8x8x8", "--config", "BLOCK_M"), "accepted is FIELD=VALUE"),
         (("8x8x8", "--gpu", "abacus"), "the name of none of these"),
         (("8x8x8", "--gpu", "nvidia"), "the name of several of these"),
         (("8x8x8", "--device", "cpu", "--why"), "does not describe its anatomy"),
-        (("8x8x8", "--device", "cpu", "--plot", "x.png"), "has none; run tmm tune"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -192,45 +125,6 @@ def test_waves_and_fill() -> None:
 
 
 # -- pictures and profiling --------------------------------------------------------------
-
-
-def test_a_picture_of_a_record(
-    capsys: pytest.CaptureFixture[str], shipped: None, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "record.svg"
-    printed(capsys, "4096x4096x4096", "--gpu", "h200", "--plot", str(path))
-    assert path.read_bytes().startswith(b"<?xml")
-
-
-def test_every_candidate_is_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losers, those that failed, and those without a model too."""
-    figure = pytest.importorskip("matplotlib.figure")
-    results = [
-        CandidateResult("blas", "1", {}, "ok", (20.0, 21.0, 22.0)),
-        CandidateResult(
-            "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 4}, "ok", (10.0, 10.0)
-        ),
-        CandidateResult(
-            "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 5}, "slow", (12.0,)
-        ),
-        CandidateResult("w", "1", {}, "wrong", reason="error 1 exceeds 0.1; and more"),
-    ]
-    record = TuningRecord(
-        problem={"m": 7}, winner=1, candidates=tuple(results), created="2026-11-22T00:00:00Z",
-        tuning_seconds=1.0, clock=CLOCK,
-    )  # fmt: skip
-    assert blas_us(record) == 21.0
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    marked = ("k", dict(results[1].config))
-    candidates.draw(record, tmp_path / "x.png", "title", marked, [None, 11.0, None, None])
-    [axes] = drawn[0].axes
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["chosen → k 1×2×3", "k 1×2×3", "blas", "w"]
-    assert [round(bar.get_width(), 6) for bar in axes.patches] == [10.0, 12.0, 21.0]
-    assert [bar.get_alpha() for bar in axes.patches] == [0.35, 0.35, 0.8]  # only BLAS had all three
-    assert [text.get_text() for text in axes.texts] == ["s=4", "s=5", "", "error 1 exceeds 0.1"]
 
 
 def test_the_profilers_command_line_runs_the_chosen_kernel(

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tmm_core
 from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProblemError
-from tmm_core.bench import grouped as bench
+from tmm_core.bench import grouped_baselines as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.dispatcher import ROWS_EACH, Dispatcher

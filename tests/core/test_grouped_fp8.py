@@ -16,7 +16,7 @@ from tmm_blas.blas import Blas
 
 import tmm_core
 from tmm_core import Groups, Operand, Problem, Scale
-from tmm_core.bench import grouped as bench
+from tmm_core.bench import grouped_baselines as bench
 from tmm_core.bench import runner, suites
 from tmm_core.epilogues import parse
 from tmm_core.interop import grouped_operator

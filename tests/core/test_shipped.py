@@ -16,8 +16,8 @@ from tmm_cache import CacheStore, shipped_layers
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.bench import recheck
 from tmm_core.tools.cli import main
+from tmm_core.tools.commands import record_check
 from tmm_core.tuning.environment_faults import BUDGET_ENDED
 
 CPU = torch.device("cpu")
@@ -80,11 +80,11 @@ def test_what_ships_is_chosen_by_and_checked(
     assert shipped.best.median_us == pytest.approx(record.best.median_us)
     assert all(len(c.samples_us) <= 3 for c in shipped.candidates)
 
-    assert main(["bench", "--verify-shipped", "--device", "cpu", "--json"]) == 0
+    assert main(["verify", "--device", "cpu", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
-    assert (document["status"], document["kernel"]) == ("ok", "blas")
+    assert (document["status"], document["kernel"]) == ("blas", "blas")
     assert document["error"] < 1e-4
-    assert recheck.current(problem.device) == (1, 1)
+    assert record_check.current(problem.device) == (1, 1)
 
     # A kernel that is no longer the one that was measured.
     (path,) = package.glob("v2/*/*/*[0-9a-f].json")
@@ -93,10 +93,10 @@ def test_what_ships_is_chosen_by_and_checked(
         candidate["version"] = "2"
     del changed["checksum"]  # as whoever edits by hand has to
     path.write_text(json.dumps(changed))
-    assert main(["bench", "--verify-shipped", "--device", "cpu", "--json"]) == 0
+    assert main(["verify", "--device", "cpu", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
     assert document["status"] == "stale"
-    assert recheck.current(problem.device) == (1, 0)
+    assert record_check.current(problem.device) == (1, 0)
 
 
 @pytest.mark.parametrize(("fault", "status"), [("wrong", "wrong"), ("raises", "failed")])
@@ -111,7 +111,7 @@ def test_a_shipped_winner_that_is_no_good_fails_the_check(
         return out.add_(1)
 
     bad = FakeKernel("bad", spoil=spoil)
-    monkeypatch.setattr(recheck, "_kernel", lambda record: bad)
+    monkeypatch.setattr(record_check, "_kernel", lambda record: bad)
     best = record.best
     config = bad.default_config(problem).to_json()
     candidates = list(record.candidates)
@@ -119,7 +119,7 @@ def test_a_shipped_winner_that_is_no_good_fails_the_check(
     worse = replace(record, candidates=tuple(candidates))
     device = problem.device
     entry = CacheStore().summary(device.gpu, device.environment, worse)
-    (document,) = recheck.raced([entry], CPU)
+    (document,) = record_check.verified([entry], CPU)
     assert document["status"] == status, document
 
 

@@ -14,8 +14,8 @@ from tmm_triton.split_k import SplitK
 from tmm_triton.tiled import FusedEpilogue, Grouped
 
 from tmm_core import Epilogue
-from tmm_core.bench.tile_order import Wave, order, place, traffic, waves
 from tmm_core.spec.device import interpreting
+from tmm_core.tools.commands.tile_order import memory_bytes, order, waves
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted here")
 
@@ -46,11 +46,9 @@ def test_five_by_four() -> None:
     assert numbers(5, 4, 8) == [[column * 5 + row for column in range(4)] for row in range(5)]
 
 
-def test_ninety_reads_and_fifty_four() -> None:
-    first = [waves(order(9, 9, group), 9, steps=9)[0] for group in (1, 3)]
-    assert [wave.reads for wave in first] == [90, 54]
-    assert [wave.loads for wave in first] == [162, 162]
-    assert first[1].rows == first[1].columns == [0, 1, 2]
+def test_a_wave_reads_its_rows_and_columns() -> None:
+    first = [waves(9, 9, group, 9)[0] for group in (1, 3)]
+    assert first == [({0}, {*range(9)}), ({0, 1, 2}, {0, 1, 2})]
 
 
 def test_every_order_is_a_permutation() -> None:
@@ -59,26 +57,16 @@ def test_every_order_is_a_permutation() -> None:
             tiles = [(m, n) for m in range(rows) for n in range(columns)]
             for group in (1, 2, 3, 5, 8, 12, 64):
                 assert sorted(order(rows, columns, group)) == tiles
-                found = waves(order(rows, columns, group), 7)
-                assert [t for wave in found for t in wave.tiles] == order(rows, columns, group)
+                assert len(waves(rows, columns, group, 7)) == -(-len(tiles) // 7)
 
 
 def test_bytes() -> None:
-    tiles = order(4, 4, 2)
-    cold = traffic(waves(tiles, 4), row_bytes=10, column_bytes=100)
-    assert (cold.from_l2, cold.from_memory) == (16 * 110, 4 * (2 * 10 + 2 * 100))
-    assert cold.hits == 0.5
+    run = waves(4, 4, 2, 4)
+    assert memory_bytes(run, row_bytes=10, column_bytes=100) == 4 * (2 * 10 + 2 * 100)
     # An L2 that holds all reads all once.
-    assert traffic(waves(tiles, 4), 10, 100, l2=10_000).from_memory == 4 * 10 + 4 * 100
+    assert memory_bytes(run, 10, 100, l2=10_000) == 4 * 10 + 4 * 100
     # One that holds a wave's two columns and two rows keeps the rows of a band.
-    assert traffic(waves(tiles, 4), 10, 100, l2=220).from_memory == 4 * 10 + 8 * 100
-    assert Wave(((0, 0), (0, 1)), steps=3).reads == 9
-
-
-def test_nothing_to_order_is_an_error() -> None:
-    for wrong in ((0, 4, 1), (4, 0, 1), (4, 4, 0)):
-        with pytest.raises(ValueError, match="each must be at least 1"):
-            order(*wrong)
+    assert memory_bytes(run, 10, 100, l2=220) == 4 * 10 + 8 * 100
 
 
 @triton.jit
@@ -130,4 +118,3 @@ def test_each_kernel_computes_the_tile_it_is_said_to(
     out = kernel.bind(posed, config)(a, b, None, None, 1.0, None)
     found = [[int(out[m * 16, n * 16]) for n in range(4)] for m in range(5)]
     assert found == numbers(5, 4, group)
-    assert place(found[1][2], 5, 4, group) == (1, 2)

@@ -15,11 +15,11 @@ from tmm_cache import CacheStore, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.bench import recheck
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
+from tmm_core.tools.commands import record_check
 
 CPU = ["--device", "cpu"]
 DEVICE = fingerprint(torch.device("cpu"))
@@ -46,7 +46,7 @@ def delayed(out: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def fine(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
-    monkeypatch.setattr(recheck, "REPEATS", 2)
+    monkeypatch.setattr(record_check, "REPEATS", 2)
     # BLAS wins the tunings, whatever else the machine does.
     kernel = FakeKernel("test.fine", spoil=delayed)
     register(kernel)

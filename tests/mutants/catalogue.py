@@ -15,6 +15,7 @@ from grouped import GROUPED
 from identity import IDENTITY
 from kernels import KERNELS
 from limits import LIMITS
+from measure import BENCH
 from mutant import Mutant
 from outputs import OUTPUTS
 from path import PATH
@@ -44,4 +45,5 @@ MUTANTS: list[Mutant] = [
     *IDENTITY,
     *PATH,
     *POOL,
+    *BENCH,
 ]

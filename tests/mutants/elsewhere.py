@@ -152,7 +152,7 @@ ELSEWHERE = [
            "        write_environment(path.parent, environment)\n",
            "a crash leaves a record of nobody knows what",
            ("tests/cache/test_cache_faults.py::test_a_record_never_lies_without_its_environment",)),
-    Mutant("hints-verified", "bench/recheck.py", " and not entry.record.is_hint", "",
+    Mutant("hints-verified", "tools/commands/record_check.py", " and not entry.record.is_hint", "",
            "tmm verify reports records that do not answer",
            ("tests/core/test_verify_command.py::test_hints_are_no_answers",)),
     Mutant("given-up-continues", "tools/ranks.py",

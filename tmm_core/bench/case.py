@@ -10,8 +10,10 @@ torch.Size([64, 48])
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +21,17 @@ from tmm_cache.problem_fields import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, formats, settings
-from tmm_core.formats import IMPLIED
 from tmm_core.launch import grouped_call, warm
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import PARTS, GroupedArguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.operand import Operand, dtype_name, dtype_of
+from tmm_core.spec.operand import Operand, Scale, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import compare
 from tmm_core.verify.ragged_inputs import Inputs, Rows, Sizes
-from tmm_core.verify.random_inputs import fill, seeded
+from tmm_core.verify.random_inputs import make, seeded
 
 Tensor = torch.Tensor
 
@@ -79,58 +80,31 @@ class Case:
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
         epilogue = dispatch.default_dispatcher().registry.epilogue(self.epilogue or None)
-        plain, out_dtype = Operand(self.dtype), self.out_dtype or self._wide
+        scale = Scale.parse(self.scales) if self.scales else None
+        a, b = (Operand(self.dtype, "row" if x == "n" else "col", scale=scale) for x in self.layout)
+        plain = formats.pair(self.dtype, self.dtype).result or self.dtype
+        out = Operand(self.out_dtype or plain)
         groups = Groups(self.groups, self.ragged) if self.groups else None
-        # For its shapes and its extent alone.
         posed = Problem(
-            self.m, self.n, self.k, plain, plain, Operand(out_dtype), fingerprint(device),
-            batch=self.batch, epilogue=epilogue, groups=groups,
+            self.m, self.n, self.k, a, b, out, fingerprint(device), batch=self.batch,
+            epilogue=epilogue, groups=groups, bias=plain if self.bias else None,
+            residual=out if self.residual else None,
         )  # fmt: skip
-        generator = seeded(device)
-
-        form = IMPLIED.get(self.dtype)
-
-        def made(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-            t = torch.empty(shape, dtype=dtype, device=device)
-            of = form if dtype is self.dtype else None
-            return fill(name, t, self.k, generator, form=of) if filled else t
-
-        def operand(name: str, shape: tuple[int, ...], layout: str) -> Tensor:
-            if layout == "n":
-                return made(name, self.dtype, shape)
-            *batch, rows, columns = shape
-            return made(name, self.dtype, (*batch, columns, rows)).mT
-
-        parts = {
-            name: made(name, torch.float32, posed.shape(name) if self.scales == "row" else ())
-            for name in (("a_scale", "b_scale") if self.scales else ())
-        }
-        return Call(
-            a=operand("a", posed.a_shape, self.layout[0]),
-            b=operand("b", posed.b_shape, self.layout[1]),
-            bias=made("bias", self._wide, posed.b_shape[-1:]) if self.bias else None,
-            residual=made("residual", out_dtype, posed.out_shape) if self.residual else None,
-            epilogue=epilogue,
-            out_dtype=self.out_dtype,
-            parts=parts,
-            rows=None if groups is None else self._rows(groups, posed.extent, device),
-        )
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """The default dtype of the result."""
-        return formats.pair(self.dtype, self.dtype).result or self.dtype
+        made = make(posed, device, allocate=partial(_packed, device), filled=filled)
+        fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        call = Call(**fields, epilogue=epilogue, out_dtype=self.out_dtype)
+        if groups is None:
+            return call
+        # One bias for all groups; the same sizes of groups for each measurement of a case.
+        sizes: Sizes = "even" if self.routing == "even" else "skewed"
+        rows = Rows.of(groups, posed.extent, device, seeded(device, 0), sizes=sizes, whole=True)
+        rows = rows if self.routing == "both" else replace(rows, other_offs=())
+        return replace(call, rows=rows, bias=None if made.bias is None else made.bias[0])
 
     def problem(self, device: torch.device) -> Problem:
         """The problem that the call poses; raises like :meth:`call`."""
         # Only shapes, strides and dtypes matter.
         return self.call(device, filled=False).problem()
-
-    def _rows(self, groups: Groups, size: int, device: torch.device) -> Rows:
-        """The ends of the groups; the same for each measurement of a case."""
-        sizes: Sizes = "even" if self.routing == "even" else "skewed"
-        rows = Rows.of(groups, size, device, seeded(device, 0), sizes=sizes, whole=True)
-        return rows if self.routing == "both" else replace(rows, other_offs=())
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self) | {"dtype": dtype_name(self.dtype)}
@@ -162,6 +136,14 @@ class Case:
             "residual" if self.residual else "",
         ]
         return " ".join(filter(None, words))
+
+
+def _packed(device: torch.device, name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
+    """Memory without gaps, also where its rows are then misaligned."""
+    if spec.layout == "row":
+        return torch.empty(shape, dtype=spec.dtype, device=device)
+    *batch, rows, columns = shape
+    return torch.empty((*batch, columns, rows), dtype=spec.dtype, device=device).mT
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,41 +1,25 @@
-"""A run's results as one self-contained HTML page, without scripts or network access."""
+"""The report as one self-contained HTML page, without scripts or network access."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from tmm_cache import CLOCK, CacheStore, Summary, shipped_layers
-
-from tmm_core.bench import html_tables, report
-from tmm_core.bench.charts import Line, Point, Row, plane, rows
-from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
-from tmm_core.bench.runner import TMM, TORCH, UNTUNED
+from tmm_core.bench import charts, html_tables, report
+from tmm_core.bench.results import Results
 
 NAME = "report.html"
 
-#: Colours of :data:`tmm_core.bench.results.OTHER_CLOCKS`.
-_CLOCK_SERIES = ("torch", "lost", "other")
-
 _STYLE = """
-:root { --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --tmm: #0072b2; --torch: #e69f00;
-        --lost: #d55e00; --other: #009e73; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --paper: #15191e; --faint: #343b43; --tmm: #56b4e9; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--ink); } .grid { stroke: var(--faint); } .middle { stroke: var(--ink); }
-circle { fill-opacity: .55; } .tmm { fill: var(--tmm); } .torch { fill: var(--torch); }
-.lost { fill: var(--lost); } .other { fill: var(--other); } .mark { stroke: var(--ink); }
+svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .85rem; display: block; overflow-x: auto; }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid var(--faint); white-space: nowrap; }
-.key span { display: inline-block; width: .8em; height: .8em; border-radius: 50%; }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #d8dee4; white-space: nowrap; }
 """
 
 
@@ -66,194 +50,39 @@ def html(results: Results) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>tmm against torch on {name}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>tmm against torch on {name}</h1>\n{body(results)}\n</body></html>\n"
+        f"<body><h1>tmm against torch on {name}</h1>\n{_body(results)}\n</body></html>\n"
     )
 
 
-def body(results: Results) -> str:
-    """The sections below the title; those without data are left out."""
-    measured = results.measured
-    parts = [
-        _runs(results),
-        html_tables.table(
-            report.SUMMARY_COLUMNS, report.summaries(results), report.SUMMARY_NUMBERS
-        ),
-    ]
-    if measured:
-        parts += [
-            _section(
-                "Ratios by class",
-                "torch's time over tmm's in use, a point for each problem and a diamond for their "
-                "geometric mean: right of 1 tmm is faster.",
-                rows(_ratio_rows(measured), "torch / tmm"),
-                key={"tmm": "tmm", "lost": f"below {report.LOST}"},
-            ),
-            _section(
-                "Roofline",
-                "Rate of each problem over its arithmetic intensity. The lines are the highest "
-                "bandwidth and rate that a problem of these runs reached, not data-sheet values.",
-                _roofline(measured),
-                key={"tmm": "tmm", "torch": "torch"},
-            ),
-        ]
-    if compared := _tuned_rows(results):
-        parts.append(
-            _section(
-                "Tuned against shipped and untuned",
-                "Time of the choice without tuning over the tuned choice's: by the record that "
-                "ships for this GPU, with the time recorded there, and without any record.",
-                rows(compared, "without tuning / tuned"),
-                key={"other": "shipped record", "torch": "nothing on record"},
-            )
-        )
-    if clocks := _clock_rows(measured):
-        parts.append(
-            _section(
-                "Clocks side by side",
-                "torch's time over tmm's by each clock, geometric means as diamonds. In use "
-                "decides: calls over many weights in turn. Alone is one launch after a flush of "
-                "the L2, steady the chain without pause, between a chain with a small kernel "
-                "between its calls. In the table: geometric mean / worst.",
-                rows(clocks, "torch / tmm")
-                + html_tables.table(report.CLOCK_COLUMNS, report.clocks(results)),
-                key={"tmm": "in use", **dict(zip(_CLOCK_SERIES, OTHER_CLOCKS, strict=True))},
-            )
-        )
-    if results.regrets:
-        parts.append(
-            _section(
-                "Random M, weight and epilogue",
-                "Problems that were not tuned, with one choice per bucket of M.",
-                html_tables.table(report.REGRET_COLUMNS, report.regrets(results)),
-                key={},
-            )
-        )
-    if measured:
-        parts.append(_section("Problems", "", _problems(measured), key={}))
+def _body(results: Results) -> str:
+    runs = [(run["started"], f"tmm {run['tmm']}, {report.commit(run)}") for run in results.runs]
+    facts = [*(report.versions(results.runs[-1]) if results.runs else []), *runs]
+    parts = [html_tables.facts(facts)]
+    for number, section in enumerate(report.sections(results)):
+        parts += [f"<h2>{escape(section.title)}</h2>"] if section.title else []
+        parts += [f"<p>{escape(section.text)}</p>"] if section.text else []
+        if section.columns:
+            parts.append(html_tables.table(section.columns, section.rows, section.numbers))
+        parts += [f"<p>{escape(line)}</p>" for line in section.lines]
+        parts += _charts(results) if number == 0 else []
     return "\n".join(parts)
 
 
-def _section(title: str, text: str, content: str, *, key: dict[str, str]) -> str:
-    colours = " &nbsp; ".join(
-        f'<span style="background:var(--{series})"></span> {escape(label)}'
-        for series, label in key.items()
-    )
-    said = f"<p>{escape(text)}</p>" if text else ""
-    shown = f'<p class="key">{colours}</p>' if key else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{shown}{content}</section>"
+def _charts(results: Results) -> Iterator[str]:
+    try:
+        drawn = charts.figures(results)
+    except ModuleNotFoundError as error:
+        yield f"<p>Without charts: {escape(str(error))}; pip install 'tmm-core[bench]'.</p>"
+        return
+    for figure in drawn.values():
+        yield _svg(figure)
 
 
-def _runs(results: Results) -> str:
-    if not results.runs:
-        return ""
-    runs = [(run["started"], f"tmm {run['tmm']}, {report.commit(run)}") for run in results.runs]
-    return html_tables.facts([*report.versions(results.runs[-1]), *runs])
+def _svg(figure: Any) -> str:
+    from matplotlib import rc_context
 
-
-def _grouped(documents: Iterable[Document]) -> dict[str, list[Document]]:
-    return {
-        f"{suite} {dtype.removeprefix('float8_')}": members
-        for (suite, dtype), members in report.by_class(documents).items()
-    }
-
-
-def _ratio_rows(measured: Sequence[Document]) -> list[Row]:
-    found = []
-    for label, documents in _grouped(measured).items():
-        points = [
-            Point(d["ratio"], report.line(d), "tmm" if d["ratio"] >= report.LOST else "lost")
-            for d in documents
-        ]
-        found.append(Row(label, points, [_mean(points, label)]))
-    return found
-
-
-def _mean(points: Sequence[Point], label: str, series: str = "tmm") -> Point:
-    mean = statistics.geometric_mean([point.x for point in points])
-    return Point(mean, f"{label}: geometric mean {mean:.3f} of {len(points)}", series)
-
-
-def _roofline(measured: Sequence[Document]) -> str:
-    points = []
-    for document in measured:
-        intensity = document["flops"] / document["bytes"]
-        for series in (TORCH, TMM):
-            us = document["times"][series]["median_us"]
-            said = f"{report.title(document)}: {series} {us:.2f} µs"
-            points.append(Point(intensity, said, series, document["flops"] / us / 1e6))
-    bandwidth = max(point.y / point.x for point in points)  # TFLOPS over FLOP/byte: TB/s
-    rate = max(point.y for point in points)
-    knee = rate / bandwidth
-    least, most = (pick([knee, *(point.x for point in points)]) for pick in (min, max))
-    lines = [
-        Line(
-            (min(least, knee), min(least, knee) * bandwidth), (knee, rate), f"{bandwidth:.2f} TB/s"
-        ),
-        Line((knee, rate), (most, rate), f"{rate:.0f} TFLOPS"),
-    ]
-    return plane(points, lines, "FLOP / byte", "TFLOPS")
-
-
-def _tuned_rows(results: Results) -> list[Row]:
-    shipped = _shipped(results)
-    found = []
-    for label, documents in _grouped(results.measured).items():
-        points = []
-        for document in documents:
-            tuned = document["times"][TMM]["median_us"]
-            if (record := shipped.get(_digest(document))) is not None and record.header.best.us:
-                winner = record.header.best
-                said = f"{report.title(document)}: shipped {winner.kernel} {winner.us:.2f} µs, "
-                said += f"tuned {document['kernel']} {tuned:.2f} µs"
-                points.append(Point(record.header.best.us / tuned, said, "other"))
-            if UNTUNED in document["times"]:
-                untuned = document["times"][UNTUNED]["median_us"]
-                said = f"{report.title(document)}: untuned {untuned:.2f} µs, tuned {tuned:.2f} µs"
-                points.append(Point(untuned / tuned, said, "torch"))
-        if points:
-            found.append(Row(label, points, [_mean(points, label, "other")]))
-    return found
-
-
-def _shipped(results: Results) -> dict[str, Summary]:
-    """The records that packages ship for this GPU, by the digest of their problem."""
-    if not results.runs:
-        return {}
-    gpu, found = results.runs[-1]["gpu"], {}
-    for layer in shipped_layers():
-        for summary in CacheStore(layer, []).summaries(gpu):
-            if summary.clock == CLOCK:  # times of different clocks are not comparable
-                found[summary.digest] = summary
-    return found
-
-
-def _digest(document: Document) -> str:
-    """Digest of the problem if a record answered; the record's file is named after it."""
-    return Path(document["reason"]).stem if document["origin"] == "cache" else ""
-
-
-def _clock_rows(measured: Sequence[Document]) -> list[Row]:
-    series = dict(zip(OTHER_CLOCKS, _CLOCK_SERIES, strict=True))
-    found = []
-    for label, documents in _grouped(measured).items():
-        marks = [_mean([Point(d["ratio"], "") for d in documents], f"{label} in use")]
-        points = [Point(d["ratio"], f"in use: {report.line(d)}") for d in documents]
-        for clock, colour in series.items():
-            taken = [
-                Point(ratio, f"{clock} {ratio:.3f}×: {report.title(d)}", colour)
-                for d in documents
-                if (ratio := report.clock_ratio(d, clock)) is not None
-            ]
-            if taken:
-                points += taken
-                marks.append(_mean(taken, f"{label} {clock}", colour))
-        if len(marks) > 1:
-            found.append(Row(label, points, marks))
-    return found
-
-
-def _problems(measured: Sequence[Document]) -> str:
-    columns, cells = report.problem_table(measured)
-    numbers = [name for name in columns if name not in ("problem", "kernel", "origin")]
-    rows = [(document["suite"], *row) for document, row in zip(measured, cells, strict=True)]
-    return html_tables.table(("class", *columns), rows, numbers)
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(text, format="svg", metadata=nothing)
+    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tmm_cache import CacheStore, TuningRecord
-from tmm_cache.paths import NOWHERE
+from tmm_cache import TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
-from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch.plan import Plan
+from tmm_core.spec.kernel import config_text
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.tuning.timing import Run
-from tmm_core.tuning.tuner import Tuner
+
+#: Candidates of a record that race against the choice, fastest first.
+MOST_KNOWN = 5
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -130,12 +131,14 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
     return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed
 
 
-def untuned(call: Call) -> Plan:
-    """The choice without any record."""
-    empty = CacheStore(NOWHERE, layers=())
-    blank = Dispatcher(dispatch.default_dispatcher().registry, Tuner(), empty)
-    candidate = blank.choose(call.problem(), settings.current()).candidate
-    return call.plan(kernel=candidate.kernel.name, config=candidate.config)
+def known(record: TuningRecord, chosen: Plan) -> list[Series]:
+    """The fastest candidates on record besides the choice."""
+    found = {
+        f"{result.kernel} {config_text(result.config)}": result
+        for result in fastest_first(record)[:MOST_KNOWN]
+        if (result.kernel, dict(result.config)) != (chosen.kernel, dict(chosen.config))
+    }
+    return [Series(label, each.kernel, tuple(each.config.items())) for label, each in found.items()]
 
 
 def _why(record: TuningRecord, kernel: str) -> str:

@@ -7,14 +7,16 @@ between any two columns are noise.
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
-from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH, UNTUNED
+from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH
 from tmm_core.bench.series import told
 from tmm_core.spec.kernel import config_text
 
@@ -25,18 +27,69 @@ SUMMARY_COLUMNS = (
     "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
     "skipped", "failed",
 )  # fmt: skip
-SUMMARY_NUMBERS = tuple(
-    name for name in SUMMARY_COLUMNS if name not in ("class", "dtype", "worst problem")
-)
-
+GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
+CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 REGRET_COLUMNS = (
     "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
     "of it",
 )  # fmt: skip
+SEARCH_COLUMNS = (
+    "class", "best was", "problems", "chosen / best", "at most", "of it", "BLAS / best",
+)  # fmt: skip
 #: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
-CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
-GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: a table with a text before it, and lines after it. ``detail`` marks
+    what the command leaves to the report's files."""
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    text: str = ""
+    lines: Sequence[str] = ()
+    detail: bool = False
+
+    @property
+    def numbers(self) -> list[str]:
+        """The columns of numbers, such as ``1.020×``, ``3.1 ±0.2`` and nothing at all."""
+        cells = zip(*self.rows, strict=True)
+        told = zip(self.columns, cells, strict=True) if self.rows else ()
+        return [name for name, mine in told if all(map(_NUMBER.fullmatch, mine))]
+
+
+_NUMBER = re.compile(r"([\d.]+(e[-+]\d+)?[×%]?( .*)?)?")
+
+
+def sections(results: Results) -> Iterator[Section]:
+    """The sections that ``results`` have data for."""
+    yield Section("", SUMMARY_COLUMNS, summaries(results))
+    if held := goals(results):
+        yield Section("goals", GOAL_COLUMNS, held)
+    if by_clock := clocks(results):
+        yield Section("clocks, geometric mean / worst", CLOCK_COLUMNS, by_clock)
+    if searched := searches(results):
+        yield Section(
+            "first use without records, against an exhaustive search", SEARCH_COLUMNS, searched
+        )
+    for suite in dict.fromkeys(document["suite"] for document in results.problems):
+        members = [document for document in results.problems if document["suite"] == suite]
+        measured = [document for document in members if "times" in document]
+        columns, rows = problem_table(measured) if measured else ([], [])
+        failed = [line(document) for document in members if "times" not in document]
+        yield Section(suite, columns, rows, lines=failed, detail=True)
+    for suite in dict.fromkeys(document["suite"] for document in results.regrets):
+        said = suite.replace("random", "random M, weight and epilogue")
+        mine = [document for document in results.regrets if document["suite"] == suite]
+        yield Section(said, REGRET_COLUMNS, regrets(mine))
+    if results.host is not None:
+        host = results.host
+        chosen = ", ".join(f"{what}: `{kernel}`" for what, kernel in host["kernels"].items())
+        text = f"{host['size']}×{host['size']} {host['dtype']}; {chosen}"
+        costs = [(f"`{name}`", f"{us:.2f}") for name, us in host["us"].items()]
+        yield Section("host cost per call", ("call", "µs"), costs, text)
 
 
 def summaries(results: Results) -> list[tuple[str, ...]]:
@@ -137,39 +190,43 @@ def line(document: Document) -> str:
     )
 
 
+def searches(results: Results) -> list[tuple[str, ...]]:
+    """The regret of first-use tuning without records, by class and by the step of the tuning that
+    lost the best candidate of an exhaustive search."""
+    rows: list[tuple[str, ...]] = []
+    by_suite: dict[str, list[Document]] = {}
+    for document in results.measured:
+        if "search" in document:
+            by_suite.setdefault(document["suite"], []).append(document)
+    for suite, documents in by_suite.items():
+        steps: dict[str, list[Document]] = {"all": documents}
+        for document in documents:
+            steps.setdefault(document["search"]["step"], []).append(document)
+        for step, mine in steps.items():
+            worst = max(mine, key=lambda document: document["search"]["regret"])
+            lost = [document["search"]["regret"] for document in mine]
+            room = [document["search"]["blas_over_best"] for document in mine]
+            rows.append(
+                (
+                    suite, step, str(len(mine)), times(statistics.geometric_mean(lost)),
+                    times(max(lost)), title(worst), times(statistics.geometric_mean(room)),
+                )
+            )  # fmt: skip
+    return rows
+
+
 def markdown(results: Results) -> str:
     """The whole report."""
-    parts = [_header(results), _table(SUMMARY_COLUMNS, summaries(results))]
-    if held := goals(results):
-        parts += ["## goals", _table(GOAL_COLUMNS, held)]
-    if by_clock := clocks(results):
-        parts += ["## clocks, geometric mean / worst", _table(CLOCK_COLUMNS, by_clock)]
-    if untuned := _untuned(results):
-        parts.append(untuned)
-    suites = dict.fromkeys(document["suite"] for document in results.problems)
-    for suite in suites:
-        members = [document for document in results.problems if document["suite"] == suite]
-        measured = [document for document in members if "times" in document]
-        parts.append(f"## {suite}")
-        if measured:
-            parts.append(_table(*problem_table(measured)))
-        parts += [f"- {line(document)}" for document in members if "times" not in document]
-    if results.regrets:
-        parts += ["## random M, weight and epilogue", _table(REGRET_COLUMNS, regrets(results))]
-    if results.host is not None:
-        parts += ["## host cost per call", _host(results.host)]
+    parts = [_header(results)]
+    for section in sections(results):
+        parts += [f"## {section.title}"] if section.title else []
+        parts += [section.text] if section.text else []
+        if section.columns:
+            lines = [section.columns, ["---"] * len(section.columns), *section.rows]
+            cells = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in lines)
+            parts.append("\n".join(f"| {row} |" for row in cells))
+        parts += [f"- {each}" for each in section.lines]
     return "\n\n".join(parts) + "\n"
-
-
-def _untuned(results: Results) -> str:
-    slowdowns = _ratios(results.measured, UNTUNED)
-    if not slowdowns:
-        return ""
-    return (
-        f"Without a record, the choice takes {statistics.geometric_mean(slowdowns):.3f}× the "
-        f"tuned one's time in geometric mean over {len(slowdowns)} problems, at most "
-        f"{max(slowdowns):.2f}×."
-    )
 
 
 def _header(results: Results) -> str:
@@ -204,17 +261,10 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         "TFLOPS": lambda d: f"{told(d, TMM, 'tflops'):.1f}",
         "GB/s": lambda d: f"{told(d, TMM, 'gbs'):.0f}",
     }
-    if any("floor_us" in document for document in documents):
-        columns["read floor µs"] = lambda d: microseconds(d.get("floor_us"))
-        columns["tmm / floor"] = lambda d: (
-            f"{d['times'][TMM]['median_us'] / d['floor_us']:.2f}" if "floor_us" in d else ""
-        )
     timed = {column for document in documents for column in document["times"]}
     if INDUCTOR in timed:
         columns["inductor µs"] = us(INDUCTOR)
         columns["inductor / tmm"] = lambda d: "".join(map(times, _ratios([d], INDUCTOR)))
-    if UNTUNED in timed:
-        columns["untuned µs"] = us(UNTUNED)
     for clock in OTHER_CLOCKS:
         if any(clock in document for document in documents):
             columns[clock] = by(clock)
@@ -241,10 +291,10 @@ def commit(run: Document) -> str:
     return f"commit {(run.get('commit') or 'unknown')[:12]}{dirty}"
 
 
-def regrets(results: Results) -> list[tuple[str, ...]]:
+def regrets(documents: Sequence[Document]) -> list[tuple[str, ...]]:
     """The cost of choosing once per bucket of M for random problems, by ranges of M."""
     rows: list[tuple[str, ...]] = []
-    points = [document for document in results.regrets if "us" in document]
+    points = [document for document in documents if "us" in document]
     for least, most in _RANGES:
         mine = [p for p in points if least <= p["case"]["m"] <= most]
         if not mine:
@@ -260,21 +310,6 @@ def regrets(results: Results) -> list[tuple[str, ...]]:
             )
         )  # fmt: skip
     return rows
-
-
-def _host(document: Document) -> str:
-    costs: dict[str, float] = document["us"]
-    chosen = ", ".join(f"{what}: `{kernel}`" for what, kernel in document["kernels"].items())
-    size = f"{document['size']}×{document['size']} {document['dtype']}"
-    table = _table(("call", "µs"), ((f"`{name}`", f"{us:.2f}") for name, us in costs.items()))
-    return f"{size}; {chosen}\n\n{table}"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |" for cells in lines
-    )
 
 
 def title(document: Document) -> str:

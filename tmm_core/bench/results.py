@@ -20,6 +20,8 @@ KINDS = ("run", "host", "problem", "regret")
 #: Other clocks than in use: one launch after a flush, replays without pause, and a chain with a
 #: small kernel between its calls.
 OTHER_CLOCKS = ("alone", "steady", "between")
+#: The class of problems with random M, weight and epilogue.
+RANDOM = "random"
 
 
 class Writer:
@@ -50,7 +52,7 @@ class Results:
     problems: list[Document] = field(default_factory=list)
     #: The latest host costs per call.
     host: Document | None = None
-    #: The latest cost of choosing by bucket for each random problem.
+    #: The latest measurement of each problem whose bucket was tuned instead of its own M.
     regrets: list[Document] = field(default_factory=list)
 
     @property
@@ -61,7 +63,8 @@ class Results:
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Results:
         """Results from documents in the order they were written; a problem's last one counts."""
-        results, regrets = cls(), {}
+        results = cls()
+        regrets: dict[str, Document] = {}
         problems: dict[str, Document] = {}
         for document in documents:
             if document["kind"] == "run":
@@ -69,7 +72,8 @@ class Results:
             elif document["kind"] == "host":
                 results.host = document
             elif document["kind"] == "regret":
-                regrets[identity("regret", document["case"])] = document
+                document = {"suite": RANDOM, **document}  # older ones have no class
+                regrets[identity(document["suite"], document["case"])] = document
             else:
                 key = identity(document["suite"], document["case"])
                 # A later failure does not replace an earlier measurement.

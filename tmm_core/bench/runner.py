@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,14 +20,15 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import environment, grouped, providers
+from tmm_core.bench import exhaustive, grouped_baselines, providers
 from tmm_core.bench.case import Call
-from tmm_core.bench.grouped import LOOP, QUACK
+from tmm_core.bench.grouped_baselines import LOOP, QUACK
 from tmm_core.bench.results import Document
 from tmm_core.bench.series import ONE_CONFIG, ONE_TILE, Series
 from tmm_core.bench.suites import Task
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
+from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning import cold_operands
@@ -45,10 +46,7 @@ from tmm_core.verify import compare
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
-INDUCTOR, UNTUNED = "inductor", "untuned"
-
-#: Suites bound by memory bandwidth, for which a read floor is meaningful.
-MEMORY_BOUND = ("decode", "large_k")
+INDUCTOR = "inductor"
 
 #: Rounds of the loop: a quartile needs some ten samples; beyond a few hundred, drift of the GPU's
 #: clocks dominates the median's error.
@@ -59,9 +57,8 @@ STEADY_ROUNDS, STEADY_US = 4, 0.15e6
 ALONE_ROUNDS = 15
 #: Elements that the small kernel between the calls doubles: a norm's worth of work.
 BETWEEN = 8192
-
-#: How long the GPU is kept at work while its clock is read.
-CLOCK_MS = 60.0
+#: What columns are called in which further candidates race against the choice.
+KNOWN = "known "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +66,14 @@ class Options:
     """What to measure for each task.
 
     Args:
-        tune: Tune the exact problem first, unless it has a record.
+        tune: Tune the task's problem first, unless it has a record.
+        records: Whether records answer; else every problem is tuned without any, and its choice is
+            compared with an exhaustive search.
         budget: Seconds of tuning per problem; None: the settings' value.
         kernels: Also time the best config of every capable kernel; for square matrices also the
             naive and the grouped one with the same tile.
         series: Single kernels to time as well.
         inductor: Also time ``torch.compile`` of the eager code.
-        untuned: Also time the choice without any record.
-        floor: Time a cold read of the operands, for suites in :data:`MEMORY_BOUND`.
         clocks: Also report the clocks "alone" and "steady", and chains with a small kernel
             between the calls.
         seconds: Seconds of timing per problem, after tuning.
@@ -84,12 +81,11 @@ class Options:
     """
 
     tune: bool = True
+    records: bool = True
     budget: float | None = None
     kernels: bool = False
     series: tuple[Series, ...] = ()
     inductor: bool = False
-    untuned: bool = False
-    floor: bool = False
     clocks: bool = False
     seconds: float = 0.5
     deadline: float = float("inf")
@@ -101,16 +97,17 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
     A task's failure is noted in its document and affects no other task.
     """
     timer = timer_for(device)
-    clocks = environment.Clocks(device)
     for task, following in itertools.zip_longest(tasks, tasks[1:]):
         if time.monotonic() >= options.deadline:
             return
-        if options.tune and following is not None and not following.batch_invariant:
-            prepare(partial(following.case.problem, device), following.case.tf32)
-        document: Document = {"kind": "problem", "suite": task.suite, "case": task.case.to_json()}
+        if options.tune and options.records and following and not following.batch_invariant:
+            prepare(partial(_posed, following, device), following.case.tf32)
+        kind = "regret" if task.bucketed else "problem"
+        document: Document = {"kind": kind, "suite": task.suite, "case": task.case.to_json()}
         started = time.monotonic()
         try:
-            document |= _measure(task, device, options, timer, clocks)
+            with nullcontext() if options.records else exhaustive.without_records():
+                _measure(task, device, options, timer, document)
         except Exception as error:  # out of memory, a kernel's illegal access, …
             document["failed"] = error_text(error)
         timer.release()
@@ -125,13 +122,19 @@ def prepare(pose: Callable[[], Problem], tf32: bool, force: bool = False) -> Non
         dispatch.default_dispatcher().prepare(pose(), settings.current(), force)
 
 
+def _posed(task: Task, device: torch.device) -> Problem:
+    """The problem to tune for a task."""
+    problem = task.case.problem(device)
+    return bucketed(problem.bare()) if task.bucketed else problem
+
+
 def _measure(
     task: Task,
     device: torch.device,
     options: Options,
     timer: GraphTimer | HostTimer,
-    clocks: environment.Clocks,
-) -> Document:
+    document: Document,
+) -> None:
     # A problem without a record must not be tuned in the middle of a timing.
     with (
         torch.no_grad(),
@@ -139,24 +142,25 @@ def _measure(
         settings.override(on_cache_miss="heuristic", batch_invariant=task.batch_invariant),
     ):
         call = task.case.call(device)
-        tuning = _tune(call, options) if options.tune else None
+        record, started = None, time.monotonic()
+        if options.tune:
+            (record,) = tmm_core.tune(_posed(task, device), budget=_budget(options))
+        spent = round(time.monotonic() - started, 2) if options.tune else None
         plan = call.plan()
-        document = _described(plan) | {"tuning_seconds": tuning, "error": call.error()}
+        document |= _described(plan) | {"tuning_seconds": spent, "error": call.error()}
         calls = cold_operands.rotated(call, plan.problem)
         document["copies"] = copies = len(calls)
         document["resident"] = cold_operands.resident(plan.problem, calls)
         one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
-        runs = _runs(calls, options, document, (*options.series, *one_tile))
+        known = providers.known(record, plan) if record and task.bucketed else []
+        runs = _runs(calls, options, document, (*options.series, *one_tile), known)
         document["times"] = times = _times(runs, timer, copies, options.seconds, document)
-        if isinstance(timer, GraphTimer):
-            if options.clocks:
-                document |= _other_clocks(runs, timer, copies, times, device)
-            if options.floor and task.suite in MEMORY_BOUND:
-                from tmm_core.bench.floor import read_us  # imports Triton
-
-                document["floor_us"] = round(read_us(calls, timer), 3)
-            document["clocks"] = _under_load(runs[TMM], times[TMM]["median_us"], clocks)
-        return document
+        if isinstance(timer, GraphTimer) and options.clocks:
+            document |= _other_clocks(runs, timer, copies, times, device)
+        if record and not (options.records or task.bucketed or task.batch_invariant):
+            del runs, calls
+            timer.release()
+            document["search"] = exhaustive.search(plan.problem, record, device)
 
 
 def _times(
@@ -167,8 +171,8 @@ def _times(
     document: Document,
 ) -> Document:
     """Each column's median and quartiles, measured again if the host delayed torch or tmm. The
-    document gets the ratios of torch's time to tmm's and to its own, without what a round did to
-    all.
+    document gets the ratios of torch's time to tmm's and to its own, normalised per round, and if
+    it is about regret the time of the best known candidate.
 
     Columns that do not compete are timed after the others: one that is several times slower draws
     less power, and what follows it in the same loop would run at a higher clock than in use.
@@ -187,6 +191,15 @@ def _times(
     medians = dict(zip(racing, map(statistics.median, normalised(samples)), strict=True))
     document["ratio"] = medians[TORCH] / medians[TMM]
     document["noise"] = medians[TORCH] / medians[AGAIN]
+    if document["kind"] == "regret":
+        known = {name: us for name, us in medians.items() if name == TMM or name.startswith(KNOWN)}
+        best = min(known, key=known.__getitem__)
+        document |= {
+            "us": round(medians[TMM], 3),
+            "torch_us": round(medians[TORCH], 3),
+            "best_us": round(known[best], 3),
+            "best": best.removeprefix(KNOWN),
+        }
     if beside:
         samples += _samples(list(beside.values()), timer, copies, seconds / 2)
     return {name: _summary(mine) for name, mine in zip((*racing, *beside), samples, strict=True)}
@@ -247,23 +260,23 @@ def _described(plan: tmm_core.Plan) -> Document:
     }
 
 
-def _tune(call: Call, options: Options) -> float:
-    """Seconds spent tuning exactly this problem (about zero if it has a record)."""
-    started = time.monotonic()
+def _budget(options: Options) -> float:
+    """Seconds of tuning for the next problem."""
     budget = options.budget or settings.current().tune_budget
-    budget = max(1.0, min(budget, options.deadline - started))
-    problem = call.problem()
-    tmm_core.tune(problem, budget=budget)
-    return round(time.monotonic() - started, 2)
+    return max(1.0, min(budget, options.deadline - time.monotonic()))
 
 
 def _runs(
-    calls: Sequence[Call], options: Options, document: Document, series: Sequence[Series]
+    calls: Sequence[Call],
+    options: Options,
+    document: Document,
+    series: Sequence[Series],
+    known: Sequence[Series] = (),
 ) -> dict[str, Run]:
     """The runs to time, by column, each called once already. An extra column that is unavailable
     is left out and its reason noted in ``document``; torch's and tmm's columns must work."""
     call = calls[0]
-    eager = providers.eager if call.rows is None else grouped.eager
+    eager = providers.eager if call.rows is None else grouped_baselines.eager
     runs = {TORCH: eager(calls), TMM: providers.tmm(calls), AGAIN: eager(calls)}
     for run in runs.values():
         _once(run, call.a.is_cuda)
@@ -274,22 +287,19 @@ def _runs(
         configs[each.label] = plan.config
         return planned(plan, calls)
 
-    def untuned() -> Run:
-        plan = providers.untuned(call)
-        document["untuned"] = f"{plan.kernel} {plan.choice.candidate.config}".rstrip()
-        return planned(plan, calls)
-
     if series:
         document["series"] = [each.label for each in series]
     best, failed = providers.kernels(call) if options.kernels else ([], {})
     extras: dict[str, Callable[[], Run]]
-    extras = {each.column: partial(single, each) for each in (*best, *series)}
-    if options.untuned:
-        extras[UNTUNED] = untuned
+    extras = {f"{KNOWN}{each.label}": partial(single, each) for each in known}
+    extras |= {each.column: partial(single, each) for each in (*best, *series)}
     if call.problem().batch_invariant:
         extras[ONE_CONFIG.column] = partial(single, ONE_CONFIG)
     if call.rows is not None:
-        extras |= {LOOP: lambda: grouped.loop(calls), QUACK: lambda: grouped.quack(calls)}
+        extras |= {
+            LOOP: lambda: grouped_baselines.loop(calls),
+            QUACK: lambda: grouped_baselines.quack(calls),
+        }
     elif options.inductor:
         extras[INDUCTOR] = lambda: providers.inductor(calls)
     for column, make in extras.items():
@@ -340,15 +350,6 @@ def _summary(samples: Sequence[float]) -> dict[str, Any]:
         "p75_us": round(high, 3),
         "samples": len(samples),
     }
-
-
-def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[str, float] | None:
-    """Clock and power under this load, read while the GPU is busy with it."""
-    for _ in range(min(500, int(CLOCK_MS * 1e3 / work_us) + 1)):
-        work(0)
-    found = clocks.read()
-    torch.cuda.synchronize()
-    return found
 
 
 def _release(device: torch.device) -> None:

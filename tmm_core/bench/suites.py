@@ -6,6 +6,8 @@ import functools
 import importlib.resources
 import itertools
 import json
+import math
+import random
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
+from tmm_core.bench.results import RANDOM
 from tmm_core.formats import IMPLIED
 
 #: The class of problems on which single kernels are timed (``tmm bench --kernel``).
@@ -28,7 +31,21 @@ class Task:
     case: Case
     #: Measured in batch-invariant mode.
     batch_invariant: bool = False
+    #: Tuned at the edge of its bucket of M, as a serving loop tunes, instead of at its own M.
+    bucketed: bool = False
 
+
+#: What the names of classes end with whose problems were tuned without any record.
+UNRECORDED = " without records"
+
+#: Random problems: the largest M; weights N×K of models (projections of Llama 3 8B, Qwen 2.5 14B
+#: and 32B, Llama 3 70B on eight GPUs, Mistral 7B and GPT-2 XL); epilogues.
+LARGEST_M = 8192
+WEIGHTS = (
+    (6144, 4096), (4096, 4096), (4096, 14336), (7168, 5120), (5120, 5120), (5120, 13824),
+    (27648, 5120), (13824, 5120), (1280, 8192), (8192, 3584), (4096, 7168), (6400, 1600),
+)  # fmt: skip
+EXPRESSIONS = ("", "", "silu", "gelu_tanh", "bias", "bias+gelu_tanh+residual", "residual", "swiglu")
 
 _NONE: Mapping[str, Any] = {}
 
@@ -43,8 +60,21 @@ def shipped() -> dict[str, Any]:
 def goals(name: str) -> dict[str, tuple[float, float]]:
     """The goals of a shipped class: by baseline (``"torch"``, ``"inductor"``), the least ratio of
     its worst problem and the least geometric mean."""
-    listed = shipped().get(name, {}).get("goal", {})
+    listed = shipped().get(name.removesuffix(UNRECORDED), {}).get("goal", {})
     return {against: (worst, mean) for against, (worst, mean) in listed.items()}
+
+
+def random_problems(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Task]:
+    """The same ``count`` random problems each time, with M log-uniform in 1 … :data:`LARGEST_M`."""
+    generator = random.Random(0)
+    found = []
+    for _ in range(count):
+        m = round(math.exp(generator.uniform(0, math.log(LARGEST_M))))
+        n, k = generator.choice(WEIGHTS)
+        expression = parse_expression(generator.choice(EXPRESSIONS))
+        case = Case(m=m, n=n, k=k, dtype=dtype, layout="nt", **expression)
+        found.append(Task(RANDOM, case, bucketed=True))
+    return found
 
 
 def select(

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -91,6 +92,12 @@ def config_text(values: Mapping[str, Any]) -> str:
 
 
 C = TypeVar("C", bound=Config)
+
+
+#: Whether :meth:`Kernel.configs` leaves out what is unlikely to win, for the sake of a tuning's
+#: time. A kernel that limits its search space lifts the limit where this is false, in a search that
+#: may take any time.
+SEARCH_LIMITED: ContextVar[bool] = ContextVar("tmm_search_limited", default=True)
 
 
 class Kernel(abc.ABC, Generic[C]):

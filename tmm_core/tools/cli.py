@@ -57,7 +57,7 @@ def _parser() -> Parser:
 
 
 def _add_explain(parser: Parser) -> None:
-    parser.add_argument("shape", nargs="?", type=argument(parse_shape), metavar="MxNxK")
+    parser.add_argument("shape", type=argument(parse_shape), metavar="MxNxK")
     parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
     parser.add_argument(
         "--config",
@@ -69,27 +69,6 @@ def _add_explain(parser: Parser) -> None:
         "--gpu", metavar="NAME", help="as on this GPU, which need not be present: H200"
     )
     parser.flag("--why", text="analyse the chosen kernel (compiles it)")
-    parser.add_argument(
-        "--tiles",
-        nargs="?",
-        const=(),
-        type=_tiles,
-        metavar="RxC",
-        help="show the order of tiles, and the reads of each wave",
-    )
-    parser.add_argument(
-        "--group",
-        type=_listed(shared.count),
-        metavar="N,…",
-        help="--tiles: the values of GROUP_M to show",
-    )
-    parser.add_argument("--wave", type=shared.count, metavar="N", help="--tiles: tiles per wave")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw all candidates of the record, or the tiles, into a .png or .svg",
-    )
     parser.flag("--ncu", text="print the command that profiles the chosen kernel")
     shared.add_problem(parser)
     shared.add_device(parser)
@@ -176,8 +155,6 @@ def _add_bench(parser: Parser) -> None:
     )
     parser.flag("--kernels", text="time every capable kernel too")
     parser.flag("--inductor", text="time torch.compile too")
-    parser.flag("--untuned", text="time the choice without any record too")
-    parser.flag("--floor", text="time a bare read of the operands (decode, large_k)")
     parser.flag(
         "--clocks", text="report the clocks alone and steady too, and a small kernel between calls"
     )
@@ -189,9 +166,12 @@ def _add_bench(parser: Parser) -> None:
         metavar="COUNT",
         help="this many random problems (M, weight, epilogue): torch, the choice, the best known",
     )
-    parser.flag(
-        "--verify-shipped",
-        text="check that records shipped in packages are correct and still ahead of BLAS",
+    parser.add_argument(
+        "--no-records",
+        dest="records",
+        action="store_false",
+        help="tune every problem without any record or compiled kernel, and compare the choice "
+        "with an exhaustive search (by default for --suite large)",
     )
     parser.add_argument(
         "--no-tune", dest="tune", action="store_false", help="use the cache or a guess instead"
@@ -226,12 +206,6 @@ def _add_bench(parser: Parser) -> None:
     )
     parser.flag("--markdown", text="print the whole report")
     parser.flag("--plots", text="draw plots into the output folder")
-    parser.add_argument(
-        "--share",
-        type=Path,
-        metavar="FILE.zip",
-        help="pack the results of --output or --from to share, without local paths",
-    )
     shared.add_problem(parser)
     shared.add_device(parser)
     parser.add_json()
@@ -260,14 +234,6 @@ def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 @argument
 def _seconds(text: str) -> float:
     return shared.positive(float, text)
-
-
-@argument
-def _tiles(text: str) -> tuple[int, int]:
-    rows, _, columns = text.lower().replace("×", "x").partition("x")
-    if not (rows.isdigit() and columns.isdigit()):
-        raise ValueError(f"found {text!r}, accepted is RxC: rows and columns of tiles, like 9x9")
-    return shared.positive(int, rows), shared.positive(int, columns)
 
 
 @argument

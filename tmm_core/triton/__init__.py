@@ -8,12 +8,14 @@ from __future__ import annotations
 from tmm_core.compat import current_stream
 from tmm_core.errors import reraise
 from tmm_core.spec.device import interpreting
+from tmm_core.spec.kernel import SEARCH_LIMITED
 from tmm_core.triton.compile import compile_for, pointer, source, supports, target_of
 from tmm_core.triton.device_functions import device_function, port_function, step_function
 from tmm_core.triton.launch import Launch
 from tmm_core.triton.launcher_codegen import Argument, Described, Step, launcher
 
 __all__ = [
+    "SEARCH_LIMITED",
     "Argument",
     "Described",
     "Launch",

@@ -187,6 +187,11 @@ class Launch:
 _TENSOR_MAPS_KEPT = 64
 
 
+def forget_compiled() -> None:
+    """Forget the compiled kernels of this process; launches that are bound keep theirs."""
+    Launch._compiled.clear()
+
+
 class TensorMaps:
     """Encoded descriptors of one parameter, for the most recent tensors."""
 

@@ -1,7 +1,7 @@
 """Makes the inputs of a problem, for tuning, verification, benchmarks and conformance suites.
 
 :func:`fill` draws the values for all of them. :func:`make` also allocates, by the problem's stride
-classes; benchmarks and conformance suites fill tensors of their own layouts.
+classes; conformance suites fill tensors of their own layouts.
 """
 
 from __future__ import annotations
@@ -148,18 +148,21 @@ def make(
     seed: int | None = None,
     allocate: Empty | None = None,
     recipe: Recipe = DEFAULT,
+    filled: bool = True,
 ) -> Inputs:
     """Random inputs of the problem's sizes and stride classes.
 
     Args:
         seed: By default another one each time.
         allocate: Allocates the tensors; by default each separately.
+        filled: Whether they are filled, for callers that need their shapes and strides alone.
     """
     generator = seeded(device, seed)
 
     def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
         t = allocate(name, spec, shape) if allocate else empty(spec, shape, device)
-        return fill(name, t, problem.k, generator, recipe.values, forms.get(name))
+        form = forms.get(name)
+        return fill(name, t, problem.k, generator, recipe.values, form) if filled else t
 
     def part(of: str, name: str, keyword: str) -> Tensor:
         operand: Operand = getattr(problem, of)

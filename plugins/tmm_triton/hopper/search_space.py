@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tmm_core import Problem
+from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import reduction_order
 from tmm_triton.hopper.config import (
     COLUMNS,
@@ -120,7 +121,8 @@ _BOTH_WAYS = 3
 
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
-    """The search space, best guess first."""
+    """The search space, best guess first; without a limit if ``SEARCH_LIMITED`` is not set."""
+    limited = SEARCH_LIMITED.get()
     fitting = list(filter(None, (_fitted(problem, tile) for tile in _tiles(problem))))
     # In one band of rows if tiles overlap, so that whole columns of tiles are split the same way.
     banded = [replace(v[0], GROUP_M=min(1024, tile_rows(problem, v[0]))) for v in fitting]
@@ -146,6 +148,8 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     def best(
         tiles: list[list[WarpSpecializedConfig]], tried: int
     ) -> list[list[WarpSpecializedConfig]]:
+        if not limited:
+            return by_estimate(tiles)
         one = by_estimate([tile for tile in tiles if not tile[0].narrow])[:tried]
         two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_BESIDE_TRIED]
         most = _BESIDE_NEAR * min((estimate(tile[0]) for tile in tiles), default=0.0)
@@ -172,7 +176,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     ]
     # Every tile once before any tile's variants.
     turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
-    most = _CONFIGS_TRIED + (_KINDS_TRIED if problem.batch_invariant else 0)
+    most = _CONFIGS_TRIED + (_KINDS_TRIED if problem.batch_invariant else 0) if limited else None
     chosen = itertools.islice(filter(None, turns), most)
     yield from with_early(list(chosen), _early(problem))[:most]
 

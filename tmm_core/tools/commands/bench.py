@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,99 +19,55 @@ from tmm_cache.console import (
     print_json,
     print_table,
 )
-from tmm_cache.disk import require_target
 
 from tmm_core import dispatch
-from tmm_core.bench import (
-    environment,
-    host,
-    page,
-    plots,
-    recheck,
-    regret,
-    report,
-    runner,
-    series,
-    share,
-    suites,
-)
+from tmm_core.bench import charts, host, page, provenance, report, runner, series, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
-from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands import verify
 
 
 def run(options: argparse.Namespace) -> int:
     if options.plots and options.output is None:
         raise UsageError("--plots needs --output, a folder to put them in")
-    if options.share and options.output is None and options.read is None:
-        raise UsageError("--share packs the results of --output or --from: name a folder")
-    if options.share is not None:
-        if options.share.exists():
-            raise UsageError(f"--share {options.share}: there is such a file already")
-        require_target(options.share)
     if options.read is not None:
-        status = _show(_read(options.read), options)
-        _share(options.read, options)
-        return status
+        return _show(_read(options.read), options)
     if (options.sweep or options.config) and not options.kernel:
         raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
     device = shared.device(options)
-    if options.verify_shipped:
-        verdicts = recheck.raced(recheck.shipped(fingerprint(device)), device)
-        return verify.show(verdicts, "shipped for this GPU and these versions", options.json)
     asked, done = _tasks(options), _done(options)
     tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
         note(f"{len(asked) - len(tasks)} of {len(asked)} problems are measured already")
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
-    names += ["regret"] * bool(options.regret)
     interrupted = False
-    writer = Writer(options.output, "-".join(names) if len(names) < 5 else "all")
-    writer.append({"kind": "run", **environment.describe(device, options.argv)})
+    name = "-".join(names).replace(" ", "_") if len(names) < 5 else "all"
+    writer = Writer(options.output, name)
+    writer.append({"kind": "run", **provenance.describe(device, options.argv)})
     try:
         if options.host:
             writer.append(host.measure(device, tune=options.tune, budget=options.budget))
-        deadline = started + options.max_seconds
-        random = regret.cases(options.regret, options.dtype or torch.bfloat16)
-        random = [case for case in random if identity("regret", case.to_json()) not in done]
-        for document in regret.measure(device, random, budget=options.budget, deadline=deadline):
-            writer.append(document)
-        measured = runner.run(tasks, device, _chosen(options, deadline))
-        for number, document in enumerate(measured, 1):
+        chosen = _chosen(options, started + options.max_seconds)
+        for number, document in enumerate(runner.run(tasks, device, chosen), 1):
             writer.append(document)
             note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
     except KeyboardInterrupt:
         interrupted = True
     results = Results.of(writer.documents)
-    if len(results.problems) < len(tasks):
+    measured = len(results.problems) + len(results.regrets)
+    if measured < len(tasks):
         why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
-        note(f"{why}: {len(results.problems)} of {len(tasks)} problems measured")
+        note(f"{why}: {measured} of {len(tasks)} problems measured")
     if writer.path is not None:
         note(f"results in {writer.path}")
         results = _read([options.output])
     status = _show(results, options)
-    if options.output is not None:
-        _share([options.output], options)
     return INTERRUPTED if interrupted else status
 
 
-def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
-    if options.share is None:
-        return
-    with shared.usage("--share", OSError):
-        packed = share.pack(paths, options.share)
-    gpus = ", ".join(dict.fromkeys(run["gpu"] for run in packed.runs))
-    note(
-        f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
-        "it to an issue"
-    )
-
-
 def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
-    names = ("tune", "budget", "kernels", "inductor", "untuned", "floor", "clocks", "seconds")
+    names = ("tune", "records", "budget", "kernels", "inductor", "clocks", "seconds")
     chosen = {name: getattr(options, name) for name in names}
     return runner.Options(**chosen, series=tuple(_series(options)), deadline=deadline)
 
@@ -136,9 +93,16 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
     ]
     if options.kernel and not mine:
         raise UsageError("--kernel: on which problems? give --shapes or --squares")
-    names = options.suite or ([] if mine or options.host or options.regret else ["all"])
+    mine += suites.random_problems(options.regret, options.dtype or torch.bfloat16)
+    usual = ["all"] if options.records else ["large"]
+    names = options.suite or ([] if mine or options.host else usual)
     with shared.usage():
-        return mine + suites.select(names, dtype=options.dtype, limit=options.limit)
+        tasks = mine + suites.select(names, dtype=options.dtype, limit=options.limit)
+    if options.records:
+        return tasks
+    if not options.tune:
+        raise UsageError("--no-records tunes every problem; --no-tune tunes none")
+    return [replace(task, suite=task.suite + suites.UNRECORDED) for task in tasks]
 
 
 def _done(options: argparse.Namespace) -> set[str]:
@@ -149,7 +113,7 @@ def _done(options: argparse.Namespace) -> set[str]:
         raise UsageError("--resume needs --output, the folder with earlier results")
     before = _read([options.output]) if options.output.is_dir() else Results()
     measured = [(document["suite"], document["case"]) for document in before.measured]
-    measured += [("regret", document["case"]) for document in before.regrets if "us" in document]
+    measured += [(each["suite"], each["case"]) for each in before.regrets if "us" in each]
     return {identity(*each) for each in measured}
 
 
@@ -172,24 +136,19 @@ def _show(results: Results, options: argparse.Namespace) -> int:
         written.append(page.save(results, options.output))
         if options.plots:
             with shared.usage("--plots", ModuleNotFoundError):
-                written += plots.save(results, options.output, options.metric)
+                written += charts.save(results, options.output, options.metric)
         note(f"written: {', '.join(map(str, written))}")
-    return FOUND if any("failed" in document for document in results.problems) else DONE
+    failed = any("failed" in document for document in (*results.problems, *results.regrets))
+    return FOUND if failed else DONE
 
 
 def _print_tables(results: Results, metric: str) -> None:
     swept = [d for d in results.measured if d["suite"] == suites.SWEEP]
     for dtype in dict.fromkeys(d["case"]["dtype"] for d in swept):
         _print_series([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric)
-    if summaries := report.summaries(results):
-        print_table(report.SUMMARY_COLUMNS, summaries, report.SUMMARY_NUMBERS)
-    if held := report.goals(results):
-        print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
-    if of_buckets := report.regrets(results):
-        print_table(report.REGRET_COLUMNS, of_buckets, report.REGRET_COLUMNS[1:4])
-    if results.host is not None:
-        rows = [(name, f"{us:.2f}") for name, us in results.host["us"].items()]
-        print_table(("warm call", "host µs"), rows, ("host µs",))
+    for section in report.sections(results):
+        if section.rows and not section.detail:
+            print_table(section.columns, section.rows, section.numbers)
 
 
 def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> None:

@@ -25,16 +25,15 @@ from tmm_cache.paths import VERSION
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import recheck
 from tmm_core.bench.case import Call, Case
-from tmm_core.bench.environment import driver_version
+from tmm_core.bench.provenance import driver_version
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import DISTRIBUTION, Registry
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tools.commands import doctor_toolchain, variables
+from tmm_core.tools.commands import doctor_toolchain, record_check, variables
 from tmm_core.tools.commands import options as shared
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.verify import compare
@@ -235,7 +234,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"
     yield Finding("records", "ok", text)
-    shipped, usable = recheck.current(mine)
+    shipped, usable = record_check.current(mine)
     if shipped:
         text = f"{shipped} shipped for {mine.gpu} and these versions"
         if usable < shipped:

@@ -7,69 +7,56 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable
+from typing import Any
 
 from tmm_cache.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
 
 from tmm_core import dispatch
-from tmm_core.bench import recheck, report
-from tmm_core.bench.results import Document
 from tmm_core.spec.device import fingerprint
+from tmm_core.spec.kernel import config_text
 from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands import record_check
 from tmm_core.tools.commands.misses import title
+
+#: The summary's words for each status.
+_SAYS = {
+    "ok": "verified",
+    "blas": "won by BLAS",
+    "stale": "for kernels that have changed since",
+    "wrong": "wrong",
+    "failed": "failed",
+    "unknown": "too large to verify",
+}
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the verdicts, faults as they are found; returns the exit status."""
     device = shared.device(options)
     gpu = fingerprint(device)
-    entries = recheck.answering(dispatch.default_dispatcher().store, gpu)
-    verdicts = (verdict for verdict, _ in recheck.verified(entries, device))
-    return show(verdicts, f"for {gpu.gpu}", options.json)
-
-
-def show(verdicts: Iterable[Document], which: str, as_json: bool) -> int:
-    """Print the verdicts of :mod:`tmm_core.bench.recheck`, faults as they are found; returns the
-    exit status. ``which`` names the records."""
-    found: list[Document] = []
+    entries = record_check.answering(dispatch.default_dispatcher().store, gpu)
+    found: list[dict[str, Any]] = []
     interrupted = False
     try:
-        for verdict in verdicts:
+        for verdict in record_check.verified(entries, device):
             document = {"title": title(verdict["problem"])} | verdict
             found.append(document)
-            if document["status"] in recheck.FAULTS and not as_json:
+            if document["status"] in record_check.FAULTS and not options.json:
                 print(_line(document), flush=True)
     except KeyboardInterrupt:
         note(f"interrupted after {len(found)} records; correct ones are stamped")
         interrupted = True
-    if as_json:
+    if options.json:
         print_json(found)
     else:
-        print(_summary(found, which))
+        counts = Counter(document["status"] for document in found)
+        parts = [f"{counts[status]} {text}" for status, text in _SAYS.items() if counts[status]]
+        records = f"{counted(len(found), 'record')} for {gpu.gpu}"
+        print(f"{records}: {', '.join(parts)}" if parts else records)
     if interrupted:
         return INTERRUPTED
-    return FOUND if any(document["status"] in recheck.FAULTS for document in found) else DONE
+    return FOUND if any(document["status"] in record_check.FAULTS for document in found) else DONE
 
 
-def _line(document: Document) -> str:
-    reason = document.get("reason") or f"{document['ratio']:.3f}× blas"
-    verdict = f"{document['status']}: {reason}"
-    return f"{document['title']}  {report.chosen(document)}  {verdict}"
-
-
-def _summary(found: list[Document], which: str) -> str:
-    counts = Counter(document["status"] for document in found)
-    says = {
-        "ok": "verified",
-        "blas": "won by BLAS",
-        "stale": "for kernels that have changed since",
-        "slower": "slower than BLAS",
-        "wrong": "wrong",
-        "failed": "failed",
-        "unknown": "too large to verify",
-    }
-    parts = [f"{counts[status]} {text}" for status, text in says.items() if counts[status]]
-    if ratios := [document["ratio"] for document in found if "ratio" in document]:
-        # Both ends: noise that makes some slower makes others faster.
-        parts.append(f"{min(ratios):.3f} to {max(ratios):.3f}× blas")
-    records = f"{counted(len(found), 'record')} {which}"
-    return f"{records}: {', '.join(parts)}" if parts else records
+def _line(document: dict[str, Any]) -> str:
+    chosen = f"{document['kernel']} {config_text(document['config'])}".rstrip()
+    return f"{document['title']}  {chosen}  {document['status']}: {document['reason']}"

@@ -9,7 +9,6 @@ from typing import Any
 
 from tmm_cache.console import UsageError
 
-from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.errors import ConfigError, reraise
 from tmm_core.registry.registry import Registry
@@ -18,6 +17,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.tools.commands.tile_order import memory_bytes, waves
 from tmm_core.tuning.ranking import fastest_first
 
 #: 32-bit registers of an SM, and the granularity in which a warp's are allocated.
@@ -57,25 +57,24 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
     return found
 
 
-def grid_of(problem: Problem, anatomy: Anatomy) -> Grid:
-    """The tiles of one product of the batch, in bytes."""
-    block = anatomy.block_m, anatomy.block_n
-    return Grid.of(problem, block, anatomy.steps, anatomy.at_once)
-
-
 def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
     """The reads of the waves of one product; None if its tile order is not the usual one, or K is
     split, so that waves consist of parts."""
-    grid = grid_of(problem, anatomy)
-    if not anatomy.group_m or anatomy.tiles != problem.batch * grid.rows * grid.columns:
+    rows, columns = -(-problem.m // anatomy.block_m), -(-problem.n // anatomy.block_n)
+    if not anatomy.group_m or anatomy.tiles != problem.batch * rows * columns:
         return None
-    first, moved = grid.waves(anatomy.group_m)[0], grid.traffic(anatomy.group_m)
+    run = waves(rows, columns, anatomy.group_m, anatomy.at_once)
+    bytes_of_k = problem.a.dtype.itemsize * problem.k
+    row_bytes = anatomy.block_m * bytes_of_k
+    column_bytes = anatomy.block_n * bytes_of_k * (2 if problem.gated else 1)
+    from_l2 = rows * columns * (row_bytes + column_bytes)
+    from_memory = memory_bytes(run, row_bytes, column_bytes, problem.device.l2)
     return {
-        "rows": len(first.rows),
-        "columns": len(first.columns),
-        "l2_bytes": moved.from_l2 * problem.batch,
-        "memory_bytes": moved.from_memory * problem.batch,
-        "hits": moved.hits,
+        "rows": len(run[0][0]),
+        "columns": len(run[0][1]),
+        "l2_bytes": from_l2 * problem.batch,
+        "memory_bytes": from_memory * problem.batch,
+        "hits": 1 - from_memory / from_l2,
     }
 
 

@@ -1,19 +1,16 @@
-"""Checks on this machine that the winners on record are correct, and that those shipped in packages
-are still ahead of BLAS."""
+"""Checks on this machine that the winners on record are correct (``tmm verify``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
 
 from tmm_core import dispatch, settings
-from tmm_core.bench.results import Document
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
 from tmm_core.registry.query import read_config
@@ -22,22 +19,15 @@ from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.compile_pool import compiling_threads
-from tmm_core.tuning.timing import GraphTimer, HostTimer, normalised, timer_for
 from tmm_core.verify.verifier import Verifier
 
 #: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
 REPEATS = 120
 
-#: Below this ratio to BLAS a winner counts as slower: two series of one short kernel differ by as
-#: much.
-SLOWER = 0.98
-ROUNDS = 11
-
 #: Statuses that count as faults. "unknown" could not be checked. Others: "ok"; "blas" needs no
 #: verification; "stale" is for a kernel that has changed since and is no longer chosen.
-FAULTS = ("wrong", "failed", "unknown", "slower")
+FAULTS = ("wrong", "failed", "unknown")
 
 
 @dataclass(frozen=True)
@@ -47,10 +37,6 @@ class Winner:
     problem: Problem
     candidate: Candidate
     launcher: Launcher
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.candidate.kernel.name == BASELINE
 
 
 def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
@@ -63,24 +49,17 @@ def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
     return list(found.values())
 
 
-def shipped(device: DeviceFingerprint) -> list[Summary]:
-    """The records in packages for this GPU and these versions."""
-    layers = shipped_layers()
-    return answering(CacheStore(layers[0], layers[1:]), device) if layers else []
-
-
 def current(device: DeviceFingerprint) -> tuple[int, int]:
     """The number of shipped records for this GPU and these versions, and how many of them match
     the current kernels."""
-    entries = shipped(device)
+    layers = shipped_layers()
+    entries = answering(CacheStore(layers[0], layers[1:]), device) if layers else []
     return len(entries), sum(_kernel(entry.record) is not None for entry in entries)
 
 
-def verified(
-    entries: Sequence[Summary], device: torch.device
-) -> Iterator[tuple[Document, Winner | None]]:
-    """A document for each record, with its ``status`` and perhaps a ``reason``; and its winner, if
-    that is right or BLAS. Correct winners are stamped, so that no first call has to verify them."""
+def verified(entries: Sequence[Summary], device: torch.device) -> Iterator[dict[str, Any]]:
+    """A document for each record, with its ``status`` and perhaps a ``reason``. Correct winners are
+    stamped, so that no first call has to verify them."""
     with ThreadPoolExecutor(compiling_threads()) as pool:
         found = [pool.submit(_compiled, entry.record, device) for entry in entries]
         try:
@@ -92,20 +71,9 @@ def verified(
                     "config": dict(best.config),
                     "path": str(entry.path),
                 }
-                verdict, winner = _judged(compiling, device)
-                yield document | verdict, winner
+                yield document | _judged(compiling, device)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def raced(entries: Sequence[Summary], device: torch.device) -> Iterator[Document]:
-    """The documents of :func:`verified`, in which correct winners are ``"slower"`` than BLAS or
-    ``"ok"``, with their times."""
-    # All are compiled before any is timed: a concurrent compiler would delay launches.
-    checked = list(verified(entries, device))
-    timer = timer_for(device)
-    for document, winner in checked:
-        yield document if winner is None else document | _times(winner, device, timer)
 
 
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
@@ -129,58 +97,30 @@ def _compiled(record: TuningRecord, device: torch.device) -> Winner | None:
     return Winner(problem, candidate, kernel.bind(problem, candidate.config))
 
 
-def _judged(
-    compiling: Future[Winner | None], device: torch.device
-) -> tuple[Document, Winner | None]:
+def _judged(compiling: Future[Winner | None], device: torch.device) -> dict[str, Any]:
     try:
         winner = compiling.result()
         if winner is None:
-            return {"status": "stale"}, None
+            return {"status": "stale"}
+        is_baseline = winner.candidate.kernel.name == BASELINE
         with precision(winner.problem.tf32):  # some kernels call BLAS, which follows it
             memory = settings.current().tune_memory
             verdict = Verifier(winner.problem, device, memory_limit=memory).verdict(
                 winner.launcher,
                 repeats=REPEATS,
                 deterministic=winner.candidate.kernel.traits.deterministic,
-                baseline=winner.is_baseline,
-                extent="brief" if winner.is_baseline else "whole",
+                baseline=is_baseline,
+                extent="brief" if is_baseline else "whole",
             )
     except Exception as error:  # from a compiler or a launch: affects this record only
-        return {"status": "failed", "reason": error_text(error)}, None
-    document: Document = {"title": str(winner.problem)}
+        return {"status": "failed", "reason": error_text(error)}
+    document: dict[str, Any] = {"title": str(winner.problem)}
     if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
         document["error"] = verdict.error
-    if winner.is_baseline:
-        return document | {"status": "blas"}, winner
+    if is_baseline:
+        return document | {"status": "blas"}
     if not verdict.ok:
         status = "unknown" if verdict.unknown else "wrong"
-        return document | {"status": status, "reason": verdict.reason}, None
+        return document | {"status": status, "reason": verdict.reason}
     dispatch.default_dispatcher().first_use.stamp(winner.problem, winner.candidate)
-    return document | {"status": "ok"}, winner
-
-
-def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) -> Document:
-    """Times of BLAS and of the winner."""
-    problem = winner.problem
-    try:
-        with torch.no_grad(), precision(problem.tf32):
-            blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
-            theirs = blas.bind(problem, blas.default_config(problem))
-            copies = Copies(problem, device, None)
-            runs = [copies.runner(theirs), copies.runner(winner.launcher)]
-            many = len(runs[0].inputs)
-            blas_us, us = map(median, normalised(timer.measure(runs, ROUNDS, copies=many)))
-            if blas_us / us < SLOWER:  # a single measurement may be noise
-                blas_us, us = map(median, normalised(timer.measure(runs, 3 * ROUNDS, copies=many)))
-            timer.release()
-    except Exception as error:  # affects this record only
-        return {"status": "failed", "reason": error_text(error)}
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return {
-        "blas_us": round(blas_us, 3),
-        "us": round(us, 3),
-        "ratio": blas_us / us,
-        "status": "ok" if winner.is_baseline or blas_us / us >= SLOWER else "slower",
-    }
+    return document | {"status": "ok"}
