@@ -116,7 +116,7 @@ class CheckedKernel(Kernel[Any]):
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = plain_text(type(kernel).__qualname__, NAME_MAX)  # until it is known
-        #: Whether every edit of its code changes its version; else records of it are no evidence.
+        #: Whether every edit of its code changes its version; else its records are not trusted.
         self.certain = True
         for attribute, check in _IDENTITY.items():
             try:
@@ -256,7 +256,7 @@ class CheckedKernel(Kernel[Any]):
 
     @contextmanager
     def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
-        """A context in which the kernel's own code runs: a product that it computes is answered by
+        """A context in which the kernel's own code runs: a product that it computes is served by
         BLAS, and if it does not return, that is reported."""
 
         def what() -> str:
@@ -401,7 +401,7 @@ def _where(kind: type, method: str, error: BaseException) -> str:
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     frames = traceback.extract_tb(trace_of(error))
     if code is None:
-        # For an attribute, its class.
+        # Of an attribute only the class is known.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
         except (OSError, TypeError) as error:
