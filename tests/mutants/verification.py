@@ -50,14 +50,6 @@ VERIFICATION = [
         (LYING,),
     ),
     Mutant(
-        "length-without-offset",
-        "verify/guard_bands.py",
-        "        return self.offset + sum(",
-        "        return sum(",
-        "an unaligned tensor ends in its guard band",
-        (VERIFIER,),
-    ),
-    Mutant(
         "set-aside-not",
         "registry/query.py",
         "            raise self.set_aside(why) from error\n",

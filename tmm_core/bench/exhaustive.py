@@ -32,7 +32,7 @@ from tmm_core.tuning.timing import LONG_US, GraphTimer, normalised, timer_for
 from tmm_core.verify.verifier import Verifier
 
 #: The screening of all candidates: rounds, and µs of a burst.
-SCREENING, SCREENING_US = 3, 2000.0
+FIRST, FIRST_US = 3, 2000.0
 #: How many of them race against BLAS and the tuning's choice; the race's captures, its rounds in
 #: each, µs of a burst, and µs of a sample in steady state.
 FINALISTS, CAPTURES, ROUNDS, BURST_US, STEADY_US = 6, 3, 7, 5000.0, 0.15e6
@@ -83,9 +83,7 @@ def search(problem: Problem, record: TuningRecord, device: torch.device) -> Docu
     winner = next(kernel for kernel in able if kernel.name == record.best.kernel)
     every |= {chosen: Candidate(winner, read_config(winner, record.best.config))}
     launchers, failed = _bound(problem, device, every)
-    screened, _ = race(
-        problem, device, launchers, captures=1, rounds=SCREENING, burst_us=SCREENING_US
-    )
+    screened, _ = race(problem, device, launchers, captures=1, rounds=FIRST, burst_us=FIRST_US)
     ranked = sorted(screened, key=screened.__getitem__)
     baseline = [name for name in launchers if every[name].kernel.name == BASELINE]
     verifier = Verifier(problem, device, memory_limit=settings.current().tune_memory)

@@ -61,7 +61,7 @@ class Hooks:
         return found
 
     def in_order(self, hook: str, plugins: Iterable[object]) -> list[object]:
-        """Those of ``plugins`` that implement ``hook``: ``tryfirst`` first, ``trylast`` last, the
+        """The ``plugins`` that implement ``hook``: ``tryfirst`` first, ``trylast`` last, the
         others in the given order."""
         ranks: dict[int, int] = {}
         for impl in self._implementations(hook):

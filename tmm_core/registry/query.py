@@ -254,7 +254,7 @@ class CheckedKernel(Kernel[Any]):
 
     @contextmanager
     def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
-        """A context in which the kernel's own code runs: a product that it computes is answered by
+        """A context in which the kernel's own code runs: a product that it computes is served by
         BLAS, and if it does not return, that is reported."""
 
         def what() -> str:
@@ -399,7 +399,7 @@ def _where(kind: type, method: str, error: BaseException) -> str:
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     frames = traceback.extract_tb(trace_of(error))
     if code is None:
-        # For an attribute, its class.
+        # Of an attribute only the class is known.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
         except (OSError, TypeError) as error:

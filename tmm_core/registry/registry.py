@@ -2,7 +2,7 @@
 
 A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through the
 entry-point group ``tmm_core``. tmm's own Triton kernels are registered the same way. BLAS is
-registered by the core: it answers where no metadata can be read, and whichever plugins are allowed.
+registered by the core: it serves where no metadata can be read, and whichever plugins are allowed.
 A broken plugin is reported once, by name and distribution, and costs only itself.
 """
 
@@ -123,7 +123,7 @@ class Registry:
         #: With their origins, by id.
         self._plugins: dict[int, tuple[object, Source]] = {}
         self._kernels: dict[str, CheckedKernel] = {}
-        #: All deferred kernels, and those of them not loaded yet.
+        #: All deferred kernels, and the sources of the ones not loaded yet.
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
         self._epilogues: dict[str, tuple[Epilogue, Source]] = {
@@ -176,8 +176,8 @@ class Registry:
     def load(self) -> None:
         """Load the entry points, once; called wherever they are needed.
 
-        A plugin whose import computes a product gets here again; it is answered by the kernels
-        registered so far. If a signal's exception interrupts loading, the next call starts anew.
+        A plugin whose import computes a product gets here again; the kernels registered so far
+        serve it. If a signal's exception interrupts loading, the next call starts anew.
         """
         if not self._loaded:
             with self._lock:
@@ -243,7 +243,7 @@ class Registry:
                 if not self._unreported:
                     return
                 first = self._unreported[0]
-                # Without a distribution, plugins cannot be told apart by their installation.
+                # Without a distribution, plugins cannot be distinguished by their installation.
                 rest = [
                     fault
                     for fault in self._unreported

@@ -163,15 +163,16 @@ class KernelConformance(RaggedProblems):
         self._check(probe)
 
     def test_verification(self, probe: Probe) -> None:
-        """Right in every way that tuning verifies: without ``out=`` in memory of its own, on a
-        second launch on other inputs with other addresses and leading strides, repeated, and with
-        NaN and Inf, which reach exactly the elements that they reach in the reference."""
+        """Right in the ways that tuning verifies first: without ``out=``, on other inputs with
+        other addresses and leading strides, and repeated. NaN and Inf reach exactly the elements
+        that they reach in the reference."""
         self._check_verified(self._tensors(probe).problem)
 
     def test_use(self, probe: Probe) -> None:
         """Right in all further ways of use: N-D operands and plans, torch's modes, two threads at
-        once, values that change at the same address, strides of zero, one tensor as two arguments,
-        small and large numbers; and it changes no state of the process and keeps no result."""
+        once, values that change at the same address, and strides of zero. One tensor may be two
+        arguments, and numbers are small and large. It changes no state of the process and keeps no
+        result."""
         self._check_verified(self._tensors(probe).problem, whole=True)
 
     def test_every_tile(self) -> None:
@@ -197,7 +198,7 @@ class KernelConformance(RaggedProblems):
             self._check_verified(problem, whole=True)
 
     def test_outputs(self, probe: Probe) -> None:
-        """What an epilogue writes beside the result, for kernels that declare it."""
+        """An epilogue's auxiliary outputs, for kernels that declare them."""
         self._check_verified(self._tensors(probe).problem)
 
     def test_configs_of_outputs(self) -> None:
@@ -254,7 +255,7 @@ class KernelConformance(RaggedProblems):
             assert type(scratch) is int, f"{config}: {scratch!r} is not a whole number of bytes"
             assert scratch >= 0, f"{config}: {scratch} bytes"
             assert scratch == 0 or self.kernel.traits.needs_workspace, (
-                f"{config} has {scratch} bytes of workspace, its traits say needs_workspace=False"
+                f"{config} has {scratch} bytes of workspace, its traits are needs_workspace=False"
             )
 
     # -- what its traits claim ---------------------------------------------------------
@@ -346,7 +347,7 @@ class KernelConformance(RaggedProblems):
             self._check_launcher(tensors, launcher)
 
     def test_launchers_share_nothing(self) -> None:
-        """Two launchers of one problem, called in turn, do not disturb each other."""
+        """Two launchers of one problem, called alternately, do not disturb each other."""
         first, second = (self._probe().tensors(self._device(), seed=seed) for seed in (0, 1))
         self._decline(first.problem)
         one, two = self._bind(first.problem), self._bind(first.problem)

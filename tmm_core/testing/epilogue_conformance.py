@@ -146,7 +146,7 @@ class EpilogueConformance:
                 self._close(slope, exact, "device_derivative", None)
 
     def test_outputs(self) -> None:
-        """What each output holds or reduces, element by element, and what kernels fuse of it."""
+        """Each output's terms, element by element, and their device functions."""
         ports = [port for port in self.epilogue.outputs if port.of is not None]
         if not ports:
             pytest.skip("has no outputs that are functions of the result")
@@ -188,7 +188,7 @@ class EpilogueConformance:
             yield self.epilogue.with_parameters(*(1.25 * p + 0.5 for p in self.epilogue.parameters))
 
     def _z(self) -> Tensor:
-        """The points; if gated, all pairs of them, gate beside up."""
+        """The points; if gated, all pairs of them, the gate first."""
         points = torch.tensor(self.points, dtype=torch.float64, device="cpu")
         rows = points[:, None].expand(-1, len(points))
         if self.epilogue.interleaved:
@@ -251,7 +251,7 @@ class EpilogueConformance:
         off[(found == exact) | (found.isnan() & exact.isnan())] = 0
         place = divmod(int(off.argmax()), off.shape[-1])
         halves = self.epilogue.inputs(self._z())
-        # Of outputs and products the places are not those of the points.
+        # Outputs and products have other places than the points.
         z = [half[place].item() for half in halves] if off.shape == halves[0].shape else []
         at = f" at {', '.join(f'{value:g}' for value in z)}" if z else f" at {list(place)}"
         self._check(

@@ -1,8 +1,8 @@
 """Conformance problems for kernels that declare ``ragged``: groups along each dimension, gathered,
 scattered and weighted rows, and data beyond the last group.
 
-Tensors are those of verification (:class:`tmm_core.verify.verifier.Verifier`): each problem runs
-on two sets of inputs, one with groups of very different sizes, and one with equal groups that end
+Verification (:class:`tmm_core.verify.verifier.Verifier`) makes the tensors. Each problem runs on
+two sets of inputs: one with groups of very different sizes, and one with equal groups that end
 before the rows do, with NaN behind them.
 """
 

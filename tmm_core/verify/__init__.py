@@ -1,1 +1,1 @@
-"""Whether a kernel's answer is right."""
+"""Verifies that kernels compute the right results."""

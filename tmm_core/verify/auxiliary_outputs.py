@@ -1,10 +1,9 @@
-"""Verifies the outputs that a launcher writes beside the result.
+"""Verifies the auxiliary outputs of an epilogue.
 
-Before each launch the outputs are filled with NaN; they lie between guard bands. Each is compared
-with the reduction of the reference. If the reference is known only for sampled rows and columns,
-outputs per row or column are compared in the samples, and a scalar is compared with the reduction
-of the launch's own result, which is verified separately. With special values in the inputs, all
-outputs are compared with the launch's own result.
+Before each launch the outputs are filled with NaN, between guard bands. Each is compared with the
+reduction of the reference. If the reference covers only samples, outputs per row or column are
+compared in the samples. A scalar is then compared with the reduction of the launch's own result,
+which is verified separately. With NaN or Inf in the inputs, all outputs are.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SLACK = 2.0
 
 
 class Outputs:
-    """Calls a launcher with a data's outputs, and reports what is wrong with them.
+    """Calls a launcher with outputs for the test data, and reports their faults.
 
     Args:
         deterministic: Whether the launcher promises the same bits for the same inputs.
@@ -64,8 +63,8 @@ class Outputs:
         """Yield each output's error in the last launch, with the fault or an empty text.
 
         Args:
-            expected: The reference; None if the inputs contain special values, for which the
-                result itself tells what an output has to be.
+            expected: The reference; None if the inputs contain NaN or Inf: then the result itself
+                determines the outputs.
         """
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)

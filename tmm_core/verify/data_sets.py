@@ -32,16 +32,16 @@ from tmm_core.verify.random_inputs import Recipe
 
 F = TypeVar("F", bound="DataSets")
 
-#: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
-#: CPU's memory, and this, unless one set of inputs and its results take more.
+#: Default limit of verification's memory, besides a quarter of a GPU's free memory or a sixteenth
+#: of a CPU's memory. One set of inputs with samples of its result may exceed it.
 MOST_MEMORY = 4 << 30
 
 #: Rows, and columns, that are sampled: one at random from each of this many equal stripes, plus the
 #: first and the last. A tile at least as high or wide as a stripe is always hit.
 SAMPLES = 64
 
-#: Floating-point operations up to which the whole result is compared: for 16-bit operands on CUDA
-#: (7 ms on an H100), in fp64 there, and on a CPU, at about 10 GFLOPS per core.
+#: Floating-point operations up to which the whole result is compared. The limits are for 16-bit
+#: operands on CUDA (7 ms on an H100), in fp64 there, and on a CPU (about 10 GFLOPS per core).
 FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, compare.FP64_FLOPS, 2**33
 
 #: How the values of both sets are drawn.
@@ -54,7 +54,7 @@ COMPARED = 1 << 24
 
 def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
     """Bytes that verification may take by default; ``most`` is the limit of a device of any size.
-    Of 32768×28672×4096 in 8 groups, one set takes 12.5 GiB."""
+    One set for 32768×28672×4096 in 8 groups takes 12.5 GiB."""
     if device.type == "cuda":
         return int(min(free_memory(device) // 4, most))
     try:

@@ -34,7 +34,7 @@ from tmm_core.verify.nonfinite import kinds_of, marks, split, values_of
 from tmm_core.verify.ragged_inputs import Inputs
 from tmm_core.verify.random_inputs import Recipe, Values
 
-#: Where the tensors of a round are: in the memory of the data's last set, in memory of their
+#: Where the tensors of a round are: in the memory of the last set, in memory of their
 #: own, with strides of zero, or in one memory for several arguments.
 Place = Literal["same", "own", "expanded", "shared"]
 
@@ -101,7 +101,7 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
 
 
 class Round:
-    """One round of a data, whose reference is computed once."""
+    """One launch on further inputs, whose reference is computed once."""
 
     def __init__(self, data: DataSets, plan: Plan) -> None:
         self.plan = plan
@@ -161,7 +161,7 @@ class Round:
 
 
 def rounds_of(data: DataSets) -> list[Round]:
-    """The rounds of a data: none if its inputs were given, or do not fit twice."""
+    """The rounds of the test data: none if its inputs were given, or do not fit twice."""
     if data.rounds is None:
         data.rounds = []
         of, problem = data.sets()[-1], data.problem
@@ -176,7 +176,7 @@ def rounds_of(data: DataSets) -> list[Round]:
 
 @contextlib.contextmanager
 def restoring(data: DataSets) -> Iterator[None]:
-    """Put the values of the data's last set back at the end."""
+    """Put the values of the last set back at the end."""
     try:
         yield
     finally:
@@ -208,7 +208,7 @@ def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs
 
 
 def _applies(problem: Problem, place: Place) -> bool:
-    """Whether tensors can lie like this."""
+    """Whether a problem allows this place."""
     if place == "shared":
         return problem.groups is None and bool(_aliases(problem))
     if place == "expanded":

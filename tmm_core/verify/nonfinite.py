@@ -1,9 +1,9 @@
 """Plants NaN and Inf in some rows of ``a`` or columns of ``b``, and checks where they arrive.
 
-Each row (or column) gets one such value, so that no sum has two and none depends on the order of
-its terms: a product with NaN is NaN, one with Inf is Inf of one sign, or NaN if the other factor is
-zero. Any result is accepted where the reference gives NaN although only Inf was accumulated, such
-as silu(-Inf) = -Inf · 0: it depends on how the formula is written.
+Each row (or column) gets one such value, so that no sum depends on the order of its terms. A
+product with NaN is NaN. One with Inf is Inf of one sign, or NaN if the other factor is zero. Any
+result is accepted where the reference gives NaN although only Inf was accumulated, such as
+silu(-Inf) = -Inf · 0: it depends on how the formula is written.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
 def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> NonFinite | None:
-    """NonFinite values for these inputs; None if no input can hold one.
+    """Values for these inputs; None if no input can represent one.
 
     Along rows they are in a and the residual, along columns in b and the bias.
 
@@ -127,7 +127,7 @@ def _changes(
     along, end = problem.along, filled[-1][2]
     rows = axis == "rows"
     matrix = inputs.a if rows else inputs.b.mT
-    # Lines are rows of a, or columns of b; those of a ragged dimension lie in the groups.
+    # Lines are rows of a, or columns of b; in a ragged dimension they are in groups.
     lines = range(matrix.shape[-2])
     if along == ("m" if rows else "n"):
         lines = range(end)
@@ -157,7 +157,7 @@ def _in_terms(
     filled: list[tuple[int, int, int]],
     chance: random.Random,
 ) -> Iterator[Change]:
-    """NaN in an element of the residual, or of a bias: one group's, or that of all matrices."""
+    """NaN in an element of the residual, or of a bias: one group's, or the common one."""
     group, start, end = chance.choice(filled)
     index: tuple[int, ...]
     if rows and inputs.residual is not None:

@@ -141,8 +141,8 @@ class State:
             if (write := self._pieces[name].write) is not None:
                 write(self._values[name])
 
-    def drawn(self, names: list[str]) -> bool:
-        """Whether these are all generators."""
+    def are_generators(self, names: list[str]) -> bool:
+        """Whether all of these are random generators."""
         return set(names) <= self._generators.keys()
 
 
@@ -159,13 +159,13 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
         return result, []
     taken = time.perf_counter() - begun
     before.restore(changed)
-    if not before.drawn(changed):
+    if not before.are_generators(changed):
         return result, changed
     again = State(device)
     result = call()
     confirmed = again.changed()
     again.restore(confirmed)
-    if not again.drawn(confirmed):
+    if not again.are_generators(confirmed):
         return result, confirmed
     idle = State(device)
     time.sleep(min(taken, _WATCHED))

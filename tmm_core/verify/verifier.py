@@ -1,9 +1,9 @@
 """Verifies that a launcher is right in every way it is used.
 
 A kernel that is right in one launch into a given output may be wrong without one, on its second
-launch, or for inputs at another address. So a :class:`Verifier` launches as calls do: with and
-without ``out``, on sets of inputs that differ in values, address and strides, in torch's modes,
-from two threads, with NaN and Inf, and repeatedly.
+launch, or for inputs at another address. So a :class:`Verifier` launches as calls do, with and
+without ``out``, in torch's modes, from two threads, and repeatedly. Its sets of inputs differ in
+values, address and strides, and contain NaN and Inf in some launches.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Verdict:
 class Verifier(DataSets):
     """Compares launchers of one problem with references that are computed once, on first use.
 
-    If the memory is too small for the whole result, samples of rows and columns are compared and
-    all other elements only have to be numbers; if it is too small for one set of inputs, verdicts
+    If the memory is too small for the whole result, samples of rows and columns are compared, and
+    all other elements only have to be numbers. If it is too small for one set of inputs, verdicts
     are ``unknown``.
     """
 
