@@ -34,7 +34,7 @@ class Raising(FakeKernel):
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Untuned, and as if verified before: these are tests of later launches."""
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
-    monkeypatch.setattr(FirstUse, "holds", lambda *_: True)
+    monkeypatch.setattr(FirstUse, "may_launch", lambda *_: True)
 
 
 A, B = torch.randn(4, 8), torch.randn(8, 5)

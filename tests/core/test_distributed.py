@@ -512,12 +512,12 @@ def test_a_rank_that_hangs_is_given_up_and_adopts_later(world: World, tmp_path: 
 
 
 def fail_on_rank_1(root: str) -> Tuned:
-    def tune(*arguments: Any) -> Any:
+    def steps(*arguments: Any, **named: Any) -> Any:
         raise MemoryError("no room")
 
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tuner, "tune", tune)
+            patch.setattr(Tuner, "steps", steps)
             return tuned(root)
     return tuned(root)
 
