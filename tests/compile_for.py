@@ -20,7 +20,7 @@ import triton
 from tmm_triton.plugin import KERNELS, load
 from tmm_triton.triton_kernel import Built
 
-from tmm_core import Operand, Problem
+from tmm_core import Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.groups import Groups
@@ -47,7 +47,8 @@ def problems(capability: tuple[int, int]) -> Iterator[Problem]:
     yield replace(large, bias=torch.bfloat16, residual=row, scaled=True, epilogue=parse("gelu"))
     yield from (replace(large, m=333, batch=8), replace(decode, k=14336), replace(large, a=strange))
     f8 = Operand(torch.float8_e4m3fn)
-    yield replace(large, a=f8, b=replace(f8, layout="col"), scale_a="row", scale_b="row")
+    f8 = replace(f8, scale=Scale("row"))
+    yield replace(large, a=f8, b=replace(f8, layout="col"))
     for groups in (Groups(8, "m"), Groups(8, "m", zeroed=True), Groups(8, "k")):
         yield replace(large, groups=groups)
     yield replace(large, groups=Groups(8, "m", torch.int64, torch.int32, torch.float32))

@@ -113,7 +113,7 @@ def assert_refused_alike(found: Any, wanted: Exception, what: str) -> None:
 
 
 def result_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or formats.wide(a.dtype)
+    return out_dtype or formats.pair(a.dtype, a.dtype).result or a.dtype
 
 
 def recording(t: Any) -> Any:

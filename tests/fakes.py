@@ -21,7 +21,7 @@ from tmm_core.settings import Settings
 from tmm_core.spec.code import version_of
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.launcher import Bound
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.tuning.tuner import Tuner
 
 DEVICE = DeviceFingerprint(
@@ -32,7 +32,19 @@ DEVICE = DeviceFingerprint(
 def problem(m: int = 64, n: int = 32, k: int = 16, **fields: Any) -> Problem:
     operand = Operand(torch.float32)
     fields = {"a": operand, "b": operand, "out": operand, "device": DEVICE, **fields}
-    return Problem(m=m, n=n, k=k, **fields)
+    return with_scales(Problem(m=m, n=n, k=k, **without_scales(fields)), fields)
+
+
+def without_scales(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "scales"}
+
+
+def with_scales(asked: Problem, fields: dict[str, Any]) -> Problem:
+    """The problem whose operands have scales of the kinds ``fields["scales"]``, a's and b's."""
+    if "scales" not in fields:
+        return asked
+    of_a, of_b = (None if kind is None else Scale(kind) for kind in fields["scales"])
+    return replace(asked, a=replace(asked.a, scale=of_a), b=replace(asked.b, scale=of_b))
 
 
 @dataclass(frozen=True, kw_only=True)

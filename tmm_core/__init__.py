@@ -22,13 +22,15 @@ from tmm_core.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
+from tmm_core.formats import Format
 from tmm_core.grouped import grouped_linear, grouped_matmul
 from tmm_core.launch.plan import Plan
+from tmm_core.quantized import Quantized
 from tmm_core.settings import Settings, override
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.launcher import Bound, Launcher
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
 from tmm_core.version import __version__ as __version__
@@ -71,6 +73,7 @@ __all__ = [
     "Deferred",
     "Epilogue",
     "Explanation",
+    "Format",
     "Groups",
     "Kernel",
     "KernelInfo",
@@ -81,7 +84,9 @@ __all__ = [
     "PluginError",
     "Port",
     "Problem",
+    "Quantized",
     "Resources",
+    "Scale",
     "Settings",
     "SettingsError",
     "Supports",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tmm_core import dispatch, settings
 from tmm_core.errors import reraise
-from tmm_core.formats import BY_STORAGE
+from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
 from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
 from tmm_core.launch import grouped_call as launch_grouped
@@ -22,6 +23,7 @@ from tmm_core.launch.check import (
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
+from tmm_core.quantized import Quantized, unpacked
 from tmm_core.spec.arguments import TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.problem import Problem
@@ -97,49 +99,55 @@ def matmul(
     product before the epilogue, which a separate kernel then applies.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
-        call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+        call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
         with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
-            return matmul(**call._asdict() | {"epilogue": epilogue})
-    if type(alpha) is not float and _are_tensors(a, b):
-        if not isinstance(alpha, Tensor):
-            alpha = number("matmul", alpha, a)
-        if isinstance(alpha, (Tensor, complex)):
-            call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
-            return _scaled(call, epilogue)
+            return _answer(call, epilogue)
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
-        and (type(alpha) is float or isinstance(alpha, (int, float)))
+        and (type(alpha) is float or (isinstance(alpha, (int, float)) and _are_tensors(a, b)))
         and (epilogue is None or type(epilogue) is str or type(epilogue) is Epilogue)
         and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
         text = text_of(epilogue)
+        alpha = alpha if type(alpha) is float else number("matmul", alpha, a)
         try:
             if not autograd_state.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
-            if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
+            if scale_a is None and scale_b is None and a.dtype not in IMPLIED:
                 return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError) as error:
             reraise(error)
             if not fallbacks.concerns(a, b, bias, residual):
                 raise
-    given = (a, b, bias, residual, scale_a, scale_b, out)
-    if not _are_tensors(*given):
-        tensors = dict(zip((*TENSORS, "out"), given, strict=True))
-        more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
+    return _answer(call, epilogue)
+
+
+def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
+    """:func:`matmul`, for calls of every kind."""
+    if not _are_tensors(*(getattr(call, name) for name in (*TENSORS, "out"))):
+        tensors = {name: getattr(call, name) for name in (*TENSORS, "out")}
+        more = {"alpha": call.alpha, "epilogue": epilogue, "out_dtype": call.out_dtype}
         return fallbacks.by_override(matmul, tensors, **more)
-    text = text_of(epilogue)
-    arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
-    if text and has_outputs(text):
-        return outputs_operator.matmul(Arguments(*arguments, out))  # type: ignore[return-value]  # as documented
-    if fallbacks.concerns(a, b, bias, residual):
-        call = Arguments(*arguments, out)._replace(epilogue=interned_text(epilogue))
-        return fallbacks.answer(matmul, call)
-    if out is not None:
-        return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
-    if not torch.compiler.is_compiling() and type(a) is not Tensor:
-        prepare_for(type(a))
-    return operator.matmul(*arguments)  # type: ignore[no-any-return]
+    call = unpacked(call)
+    if type(call.alpha) is not float:
+        alpha = call.alpha
+        if not isinstance(alpha, Tensor):
+            alpha = number("matmul", alpha, call.a)
+        if isinstance(alpha, (Tensor, complex)):
+            return _scaled(call._replace(alpha=alpha), epilogue)
+        call = call._replace(alpha=alpha)
+    call = call._replace(epilogue=text_of(epilogue))
+    if call.epilogue and has_outputs(call.epilogue):
+        return outputs_operator.matmul(call)  # type: ignore[return-value]  # as documented
+    if fallbacks.concerns(call.a, call.b, call.bias, call.residual):
+        return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
+    if call.out is not None:
+        return operator.matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling() and type(call.a) is not Tensor:
+        prepare_for(type(call.a))
+    return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
 def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
@@ -156,19 +164,18 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         shape = tuple(alpha.shape)
         raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
-    check_tensors("matmul", **{name: getattr(call, name) for name in (*TENSORS, "out")})
     if fallbacks.concerns(a, b, bias, residual):
-        return fallbacks.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
+        return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
     if isinstance(alpha, Tensor):
         differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
         if out is not None and differentiated:
             refuse_gradients_of_out()
         if out is not None or (alpha.device.type == "cpu" and not differentiated):
             read = number("matmul", alpha.detach(), a)
-            return matmul(**call._asdict() | {"alpha": read, "epilogue": epilogue})
+            return _answer(call._replace(alpha=read), epilogue)
     parsed = warm.epilogue_of(interned_text(epilogue))
     check(call, parsed)
-    product = matmul(**call._replace(alpha=1.0, bias=None, residual=None, out=None)._asdict())
+    product = _answer(call._replace(alpha=1.0, bias=None, residual=None, out=None), None)
     y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
     if out is not None:
         return fallbacks.delivered(y, out, *call.given)
@@ -218,7 +225,7 @@ def linear(
             text = epilogue or ""
             if not autograd_state.recorded(x, weight, bias, residual):
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
-            if x.dtype not in BY_STORAGE:
+            if x.dtype not in IMPLIED:
                 return autograd.in_parts(
                     x, weight, bias, residual, alpha, text, out_dtype, transposed=True
                 )
@@ -233,10 +240,10 @@ def linear(
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return fallbacks.by_override(linear, tensors, **more)
     forced: dict[str, Any] = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
-    call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+    call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
     try:
-        given = call._replace(b=weight.t())._asdict() | {"epilogue": epilogue}
-        return matmul(**given, **forced)
+        with settings.override(**forced) if any(forced.values()) else nullcontext():
+            return _answer(call._replace(b=weight.t()), epilogue)
     except NotImplementedError:  # its type has no transpose, or no operator of ours
         if not fallbacks.foreign(weight):
             raise
@@ -265,7 +272,7 @@ def plan(
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
     alpha = number("plan", alpha)
-    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    call = unpacked(Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b))
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
@@ -296,9 +303,9 @@ def problem(
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
     alpha = number("problem", alpha)
-    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    given = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     rows = {"a_index": a_index, "out_index": out_index, "out_weights": out_weights}
-    check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)), **rows)
+    check_tensors("problem", **dict(zip(TENSORS, given.tensors, strict=True)), **rows)
     parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     if offs is not None:
@@ -306,10 +313,10 @@ def problem(
             a, b, offs, bias, residual, alpha, "", out_dtype, a_index, out_index, out_weights,
             zeroed=out_index is not None, scale_a=scale_a, scale_b=scale_b,
         )  # fmt: skip
-        return launch_grouped.pose(grouped_call, parsed, current)[0]
+        return launch_grouped.pose(unpacked(grouped_call, grouped=True), parsed, current)[0]
     if not (a_index is out_index is out_weights is None):
         raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
-    return warm.pose(call, parsed, current)[0]
+    return warm.pose(unpacked(given), parsed, current)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
@@ -372,3 +379,12 @@ def kernels() -> list[KernelInfo]:
     from tmm_core.dispatch.explanation import kernel_infos
 
     return kernel_infos(dispatch.default_dispatcher().registry, settings.current())
+
+
+Quantized.products |= {
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: lambda b, a: matmul(a, b),
+    torch.nn.functional.linear: linear,
+}

@@ -10,7 +10,8 @@ from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_tensors, number
 from tmm_core.launch.grouped_call import check, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.arguments import GROUPED_TENSORS, GroupedArguments
+from tmm_core.quantized import unpacked
+from tmm_core.spec.arguments import GROUPED_TENSORS, PARTS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
@@ -98,7 +99,7 @@ def grouped_matmul(
     call = GroupedArguments(
         a, b, offs,  # type: ignore[arg-type]  # None only for a batch
         bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index, out_weights,
-        out_index is not None, scale_a, scale_b, out,
+        out_index is not None, scale_a, scale_b, out=out,
     )  # fmt: skip
     if offs is None:
         return _batched(call)
@@ -113,6 +114,7 @@ def grouped_matmul(
         return run(*call)
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
+    call = unpacked(call, grouped=True)
     if out is not None:
         return grouped_operator.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling():
@@ -123,32 +125,42 @@ def grouped_matmul(
 
 def _batched(call: GroupedArguments) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
-    a, b, _, bias, residual, alpha, text, out_dtype, _, _, _, _, scale_a, scale_b, out = call
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
     check_tensors("grouped_matmul", **named)
-    parsed = epilogue_of(text)
-    shape = torch.Size(check(call, parsed))
+    call = unpacked(call, grouped=True)
+    a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
+    shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     count = shape[0]
     if bias is None or bias.dim() == 1 or not count:
-        if scale_a is not None and scale_a.numel() != 1:
-            scale_a = scale_a[:, :, None]
-        if scale_b is not None and scale_b.numel() != 1:
-            scale_b = scale_b[:, None]
+        parts = {
+            role.name: t.unsqueeze(-1 if role.of == "a" else -2)
+            if (t := getattr(call, role.name)) is not None and t.numel() != 1
+            else t
+            for role in PARTS
+        }
         shared = bias if bias is None or bias.dim() == 1 else None
-        arguments = a, b, shared, residual, alpha, text, out_dtype, scale_a, scale_b
+        plain = Arguments(
+            a, b, shared, residual, call.alpha, call.epilogue, call.out_dtype,
+            **parts, formats=call.formats,
+        )  # fmt: skip
         if out is not None:
-            return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
-        return operator.matmul(*arguments)  # type: ignore[no-any-return]
+            return operator.matmul_out(*plain[:-1], out=out)  # type: ignore[no-any-return]
+        return operator.matmul(*plain[:-1])  # type: ignore[no-any-return]
     (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:
         residual = residual.expand(shape).reshape(count * m, n)
-    y = grouped_matmul(
-        a.reshape(count * m, k), b, bias=bias, residual=residual, alpha=alpha, epilogue=text,
+    of_a = {
+        role.name: t
+        for role in PARTS
+        if role.of == "a" and (t := getattr(call, role.name)) is not None
+    }
+    ragged = call._replace(
+        a=a.reshape(count * m, k), residual=residual, out=None,
         offs=torch.arange(1, count + 1, dtype=torch.int32, device=a.device) * m,
-        out_dtype=out_dtype, scale_a=None if scale_a is None else scale_a.flatten(),
-        scale_b=scale_b,
-    ).view(shape)  # fmt: skip
-    return fallbacks.delivered(y, out, a, b, bias, residual, scale_a, scale_b)
+        **{name: t.flatten() for name, t in of_a.items() if t is not None},
+    )  # fmt: skip
+    y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
+    return fallbacks.delivered(y, out, *call.given)
 
 
 def grouped_linear(

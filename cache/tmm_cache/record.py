@@ -169,12 +169,24 @@ class TuningRecord:
         return self.clock != CLOCK
 
     @property
-    def measured_at(self) -> tuple[int, ...]:
-        """Every M at which a candidate was timed, including the problem's own, sorted."""
-        sizes = {m for candidate in self.candidates for m in candidate.inside_us}
-        own = self.problem["m"]
+    def along(self) -> str:
+        """The dimension whose sizes share records in buckets: the ragged one of groups, else M."""
+        groups = self.problem.get("groups")
+        along = groups.get("ragged") if isinstance(groups, Mapping) else None
+        return along if along in ("n", "k") else "m"
+
+    @property
+    def extent(self) -> int:
+        """The problem's own size of that dimension."""
+        own = self.problem[self.along]
         assert isinstance(own, int)
-        return tuple(sorted({own, *sizes}))
+        return own
+
+    @property
+    def measured_at(self) -> tuple[int, ...]:
+        """Every size at which a candidate was timed, including the problem's own, sorted."""
+        sizes = {m for candidate in self.candidates for m in candidate.inside_us}
+        return tuple(sorted({self.extent, *sizes}))
 
     @property
     def best(self) -> CandidateResult:

@@ -4,8 +4,9 @@ It serves everything that torch does: any dtype, any stride, empty sizes. cuBLAS
 relu (``torch._addmm_activation``) is a separate config.
 
 8-bit floats go to ``torch._scaled_mm`` in the layout that it supports (row-major times
-column-major, K and N multiples of 16), with its default of promoted accumulation; otherwise they
-are multiplied as bf16, which represents them exactly, and scaled afterwards.
+column-major, K and N multiples of 16), with its default of promoted accumulation. Other stored
+operands are converted to the dtype of their values, which represents them exactly, and the product
+is scaled afterwards.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ class Blas(Kernel[BlasConfig]):
         devices=ANY,
         operands=ANY,
         formats=ANY,  # dequantised before multiplying
+        weights=ANY,
+        activations=ANY,
         scales=ANY,
+        zeros=True,
         out=ANY,
         bias=ANY,
         residual=ANY,
@@ -92,7 +96,7 @@ class Blas(Kernel[BlasConfig]):
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
-        dtype = problem.a.dtype
+        dtype = problem.value
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             yield f"torch has no {dtype} matmul on CUDA"
         if problem.groups is not None:
@@ -125,11 +129,11 @@ class Blas(Kernel[BlasConfig]):
             return _bind_outputs(problem)
         if config.halves:
             return _bind_halves(problem)
-        if problem.format is None:
+        if not problem.stored:
             return bind_product(problem)
-        if problem.fp8 and _takes_fp8(problem):
+        if _takes_8_bit(problem):
             return _bind_scaled_mm(problem)
-        return _bind_dequantized(problem, problem.format.dequantize)
+        return _bind_dequantized(problem)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
         """Roofline of the product, plus a pass over the output for each eager step."""
@@ -141,13 +145,13 @@ class Blas(Kernel[BlasConfig]):
         if not (problem.a.aligned and problem.b.aligned):
             rate /= UNALIGNED_PENALTY
         widened = 0
-        if problem.format is not None and not (problem.fp8 and _takes_fp8(problem)):
+        if problem.stored and not _takes_8_bit(problem):
             # Both operands are read, written as bf16 and read again.
             rate = machine.tensor * REACH[2]
             widened = 5 * problem.bytes
         moving = machine.moving_us(problem.bytes + widened)
         if problem.groups is not None:
-            if problem.fp8:
+            if problem.native:
                 rate *= grouped_mm.REACH_8_BIT
             moving = max(moving, problem.bytes / (grouped_mm.READS * machine.sms))
         product = max(problem.flops / (rate * machine.sms), moving)
@@ -271,6 +275,7 @@ def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
 
 def factor(scale: Tensor) -> Tensor:
     """A scale that broadcasts to the product: one number may have any number of dimensions."""
+    scale = scale if scale.dtype is torch.float32 else scale.float()
     return scale.reshape(()) if scale.numel() == 1 else scale
 
 
@@ -304,7 +309,7 @@ def _divisible(problem: Problem) -> bool:
     """Whether gate and up projection may be products of their own."""
     if not problem.gated or problem.epilogue.interleaved or problem.epilogue.outputs:
         return False
-    plain = problem.format is None and problem.groups is None and problem.batch == 1
+    plain = not problem.stored and problem.groups is None and problem.batch == 1
     same = problem.out.dtype == problem.a.dtype and problem.bias in (None, problem.a.dtype)
     return plain and same and not problem.scaled
 
@@ -348,19 +353,22 @@ def _bind_outputs(problem: Problem) -> Launcher:
 def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
     """The product with another output dtype, at the accumulator's precision."""
     function = torch.mm if mm is torch.mm else torch.bmm
-    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
+    half = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
+    if a.is_cuda and dtype == torch.float32 and half:
         return function(a, b, out_dtype=dtype)
-    wide = torch.promote_types(a.dtype, dtype)
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), dtype)
     return function(a.to(wide), b.to(wide))
 
 
-def _takes_fp8(problem: Problem) -> bool:
+def _takes_8_bit(problem: Problem) -> bool:
     """Whether ``torch._scaled_mm`` multiplies these operands: the conditions of cuBLASLt."""
     device = problem.device
     width = 2 * problem.n if problem.gated else problem.n
     wide = torch.float8_e5m2
     return (
-        hasattr(torch, "_scaled_mm")
+        problem.native
+        and problem.a.dtype.is_floating_point
+        and hasattr(torch, "_scaled_mm")
         and device.type == "cuda"
         and not device.cuda.startswith("hip")
         and device.capability >= (8, 9)
@@ -376,13 +384,22 @@ def _takes_fp8(problem: Problem) -> bool:
     )
 
 
-def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) -> Launcher:
-    mm, names = torch.mm if problem.batch == 1 else torch.bmm, problem.scales
+def _bind_dequantized(problem: Problem) -> Launcher:
+    """The product of the stored numbers, which the dtype of values holds exactly, times scales."""
+    mm, names = torch.mm if problem.batch == 1 else torch.bmm, problem.parts
+    dtype, forms = problem.value, dict(zip(("a", "b"), problem.forms, strict=True))
 
-    def run(a: Tensor, b: Tensor, *rest: Any, **scales: Any) -> Tensor:
-        z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
+    def run(a: Tensor, b: Tensor, *rest: Any, **parts: Any) -> Tensor:
+        operands = {"a": a, "b": b}
+        for name, form in forms.items():
+            if form is not None:
+                zero = parts.get(f"{name}_zero")
+                exact = dtype if zero is None else torch.float32
+                operands[name] = form.values(operands[name], None, zero, exact)
+        z = _wide(operands["a"], operands["b"], torch.float32, mm)
         for name in names:
-            z = z * factor(scales[name])
+            if name.endswith("_scale"):
+                z = z * factor(parts[name])
         return finish(problem, z, *rest)
 
     return run
@@ -390,7 +407,7 @@ def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) 
 
 def _bind_scaled_mm(problem: Problem) -> Launcher:
     shape_a, shape_b = (problem.m, 1), (1, 2 * problem.n if problem.gated else problem.n)
-    by_row = "row" in (problem.scale_a, problem.scale_b)
+    by_row = any(t.scale is not None and t.scale.kind == "row" for t in (problem.a, problem.b))
     dtype = problem.out.dtype if problem.out.dtype != torch.float64 else torch.float32
     # With row scales it needs a bf16 output; it adds a bias of the output's dtype if 16-bit.
     after = by_row and dtype != torch.bfloat16
@@ -410,28 +427,28 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
         residual: Tensor | None,
         alpha: float,
         out: Tensor | None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
+        a_scale: Tensor | None = None,
+        b_scale: Tensor | None = None,
     ) -> Tensor:
         if a.shape[0] == 1:
             # A single row's stride is arbitrary, but torch checks it.
             a = a.as_strided(a.shape, (a.shape[1], 1))
         if after:
             z = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32)
-            for scale in (scale_a, scale_b):
+            for scale in (a_scale, b_scale):
                 z = z if scale is None else z * factor(scale)
             return finish(problem, z, bias, residual, alpha, out)
-        scale_a, scale_b = one if scale_a is None else scale_a, one if scale_b is None else scale_b
+        a_scale, b_scale = one if a_scale is None else a_scale, one if b_scale is None else b_scale
         if alpha != 1.0:
-            scale_a = scale_a * alpha
+            a_scale = a_scale * alpha
         if by_row:
-            scale_a = scale_a.expand(shape_a).contiguous()
-            scale_b = scale_b.expand(shape_b).contiguous()
+            a_scale = a_scale.expand(shape_a).contiguous()
+            b_scale = b_scale.expand(shape_b).contiguous()
         added = bias if add_bias else None
         if direct and out is not None and out.is_contiguous():
-            torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=dtype, out=out)
+            torch._scaled_mm(a, b, a_scale, b_scale, added, out_dtype=dtype, out=out)
             return out
-        z = torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=dtype)
+        z = torch._scaled_mm(a, b, a_scale, b_scale, added, out_dtype=dtype)
         return finish(problem, z, None if add_bias else bias, residual, 1.0, out)
 
     return run

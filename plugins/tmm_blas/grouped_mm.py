@@ -44,8 +44,14 @@ def reasons_against(problem: Problem) -> Iterable[str]:
         yield "torch's grouped product is used only on NVIDIA GPUs and on CPUs"
     elif device.capability[0] not in (9, 10):
         yield "torch's grouped product reads offs on the host, except on Hopper and Blackwell"
-    if problem.format is not None:
+    if problem.native:
         yield from _reasons_against_scaled(problem)
+    elif problem.stored and problem.value != torch.bfloat16:
+        yield f"torch's grouped product is of bf16, not {problem.value}"
+    elif problem.stored and _splits_rows(problem):
+        yield "torch's grouped product asserts that groups start at multiples of 16 bytes"
+    elif problem.stored:
+        pass
     elif dtype != torch.bfloat16 or problem.out.dtype != dtype:
         yield f"torch's grouped product is of bf16, not {dtype} to {problem.out.dtype}"
     elif _splits_rows(problem):
@@ -103,8 +109,8 @@ def bind(problem: Problem) -> Launcher:
     # Torch's operators pack padded rows, except in place. An epilogue's result may not be ours.
     own = problem.epilogue.is_identity
     cleared = Tensor.masked_fill_ if own else Tensor.masked_fill
-    eight_bit = problem.format is not None
-    scaled = eight_bit and problem.device.type != "cpu"
+    eight_bit = problem.a.dtype.itemsize == 1
+    scaled = problem.native and problem.device.type != "cpu"
 
     def run(
         a: Tensor,
@@ -116,16 +122,22 @@ def bind(problem: Problem) -> Launcher:
         **rows: Tensor,
     ) -> Tensor:
         offs = rows["offs"]
-        scale_a, scale_b = rows.get("scale_a"), rows.get("scale_b")
+        a_scale, b_scale = rows.get("a_scale"), rows.get("b_scale")
+        a_zero, b_zero = rows.get("a_zero"), rows.get("b_zero")
         if "a_index" in rows:
             index = rows["a_index"]
             a = a[index] if eight_bit else a.index_select(0, index)
-            if scale_a is not None and problem.scale_a == "row":
-                scale_a = scale_a.index_select(0, index)
+            if problem.a.scale is not None and problem.a.scale.kind == "row":
+                a_scale = None if a_scale is None else a_scale.index_select(0, index)
+                a_zero = None if a_zero is None else a_zero.index_select(0, index)
         if scaled:
-            z = _scaled_by_torch(a, b, offs, scale_a, scale_b)
+            z = _scaled_by_torch(a, b, offs, a_scale, b_scale)
+        elif problem.stored:
+            a = _values(problem, "a", a, a_zero, offs)
+            b = _values(problem, "b", b, b_zero, offs)
+            z = _rescaled(problem, multiply(a, b, offs), offs, a_scale, b_scale)
         else:
-            z = _rescaled(problem, multiply(a, b, offs), offs, scale_a, scale_b)
+            z = multiply(a, b, offs)
         if alpha != 1.0:
             z = z.mul_(alpha)
         if bias is not None:
@@ -174,20 +186,39 @@ def _groups_of(problem: Problem, offs: Tensor) -> Tensor:
     return group.clamp_(max=offs.shape[0] - 1)
 
 
+def _values(problem: Problem, name: str, t: Tensor, zero: Tensor | None, offs: Tensor) -> Tensor:
+    """An operand's values without its scale, in the dtype of values; the operand, if it is
+    plain."""
+    form = (problem.a if name == "a" else problem.b).form
+    if form is None:
+        return t
+    if zero is not None and zero.numel() == 1:
+        zero = zero.reshape(())
+    elif zero is not None and t.dim() == 3:
+        zero = zero.view(t.shape[0], -1)
+        zero = zero[:, :, None] if name == "a" else zero[:, None]
+    elif zero is not None and problem.along == "k":
+        zero = zero.view(problem.shape(f"{name}_zero"))[_groups_of(problem, offs)]
+        zero = zero.mT if name == "a" else zero
+    elif zero is not None and name == "a":
+        zero = zero[:, None]
+    return form.values(t, None, zero, problem.value)
+
+
 def _rescaled(
-    problem: Problem, z: Tensor, offs: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+    problem: Problem, z: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
 ) -> Tensor:
     """The product ``z`` multiplied by the scales of both operands."""
     along = problem.along
-    if scale_a is not None and problem.scale_a == "row":
+    if a_scale is not None and a_scale.numel() != 1:
         if along == "m":
-            scale_a = scale_a[:, None]
+            a_scale = a_scale[:, None]
         else:
-            scale_a = scale_a.view(problem.shape("scale_a"))
-            scale_a = scale_a[:, :, None] if along == "k" else scale_a[_groups_of(problem, offs)].mT
-    if scale_b is not None and problem.scale_b == "row" and along != "n":
-        scale_b = _of_rows(problem, scale_b.view(problem.shape("scale_b")), offs)
-    for scale in (scale_a, scale_b):
+            a_scale = a_scale.view(problem.shape("a_scale"))
+            a_scale = a_scale[:, :, None] if along == "k" else a_scale[_groups_of(problem, offs)].mT
+    if b_scale is not None and b_scale.numel() != 1 and along != "n":
+        b_scale = _of_rows(problem, b_scale.view(problem.shape("b_scale")), offs)
+    for scale in (a_scale, b_scale):
         if scale is not None:
             z = z * (scale.reshape(()) if scale.numel() == 1 else scale)
     return z
@@ -202,17 +233,16 @@ def _beyond(problem: Problem, offs: Tensor) -> Tensor:
 def _product(problem: Problem) -> Any:
     """A function from ``(a, b, offs)`` to the product: torch's operator or, on a CPU, a loop over
     groups."""
-    form, same = problem.format, problem.out.dtype == problem.a.dtype
+    same = problem.out.dtype == problem.value and not problem.stored
     aligned = problem.a.aligned and problem.b.aligned
     whole = 0 not in (problem.m, problem.n, problem.k)
-    on_cpu = same and aligned and whole and problem.a.dtype in _ON_CPU and hasattr(F, "grouped_mm")
-    if form is None and (problem.device.type != "cpu" or on_cpu):
+    on_cpu = same and aligned and whole and problem.value in _ON_CPU and hasattr(F, "grouped_mm")
+    if problem.device.type != "cpu" or on_cpu:
         return _by_torch
-    wide = torch.promote_types(torch.float32 if form else problem.a.dtype, problem.out.dtype)
+    own = torch.float32 if problem.stored else problem.value
+    wide = torch.promote_types(own, problem.out.dtype)
 
     def loop(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        if form is not None:
-            a, b = form.dequantize(a), form.dequantize(b)
         return _by_groups(a.to(wide), b.to(wide), offs, problem)
 
     return loop
@@ -238,12 +268,12 @@ def _with_strides(t: Tensor) -> Tensor:
 
 
 def _scaled_by_torch(
-    a: Tensor, b: Tensor, offs: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+    a: Tensor, b: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
 ) -> Tensor:
     """e4m3 with ragged rows; torch takes scales for every row and column."""
     rows, columns = (a.shape[0],), (b.shape[0], b.shape[-1])
-    by_row = _filled(scale_a, rows, a.device)
-    by_column = _filled(scale_b, columns, a.device)
+    by_row = _filled(a_scale, rows, a.device)
+    by_column = _filled(b_scale, columns, a.device)
     return torch._scaled_grouped_mm(a, b, by_row, by_column, offs=offs, out_dtype=torch.bfloat16)
 
 

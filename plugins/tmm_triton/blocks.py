@@ -69,22 +69,28 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):
+    """One step along K of plain operands: ``acc + a @ b``, or transposed."""
+    return dot(tl.trans(b), tl.trans(a), acc, PRECISION) if SWAP else dot(a, b, acc, PRECISION)
+
+
+@triton.jit
 def rescale(
-    acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """``acc · scale_a · scale_b``, where each scale is a scalar, one per row or column, or
+    """``acc · a_scale · b_scale``, where each scale is a scalar, one per row or column, or
     absent."""
-    if SCALE_A == "row":
-        scale = tl.load(scale_a_ptr + z * M + rows, mask=rows < M, other=0.0)
-        acc *= scale[:, None]
-    elif SCALE_A == "tensor":
-        acc *= tl.load(scale_a_ptr)
-    if SCALE_B == "row":
-        scale = tl.load(scale_b_ptr + z * N + cols, mask=cols < N, other=0.0)
-        acc *= scale[None, :]
-    elif SCALE_B == "tensor":
-        acc *= tl.load(scale_b_ptr)
+    if A_SCALE == "row":
+        scale = tl.load(a_scale_ptr + z * M + rows, mask=rows < M, other=0.0)
+        acc *= scale.to(tl.float32)[:, None]
+    elif A_SCALE == "tensor":
+        acc *= tl.load(a_scale_ptr).to(tl.float32)
+    if B_SCALE == "row":
+        scale = tl.load(b_scale_ptr + z * N + cols, mask=cols < N, other=0.0)
+        acc *= scale.to(tl.float32)[None, :]
+    elif B_SCALE == "tensor":
+        acc *= tl.load(b_scale_ptr).to(tl.float32)
     return acc
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton.blocks import dot, finish, load, rescale
+from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.triton_kernel import TritonKernel, tiles
 
@@ -25,9 +25,9 @@ def naive_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
+    STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, z = tl.program_id(0), tl.program_id(1)
@@ -42,9 +42,9 @@ def naive_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, False)
         b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, False, False)
-        acc = dot(a, b, acc, PRECISION)
+        acc = STEP(a, b, acc, PRECISION)
 
-    acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+    acc = rescale(acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
     finish(
         acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
         residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,

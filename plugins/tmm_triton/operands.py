@@ -16,8 +16,18 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Config, Operand, Problem
-from tmm_core.triton import Argument, Launch, Step, compile_for, device_function, pointer, source
+from tmm_core.triton import (
+    Argument,
+    Launch,
+    Step,
+    compile_for,
+    device_function,
+    pointer,
+    source,
+    step_function,
+)
 from tmm_triton import reduction_order
+from tmm_triton.blocks import step as plain_step
 from tmm_triton.flags import Counters
 
 #: Bytes of the widest load and store of one thread; the alignment in ``Operand.aligned``.
@@ -48,8 +58,8 @@ class TileConfig(Config):
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the pipelined operand tiles."""
         width = self.BLOCK_N * (2 if problem.gated else 1)
-        stage = (self.BLOCK_M + width) * self.BLOCK_K * problem.a.dtype.itemsize
-        return self.num_stages * stage
+        of_a, of_b = problem.a.dtype.itemsize, problem.b.dtype.itemsize
+        return self.num_stages * (self.BLOCK_M * of_a + width * of_b) * self.BLOCK_K
 
     def registers(self, problem: Problem) -> int:
         """Registers per thread for tiles: the accumulators, the part of the residual being added,
@@ -59,9 +69,9 @@ class TileConfig(Config):
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
         capability = problem.device.capability
-        if problem.fp8 and capability == (9, 0):
+        if problem.native and capability == (9, 0):
             accumulator *= 2  # the low-precision sum, and the full one
-        elif problem.scale_b == "row" and capability >= (10, 0):
+        elif kind(problem.b) == "row" and capability >= (10, 0):
             accumulator *= 2  # a thread has a row of the tile and its columns' scales
         copied = 0
         if not problem.a.aligned:
@@ -153,7 +163,7 @@ def build(
     it takes.
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
-    ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, and
+    ``alpha``, ``{a,b}_scale_ptr``, ``{A,B}_SCALE``, ``STEP``, ``EPILOGUE``, ``PRECISION``, and
     the config's upper-case fields, of which ``GROUP_M`` is a run-time argument.
     ``constants`` and ``own`` name the kernel's own arguments and take precedence. An argument that
     none of these names is None: what the problem does not have.
@@ -189,6 +199,20 @@ def build(
     )
 
 
+def kind(operand: Operand) -> str | None:
+    """The kind of an operand's scale."""
+    return None if operand.scale is None else operand.scale.kind
+
+
+def parts(problem: Problem) -> Typed:
+    """The pointers to scales."""
+    return {
+        f"{name}_scale_ptr": (pointer(operand.scale.dtype), f"{name}_scale")
+        for name, operand in (("a", problem.a), ("b", problem.b))
+        if operand.scale is not None
+    }
+
+
 def _operands(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str], tuple[int, int]]]:
     """Each operand's name, class, names of its two dimensions and their extents."""
     m, n, k = problem.m, problem.n, problem.k
@@ -211,12 +235,13 @@ def _convention(
     }
     constants: dict[str, Any] = {
         "EPILOGUE": device_function(problem.epilogue),
+        "STEP": step_function(problem, plain_step),
         "PRECISION": "tf32" if problem.tf32 else "ieee",
-        "SCALE_A": problem.scale_a,
-        "SCALE_B": problem.scale_b,
+        "A_SCALE": kind(problem.a),
+        "B_SCALE": kind(problem.b),
     }
     divisible: dict[str, int] = {}
-    vector = VECTOR // problem.a.dtype.itemsize
+    vector = VECTOR // min(problem.a.dtype.itemsize, problem.b.dtype.itemsize)
     for tensor, operand, dims, extents in _operands(problem):
         letter, stacked = tensor[0], problem.batch > 1 and tensor[0] not in flat
         given[f"{tensor}_ptr"] = pointer(operand.dtype), tensor
@@ -254,5 +279,5 @@ def _convention(
         given["stride_bias"] = "i64", ("bias", 0)
     if problem.scaled:
         given["alpha"] = "fp32", "alpha"
-    given |= {f"{name}_ptr": ("*fp32", name) for name in problem.scales}
+    given |= parts(problem)
     return given, constants, divisible

@@ -38,8 +38,8 @@ def reduce_kernel(
     apart, M, N,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     EPILOGUE: tl.constexpr, SPLIT_K: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def reduce_kernel(
         # Written by other SMs: bypass this one's L1.
         acc += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     acc = tl.sum(acc, axis=0)
-    acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+    acc = rescale(acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
     finish(
         acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
         residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,

@@ -75,8 +75,8 @@ def persistent_kernel(
     M, N, K,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr, GROUP_M,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr, GROUP_M,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -117,10 +117,10 @@ def persistent_kernel(
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
         width = 2 * N if GATED else N
-        gate = rescale(gate, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+        gate = rescale(gate, z, rows, cols, M, width, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
         if GATED:
             cols += N
-            up = rescale(up, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+            up = rescale(up, z, rows, cols, M, width, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
         gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
         WIDTH: tl.constexpr = BLOCK_N // SUBTILE
         for part in tl.static_range(SUBTILE):
@@ -213,6 +213,7 @@ class Persistent(TritonKernel[PersistentConfig]):
     config_type = PersistentConfig
     supports = replace(
         POINTERS,
+        weights=(),
         devices=("cuda", "interpreter"),
         capability=(9, 0),
         layouts={**POINTERS.layouts, "a": ("row", "col"), "b": ("row", "col")},

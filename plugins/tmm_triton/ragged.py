@@ -25,7 +25,7 @@ import triton.language as tl
 
 from tmm_core import Problem, Traits
 from tmm_core.triton import pointer
-from tmm_triton.blocks import affine, dot, load, parts, tile_of
+from tmm_triton.blocks import affine, load, parts, tile_of
 from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.tiled import FusedEpilogueConfig
 from tmm_triton.triton_kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
@@ -90,30 +90,30 @@ def finish(
 
 @triton.jit
 def rescaled(
-    acc, group, of_a, in_rows, of_b, in_cols, M, WIDTH, scale_a_ptr, scale_b_ptr,
-    RAGGED: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    acc, group, of_a, in_rows, of_b, in_cols, M, WIDTH, a_scale_ptr, b_scale_ptr,
+    RAGGED: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
 ):  # fmt: skip
     """``acc`` times the scales of rows ``of_a`` and columns ``of_b`` of the operands, which have
     M rows and WIDTH columns in each group unless they are ragged."""
-    if SCALE_A == "row":
+    if A_SCALE == "row":
         if RAGGED != "m":
-            scale_a_ptr += group.to(tl.int64) * M
-        acc *= tl.load(scale_a_ptr + of_a, mask=in_rows, other=0.0)[:, None]
-    elif SCALE_A == "tensor":
-        acc *= tl.load(scale_a_ptr)
-    if SCALE_B == "row":
+            a_scale_ptr += group.to(tl.int64) * M
+        acc *= tl.load(a_scale_ptr + of_a, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+    elif A_SCALE == "tensor":
+        acc *= tl.load(a_scale_ptr).to(tl.float32)
+    if B_SCALE == "row":
         if RAGGED != "n":
-            scale_b_ptr += group.to(tl.int64) * WIDTH
-        acc *= tl.load(scale_b_ptr + of_b, mask=in_cols, other=0.0)[None, :]
-    elif SCALE_B == "tensor":
-        acc *= tl.load(scale_b_ptr)
+            b_scale_ptr += group.to(tl.int64) * WIDTH
+        acc *= tl.load(b_scale_ptr + of_b, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    elif B_SCALE == "tensor":
+        acc *= tl.load(b_scale_ptr).to(tl.float32)
     return acc
 
 
 @triton.jit
 def ragged_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
-    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr, scale_a_ptr, scale_b_ptr,
+    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr, a_scale_ptr, b_scale_ptr,
     M, N, K, G,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
@@ -121,8 +121,8 @@ def ragged_kernel(
     stride_oz, stride_om, stride_on,
     stride_biasz, stride_bias, alpha, GROUP_M,
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
+    STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -185,10 +185,10 @@ def ragged_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
         b = load(b_cols + ks[:, None] * stride_bk, ks, of_b, last_k, edge, WHOLE_K, False)
-        gate = dot(a, b, gate, PRECISION)
+        gate = STEP(a, b, gate, PRECISION)
         if GATED and not INTERLEAVED:
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
-            up = dot(a, b_up, up, PRECISION)
+            up = STEP(a, b_up, up, PRECISION)
 
     if INTERLEAVED:
         gate, up = gate.reshape(BLOCK_M, BLOCK_N, 2).split()
@@ -197,12 +197,12 @@ def ragged_kernel(
     of_gate, of_up = pair(cols, N, INTERLEAVED)
     gate = rescaled(
         gate, group, of_a, in_rows, of_gate, in_cols, M, width,
-        scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
+        a_scale_ptr, b_scale_ptr, RAGGED, A_SCALE, B_SCALE,
     )  # fmt: skip
     if GATED:
         up = rescaled(
             up, group, of_a, in_rows, of_up, in_cols, M, width,
-            scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
+            a_scale_ptr, b_scale_ptr, RAGGED, A_SCALE, B_SCALE,
         )  # fmt: skip
     gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
     WIDTH: tl.constexpr = BLOCK_N // SUBTILE
@@ -290,7 +290,7 @@ class Ragged(TritonKernel[RaggedConfig]):
     def configs(self, problem: Problem) -> list[RaggedConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
         problem = loosened(problem)
-        if problem.fp8 and not (problem.a.aligned and problem.b.aligned):
+        if problem.native and not (problem.a.aligned and problem.b.aligned):
             shapes = [*shapes, *_LOOSE_SHAPES]
         mean = each(problem)
         order = (8, 1) if mean.m > 128 else (8,)

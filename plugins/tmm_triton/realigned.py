@@ -183,7 +183,7 @@ class Realigned(Built[RealignedConfig]):
         return version_with(self, inner_kernels().values())
 
     # Inner kernels may decline more.
-    supports = replace(POINTERS, formats=(), gated=True)
+    supports = replace(POINTERS, formats=(), weights=(), gated=True)
 
     def declines(self, problem: Problem) -> Iterable[str]:
         if problem.a.aligned and problem.b.aligned:

@@ -210,6 +210,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         devices=("cuda",),  # NVIDIA instructions
         operands=(torch.float16, torch.bfloat16),
         formats=(),
+        weights=(),
         layouts={**POINTERS.layouts, "a": ("row",), "b": ("col",)},
         unaligned=("out", "residual"),
     )

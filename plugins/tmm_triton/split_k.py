@@ -25,7 +25,7 @@ import triton.language as tl
 
 from tmm_core import Problem, Traits
 from tmm_triton import reduction_order
-from tmm_triton.blocks import dot, finish, load, rescale
+from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
 from tmm_triton.pdl import check_early, ways, with_early
@@ -64,9 +64,9 @@ def split_k_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
+    STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
     THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
@@ -123,12 +123,12 @@ def split_k_kernel(
             ks = k + tl.arange(0, BLOCK_K)
             a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
             b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-        acc = dot(tl.trans(b), tl.trans(a), acc, PRECISION) if SWAP else dot(a, b, acc, PRECISION)
+        acc = STEP(a, b, acc, PRECISION, SWAP)
     if SWAP:
         acc = tl.trans(acc)
 
     if SPLIT_K == 1:
-        acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+        acc = rescale(acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
         finish(
             acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton.blocks import add_residual, affine, dot, load, parts, rescale, store, tile_of
+from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store, tile_of
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put
 from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes, tiles
@@ -38,10 +38,10 @@ def tiled_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr, GROUP_M,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr, GROUP_M,
     port_0_ptr, port_0_at, port_1_ptr, port_1_at,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
+    STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
     OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
@@ -61,15 +61,15 @@ def tiled_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
         b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-        gate = dot(a, b, gate, PRECISION)
+        gate = STEP(a, b, gate, PRECISION)
         if GATED:
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-            up = dot(a, b_up, up, PRECISION)
+            up = STEP(a, b_up, up, PRECISION)
 
     width = 2 * N if GATED else N
-    gate = rescale(gate, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+    gate = rescale(gate, z, rows, cols, M, width, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
     if GATED:
-        up = rescale(up, z, rows, cols + N, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+        up = rescale(up, z, rows, cols + N, M, width, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
     parts_n = tl.cdiv(N, BLOCK_N) * SUBTILE
     gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
     WIDTH: tl.constexpr = BLOCK_N // SUBTILE

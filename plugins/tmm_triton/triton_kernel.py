@@ -43,6 +43,7 @@ POINTERS = Supports(
     capability=(8, 0),
     operands=FLOATS,
     formats=("fp8",),
+    weights=ANY,
     scales=("tensor", "row"),
     out=FLOATS,
     bias=FLOATS,
@@ -79,7 +80,7 @@ class Built(Kernel[D]):
             problem.out_shape,
             problem.out.dtype,
             workspace=(scratch, torch.float32) if scratch else None,
-            extras=(*groups.given, *problem.scales) if groups is not None else (),
+            extras=(*groups.given, *problem.parts) if groups is not None else (),
             outputs=len(problem.epilogue.outputs),
         )
 
@@ -113,7 +114,9 @@ class TritonKernel(Built[C]):
         if device.type != "cuda":
             return
         yield from missing_toolchain()
-        if problem.fp8 and (device.capability < (8, 9) or device.cuda.startswith("hip")):
+        dtypes = problem.a.dtype, problem.b.dtype
+        narrow = any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in dtypes)
+        if narrow and (device.capability < (8, 9) or device.cuda.startswith("hip")):
             yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
 
     def estimate_us(self, problem: Problem, config: C) -> float:
@@ -178,7 +181,7 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     """
     if problem.device.interpreted:
         return _INTERPRETED
-    if problem.fp8 and problem.a.aligned and problem.b.aligned:
+    if problem.native and problem.a.aligned and problem.b.aligned:
         return [(m, n, min(512, 2 * k), *rest) for m, n, k, *rest in shapes]
     if problem.a.dtype is not torch.float32:
         return list(shapes)

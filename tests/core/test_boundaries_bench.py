@@ -39,6 +39,12 @@ def test_one_slow_batch_is_not_the_cost_of_a_call(monkeypatch: pytest.MonkeyPatc
     assert host.host_us({"call": call}, CPU, repeats=5)["call"] < 5000
 
 
+def test_the_cost_is_of_one_call_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CALLS", 10)
+    us = host.host_us({"call": lambda: time.sleep(1e-3)}, CPU, repeats=2)["call"]
+    assert 1000 <= us < 9000
+
+
 # -- regret -------------------------------------------------------------------------------
 
 

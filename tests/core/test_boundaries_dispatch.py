@@ -17,16 +17,24 @@ from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
+from tmm_core.dispatch.explanation import _evidence
 from tmm_core.dispatch.invariant import LADDER, _place, ladder, weight
 from tmm_core.dispatch.lookup import Evidence
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.bucket import inside, probes
 from tmm_core.spec.kernel import Candidate
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning import cold_operands, timing
-from tmm_core.tuning.ranking import decide, fastest_of_blas, holds_at, raced, ranked_around
+from tmm_core.tuning.ranking import (
+    compared_at,
+    decide,
+    fastest_of_blas,
+    holds_at,
+    raced,
+    ranked_around,
+)
 from tmm_core.tuning.search import MOST_HINTS, Hints, Proposals
 from tmm_core.tuning.unmeasured import unmeasured
 
@@ -78,9 +86,10 @@ def test_a_rung_is_of_dense_matrices() -> None:
 
 def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
     eight = Operand(torch.float8_e4m3fn)
-    scaled = asked(16, a=eight, b=eight, scale_a="row", scale_b="tensor")
-    assert weight(scaled) == weight(replace(scaled, m=1, scale_a="tensor"))
-    assert weight(scaled) != weight(replace(scaled, scale_a=None, scale_b=None))
+    row, tensor = (replace(eight, scale=Scale(kind)) for kind in ("row", "tensor"))  # type: ignore[arg-type]
+    scaled = asked(16, a=row, b=tensor)
+    assert weight(scaled) == weight(replace(scaled, m=1, a=tensor))
+    assert weight(scaled) != weight(replace(scaled, a=eight, b=eight))
 
 
 def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
@@ -147,6 +156,16 @@ def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
     """As one of size 1: nothing has no logarithm."""
     store = CacheStore(tmp_path, [])
     assert near(store, problem(m=0), problem(m=2)) == [2]
+
+
+@pytest.mark.parametrize(("estimate", "name"), [(9.0, "blas"), (8.9, "fast")])
+def test_a_guess_has_to_be_a_tenth_faster_than_blas(
+    estimate: float, name: str, tmp_path: Path
+) -> None:
+    blas, fast = FakeBlas(estimate=10.0), FakeKernel("fast", estimate=estimate)
+    d, _ = dispatcher(blas, fast, root=tmp_path)
+    choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert choice.candidate.kernel.name == name
 
 
 def test_where_blas_cannot_serve_the_least_estimate_answers(tmp_path: Path) -> None:
@@ -291,6 +310,20 @@ def test_an_m_that_was_measured_is_both_sides_of_itself() -> None:
     assert set(holds_at([k, blas], 49, 64)) == {49}
     assert set(holds_at([k, blas], 50, 64)) == {49, 64}
     assert set(holds_at([k, blas], 32, 64)) == {33}
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
+    """M is another size of the problem, at which nothing was compared."""
+    edge = replace(problem(m=49, n=49, k=49), groups=Groups(2, along)).at(64)
+    k = result("k", 5.0, inside_us={33: 6.0})
+    blas = result("blas", 10.0, inside_us={33: 10.0, 49: 10.0})
+    record = recorded(edge, k, blas)
+    assert (record.along, record.extent) == (along, 64)
+    assert record.measured_at == (33, 49, 64)
+    assert compared_at(record) == [33, 64]
+    columns, _ = _evidence(record)
+    assert columns[1:4:2] == (f"µs at {along.upper()}=64", f"at {along.upper()}=33")
 
 
 def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> None:

@@ -372,6 +372,17 @@ def test_flops_of_vectors_and_batches(a: Any, b: Any, products: int) -> None:
     assert flops.matmul_flops(a, b) == 2 * products
 
 
+def test_flops_of_a_gated_product_are_of_both_halves() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from tmm_core.nn.gated_product import gated_linear
+
+    x, gate, up = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6, 8)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        gated_linear(x.to("meta"), gate.to("meta"), up.to("meta"), None, None, "swiglu")
+    assert counter.get_total_flops() == 2 * 4 * 8 * (6 + 6)
+
+
 def test_flops_of_groups_are_of_the_rows_that_are_multiplied() -> None:
     assert grouped_operator.grouped_flops((10, 5), (3, 5, 4), (3,)) == 2 * 10 * 5 * 4
     assert grouped_operator.grouped_flops((2, 5), (3, 5, 4), (3,), a_index=(10,)) == 2 * 10 * 5 * 4

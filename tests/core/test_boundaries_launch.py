@@ -163,7 +163,10 @@ def test_scales_of_a_batch_that_shares_them_are_packed() -> None:
     a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 6)
     fold = Fold.of(a, b, None, torch.Size((2, 4, 6)))
     assert fold is not None
-    for scale, packed in ((torch.rand(4, 1), fold.scale_a), (torch.rand(1, 6), fold.scale_b)):
+    for scale, packed in (
+        (torch.rand(4, 1), fold.flattened("a_scale")),
+        (torch.rand(1, 6), fold.flattened("b_scale")),
+    ):
         found = packed(scale)
         assert found.shape == (2, *scale.shape)
         assert found.is_contiguous()

@@ -135,11 +135,15 @@ def test_second_derivatives_of_both_halves() -> None:
 
 
 def test_a_single_row_learns() -> None:
-    """A vector is no matrix of rows."""
-    mlp, x = SwiGLU(8, 12), torch.randn(8, requires_grad=True)
-    (got,) = torch.autograd.grad(mlp(x).sum(), x)
-    (rows,) = torch.autograd.grad(mlp(x[None]).sum(), x)
-    torch.testing.assert_close(got, rows)
+    """A vector is learned through as a matrix of one row is."""
+    mlp, x = SwiGLU(8, 12, bias=True), torch.randn(8, requires_grad=True)
+    learned = (x, *mlp.parameters())
+    got = torch.autograd.grad(mlp(x).square().sum(), learned)
+    rows = torch.autograd.grad(mlp(x[None]).square().sum(), learned)
+    for mine, other in zip(got, rows, strict=True):
+        torch.testing.assert_close(mine, other)
+    with pytest.raises(RuntimeError, match="need to be at least 1D"):
+        mlp(x[0])
 
 
 # -- experts ------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import tmm_core
 from tmm_core import Epilogue, Groups, Machine, Operand, Port, Supports, UnsupportedProblemError
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.operand import Scale
 from tmm_core.spec.precision import precision, require_posed
-from tmm_core.spec.problem import scale_kind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
@@ -96,7 +96,7 @@ def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
     [((), "tensor"), ((1,), "tensor"), ((1, 1), "tensor"), ((2, 1), "row"), ((0, 1), "row")],
 )
 def test_one_number_is_the_scale_of_a_tensor(shape: tuple[int, ...], kind: str) -> None:
-    assert scale_kind(torch.ones(shape)) == kind
+    assert Scale.of(torch.ones(shape)) == Scale(kind)  # type: ignore[arg-type]
 
 
 def test_there_is_at_least_one_group() -> None:

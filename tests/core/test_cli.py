@@ -322,8 +322,10 @@ def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2×8×8×8 float32 nt" in out
     assert "16×16×16 float8_e4m3fn→bfloat16 nt scales row·row" in out
     assert len(records()) == 3
-    kept = [r.problem for r in records() if "scale_a" in r.problem]
-    assert [(doc["m"], doc["scale_a"], doc["scale_b"]) for doc in kept] == [(16, "row", "row")]
+    kept = [r.problem for r in records() if "scale" in r.problem["a"]]
+    assert [(doc["m"], doc["a"]["scale"], doc["b"]["scale"]) for doc in kept] == [
+        (16, "row", "row")
+    ]
 
 
 def test_scales_are_for_8_bits(capsys: pytest.CaptureFixture[str]) -> None:

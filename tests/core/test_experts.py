@@ -52,7 +52,7 @@ def expected(
     for token in range(len(x)):
         row = torch.zeros_like(x[token])
         for expert, weight in zip(index[token].tolist(), weights[token], strict=True):
-            if expert >= layer.num_experts:
+            if not 0 <= expert < layer.num_experts:
                 continue
             up, down = layer.gate_up_proj_bias, layer.down_proj_bias
             z = layer.gate_up_proj[expert] @ x[token] + (0 if up is None else up[expert])
@@ -76,6 +76,7 @@ def test_values_and_gradients(bias: bool, elsewhere: bool, products: list[Any]) 
     index[index == 2] = 3  # one of no token
     if elsewhere:
         index[::2, 1] = 4  # another rank's
+        index[1::3, 0], index[3] = -1, torch.tensor([-(2**63), 2**40])  # nobody's
     weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
     y = layer(x, index, weights)
     assert [call.get("epilogue") for call in products] == ["swiglu", None]
@@ -113,6 +114,21 @@ def test_tokens_without_experts() -> None:
     assert torch.equal(layer(x, nowhere, torch.empty(4, 0)), torch.zeros(4, 6))
     elsewhere = torch.full((4, 2), 3)
     assert torch.equal(layer(x, elsewhere, torch.rand(4, 2)), torch.zeros(4, 6))
+
+
+def test_a_choice_is_of_every_token() -> None:
+    layer, x = Experts(3, 6, 5), torch.randn(4, 6)
+    index, weights = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
+    for given in (
+        (x, index, weights[:, :1]), (x, index, torch.ones(4, 3)), (x, index, torch.ones(5, 2)),
+        (x[:3], index, weights), (torch.randn(5, 6), index, weights), (x[None], index, weights),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"must have shapes \[T, H\], \[T, k\] and"):
+            layer(*given)
+    for dtype in (torch.float32, torch.uint8, torch.bool):
+        with pytest.raises(RuntimeError, match=r"dtype torch\.int32 or torch\.int64"):
+            layer(x, index.to(dtype), weights)
+    torch.testing.assert_close(layer(x, index.int(), weights), layer(x, index, weights))
 
 
 def test_the_layer_is_kept_and_told() -> None:

@@ -51,6 +51,7 @@ from tmm_core.formats import Format
 FORMAT = Format(
     name="fnuz",
     storage=(torch.float8_e4m3fnuz,),
+    implied=True,
     scales=("tensor", "row"),
     result=torch.float16,
     quantize=lambda numbers, dtype: numbers.to(dtype),
@@ -112,5 +113,5 @@ def test_fp8_is_dequantised_exactly() -> None:
         kept = numbers.isfinite()
         assert torch.equal(form.dequantize(every).double()[kept], numbers[kept])
         assert torch.equal(form.quantize(numbers[kept], dtype).double(), numbers[kept])
-    assert formats.of_pair(*form.storage) is form
-    assert formats.of_pair(form.storage[0], torch.bfloat16) is None
+    assert formats.pair(*form.storage)[:2] == (form, form)
+    assert formats.pair(form.storage[0], torch.bfloat16).result is None

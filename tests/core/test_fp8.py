@@ -14,7 +14,7 @@ from tmm_blas.blas import Blas
 import tmm_core
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import compare, random_inputs
 
@@ -215,14 +215,15 @@ def test_compiled_and_fake() -> None:
 def test_other_problems_keep_their_keys() -> None:
     """Records were kept before there were scales."""
     plain = tmm_core.problem(torch.ones(4, 8), torch.ones(8, 4))
-    assert not {"scale_a", "scale_b"} & set(plain.to_json())
+    assert "scale" not in plain.to_json()["a"]
     problem = tmm_core.problem(A, B, scale_a=torch.ones(8, 1))
     document = json.loads(json.dumps(problem.to_json()))
-    assert document["scale_a"] == "row"
-    assert "scale_b" not in document
+    assert document["a"]["scale"] == "row"
+    assert "scale" not in document["b"]
     assert Problem.from_json(document, problem.device, problem.epilogue) == problem
+    other = {**document, "a": {**document["a"], "scale": "block"}}
     with pytest.raises(ValueError, match="tensor or row"):
-        Problem.from_json({**document, "scale_a": "block"}, problem.device, problem.epilogue)
+        Problem.from_json(other, problem.device, problem.epilogue)
     assert str(problem) == "8×4×32 float8_e4m3fn→bfloat16 nn unaligned scales row·1"
 
 
@@ -231,19 +232,23 @@ def test_inputs_to_measure_with() -> None:
     device = fingerprint(torch.device("cpu"))
     out = Operand(torch.float32)
     problem = Problem(
-        m=5, n=6, k=16, batch=2, a=operand, b=operand, out=out, device=device,
-        scale_a="row", scale_b="tensor", epilogue=parse("swiglu"), scaled=True,
+        m=5, n=6, k=16, batch=2, a=replace(operand, scale=Scale("row")),
+        b=replace(operand, scale=Scale("tensor")), out=out, device=device,
+        epilogue=parse("swiglu"), scaled=True,
     )  # fmt: skip
-    for posed in (problem, replace(problem, batch=1, scale_b="row")):
+    for posed in (problem, replace(problem, batch=1, b=problem.a)):
         inputs = random_inputs.make(posed, torch.device("cpu"), seed=3)
-        assert inputs.scale_a is not None
-        assert inputs.scale_b is not None
+        assert inputs.parts.keys() == {"a_scale", "b_scale"}
         out = random_inputs.empty(posed.out, posed.out_shape, torch.device("cpu"))
         assert Problem.of(
-            inputs.a, inputs.b, out, device, scale_a=inputs.scale_a, scale_b=inputs.scale_b,
-            scaled=True, epilogue=posed.epilogue,
+            inputs.a, inputs.b, out, device, scaled=True,
+            stored={name: {"scale": Scale.of(inputs.parts[f"{name}_scale"])} for name in "ab"},
+            epilogue=posed.epilogue,
         ) == posed  # fmt: skip
-        z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha
+        z = (
+            exact(inputs.a, inputs.b, inputs.parts["a_scale"], inputs.parts["b_scale"])
+            * inputs.alpha
+        )
         expected = posed.epilogue.apply(z)
         found = posed.epilogue.apply(compare.accumulated(posed, inputs))
         assert torch.allclose(found, expected, rtol=1e-12)

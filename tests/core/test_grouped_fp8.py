@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE
+from fakes import DEVICE, with_scales
 from tmm_blas import grouped_mm
 from tmm_blas.blas import Blas
 
 import tmm_core
-from tmm_core import Groups, Operand, Problem
+from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.epilogues import parse
@@ -260,7 +260,7 @@ def test_a_plan_for_each_kind_of_scale() -> None:
 def test_records_say_which_scales() -> None:
     problem = tmm_core.problem(**made("k"))
     document = json.loads(json.dumps(problem.to_json()))
-    assert (document["scale_a"], document["scale_b"]) == ("row", "row")
+    assert (document["a"]["scale"], document["b"]["scale"]) == ("row", "row")
     assert Problem.from_json(document, problem.device, problem.epilogue) == problem
     text = str(tmm_core.explain(**made("k")))
     assert "scales row·row 3 groups along k" in text
@@ -273,22 +273,29 @@ def test_inputs_to_measure_with(form: str) -> None:
     for scale_b in ("row", "tensor", None):
         index_dtype = torch.int32 if form == "m" and scale_b else None
         groups = Groups(3, form, a_index=index_dtype)  # type: ignore[arg-type]
-        problem = replace(posed, scale_b=scale_b, groups=groups)
+        problem = replace(
+            posed, groups=groups,
+            b=replace(posed.b, scale=None if scale_b is None else Scale(scale_b)),
+        )  # fmt: skip
         recipe = random_inputs.Recipe(whole=False)
         inputs: Any = random_inputs.make(problem, torch.device("cpu"), seed=3, recipe=recipe)
         given = inputs.rows.given
         again = tmm_core.problem(
-            inputs.a, inputs.b, scale_a=inputs.scale_a, scale_b=inputs.scale_b, **given
+            inputs.a,
+            inputs.b,
+            scale_a=inputs.parts.get("a_scale"),
+            scale_b=inputs.parts.get("b_scale"),
+            **given,
         )
         assert again == problem
-        a, scale_a, index = inputs.a, inputs.scale_a, given.get("a_index")
+        a, scale_a, index = inputs.a, inputs.parts.get("a_scale"), given.get("a_index")
         if index is not None:
             a, scale_a = a[index], scale_a[index]
-        expected = expression(a, inputs.b, given["offs"], scale_a, inputs.scale_b)
+        expected = expression(a, inputs.b, given["offs"], scale_a, inputs.parts.get("b_scale"))
         found = compare.reference(problem, inputs)
         close(found, expected, found.dtype)
         # Beyond the last group no scale may be read.
-        beyond = {"m": inputs.scale_a, "n": inputs.scale_b}.get(form)
+        beyond = {"m": inputs.parts.get("a_scale"), "n": inputs.parts.get("b_scale")}.get(form)
         if beyond is not None and beyond.dim() and index is None:
             assert beyond[inputs.rows.ends[-1] :].isnan().all()
 
@@ -296,17 +303,18 @@ def test_inputs_to_measure_with(form: str) -> None:
 # -- who answers -----------------------------------------------------------------------------
 
 HOPPER = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
-EIGHT, ROW = Operand(E4M3), Operand(BF16)
+EIGHT, ROW = Operand(E4M3, scale=Scale("row")), Operand(BF16)
 POSED = Problem(
     4096, 1536, 2048, EIGHT, replace(EIGHT, layout="col"), ROW, HOPPER,
-    groups=Groups(128, "m"), scale_a="row", scale_b="row",
+    groups=Groups(128, "m"),
 )  # fmt: skip
 
 
 def test_the_baseline_is_torchs_on_hopper() -> None:
     blas = Blas()
     assert blas.reasons_against(POSED) == []
-    assert blas.reasons_against(replace(POSED, scale_a="tensor", scale_b=None)) == []
+    other = with_scales(POSED, {"scales": ("tensor", None)})
+    assert blas.reasons_against(other) == []
     for changed, reason in (
         ({"device": replace(HOPPER, capability=(10, 0))}, "is for Hopper"),
         ({"a": Operand(E5M2)}, "is of e4m3 to bf16"),
@@ -327,10 +335,10 @@ def test_torchs_operator_is_given_what_it_takes(scales: tuple[Any, Any]) -> None
     """By its rules for tensors without memory: what asked them for a value would fail."""
     problem = tmm_core.problem(**{**made("m"), "epilogue": "silu"})
     index = replace(problem.groups, a_index=torch.int64)
-    problem = replace(problem, device=HOPPER, scale_a=scales[0], scale_b=scales[1], groups=index)
+    problem = replace(with_scales(problem, {"scales": scales}), device=HOPPER, groups=index)
     assert Blas().reasons_against(problem) == []
     launcher: Any = grouped_mm.bind(problem)
-    shapes = {"scale_a": (20,), "scale_b": (3, 16)}
+    shapes = {"a_scale": (20,), "b_scale": (3, 16)}
     given: dict[str, Tensor] = {
         name: torch.empty(shape if kind == "row" else (), device="meta")
         for (name, shape), kind in zip(shapes.items(), scales, strict=True)

@@ -360,13 +360,13 @@ def test_a_descriptor_is_of_the_folded_tensor(noted: Noted) -> None:
 
 
 def test_scales_of_rows_are_where_they_are_and_those_of_a_batch_are_not(noted: Noted) -> None:
-    signature = {"scale_a": "*fp32", "out": "*bf16"}
+    signature = {"a_scale": "*fp32", "out": "*bf16"}
     step = Step(compiled(noted, signature, "3.7"), (1, 1, 1), {n: n for n in signature})
     a, b = zeros(2, 3, 4), zeros(4, 6)
     scale = torch.ones(2, 3, 1)
     for other, flat, in_place in ((b, (6, 6), True), (b.expand(2, 4, 6), (2, 3, 6), False)):
         direct, _ = folded(launcher([step], flat, BF16), a, other)
-        y = direct(a, other, None, None, 1.0, None, scale_a=scale)
+        y = direct(a, other, None, None, 1.0, None, a_scale=scale)
         assert y._is_view() is not in_place
         assert noted.arguments("3.7")[-1] == [scale.data_ptr(), y.data_ptr()]
 

@@ -162,7 +162,12 @@ def test_an_out_that_a_kernel_cannot_write_is_refused(kind: str, out: Tensor) ->
 def test_every_tensor_of_a_plan_is_tried() -> None:
     """What a plan comes to take must be refused too where it is not what was planned."""
     plan, _ = planned(EVERYTHING["plain"])
-    assert set(inspect.signature(plan.__call__).parameters) == {*EVERYTHING["scaled"], "out"}
+    assert set(inspect.signature(plan.__call__).parameters) == {
+        *EVERYTHING["scaled"],
+        "zero_a",
+        "zero_b",
+        "out",
+    }
 
 
 def test_a_plan_keeps_its_alpha_and_its_epilogue() -> None:

@@ -101,7 +101,7 @@ def calls(draw: Any) -> Call:
 
 
 def widened(t: Tensor) -> Tensor:
-    found = formats.BY_STORAGE.get(t.dtype)
+    found = formats.IMPLIED.get(t.dtype)
     return (t if found is None else found.dequantize(t)).to(wide(t.dtype))
 
 
@@ -258,7 +258,7 @@ def verify(call: Call, *more: tuple[str, Path]) -> None:
         if found.device.type == "cpu" and name != "fake":
             assert_same(found.detach(), wanted.to(dtype), call["a"].dtype, name)
     continuous = dtype.is_floating_point or dtype.is_complex
-    stored = call["a"].dtype in formats.BY_STORAGE
+    stored = call["a"].dtype in formats.IMPLIED
     if not isinstance(plain, Exception) and continuous and not stored:
         differentiate(call)
 

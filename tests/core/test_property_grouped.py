@@ -154,7 +154,7 @@ def expression(call: Call) -> tuple[Tensor, Tensor]:
         t = call.get(name)
         if t is None:
             return None
-        found = formats.BY_STORAGE.get(t.dtype)
+        found = formats.IMPLIED.get(t.dtype)
         return (t if found is None else found.dequantize(t)).to(wide(t.dtype))
 
     a, b = widened("a"), widened("b")
@@ -283,7 +283,7 @@ def verify(call: Call, *more: tuple[str, Path]) -> None:
         assert (found.dtype, found.shape) == (plain.dtype, plain.shape), name
         if found.device.type == "cpu" and name != "fake":
             assert_same(found.detach()[known], wanted[known], coarse, name)
-    if not isinstance(plain, Exception) and call["a"].dtype not in formats.BY_STORAGE:
+    if not isinstance(plain, Exception) and call["a"].dtype not in formats.IMPLIED:
         differentiate(call, plain, known, coarse)
 
 

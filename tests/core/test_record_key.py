@@ -15,7 +15,7 @@ import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 from tmm_cache import digest
 
-from tmm_core import Groups, Operand, Problem
+from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.spec import epilogue as epilogue_module
 from tmm_core.spec.epilogue import Epilogue
@@ -23,10 +23,11 @@ from tmm_core.spec.epilogue import Epilogue
 SILU, SWIGLU = parse("silu"), parse("swiglu+softcap(5)")
 
 #: A problem none of whose fields is as it is by default, and another value of each.
-ODD = Operand(torch.float16, "col", aligned=False, wide=True)
+ODD = Operand(torch.int8, "col", aligned=False, wide=True, format="int8", scale=Scale("row"),
+              zero=True)  # fmt: skip
 FULL = Problem(
     m=3, n=5, k=7, a=ODD, b=ODD, out=ODD, device=DEVICE, batch=2, epilogue=SWIGLU,
-    bias=torch.float32, residual=ODD, scaled=True, tf32=True, scale_a="row", scale_b="tensor",
+    bias=torch.float32, residual=ODD, scaled=True, tf32=True,
     groups=Groups(4, "m"), batch_invariant=True,
 )  # fmt: skip
 OTHER: dict[str, list[Any]] = {
@@ -39,16 +40,17 @@ OTHER: dict[str, list[Any]] = {
     "residual": [None],
     "scaled": [False],
     "tf32": [False],
-    "scale_a": [None, "tensor"],
-    "scale_b": [None, "row"],
     "groups": [None, Groups(5, "m"), Groups(4, "n")],
     "batch_invariant": [False],
 }
 OTHER_OPERAND: dict[str, list[Any]] = {
-    "dtype": [torch.bfloat16],
+    "dtype": [torch.uint8],
     "layout": ["row", "strided"],
     "aligned": [True],
     "wide": [False],
+    "format": [""],
+    "scale": [None, Scale("tensor"), Scale("row", torch.bfloat16)],
+    "zero": [False],
 }
 OPERANDS = ("a", "b", "out", "residual")
 #: Filtered by or looked up under, and no part of a record's key.
@@ -110,7 +112,7 @@ def test_each_problem_has_a_record_of_its_own() -> None:
     kernels = FakeBlas(), FakeKernel("fast")
     d, timer = dispatcher(*kernels, times={"fast": 10.0, "blas": 20.0})
     asked = dataclasses.replace(FULL, a=Operand(torch.float16), b=Operand(torch.float16))
-    asked = dataclasses.replace(asked, scale_a=None, scale_b=None, tf32=False, residual=None)
+    asked = dataclasses.replace(asked, out=Operand(torch.float16), tf32=False, residual=None)
     asked = dataclasses.replace(asked, groups=None, batch_invariant=False)
     residual = Operand(torch.float16)
     layouts = [dataclasses.replace(residual, layout=layout) for layout in ("row", "col")]

@@ -12,7 +12,16 @@ import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 
-from tmm_core import ANY, Epilogue, Groups, Operand, Problem, Supports, UnsupportedProblemError
+from tmm_core import (
+    ANY,
+    Epilogue,
+    Groups,
+    Operand,
+    Problem,
+    Scale,
+    Supports,
+    UnsupportedProblemError,
+)
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
@@ -25,6 +34,7 @@ LEAST = Supports(operands=(BF16,), out=(BF16,))
 COL, STRIDED = Operand(BF16, "col"), Operand(BF16, "strided", aligned=False)
 EIGHT = Operand(torch.float8_e4m3fn)
 FP8 = {"a": EIGHT, "b": EIGHT}
+INT8 = Operand(torch.int8, format="int8")
 EVERY = dict.fromkeys(("a", "b", "out", "residual"), ANY)
 
 #: A problem, what is said against it, and the declaration that admits it.
@@ -38,11 +48,15 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
      {"operands": (BF16, FP32)}),
     ({"b": Operand(FP32)}, "operands differ in dtype", {}),
     (FP8, "does not multiply fp8 operands", {"formats": ("fp8",)}),
-    ({**FP8, "scale_a": "row"}, "no scale_a by row",
+    ({**FP8, "a": replace(EIGHT, scale=Scale("row"))}, "no scale of a by row",
      {"formats": ("fp8",), "scales": ("row",)}),
-    ({**FP8, "scale_b": "tensor"}, "no scale_b by tensor",
+    ({**FP8, "b": replace(EIGHT, scale=Scale("tensor"))}, "no scale of b by tensor",
      {"formats": ("fp8",), "scales": ("tensor",)}),
-    ({"scale_a": "row"}, "no scale_a by row for torch.bfloat16", {}),
+    ({"a": Operand(BF16, scale=Scale("row"))}, "no scale of a by row for torch.bfloat16", {}),
+    ({"b": INT8}, "takes no int8 b beside an a of torch.bfloat16", {"weights": ("int8",)}),
+    ({"a": INT8}, "takes no int8 a beside a b of torch.bfloat16", {"activations": ("int8",)}),
+    ({"b": replace(INT8, scale=Scale("row"), zero=True)}, "has no zero points of b",
+     {"weights": ANY, "scales": ("row",), "zeros": True}),
     ({"out": Operand(FP32)}, "out of torch.float32", {"out": (FP32,)}),
     ({"bias": FP32}, "bias of torch.float32 is not among what it takes: none", {"bias": (FP32,)}),
     ({"residual": Operand(BF16)}, "residual of torch.bfloat16", {"residual": (BF16,)}),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
+from tmm_core.spec.operand import Scale
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
 from tmm_core.verify.guard_bands import Checksums, Guarded
@@ -40,7 +41,7 @@ class Right(Kernel[Tile]):
     supports = Supports.everything()
 
     def declines(self, problem: Problem) -> list[str]:
-        operands = (problem.out,) if problem.fp8 else (problem.a, problem.b, problem.out)
+        operands = (problem.out,) if problem.native else (problem.a, problem.b, problem.out)
         return [f"{o.dtype} operand" for o in operands if o.dtype not in FLOATS]
 
     def configs(self, problem: Problem) -> Iterable[Tile]:
@@ -66,11 +67,11 @@ class Right(Kernel[Tile]):
             residual: Tensor | None,
             alpha: float,
             out: Tensor | None,
-            scale_a: Tensor | None = None,
-            scale_b: Tensor | None = None,
+            a_scale: Tensor | None = None,
+            b_scale: Tensor | None = None,
             outputs: tuple[Tensor, ...] = (),
         ) -> Tensor:
-            z = self.rescale(self.product(a, b), scale_a, scale_b)
+            z = self.rescale(self.product(a, b), a_scale, b_scale)
             z = self.finish(problem, alpha * z, bias)
             if residual is not None:
                 z = z + residual
@@ -98,8 +99,8 @@ class Right(Kernel[Tile]):
             a_index: Tensor | None = None,
             out_index: Tensor | None = None,
             out_weights: Tensor | None = None,
-            scale_a: Tensor | None = None,
-            scale_b: Tensor | None = None,
+            a_scale: Tensor | None = None,
+            b_scale: Tensor | None = None,
         ) -> Tensor:
             whole = a.new_zeros(problem.out_shape, dtype=torch.float64)
             for group, (start, end) in enumerate(self.ranges(offs)):
@@ -113,11 +114,11 @@ class Right(Kernel[Tile]):
                     left, right, here = a[group], b[:, part], (slice(None), part)
                 else:
                     left, right, here = a[:, part], b[part], (group,)
-                of_a, of_b = scale_a, scale_b
-                if problem.scale_a == "row" and of_a is not None:
+                of_a, of_b = a_scale, b_scale
+                if problem.a.scale == Scale("row") and of_a is not None:
                     of_a = of_a[rows] if groups.ragged == "m" else of_a[group]
                     of_a = of_a[:, None]
-                if problem.scale_b == "row" and of_b is not None:
+                if problem.b.scale == Scale("row") and of_b is not None:
                     of_b = of_b[part] if groups.ragged == "n" else of_b[self.of_group(group)]
                 z = alpha * self.rescale(self.product(left, right), of_a, of_b)
                 z = self.finish(problem, z, None if bias is None else bias[group])
@@ -140,9 +141,9 @@ class Right(Kernel[Tile]):
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return a.double() @ b.double()
 
-    def rescale(self, z: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
-        z = z if scale_a is None else z * scale_a
-        return z if scale_b is None else z * scale_b
+    def rescale(self, z: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+        z = z if a_scale is None else z * a_scale
+        return z if b_scale is None else z * b_scale
 
     def finish(self, problem: Problem, z: Tensor, bias: Tensor | None) -> Tensor:
         return problem.epilogue.apply(z if bias is None else z + bias)
@@ -152,8 +153,8 @@ class Right(Kernel[Tile]):
 
 
 class ScalesByTheFirstColumn(Right):
-    def rescale(self, z: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
-        return super().rescale(z, scale_a, scale_b if scale_b is None else scale_b[..., :1])
+    def rescale(self, z: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+        return super().rescale(z, a_scale, b_scale if b_scale is None else b_scale[..., :1])
 
 
 class DropsTheTailOfK(Right):

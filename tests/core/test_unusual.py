@@ -118,13 +118,97 @@ def test_what_cannot_be_asked_of_sparse_operands() -> None:
         tmm_core.matmul(sparse, B, kernel="triton.naive")
     with pytest.raises(RuntimeError, match=r"dense tensors, got one of layout torch\.sparse_coo"):
         tmm_core.plan(sparse, B)
-    with pytest.raises(RuntimeError, match="scale_a and scale_b are for strided operands"):
+    with pytest.raises(RuntimeError, match="scales and zero points are for strided operands"):
         tmm_core.matmul(sparse, B, scale_a=torch.ones(()))
-    with pytest.raises(RuntimeError, match="Expected dim 0 size 6, got 4"):
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         tmm_core.matmul(sparse, A)
     out = torch.empty(0)
     assert tmm_core.matmul(sparse, B, out=out, alpha=torch.tensor(2.0)) is out
     torch.testing.assert_close(out, 2 * (A @ B))
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    **LAYOUTS,
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "jagged": lambda t: jagged(2, 2, width=t.shape[-1]),
+    "nested": lambda t: torch.nested.nested_tensor([*t[None]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ({"bias": torch.randn(3).double()}, RuntimeError, "bias must have dtype"),
+        ({"residual": torch.randn(4, 3).half()}, RuntimeError, "residual must have dtype"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype must be a floating dtype"),
+        ({"epilogue": "swiglu"}, ValueError, "needs b of width 2N"),
+        ({"bias": torch.randn(5)}, ValueError, "bias must have shape"),
+        ({"bias": torch.randn(2, 4, 3)}, ValueError, "bias must have shape"),
+        ({"residual": torch.randn(2, 4, 3)}, ValueError, "residual of shape"),
+        ({"residual": torch.randn(2, 4, 3), "alpha": 2.0}, ValueError, "residual of shape"),
+        ({"bias": torch.randn(2, 4, 3), "alpha": 2.0}, ValueError, "bias must have shape"),
+    ],
+)  # fmt: skip
+def test_what_dense_calls_refuse_is_refused(form: str, more: Any, kind: Any, said: str) -> None:
+    x = FORMS[form](torch.randn(4, 4))
+    if x.is_nested and "shape" in said:
+        kind, said = RuntimeError, "."  # as torch says it
+    for call in (
+        lambda w: tmm_core.linear(x, w, **more),
+        lambda w: tmm_core.matmul(x, w.t(), **more),
+        lambda w: tmm_core.linear(x, w.requires_grad_(), **more),
+    ):
+        with pytest.raises(kind, match=said):
+            call(torch.randn(3, 4))
+
+
+class Quantised(Tensor):
+    """A weight of another library: it multiplies, and is not transposed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, given: Any = (), more: Any = None
+    ) -> Any:
+        if function is not F.linear:
+            if function in (Tensor.t, torch.ops.tmm.matmul.default):
+                raise NotImplementedError
+            return super().__torch_function__(function, types, given, more or {})
+        x, weight, *bias = given
+        return F.linear(x, weight.as_subclass(Tensor).to(x.dtype), *bias)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ({"bias": torch.ones(3).double()}, RuntimeError, "bias must have dtype"),
+        ({"bias": torch.ones(2, 4, 3), "alpha": 2.0}, ValueError, "bias must have shape"),
+        ({"residual": torch.ones(4, 3).half()}, RuntimeError, "residual must have dtype"),
+        ({"residual": torch.ones(2, 4, 3)}, ValueError, "residual of shape"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype must be a floating dtype"),
+        ({"epilogue": "swiglu"}, ValueError, "needs b of width 2N"),
+    ],
+)
+def test_what_dense_weights_refuse_a_weight_of_another_type_does(
+    more: Any, kind: Any, said: str
+) -> None:
+    x, w = A.double(), B.t().contiguous().bfloat16().as_subclass(Quantised)
+    expected = F.linear(x, B.t().bfloat16().double()) + 1
+    y = tmm_core.linear(x, w, torch.ones(3, dtype=torch.float32).double(), residual=torch.zeros(3))
+    torch.testing.assert_close(y, expected)
+    with pytest.raises(kind, match=said):
+        tmm_core.linear(x.float() if "dtype" in said else x, w, **more)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_the_result_of_a_sparse_operand_has_the_dtype_of_a_dense_ones(dtype: Any) -> None:
+    a, b = SQUARE.bfloat16(), torch.randn(4, 3).bfloat16()
+    call: Any = {"residual": torch.randn(4, 3), "epilogue": "relu", "out_dtype": dtype}
+    expected, y = tmm_core.matmul(a, b, **call), tmm_core.matmul(a.to_sparse(), b, **call)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    with pytest.raises(RuntimeError, match="needs a floating dtype"):
+        tmm_core.matmul(a.long().to_sparse(), b.long(), epilogue="relu")
 
 
 SHAPES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,20 @@ def test_a_refusal_is_not_forgotten_by_a_warm_call() -> None:
             tmm_core.matmul(a, b, epilogue="silu", residual=randn(4, 6, dtype=FP64))
         with pytest.raises(RuntimeError, match="scale_b is for"):
             tmm_core.matmul(a, b, epilogue="silu", scale_b=torch.ones(1))
+    grouped = functools.partial(tmm_core.grouped_matmul, a, randn(2, 8, 5), offs=OFFS)
+    valid: dict[str, Any] = {"bias": randn(5), "residual": randn(4, 5), "epilogue": "silu"}
+    for _ in range(2):
+        assert grouped(**valid).dtype is BF16
+        for more, text in (
+            ({"residual": randn(4, 5, dtype=FP64)}, "residual must have dtype"),
+            ({"residual": randn(1, 5)}, "must have the result's shape"),
+            ({"bias": randn(5, dtype=FP64)}, "bias must have dtype"),
+            ({"scale_a": torch.ones(1)}, "scale_a is for"),
+            ({"epilogue": "swiglu"}, "needs b of width 2N"),
+            ({"out_dtype": torch.int32}, "out_dtype must be"),
+        ):
+            with pytest.raises((RuntimeError, ValueError, TypeError), match=text):
+                grouped(**valid | more)
 
 
 def test_what_misses_is_refused_by_compilers() -> None:

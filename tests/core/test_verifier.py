@@ -501,7 +501,7 @@ def test_fp8() -> None:
     e5m2 = Operand(torch.float8_e5m2, "col")
     asked = problem(
         m=32, n=32, k=32, a=e4m3, b=e5m2, out=Operand(torch.bfloat16), device=fingerprint(CPU),
-        scale_a="row", scale_b="tensor",
+        scales=("row", "tensor"),
     )  # fmt: skip
     served = []
     for kernel in kernels():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import with_scales, without_scales
 
 from tmm_core import Problem, dispatch
 from tmm_core.epilogues import BUILTIN, parse
@@ -30,7 +31,8 @@ def device() -> torch.device:
 
 def problem(m: int, n: int, k: int, **fields: Any) -> Problem:
     fields = {"a": BF16, "b": WEIGHT, "out": BF16, **fields}
-    return Problem(m=m, n=n, k=k, device=fingerprint(device()), **fields)
+    made = Problem(m=m, n=n, k=k, device=fingerprint(device()), **without_scales(fields))
+    return with_scales(made, fields)
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
@@ -53,11 +55,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "tf32": lambda: problem(256, 256, 256, a=FP32, b=FP32, out=FP32, tf32=True),
     "e4m3": lambda: problem(
         256, 512, 512, a=Operand(torch.float8_e4m3fn), b=Operand(torch.float8_e4m3fn, "col"),
-        scale_a="row", scale_b="row",
+        scales=("row", "row"),
     ),
     "e5m2": lambda: problem(
         256, 512, 512, a=Operand(torch.float8_e5m2), b=Operand(torch.float8_e4m3fn, "col"),
-        scale_a="tensor", scale_b="tensor",
+        scales=("tensor", "tensor"),
     ),
     **{
         name: lambda name=name: problem(128, 256, 256, epilogue=parse(name)) for name in BUILTIN

@@ -9,6 +9,7 @@ SKIPPED = "tests/core/test_skipped_rows.py"
 DEFAULTS = "tests/core/test_defaults.py"
 MISSES = (f"{VALID}::test_what_misses_is_refused_on_every_path",)
 BLAS = "tests/plugins/test_blas.py"
+UNUSUAL = "tests/core/test_unusual.py"
 
 VALID_CALLS = [
     Mutant("recorded-scales", "interop/gradients.py",
@@ -25,16 +26,33 @@ VALID_CALLS = [
            "        check(Arguments(a, of_b, bias, residual, alpha, epilogue, *more[:3]), parsed)\n",
            "", "a call under a transform is not checked as a whole", MISSES),
     Mutant("recorded-groups-unchecked", "interop/grouped_operator.py",
-           "    check(call, parsed)  # as a whole, before a part of it is computed\n", "",
+           "    check(call, epilogue)\n", "",
            "a recorded grouped call is not checked as a whole", MISSES),
     Mutant("vmap-unchecked", "interop/vmap.py",
            "    check(Arguments(*map(_unmapped, given, dims)), epilogue_of(call.epilogue))\n", "",
            "a mapped bias may have any dtype",
            (f"{VALID}::test_a_mapped_argument_is_checked",)),
     Mutant("unusual-unchecked", "interop/fallbacks.py",
-           "    check(call._replace(bias=bias.new_empty(()).expand(width)), parsed)\n", "",
+           "    check(formed, epilogue)\n", "",
            "a bias of another shape excuses every other argument",
            (f"{VALID}::test_a_bias_of_another_shape_excuses_nothing",)),
+    Mutant("sparse-unchecked", "interop/fallbacks.py",
+           "    one_row, width = _checked(call, parsed)\n",
+           "    one_row, width = _checked(call, parsed) if dense else (False, 0)\n",
+           "what is added to a sparse product is not checked",
+           (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
+    Mutant("nested-unchecked", "interop/fallbacks.py",
+           "        check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)\n", "",
+           "what is added to a nested product is not checked",
+           (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
+    Mutant("foreign-unchecked", "interop/fallbacks.py",
+           "    _checked(call._replace(b=", "    (call._replace(b=",
+           "what is added to a product of another library is not checked",
+           (f"{UNUSUAL}::test_what_dense_weights_refuse_a_weight_of_another_type_does",)),
+    Mutant("sparse-result", "interop/fallbacks.py",
+           "y.to(call.out_dtype or z.dtype)", "(y if call.out_dtype is None else y.to(call.out_dtype))",
+           "a residual decides the dtype of a sparse product",
+           (f"{UNUSUAL}::test_the_result_of_a_sparse_operand_has_the_dtype_of_a_dense_ones",)),
     Mutant("gated-fake-unchecked", "gated_product.py",
            "    check(Arguments(x, up.t(), up_bias, x.new_empty(shape)), IDENTITY)\n", "",
            "a compiled gated layer takes halves of two widths",

@@ -12,6 +12,7 @@ from environ import ENVIRON
 from fresh import FRESH
 from grouped import GROUPED
 from kernels import KERNELS
+from limits import LIMITS
 from mutant import Mutant
 from outputs import OUTPUTS
 from pool import POOL
@@ -29,6 +30,7 @@ MUTANTS: list[Mutant] = [
     *GROUPED,
     *FRESH,
     *KERNELS,
+    *LIMITS,
     *CONVERTED,
     *CACHE,
     *VALID_CALLS,

@@ -410,7 +410,7 @@ GROUPED = [
     Mutant(
         "grouped-not-followed",
         "interop/grouped_operator.py",
-        "eager=_is_eager(call)",
+        "eager=eager",
         "eager=False",
         "in training torch's operators apply the epilogue of a grouped product",
         ("tests/core/test_autograd.py::test_a_pass_each_way_after_grouped_products",),

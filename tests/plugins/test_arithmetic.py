@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from fakes import with_scales, without_scales
 from tmm_triton import reduction_order
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.plugin import KERNELS, load
@@ -44,7 +45,8 @@ def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def problem(m: int = 256, n: int = 5120, k: int = 5120, **fields: Any) -> Problem:
     given = {"a": Operand(BF16), "b": Operand(BF16, "col"), "out": Operand(BF16), "device": H100}
-    return Problem(m=m, n=n, k=k, **{**given, **fields})
+    fields = {**given, **fields}
+    return with_scales(Problem(m=m, n=n, k=k, **without_scales(fields)), fields)
 
 
 def proposed(asked: Problem) -> list[tuple[Any, Any, str | None]]:
@@ -172,7 +174,7 @@ def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
     from tmm_triton.hopper.warp_specialized import WarpSpecialized
 
     kernel = WarpSpecialized()
-    asked = problem(a=Operand(FP8), b=Operand(FP8, "col"), scale_a="tensor", scale_b="tensor")
+    asked = problem(a=Operand(FP8), b=Operand(FP8, "col"), scales=("tensor", "tensor"))
     config = replace(kernel.default_config(asked), splits=1, tail_splits=1)
     names = {
         kernel.arithmetic(asked, replace(config, BLOCK_K=step, num_stages=2)) for step in (64, 128)

@@ -221,3 +221,18 @@ def test_a_bias_of_the_last_group_serves_rows_beyond_it() -> None:
     y = launched(FP32, True, bias=bias)
     torch.testing.assert_close(y[:6], launched(FP32, True)[:6] + bias[[0, 0, 1, 1, 1, 1]])
     assert torch.equal(y[6:], torch.zeros(2, 8))
+
+
+def ones_of(z: torch.Tensor) -> torch.Tensor:
+    return z.new_ones(1).expand_as(z)
+
+
+@pytest.mark.parametrize("terms", [{}, {"residual": torch.ones(8, 8)}], ids=["", "residual"])
+def test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns(
+    terms: dict[str, Any],
+) -> None:
+    """It may have fewer elements than its shape."""
+    y = launched(FP32, True, epilogue=tmm_core.Epilogue("ones", ones_of).interned(), **terms)
+    expected = torch.ones(8, 8) + len(terms)
+    expected[6:] = 0
+    assert torch.equal(y, expected)

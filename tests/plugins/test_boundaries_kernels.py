@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of
 from tmm_triton.hopper.search_space import configs as hopper_configs
+from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.partials import MOST_WORKSPACE
-from tmm_triton.realigned import Misaligned, Realigned, bind_copy
+from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 from triton.runtime import interpreter
@@ -121,6 +122,13 @@ def test_a_batch_fills_a_gpu_as_one_product_does() -> None:
     assert one <= eight < 1.1 * one
 
 
+def test_rows_of_a_box_that_are_not_there_take_time() -> None:
+    """Though fewer rows are read, and stored."""
+    config = WarpSpecialized().default_config(ask(64, 4096, 4096))
+    times = [WarpSpecialized().estimate_us(ask(m, 4096, 4096), config) for m in (36, 50, 64)]
+    assert times[0] > times[1] + 0.5 > times[2] + 1
+
+
 def test_warps_that_sum_other_parts_have_another_arithmetic() -> None:
     def arithmetic(warps: int, step: int) -> str | None:
         config = SkinnyConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=step, num_stages=2, num_warps=warps)
@@ -218,6 +226,8 @@ def test_a_lone_row_of_any_stride_is_copied() -> None:
     assert torch.equal(copied, a)
     assert same is b
     assert Operand.of(copied).aligned
+    # Compiled, a stride of 32 bits could not take this one.
+    assert copy_build(problem).constants["x_stride"] == 0
 
 
 def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
@@ -233,16 +243,17 @@ def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
 # -- the search of the Hopper kernel ------------------------------------------------------
 
 
+@pytest.mark.parametrize("n", [4096, 14336])
 @pytest.mark.parametrize("m", [1, 64, 128, 129, 4096])
-def test_so_many_configs_are_proposed_and_no_more(m: int) -> None:
-    asked = ask(m, 4096, 4096)
+def test_so_many_configs_are_proposed_and_no_more(m: int, n: int) -> None:
     for promised in (False, True):
-        found = list(hopper_configs(replace(asked, static_weights=promised)))
+        asked = replace(ask(m, n, 4096), static_weights=promised)
+        found = list(hopper_configs(asked))
         assert 1 <= len(found) <= 16
         assert len(set(found)) == len(found)
         # Where reading the weight takes the time, it may begin before the last launch ends.
         assert any(config.early for config in found) is (m <= 128)
-    assert len(list(hopper_configs(replace(asked, batch_invariant=True)))) <= 16 + 8
+        assert len(list(hopper_configs(replace(asked, batch_invariant=True)))) <= 16 + 8
 
 
 def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:

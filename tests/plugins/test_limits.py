@@ -14,7 +14,7 @@ import tmm_core
 from tmm_core import Epilogue, Port, Supports
 from tmm_core.epilogues import parse
 from tmm_core.interop import autograd
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 
 pytest.importorskip("triton")
 
@@ -148,11 +148,12 @@ def test_torchs_8_bit_product_has_alpha_once(
     scale_b = torch.rand(1, 16) + 0.5 if by_row else torch.rand(()) + 0.5
     out = torch.empty(16, 16, dtype=torch.bfloat16)
     given = tmm_core.Problem.of(
-        a, b, out, replace(DEVICE, type="cuda"), scale_a=scale_a, scale_b=scale_b, scaled=alpha != 1
-    )
+        a, b, out, replace(DEVICE, type="cuda"), scaled=alpha != 1,
+        stored={"a": {"scale": Scale.of(scale_a)}, "b": {"scale": Scale.of(scale_b)}},
+    )  # fmt: skip
     launch = blas._bind_scaled_mm(given)
-    y = launch(a, b, None, None, alpha, None, scale_a=scale_a, scale_b=scale_b)
+    y = launch(a, b, None, None, alpha, None, a_scale=scale_a, b_scale=scale_b)
     expected = alpha * (a.float() @ b.float()) * scale_a * scale_b
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
-    launch(a, b, None, None, alpha, out, scale_a=scale_a, scale_b=scale_b)
+    launch(a, b, None, None, alpha, out, a_scale=scale_a, b_scale=scale_b)
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tmm_triton.ragged import Ragged, RaggedConfig, grid
 from tmm_triton.tiled import Grouped
 
-from tmm_core import Groups, Operand, Problem, grouped_matmul
+from tmm_core import Groups, Operand, Problem, Scale, grouped_matmul
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
@@ -290,8 +290,8 @@ def test_what_is_declined() -> None:
     plain = replace(LARGE, groups=None)
     assert KERNEL.reasons_against(plain)[-1] == "is for ragged products"
     assert "does not serve products that are ragged along m" in Grouped().reasons_against(LARGE)
-    eight = {"a": Operand(E4M3), "b": Operand(E4M3, "col"), "scale_a": "row", "scale_b": "row"}
-    fp8 = replace(LARGE, **eight)  # type: ignore[arg-type]
+    a = Operand(E4M3, scale=Scale("row"))
+    fp8 = replace(LARGE, a=a, b=replace(a, layout="col"))
     declined = KERNEL.reasons_against(replace(fp8, device=replace(H200, capability=(8, 0))))
     assert "8-bit floats need an NVIDIA GPU of compute capability 8.9" in declined
     for capability in ((9, 0), (10, 0)):

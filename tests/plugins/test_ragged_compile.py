@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from test_triton_compile import DEVICES, MOST_STACK, resources
 from tmm_triton.ragged import Ragged
 
-from tmm_core import Groups, Operand, Problem
+from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
@@ -38,7 +38,9 @@ INDEXED = Groups(128, "m", torch.int64, torch.int64, FP32, True)
 
 def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     rows = Problem(32768, 28672, 4096, ROW, COL, ROW, device, groups=Groups(8, "m"))
-    eight = replace(rows, a=Operand(FP8), b=Operand(FP8, "col"), scale_a="row", scale_b="row")
+    eight = replace(
+        rows, a=Operand(FP8, scale=Scale("row")), b=Operand(FP8, "col", scale=Scale("row"))
+    )
     return {
         "fp8": replace(eight, epilogue=parse("silu"), bias=BF16, groups=INDEXED, residual=ROW),
         "fp8_gated": replace(eight, n=14336, epilogue=parse("swiglu"), groups=INDEXED),

@@ -395,7 +395,7 @@ def test_a_single_group_has_any_stride() -> None:
         grouped(m=64, n=64, k=64, zeroed=True, epilogue="swiglu", bias=FP32, scaled=True),
         grouped(m=64, n=64, k=64, residual=Operand(BF16)),
         grouped(m=64, n=64, k=64, residual=Operand(FP32), out=Operand(BF16, aligned=False)),
-        grouped(m=64, n=64, k=64, dtype=E4M3, out=BF16, scale_a="row", scale_b="tensor"),
+        grouped(m=64, n=64, k=64, dtype=E4M3, out=BF16, scales=("row", "tensor")),
         grouped("k", m=64, n=64, k=64, bias=BF16, residual=Operand(BF16, "col")),
         grouped("k", m=64, n=64, k=64, out=Operand(BF16, aligned=False)),
     ],

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from tmm_triton.plugin import load
 from uninterpreted import Uninterpreted
 
-from tmm_core import Operand, Port, Problem
+from tmm_core import Operand, Port, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.triton import target_of
@@ -61,7 +61,9 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     if device.sm >= 90:
         # K-major, as wgmma takes 8-bit operands.
         eight = Operand(FP8)
-        fp8 = replace(large, a=eight, b=Operand(FP8, "col"), scale_a="row", scale_b="row")
+        fp8 = replace(
+            large, a=replace(eight, scale=Scale("row")), b=Operand(FP8, "col", scale=Scale("row"))
+        )
         posed["fp8"] = fp8
     if device.sm == 100:  # at 0.8 s a compilation
         return posed
@@ -235,7 +237,9 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
     asked = [posed[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
     if name == "sm_89":
         eight = Operand(FP8)
-        asked.append(replace(posed["large"], a=eight, b=Operand(FP8, "col"), scale_a="row"))
+        asked.append(
+            replace(posed["large"], a=replace(eight, scale=Scale("row")), b=Operand(FP8, "col"))
+        )
     jobs: dict[Any, Any] = {}
     for problem in asked:
         for module in ("fused_epilogue", "split_k", "grouped", "naive"):
@@ -246,7 +250,7 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
                 key = (problem.a.dtype, problem.gated, config.BLOCK_M, config.BLOCK_N)
                 # What may not fit is the large ones, where two accumulators are held or 8-bit
                 # numbers are multiplied: at 0.8 s each the others are enough once.
-                if (problem.gated or problem.fp8) and config.BLOCK_M < 128:
+                if (problem.gated or problem.native) and config.BLOCK_M < 128:
                     continue
                 jobs.setdefault(key, (module, problem, config, kernel.builds(problem, config)[0]))
 

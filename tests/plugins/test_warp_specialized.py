@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import triton
+from fakes import with_scales, without_scales
 from hopper_block import (
     DeadlockError,
     Descriptor,
@@ -67,7 +68,8 @@ def problem(
     a, b = (Operand(dtype, LAYOUTS[letter]) for letter in layout)
     out = out if isinstance(out, Operand) else Operand(out or dtype)
     defaults = {"a": a, "b": b, "out": out, "device": H200}
-    return Problem(m=m, n=n, k=k, epilogue=parse(epilogue), **{**defaults, **fields})
+    fields = {**defaults, "epilogue": parse(epilogue), **fields}
+    return with_scales(Problem(m=m, n=n, k=k, **without_scales(fields)), fields)
 
 
 def with_amax(asked: Problem, reduce: str = "max") -> Problem:
@@ -91,8 +93,8 @@ def with_amax(asked: Problem, reduce: str = "max") -> Problem:
         problem(n=4092, b=Operand(BF16, "col")),
         problem(m=1, n=1, k=1, out=Operand(FP32, aligned=False)),
         problem(deterministic=True, batch_invariant=True, capturing=True),
-        problem(dtype=E4M3, out=BF16, scale_a="tensor", epilogue="swiglu"),
-        problem(dtype=E5M2, out=FP32, b=Operand(E4M3, "col"), scale_a="row", scale_b="row"),
+        problem(dtype=E4M3, out=BF16, scales=("tensor", None), epilogue="swiglu"),
+        problem(dtype=E5M2, out=FP32, b=Operand(E4M3, "col"), scales=("row", "row")),
         problem(batch=64, layout="nn", epilogue="swiglu", bias=BF16, residual=Operand(BF16)),
         problem(m=127, b=Operand(BF16, "row", aligned=False)),
         problem(m=1, n=50257, b=Operand(FP16, "col", aligned=False), a=Operand(FP16)),
@@ -100,7 +102,7 @@ def with_amax(asked: Problem, reduce: str = "max") -> Problem:
         problem(n=128, k=4095, a=Operand(BF16, "col", aligned=False)),
         problem(groups=Groups(8, "m", zeroed=True), epilogue="swiglu", bias=BF16),
         problem(n=4092, groups=Groups(8, "m"), layout="nt", residual=Operand(FP32, "strided")),
-        problem(groups=Groups(8, "m"), dtype=E4M3, out=BF16, scale_a="row", scale_b="row"),
+        problem(groups=Groups(8, "m"), dtype=E4M3, out=BF16, scales=("row", "row")),
         problem(groups=Groups(128, "k"), layout="tn", residual=Operand(BF16), scaled=True),
     ],
     ids=str,
@@ -924,7 +926,7 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
         (problem(layout="tt"), "some"),
         (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside"),
         (problem(300, 6144, layout="nt", residual=Operand(BF16)), "beside"),
-        (problem(dtype=E4M3, out=BF16, scale_a="row", scale_b="row"), "all"),
+        (problem(dtype=E4M3, out=BF16, scales=("row", "row")), "all"),
     ],
     ids=str,
 )
@@ -989,9 +991,9 @@ FUSED = [
     problem(batch=8, layout="nn", epilogue="silu", bias=BF16, residual=Operand(BF16)),
     problem(
         dtype=E4M3, b=Operand(E5M2, "col"), out=BF16, epilogue="silu", bias=FP32,
-        residual=Operand(BF16), scale_a="row", scale_b="row", scaled=True,
+        residual=Operand(BF16), scales=("row", "row"), scaled=True,
     ),
-    problem(dtype=E4M3, out=BF16, epilogue="swiglu", scale_a="row", scale_b="row"),
+    problem(dtype=E4M3, out=BF16, epilogue="swiglu", scales=("row", "row")),
     problem(residual=Operand(BF16, "strided", aligned=False)),
     problem(4097, 4097, 4097, epilogue="silu", bias=BF16, out=Operand(BF16, aligned=False)),
     with_amax(problem(epilogue="silu", residual=Operand(BF16))),
@@ -1058,7 +1060,7 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
         problem(64, 64, 64, batch=3, residual=Operand(BF16)),
         problem(64, 64, 64, batch=3, bias=BF16, residual=Operand(BF16, "col")),
         problem(64, 64, 64, batch=3, out=Operand(BF16, aligned=False), epilogue="swiglu"),
-        problem(64, 64, 64, dtype=E4M3, out=BF16, scale_a="row", scale_b="tensor"),
+        problem(64, 64, 64, dtype=E4M3, out=BF16, scales=("row", "tensor")),
         problem(64, 64, 64, b=Operand(BF16, "col", aligned=False)),
         problem(64, 64, 64, a=Operand(BF16, aligned=False)),
     ],

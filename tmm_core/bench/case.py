@@ -18,11 +18,11 @@ import torch
 from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
-from tmm_core import dispatch, settings
-from tmm_core.formats import wide
+from tmm_core import dispatch, formats, settings
+from tmm_core.formats import IMPLIED
 from tmm_core.launch import grouped_call, warm
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import GroupedArguments
+from tmm_core.spec.arguments import PARTS, GroupedArguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
@@ -79,7 +79,7 @@ class Case:
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
         epilogue = dispatch.default_dispatcher().registry.epilogue(self.epilogue or None)
-        plain, out_dtype = Operand(self.dtype), self.out_dtype or wide(self.dtype)
+        plain, out_dtype = Operand(self.dtype), self.out_dtype or self._wide
         groups = Groups(self.groups, self.ragged) if self.groups else None
         # For its shapes and its extent alone.
         posed = Problem(
@@ -88,9 +88,12 @@ class Case:
         )  # fmt: skip
         generator = seeded(device)
 
+        form = IMPLIED.get(self.dtype)
+
         def made(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             t = torch.empty(shape, dtype=dtype, device=device)
-            return fill(name, t, self.k, generator) if filled else t
+            of = form if dtype is self.dtype else None
+            return fill(name, t, self.k, generator, form=of) if filled else t
 
         def operand(name: str, shape: tuple[int, ...], layout: str) -> Tensor:
             if layout == "n":
@@ -98,22 +101,25 @@ class Case:
             *batch, rows, columns = shape
             return made(name, self.dtype, (*batch, columns, rows)).mT
 
-        def scale(name: str, shape: tuple[int, ...]) -> Tensor | None:
-            if not self.scales:
-                return None
-            return made(name, torch.float32, shape if self.scales == "row" else ())
-
+        parts = {
+            name: made(name, torch.float32, posed.shape(name) if self.scales == "row" else ())
+            for name in (("a_scale", "b_scale") if self.scales else ())
+        }
         return Call(
             a=operand("a", posed.a_shape, self.layout[0]),
             b=operand("b", posed.b_shape, self.layout[1]),
-            bias=made("bias", wide(self.dtype), posed.b_shape[-1:]) if self.bias else None,
+            bias=made("bias", self._wide, posed.b_shape[-1:]) if self.bias else None,
             residual=made("residual", out_dtype, posed.out_shape) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
-            scale_a=scale("scale_a", posed.shape("scale_a")),
-            scale_b=scale("scale_b", posed.shape("scale_b")),
+            parts=parts,
             rows=None if groups is None else self._rows(groups, posed.extent, device),
         )
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The default dtype of the result."""
+        return formats.pair(self.dtype, self.dtype).result or self.dtype
 
     def problem(self, device: torch.device) -> Problem:
         """The problem that the call poses; raises like :meth:`call`."""
@@ -170,7 +176,11 @@ class Call(Inputs):
         """The keyword arguments that the call has."""
         given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
         given["epilogue"] = None if self.epilogue.is_identity else self.epilogue.interned()
-        return {name: value for name, value in given.items() if value is not None} | self.extras
+        extras = dict(self.rows.given) if self.rows else {}
+        extras |= {
+            role.name: self.parts[role.keyword] for role in PARTS if role.keyword in self.parts
+        }
+        return {name: value for name, value in given.items() if value is not None} | extras
 
     def problem(self) -> Problem:
         """The problem this call poses."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tmm_core.bench.case import Call
-from tmm_core.formats import of_pair
+from tmm_core.formats import IMPLIED
 from tmm_core.launch.grouped_call import ragged_along
 from tmm_core.tuning.timing import Run
 
@@ -31,7 +31,7 @@ def eager(calls: Sequence[Call]) -> Run:
     product of both halves. Operands that it rejects are padded, and the padding is timed too. 8-bit
     floats go through ``F.scaled_grouped_mm``, and through the loop where torch has none."""
     call = calls[0]
-    if of_pair(call.a.dtype, call.b.dtype) is None:
+    if call.a.dtype not in IMPLIED:
         return _on(calls, _padded if _refuses(call) else _by_torch)
     if not (_scales_each(call) and hasattr(F, "scaled_grouped_mm")):
         return loop(calls)
@@ -58,7 +58,7 @@ def quack(calls: Sequence[Call]) -> Run:
         raise ImportError("quack-kernels is not installed")
     if call.rows is None or call.a.dim() != 2 or call.b.dim() != 3 or not call.a.is_cuda:
         raise ValueError("it is timed for ragged rows on a GPU")
-    if of_pair(call.a.dtype, call.b.dtype) is not None:
+    if call.a.dtype in IMPLIED:
         raise ValueError("it has no scales")
     gemm = importlib.import_module("quack.gemm_interface").gemm
 
@@ -111,17 +111,17 @@ def _scales_each(call: Call) -> bool:
 def _row_scales(call: Call) -> tuple[Tensor, Tensor]:
     """Scales for every row and column of ragged rows; a missing one is one."""
     one = torch.ones((), dtype=torch.float32, device=call.a.device)
-    scale_a = one if call.scale_a is None else call.scale_a
-    scale_b = one if call.scale_b is None else call.scale_b
+    a_scale = call.parts.get("a_scale", one)
+    b_scale = call.parts.get("b_scale", one)
     columns = call.b.shape[0], call.b.shape[-1]
-    return scale_a.expand(call.a.shape[0]).contiguous(), scale_b.expand(columns).contiguous()
+    return a_scale.expand(call.a.shape[0]).contiguous(), b_scale.expand(columns).contiguous()
 
 
-def _by_scaled(call: Call, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+def _by_scaled(call: Call, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     assert call.rows is not None
     by_row = F.ScalingType.RowWise
     return F.scaled_grouped_mm(  # type: ignore[attr-defined,no-any-return]
-        call.a, call.b, scale_a, by_row, scale_b, by_row, offs=call.rows.offs
+        call.a, call.b, a_scale, by_row, b_scale, by_row, offs=call.rows.offs
     )
 
 
@@ -149,7 +149,7 @@ def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
 def _looped(call: Call, ends: Sequence[int]) -> Tensor:
     """A product per group."""
     a, b, along = call.a, call.b, ragged_along(call.a, call.b)
-    form, takes = of_pair(a.dtype, b.dtype), _scales_each(call)
+    form, takes = IMPLIED.get(a.dtype), _scales_each(call)
     m, n, count = a.shape[-2], b.shape[-1], len(ends)
     shape = (count, m, n) if along == "k" else (m, n)
     z = a.new_empty(shape, dtype=None if form is None else call.out_dtype or form.result)
@@ -164,16 +164,20 @@ def _looped(call: Call, ends: Sequence[int]) -> Tensor:
         if form is None or one is None:
             torch.mm(of_a, of_b, out=z[at])
             continue
-        scale_a = _of_group(call.scale_a, one, (count, m), part if along == "m" else group)
-        scale_b = _of_group(call.scale_b, one, (count, n), part if along == "n" else group)
+        a_scale = _of_group(
+            call.parts.get("a_scale"), one, (count, m), part if along == "m" else group
+        )
+        b_scale = _of_group(
+            call.parts.get("b_scale"), one, (count, n), part if along == "n" else group
+        )
         if takes:
-            of_rows = scale_a.expand(of_a.shape[0])[:, None].contiguous()
-            of_columns = scale_b.expand(n)[None].contiguous()
+            of_rows = a_scale.expand(of_a.shape[0])[:, None].contiguous()
+            of_columns = b_scale.expand(n)[None].contiguous()
             z[at] = torch._scaled_mm(of_a, of_b, of_rows, of_columns, out_dtype=z.dtype)
         else:  # dequantised
-            scale_a = scale_a[:, None] if scale_a.dim() else scale_a
+            a_scale = a_scale[:, None] if a_scale.dim() else a_scale
             product = form.dequantize(of_a).float() @ form.dequantize(of_b).float()
-            z[at] = product * scale_a * scale_b
+            z[at] = product * a_scale * b_scale
     return z
 
 

@@ -83,10 +83,10 @@ def _products(call: Call, halved: bool) -> Products:
     scales, torch needs them for both; a missing scale is one."""
     problem = call.problem()
     dtype = problem.out.dtype
-    by_row = "row" in (problem.scale_a, problem.scale_b)
+    by_row = any(t.scale is not None and t.scale.kind == "row" for t in (problem.a, problem.b))
 
     def scale(given: Tensor | None, *shape: int) -> Tensor | None:
-        if not problem.fp8:
+        if not problem.native:
             return None
         given = call.a.new_ones((), dtype=torch.float32) if given is None else given
         return given.expand(shape).contiguous() if by_row else given
@@ -96,15 +96,15 @@ def _products(call: Call, halved: bool) -> Products:
             return (t,)
         return (t, t) if t is None or t.dim() == 0 else t.chunk(2, dim=-1)
 
-    scale_a = scale(call.scale_a, problem.m, 1)
-    scales = halves(scale(call.scale_b, 1, call.b.shape[-1]))
+    a_scale = scale(call.parts.get("a_scale"), problem.m, 1)
+    scales = halves(scale(call.parts.get("b_scale"), 1, call.b.shape[-1]))
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
         return [
             _product(a, columns, z)
-            if scale_a is None
-            else torch._scaled_mm(a, columns, scale_a, scale_b, z, out_dtype=dtype)
-            for columns, scale_b, z in zip(halves(b), scales, halves(bias), strict=True)
+            if a_scale is None
+            else torch._scaled_mm(a, columns, a_scale, b_scale, z, out_dtype=dtype)
+            for columns, b_scale, z in zip(halves(b), scales, halves(bias), strict=True)
         ]
 
     return run

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
-from tmm_core.formats import BY_STORAGE
+from tmm_core.formats import IMPLIED
 
 #: The class of problems on which single kernels are timed (``tmm bench --kernel``).
 SWEEP = "sweep"
@@ -129,7 +129,7 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
         [
             {"dtype": dtype, "scales": kind}
             for dtype in dtypes
-            for kind in (scales if dtype in BY_STORAGE else [""])
+            for kind in (scales if dtype in IMPLIED else [""])
         ],
         [{"tf32": precision == "tf32"} for precision in precisions],
         [{"layout": layout} for layout in layouts],

@@ -10,6 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from tmm_core import formats
 from tmm_core.launch import warm
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ class _Own:
 
 default_dispatcher = _Own()
 warm.answerer = default_dispatcher
+
+
+def _discover() -> None:
+    default_dispatcher().registry.kernels()
+
+
+formats.discover = _discover
 
 if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=default_dispatcher.after_fork)

@@ -170,7 +170,7 @@ class Explanation:
         else:
             at = ", ".join(map(str, compared_at(self.record)))
             yield "record", f"{self.record.created}, {self.record.tuning_seconds:.1f} s of tuning"
-            yield "clock", f"{self.record.clock}, at M={at}"
+            yield "clock", f"{self.record.clock}, at {self.record.along.upper()}={at}"
 
     def _others(self) -> Iterator[tuple[str, str]]:
         timed = {c.kernel for c in self.record.candidates} if self.record else set()
@@ -218,13 +218,13 @@ def _left(left: Left) -> str:
 def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The columns and rows of a record's candidates: timed ones, fastest first; then eliminated,
     wrong and failed ones. The last two columns are text."""
-    own = record.problem["m"]
+    own, along = record.extent, record.along.upper()
     inside = [m for m in compared_at(record) if m != own]
     baseline, late = blas_us(record), outlasted(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
-    columns = ["kernel", f"µs at M={own}", "vs blas"]
+    columns = ["kernel", f"µs at {along}={own}", "vs blas"]
     columns += ["without pause"] if steady else []
-    columns += [f"at M={m}" for m in inside]
+    columns += [f"at {along}={m}" for m in inside]
     order = ("ok", "slow", "wrong", "failed")
     rows = []
     for result in sorted(

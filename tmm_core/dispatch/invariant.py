@@ -329,8 +329,11 @@ def weight(problem: Problem) -> dict[str, Any]:
     for name in ("a", "out", "residual"):
         if document[name] is not None:
             document[name] = document[name]["dtype"]
-    document = {k: v for k, v in document.items() if k not in ("m", "scale_a", "scale_b")}
-    return document | {"has_scales": bool(problem.scales), "is_gradient": is_gradient(problem)}
+    if problem.a.format:
+        document["a"] += f" {problem.a.format}"
+    document = {k: v for k, v in document.items() if k != "m"}
+    document["b"] = {k: v for k, v in document["b"].items() if k != "scale"}
+    return document | {"has_scales": bool(problem.parts), "is_gradient": is_gradient(problem)}
 
 
 def is_gradient(problem: Problem) -> bool:

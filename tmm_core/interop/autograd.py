@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd_state
 from tmm_core.interop.gradients import Product, Recorded, followed
-from tmm_core.launch.check import check
+from tmm_core.launch.check import check, has_format
 from tmm_core.launch.warm import Part, epilogue_of, part_of, undisturbed
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import IDENTITY
@@ -38,7 +37,7 @@ def matmul(*given: Any) -> Tensor:
     if not autograd_state.differentiated(*tensors):
         with compat.below_autograd():
             return autograd_state.by_operator(*given)
-    if given[0].dtype in BY_STORAGE:
+    if has_format(Arguments(*given)):
         return autograd_state.record(autograd_state.Underivable, autograd_state.by_operator, *given)
     below = undisturbed(*tensors, cast=True, shown=True)
     eager = below and not any(map(compat.is_batched, tensors[:2]))
@@ -63,8 +62,8 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ]
     call = Arguments(*given)
     a, b, bias, residual, alpha, epilogue, out_dtype = call[:7]
-    if call.extras or a.dtype in BY_STORAGE:
-        raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
+    if has_format(call):
+        raise RuntimeError("tmm::matmul of stored operands has no derivative")
     with torch.enable_grad():
         z = alpha * (a @ b)
         y = epilogue_of(epilogue).expression(z, bias, residual).to(out_dtype or a.dtype)
@@ -81,9 +80,7 @@ def in_parts(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    *,
+    *parts: Any,
     transposed: bool = False,
     eager: bool = True,
 ) -> Tensor:
@@ -94,13 +91,14 @@ def in_parts(
     product needs the dispatcher, here.
 
     Args:
+        parts: What belongs to stored operands, of which there are none: checked with the call.
         transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be
             another node.
         eager: The call needs no dispatcher (:func:`tmm_core.launch.warm.undisturbed`): one node,
             without the operator.
     """
     product: Any = Product.apply if eager else functools.partial(autograd_state.record, Product)  # type: ignore[attr-defined]
-    more = (out_dtype, scale_a, scale_b, transposed, eager)
+    more = (out_dtype, parts, transposed, eager)
     if not epilogue:
         return product(a, b, bias, residual, Recorded(alpha, IDENTITY, "", None, *more))  # type: ignore[no-any-return]
     parsed = epilogue_of(epilogue)
@@ -108,7 +106,7 @@ def in_parts(
     text = part.text
     if not eager:
         of_b = b.t() if transposed else b
-        check(Arguments(a, of_b, bias, residual, alpha, epilogue, *more[:3]), parsed)
+        check(Arguments(a, of_b, bias, residual, alpha, epilogue, out_dtype, *parts), parsed)
         text = autograd_state.head_text(part.head)
     head, rest, inner = part.head, part.rest, residual if part.takes_residual else None
     y = product(a, b, bias, inner, Recorded(alpha, head, text, residual, *more))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.formats import BY_STORAGE
+from tmm_core.formats import pair
 from tmm_core.interop import autograd_state, flops
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain
@@ -72,7 +72,7 @@ def declare(
 
     def run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
         call, shape = shaped(*given, **named)
-        apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
+        apart = check_out(out, shape, result_dtype(call), call.given)
         if out.is_meta:
             return out
         if apart and _in_memory(out, *call.given):
@@ -92,7 +92,7 @@ def declare(
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
     for device in ("cuda", "cpu"):
-        rule = _autocast(device, operator, ROLES_OF[arguments])
+        rule = _autocast(device, operator, arguments)
         _library.impl(name, rule, f"Autocast{device.upper()}")
     flops.count(packet, flop_formula)
     return operator
@@ -109,26 +109,29 @@ def _in_memory(*tensors: Tensor) -> bool:
 
 
 def _autocast(
-    device: str, operator: Callable[..., Any], roles: tuple[Role, ...]
+    device: str, operator: Callable[..., Any], arguments: type[Arguments | GroupedArguments]
 ) -> Callable[..., Any]:
-    """The autocast rule on ``device`` of ``operator``, whose arguments have these ``roles``."""
+    """The autocast rule on ``device`` of ``operator``, which takes these ``arguments``."""
+    roles = ROLES_OF[arguments]
 
     def cast(*given: Any) -> Any:
-        """Cast floating operands to the active dtype, as torch.matmul does. Operands with a format
-        and everything that goes with them stay as they are: their scales set their range."""
+        """Cast floating operands to the active dtype, as torch.matmul does. Stored operands stay
+        as they are, and where both are stored also what is added to their product."""
         dtype = torch.get_autocast_dtype(device)
-        stored = given[0].dtype in BY_STORAGE
+        call = arguments(*given)
+        forms = pair(call.a.dtype, call.b.dtype, call.formats)
+        kept = {name for name, form in (("a", forms.a), ("b", forms.b)) if form is not None}
 
         def to(role: Role, value: Any) -> Any:
-            eligible = role.cast and value is not None and not stored
+            eligible = role.cast and value is not None and len(kept) < 2 and role.name not in kept
             eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
             return value.to(dtype) if eligible else value
 
         with compat.without_autocast(device):
-            arguments = [to(role, value) for role, value in zip(roles, given, strict=False)]
-            if arguments[1] is given[1]:
-                return operator(*arguments)
+            taken = [to(role, value) for role, value in zip(roles, given, strict=False)]
+            if taken[1] is given[1]:
+                return operator(*taken)
             # The cast has just written the weight.
-            return within(overridden(), operator, *arguments)
+            return within(overridden(), operator, *taken)
 
     return cast

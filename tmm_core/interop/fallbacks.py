@@ -8,7 +8,7 @@ compares the bias with the product, and the API then calls this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
+from tmm_core.formats import Pair
 from tmm_core.launch.check import (
     broadcasts,
     check,
     check_out,
     check_tensors,
+    check_terms,
     product_shape,
     strided,
 )
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.arguments import EXTRAS, Arguments
+from tmm_core.spec.arguments import EXTRAS, PARTS, Arguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.launcher import BASELINE
 
@@ -42,11 +44,12 @@ def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None)
     return bias.dim() != 1 or bias.shape[0] != (b.shape[-1] if b.dim() > 1 else 1)
 
 
-def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
+def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tensor:
     """The result of a call that this module :func:`concerns`.
 
     Args:
-        matmul: The API's, for calls that kernels can serve with the bias in another form.
+        matmul: Answers a call with its epilogue, if kernels can serve it with the bias in another
+            form.
 
     Raises:
         UnsupportedProblemError: A kernel is forced, and an operand has no strides.
@@ -54,28 +57,19 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     """
     parsed = epilogue_of(call.epilogue)
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
-    if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
+    dense = all(strided(t) for t in (a, b, bias, residual) if t is not None)
+    if not dense:
         _refuse_what_torch_cannot(call, "sparse, nested or mkldnn operands")
+    one_row, width = _checked(call, parsed)
+    if not dense:
         return delivered(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
-    shape = product_shape(a, b)
-    width = shape[-1] if b.dim() > 1 else 1
-    # All but the bias's shape, as kernels' calls are checked.
-    check(call._replace(bias=bias.new_empty(()).expand(width)), parsed)
-    # Torch treats a vector as a row, so a bias of one row fits it.
-    one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
-    if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
-        raise ValueError(
-            f"bias must have shape ({width},) or broadcast to the product's shape "
-            f"{tuple(shape)}, got {tuple(bias.shape)}"
-        )
     if one_row:
         row = bias.reshape(-1).expand(width).contiguous()
-        return matmul(**call._replace(bias=row)._asdict())
+        return matmul(call._replace(bias=row), call.epilogue)
     if residual is None and parsed.is_identity:
-        return matmul(**call._replace(bias=None, residual=bias, epilogue="")._asdict())
-    product = call._replace(bias=None, residual=None, epilogue="", out=None)
-    z = matmul(**product._asdict())
+        return matmul(call._replace(bias=None, residual=bias), None)
+    z = matmul(call._replace(bias=None, residual=None, out=None), None)
     y = parsed.expression(z, bias, residual).to(z.dtype)
     return delivered(y, out, a, b, bias, residual)
 
@@ -100,7 +94,10 @@ def linear(call: Arguments) -> Tensor:
         RuntimeError, ValueError, TypeError: As torch raises them.
     """
     _refuse_what_torch_cannot(call, f"a weight of type {type(call.b).__name__}")
-    y = _finished(call, epilogue_of(call.epilogue), lambda bias: F.linear(call.a, call.b, bias))
+    parsed = epilogue_of(call.epilogue)
+    # Its dtype is its own affair.
+    _checked(call._replace(b=call.a.new_empty(()).expand(call.b.shape).t()), parsed)
+    y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
     return delivered(y, call.out, call.a, call.bias, call.residual)
 
 
@@ -117,10 +114,45 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
     return handle_torch_function(function, tuple(given.values()), **given, **rest)
 
 
+def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
+    """Check a call as kernels' calls are checked, but for the bias's shape, and that as torch does;
+    returns whether the bias is one row, and its width."""
+    a, b, bias, residual = call[:4]
+    if any(t is not None and t.is_nested for t in call[:4]):
+        # Of ragged shapes torch says whether they fit.
+        check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)
+        return False, 0
+    shape = product_shape(a, b)
+    width = shape[-1] if b.dim() > 1 else 1
+    formed = call._replace(
+        a=_of_form(a, a.shape),
+        b=_of_form(b, b.shape),
+        bias=None if bias is None else _of_form(bias, (width,)),
+        residual=None if residual is None else _of_form(residual, residual.shape),
+    )
+    check(formed, epilogue)
+    if bias is None:
+        return False, width
+    # Torch treats a vector as a row, so a bias of one row fits it.
+    one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
+    if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
+        raise ValueError(
+            f"bias must have shape ({width},) or broadcast to the product's shape "
+            f"{tuple(shape)}, got {tuple(bias.shape)}"
+        )
+    return one_row, width
+
+
+def _of_form(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """A dense tensor of the dtype and device of ``t``."""
+    return torch.empty((), dtype=t.dtype, device=t.device).expand(shape)
+
+
 def _refuse_what_torch_cannot(call: Arguments, what: str) -> None:
     # When compiling, torch 2.10 reads the fields of a NamedTuple but not its properties.
-    if any(getattr(call, name) is not None for name in EXTRAS):
-        raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
+    if call.formats or any(getattr(call, name) is not None for name in EXTRAS):
+        names = " and ".join(role.name for role in PARTS if role.part == "scale")
+        raise RuntimeError(f"{names} are for strided operands")
     if torch.compiler.is_dynamo_compiling():
         return  # settings are not part of a graph
     forced = settings.current().kernel
@@ -150,7 +182,7 @@ def _finished(
     else:
         z, bias = product(None) * call.alpha, bias if call.bias is None else call.bias
     y = epilogue.expression(z, bias, call.residual)
-    return y if call.out_dtype is None else y.to(call.out_dtype)
+    return y.to(call.out_dtype or z.dtype)
 
 
 def delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:

@@ -68,6 +68,7 @@ class Recorded(NamedTuple):
     Attributes:
         text: The head's, or that of its part (:class:`tmm_core.launch.warm.Part`).
         outside: The call's residual, which may be added after the product.
+        parts: What belongs to stored operands.
     """
 
     alpha: float
@@ -75,8 +76,7 @@ class Recorded(NamedTuple):
     text: str
     outside: Tensor | None
     out_dtype: torch.dtype | None
-    scale_a: Tensor | None
-    scale_b: Tensor | None
+    parts: tuple[Any, ...]
     transposed: bool
     eager: bool
 
@@ -95,17 +95,15 @@ class Product(autograd_state.OneLevel):
         residual: Tensor | None,
         how: Recorded,
     ) -> Tensor:
-        alpha, head, text, outside, out_dtype, scale_a, scale_b, transposed, eager = how
+        alpha, head, text, outside, out_dtype, parts, transposed, eager = how
         of_b = b.t() if transposed else b
         if eager:
             added = residual if outside is None else outside
-            y = autograd_state.owned(
-                run(a, of_b, bias, added, alpha, text, out_dtype, scale_a, scale_b)
-            )
+            y = autograd_state.owned(run(a, of_b, bias, added, alpha, text, out_dtype, *parts))
         else:
             with autograd_state.below_autograd():
                 y = autograd_state.by_operator(
-                    a, of_b, bias, residual, alpha, text, out_dtype, scale_a, scale_b
+                    a, of_b, bias, residual, alpha, text, out_dtype, *parts
                 )
             y = autograd_state.owned(y)
         wants_a, wants_b, *_ = ctx.needs_input_grad

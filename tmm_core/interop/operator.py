@@ -13,7 +13,7 @@ from tmm_core.spec.arguments import Arguments
 
 def empty(call: Arguments, shape: torch.Size) -> torch.Tensor:
     """An uninitialised result of this shape."""
-    return call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
+    return call.a.new_empty(shape, dtype=result_dtype(call))
 
 
 matmul = declare(

@@ -38,6 +38,7 @@ from tmm_core.launch import warm
 from tmm_core.launch.grouped_call import ragged_along
 from tmm_core.spec.arguments import (
     GROUPED_ROLES,
+    PARTS,
     ROLES,
     Arguments,
     GroupedArguments,
@@ -90,8 +91,10 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
     free = [each for each in ("m", "n", "k") if each != ragged]
     if ragged == "k":
         # Flat scales of a ragged sum have a group's rows side by side.
-        for each, scale in (("m", call.scale_a), ("n", call.scale_b)):
-            if scale is not None and scale.ndim == 1 and scale.shape[0] != 1:
+        for each, part in (
+            (role.dims.strip("1").lower(), getattr(call, role.name)) for role in PARTS
+        ):
+            if part is not None and part.ndim == 1 and part.shape[0] != 1 and each in free:
                 free.remove(each)
     dimensions = _dimensions(GROUPED_ROLES, ["group"], "1")
     dimensions["out"] = dimensions["out"][ragged != "k" :]

@@ -9,7 +9,7 @@ import torch
 
 from tmm_core.launch.check import check
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.arguments import Arguments, extras
 
 Tensor = torch.Tensor
 
@@ -24,7 +24,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     call = Arguments(*given)
     dims = (*in_dims, *(None,) * (len(given) - len(in_dims)))
     check(Arguments(*map(_unmapped, given, dims)), epilogue_of(call.epilogue))
-    if call.extras:
+    if extras(call) or call.formats:
         each = (
             [t if dim is None else t.select(dim, place) for t, dim in zip(given, dims, strict=True)]
             for place in range(info.batch_size)

@@ -11,9 +11,9 @@ import torch
 
 from tmm_core import compat, formats
 from tmm_core.errors import warn
-from tmm_core.formats import Format
+from tmm_core.formats import Pair
 from tmm_core.launch.output_memory import check_outputs
-from tmm_core.spec.arguments import Arguments, GroupedArguments
+from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 
 #: Torch's code for a tensor that overlaps itself (it may also not know).
@@ -32,24 +32,22 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     """Check the arguments of one call against each other; returns the output's shape.
 
     Raises:
-        RuntimeError: Shapes, dtypes or devices do not match, as in ``torch.matmul``; a scale is not
-            fp32, or is given without 8-bit operands.
+        RuntimeError: Shapes, dtypes or devices do not match, as in ``torch.matmul``; a scale has a
+            dtype that the operand's format has not, or its operand has no format.
         ValueError: A bias, residual, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, bias, residual = call[:4]
     # Dynamo of torch 2.10 traces no property of a NamedTuple.
-    addressable(a, b, bias, residual, call.scale_a, call.scale_b)
+    addressable(*(getattr(call, name) for name in TENSORS))
     shape = product_shape(a, b)
-    form = formats.of_pair(a.dtype, b.dtype)
-    if a.dtype != b.dtype and form is None:
+    pair = formats.pair(a.dtype, b.dtype, call.formats)
+    if pair.result is None:
         _let_torch_say(a, b)
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
     if a.dtype is torch.bool:
         _let_torch_say(a, b)
-    if not epilogue.is_identity and not a.dtype.is_floating_point:
-        raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
-    result = check_terms(call, form, epilogue, bias=bias, residual=residual)
+    result = check_terms(call, pair, epilogue, bias=bias, residual=residual)
     width = b.shape[-1] if b.dim() > 1 else 1
     if epilogue.gated:
         shape = torch.Size([*shape[:-1], shape[-1] // 2])
@@ -57,7 +55,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
     if residual is not None:
         check_residual(residual, shape)
-    check_scales(call, form, [(*a.shape[:-1], 1)], [(*b.shape[:-2], 1, width)])
+    check_parts(call, pair, a=[(*a.shape[:-1], 1)], b=[(*b.shape[:-2], 1, width)])
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
@@ -65,25 +63,28 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
 
 def check_terms(
     call: Arguments | GroupedArguments,
-    form: Format | None,
+    pair: Pair,
     epilogue: Epilogue,
     **terms: torch.Tensor | None,
 ) -> torch.dtype:
-    """Check the width of a gated product, plain or grouped, and the dtypes of its result and of
-    what is added to it or multiplied with it; returns the result's. Raises as :func:`check`."""
-    b, out_dtype = call.b, call.out_dtype
+    """Check what an epilogue needs of a product, plain or grouped, and the dtypes of its result and
+    of what is added to it or multiplied with it; returns the result's. Raises as :func:`check`."""
+    b, out_dtype, own = call.b, call.out_dtype, pair.result
+    assert own is not None
+    if not epilogue.is_identity and not own.is_floating_point:
+        raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {call.a.dtype}")
     if epilogue.gated and (b.dim() == 1 or b.shape[-1] % 2):
         raise ValueError(
             f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
             f"got b of shape {tuple(b.shape)}"
         )
-    own, result = call.a.dtype, result_dtype(call.a, out_dtype)
-    if result not in _OUT_DTYPES and (form or result != own):
-        wide = " of 16 bits or more" if form else ""
+    result = out_dtype or own
+    if result not in _OUT_DTYPES and (pair.stored or result != own):
+        wide = " of 16 bits or more" if pair.stored else ""
         raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
     if own.is_complex and not result.is_complex:
         raise TypeError(f"out_dtype must be {own}, as the operands, got {out_dtype}")
-    allowed = {result if form else own, result, torch.float32}
+    allowed = {own if not pair.a or not pair.b else result, result, torch.float32}
     for name, term in terms.items():
         if term is not None and term.dtype not in allowed:
             wanted = " or ".join(sorted(map(str, allowed)))
@@ -181,39 +182,58 @@ def _on_one_device(*tensors: torch.Tensor) -> None:
         )
 
 
-def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The output's dtype: ``out_dtype``, else the default for the dtype of ``a``."""
-    return out_dtype or formats.wide(a.dtype)
+def result_dtype(call: Arguments | GroupedArguments) -> torch.dtype:
+    """The dtype of the result of a checked call: ``out_dtype``, else the operands' default."""
+    own = call.out_dtype or formats.pair(call.a.dtype, call.b.dtype, call.formats).result
+    assert own is not None
+    return own
 
 
-def check_scales(
-    call: Arguments | GroupedArguments,
-    form: Format | None,
-    of_a: Sequence[tuple[int, ...]],
-    of_b: Sequence[tuple[int, ...]],
+def has_format(call: Arguments | GroupedArguments) -> bool:
+    """Whether an operand of a call has a format, so that the product has no derivative."""
+    return bool(call.formats) or call.a.dtype in formats.IMPLIED
+
+
+def check_parts(
+    call: Arguments | GroupedArguments, pair: Pair, **shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Check the scales of operands of the format ``form``, which have one number or a shape of
-    ``of_a`` and ``of_b``.
+    """Check the scales and zero points of stored operands.
+
+    Args:
+        shapes: The shapes that those of ``a`` and of ``b`` may have; or they have one element.
 
     Raises:
-        RuntimeError: One is not fp32, or the operands have no format.
+        RuntimeError: One has a dtype that its operand's format has not; the operand has no format
+            or no zero points; or a format that has to be named comes without a scale.
         ValueError: One has another shape.
     """
-    operands = (("scale_a", call.scale_a, call.a, of_a), ("scale_b", call.scale_b, call.b, of_b))
-    for name, scale, t, shapes in operands:
-        if scale is None:
+    for role in PARTS:
+        t, operand = getattr(call, role.name), getattr(call, role.of)
+        form = pair.a if role.of == "a" else pair.b
+        if t is None:
+            if role.part == "scale" and form is not None and not form.implied:
+                raise RuntimeError(f"{role.of} of format {form.name} needs a scale")
             continue
         if form is None:
-            scaled = [form for form in formats.FORMATS.values() if form.scales]
-            names = " or ".join(map(str, scaled)) or "no"
-            raise RuntimeError(f"{name} is for {names} operands, got {t.dtype}")
-        if scale.dtype != torch.float32:
-            raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
-        if scale.numel() != 1 and tuple(scale.shape) not in shapes:
-            wanted = " or ".join(map(str, shapes))
+            implied = " or ".join(map(str, dict.fromkeys(formats.IMPLIED.values()))) or "no"
+            raise RuntimeError(f"{role.name} is for {implied} operands, got {operand.dtype}")
+        if role.part == "zero" and not form.zeros:
+            raise RuntimeError(f"{role.name}: format {form.name} has no zero points")
+        allowed = form.scale_dtypes if role.part == "scale" else (*form.storage, *form.scale_dtypes)
+        if t.dtype not in allowed:
+            names = " or ".join(map(str, allowed))
+            raise RuntimeError(f"{role.name} must have dtype {names}, got {t.dtype}")
+        if t.numel() != 1 and tuple(t.shape) not in shapes[role.of]:
+            wanted = " or ".join(map(str, shapes[role.of]))
             raise ValueError(
-                f"{name} must be one number or have shape {wanted}, got {tuple(scale.shape)}"
+                f"{role.name} must be one number or have shape {wanted}, got {tuple(t.shape)}"
             )
+        scale = getattr(call, PART[role.of, "scale"].name)
+        if role.part == "zero" and (scale is None or scale.shape != t.shape):
+            raise ValueError(f"{role.name} must have the shape of its operand's scale")
+    for operand, form in ((call.a, pair.a), (call.b, pair.b)):
+        if form is not None and operand.dtype not in form.storage:
+            raise RuntimeError(f"format {form.name} stores {form}, got {operand.dtype}")
 
 
 def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:

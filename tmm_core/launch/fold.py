@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tmm_core.spec.arguments import PARTS
 from tmm_core.spec.launcher import Bound, Launcher
 
 
@@ -65,13 +66,13 @@ class Fold(NamedTuple):
     def residual(self, t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
-    def scale_a(self, t: torch.Tensor) -> torch.Tensor:
-        """The scale of the folded a's rows; a scalar stays a scalar."""
+    def _of_a(self, t: torch.Tensor) -> torch.Tensor:
+        """A part of the folded a's rows; one number stays one."""
         if t.numel() == 1:
             return t
         return t.reshape(-1, 1) if self.batch is None else self._stack(t).contiguous()
 
-    def scale_b(self, t: torch.Tensor) -> torch.Tensor:
+    def _of_b(self, t: torch.Tensor) -> torch.Tensor:
         return t if t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
 
     def out(self, t: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,10 @@ class Fold(NamedTuple):
 
     def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
         """The function that turns the N-D tensor of that name into the one that kernels see."""
-        function: Callable[[torch.Tensor], Any] = getattr(self, name)
+        operand = {role.keyword: role.of for role in PARTS}.get(name)
+        function: Callable[[torch.Tensor], Any] = getattr(
+            self, f"_of_{operand}" if operand else name
+        )
         return function
 
     def wrap(

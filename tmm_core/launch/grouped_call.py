@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from tmm_core import settings
-from tmm_core.formats import of_pair
+from tmm_core import formats, settings
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     addressable,
+    check_parts,
     check_residual,
-    check_scales,
     check_terms,
     result_dtype,
 )
@@ -33,7 +32,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import grouped_strides
-from tmm_core.spec.problem import Problem
+from tmm_core.spec.problem import Problem, stored_operands
 
 Tensor = torch.Tensor
 
@@ -73,18 +72,18 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     a, b, offs, bias, residual, _, _, _, a_index, out_index, out_weights, *_ = call
     addressable(*call.given)
     count = check_operands(a, b, offs)
-    form = of_pair(a.dtype, b.dtype)
-    if a.dtype != b.dtype and form is None:
+    pair = formats.pair(a.dtype, b.dtype, call.formats)
+    if pair.result is None:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
     along = None if offs is None else ragged_along(a, b)
-    if along is not None and not a.dtype.is_floating_point:
+    if along is not None and not pair.result.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     width = b.shape[-1]
     refuse_outputs(epilogue)
     if epilogue.gated and along == "n":
         raise ValueError(f"gated epilogue {epilogue.name!r} pairs columns, which are ragged")
     terms = {"bias": bias, "residual": residual, "out_weights": out_weights}
-    check_terms(call, form, epilogue, **terms)
+    check_terms(call, pair, epilogue, **terms)
     m, n = a.shape[-2], width // 2 if epilogue.gated else width
     rows = (("a_index", a_index), ("out_index", out_index), ("out_weights", out_weights))
     for name, t in rows:
@@ -104,7 +103,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             raise ValueError(f"{name} must have shape ({m},), got {tuple(t.shape)}")
     if a_index is not None and m and not a.shape[0]:
         raise ValueError("a_index gathers rows of an a that has none")
-    check_grouped_scales(call, along, count)
+    check_grouped_parts(call, pair, along, count)
     shape = (m, n) if along in ("m", "n") else (count, m, n)
     if bias is not None:
         if along == "n":
@@ -122,16 +121,18 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     return shape
 
 
-def check_grouped_scales(call: GroupedArguments, along: Ragged | None, count: int) -> None:
-    """Check scales against the shapes that torch takes for one per row of a and column of b: one
-    number for each in each group, except where rows (columns) belong to one group anyway. Torch
-    flattens those of a ragged sum.
+def check_grouped_parts(
+    call: GroupedArguments, pair: formats.Pair, along: Ragged | None, count: int
+) -> None:
+    """Check scales and zero points against the shapes that torch takes for one per row of a and
+    column of b: one number for each in each group, except where rows (columns) belong to one group
+    anyway. Torch flattens those of a ragged sum.
 
     Args:
         along: None: a batch.
 
     Raises:
-        RuntimeError, ValueError: As :func:`tmm_core.launch.check.check_scales`.
+        RuntimeError, ValueError: As :func:`tmm_core.launch.check.check_parts`.
     """
 
     def shapes(t: Tensor, size: int) -> list[tuple[int, ...]]:
@@ -140,8 +141,7 @@ def check_grouped_scales(call: GroupedArguments, along: Ragged | None, count: in
         return [(count * size,), (count, size)] if along == "k" else [(size,)]
 
     a, b = call.a, call.b
-    form = of_pair(a.dtype, b.dtype)
-    check_scales(call, form, shapes(a, a.shape[-2]), shapes(b, b.shape[-1]))
+    check_parts(call, pair, a=shapes(a, a.shape[-2]), b=shapes(b, b.shape[-1]))
 
 
 def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
@@ -188,7 +188,7 @@ def pose(
     shape = check(call, epilogue)
     a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
-        dtype = result_dtype(a, call.out_dtype)
+        dtype = result_dtype(call)
         strides = grouped_strides(shape, dtype)
         out = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     along = ragged_along(a, b)
@@ -201,8 +201,7 @@ def pose(
         fingerprint(a.device),
         bias=call.bias,
         residual=call.residual,
-        scale_a=call.scale_a,
-        scale_b=call.scale_b,
+        stored=stored_operands(call),
         groups=groups,
         epilogue=epilogue,
         **warm.numerics(a, call.alpha, current),

@@ -17,6 +17,7 @@ from tmm_core.spec.arguments import (
     EXTRAS,
     FIELDS,
     GROUPED_EXTRAS,
+    GROUPED_ROLE,
     LAUNCHED,
     ROLE,
     SIGNATURE,
@@ -80,7 +81,7 @@ class Plan(_Callable):
     >>> p = tmm_core.plan(x, weight.T, epilogue="silu")      # doctest: +SKIP
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
 
-    It takes ``(a, b, bias=None, residual=None, out=None, *, scale_a=None, scale_b=None)``,
+    It takes ``(a, b, bias=None, residual=None, out=None)`` and, by keyword, the call's scales,
     looks nothing up and launches on the current stream. ``out`` is row-major, of the result's
     shape and dtype, and starts on 16 bytes.
 
@@ -177,7 +178,8 @@ class Plan(_Callable):
         if body is not None:
             lines += [line for line in body.lines if line not in pointers]
         else:
-            lines.append(f"return plan_launcher({', '.join(LAUNCHED)}{keywords(extras)})")
+            launched = keywords(ROLE[name].keyword for name in extras)
+            lines.append(f"return plan_launcher({', '.join(LAUNCHED)}{launched})")
         common = [name for name in TENSORS if name not in EXTRAS]
         taken = [*common, "out", "*", *EXTRAS]
         return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]
@@ -265,11 +267,13 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
 def _with_extras(
     launcher: Launcher, extras: Sequence[str], given: Sequence[str]
 ) -> Callable[..., Tensor]:
-    lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{keywords(given)})"]
+    launched = keywords(GROUPED_ROLE[name].keyword for name in given)
+    lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{launched})"]
     parameters = ", ".join((*LAUNCHED, *extras))
     return written("launch", parameters, lines, {"launcher": launcher})  # type: ignore[no-any-return]
 
 
 def _pack(name: str) -> str:
-    """The statement that packs an extra, which kernels index only by row or column."""
-    return f"{name} = {name}.contiguous()"
+    """The statement that packs an extra, which kernels index only by row or column, under its name
+    in launches."""
+    return f"{GROUPED_ROLE[name].keyword} = {name}.contiguous()"

@@ -29,6 +29,7 @@ from tmm_core.spec.arguments import (
     LAUNCHED,
     ROLE,
     ROLES,
+    STORED,
     TENSORS,
     Arguments,
     GroupedArguments,
@@ -38,7 +39,7 @@ from tmm_core.spec.arguments import (
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
-from tmm_core.spec.problem import Problem
+from tmm_core.spec.problem import Problem, stored_operands
 
 Tensor = torch.Tensor
 
@@ -258,7 +259,7 @@ def pose(
     if out is not None and out.shape == flat:
         target = out
     else:
-        target = torch.empty(flat, dtype=result_dtype(a, call.out_dtype), device="meta")
+        target = torch.empty(flat, dtype=result_dtype(call), device="meta")
     problem = Problem.of(
         a,
         b,
@@ -266,7 +267,7 @@ def pose(
         fingerprint(a.device),
         bias=call.bias,
         residual=residual,
-        **{name: getattr(call, name) for name in EXTRAS},
+        stored=stored_operands(call),
         epilogue=epilogue,
         # A tensor with more dimensions, or copied to fold them, is hardly a weight.
         static_weights=current.static_weights and matrix,
@@ -343,15 +344,16 @@ def entry(
     roles: Sequence[Role],
     arguments: type[Arguments | GroupedArguments],
     launch: str,
-    launch_scaled: str,
+    launch_stored: str,
 ) -> Iterator[str]:
-    """The only entry to a launch: one branch for calls without scales, which skips them, and one
-    for calls with scales; each with the source of its launch."""
-    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
-    for line in _replay([role for role in roles if role.name not in EXTRAS], arguments, launch):
+    """The only entry to a launch: one branch for calls of plain operands, which skips what belongs
+    to stored ones, and one for the others; each with the source of its launch."""
+    absent = [f"{name} is None" for name in EXTRAS]
+    yield f"if {' and '.join(absent)} and not formats:"
+    for line in _replay([role for role in roles if role.name not in STORED], arguments, launch):
         yield f"    {line}"
     yield "else:"
-    for line in _replay(roles, arguments, launch_scaled):
+    for line in _replay(roles, arguments, launch_stored):
         yield f"    {line}"
     yield f"return run({', '.join(arguments._fields)})"
 

@@ -109,9 +109,13 @@ class Experts(nn.Module):
 
         Args:
             hidden_states: ``[T, H]``, one row per token.
-            top_k_index: ``[T, k]``, the experts of each token. An index of ``num_experts`` or
-                more means an expert of another rank and adds nothing.
+            top_k_index: ``[T, k]``, the experts of each token, in int32 or int64. An index that is
+                negative, or ``num_experts`` or more, means no expert, or one of another rank, and
+                adds nothing.
             top_k_weights: ``[T, k]``.
+
+        Raises:
+            RuntimeError: The choice has another dtype, or shapes do not match.
         """
         return forward(self, hidden_states, top_k_index, top_k_weights)
 
@@ -126,9 +130,26 @@ class Experts(nn.Module):
 def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The places of a router's choices ``[T, k]`` in the order of their experts, and where each
     expert's rows end; computed on the device without synchronising."""
-    ids, places = torch.sort(index.reshape(-1), stable=True)
+    # One below zero would count as a choice of the first; it goes where those of other ranks are.
+    ids = nn.functional.threshold(index.reshape(-1), -1, experts)
+    ids, places = torch.sort(ids, stable=True)
     of = torch.arange(experts, device=ids.device, dtype=ids.dtype)
     return places, torch.searchsorted(ids, of, right=True, out_int32=True)
+
+
+def _check(hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Refuse a choice that is not one of each token's: what is too long would be ignored."""
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"top_k_index must have dtype torch.int32 or torch.int64, got {index.dtype}"
+        )
+    rows = hidden_states.shape[:1]
+    if hidden_states.dim() != 2 or index.shape[:1] != rows or index.shape != weights.shape:
+        found = ", ".join(str(tuple(t.shape)) for t in (hidden_states, index, weights))
+        raise RuntimeError(
+            "hidden_states, top_k_index and top_k_weights must have shapes [T, H], [T, k] and "
+            f"[T, k], got {found}"
+        )
 
 
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -138,6 +159,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     A gate with a known activation is fused with its product, and so is gpt-oss's; any other is
     applied by the layer's own ``_apply_gate`` or ``act_fn``.
     """
+    _check(hidden_states, top_k_index, top_k_weights)
     places, offs = _by_expert(top_k_index, self.num_experts)
     # Of each row: its token, and its weight.
     tokens = places // max(1, top_k_index.shape[-1])

@@ -58,7 +58,7 @@ def learn(
     text: str,
 ) -> Tensor | None:  # fmt: skip
     """One product recorded for backward; None if it must be two, gated by torch."""
-    if torch.compiler.is_compiling() or x.dim() < 2:
+    if torch.compiler.is_compiling():
         return None
     if not warm.undisturbed(x, gate, up, gate_bias, up_bias, shown=True):
         return None

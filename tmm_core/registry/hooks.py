@@ -14,7 +14,7 @@ from tmm_core.errors import reraise, shown
 from tmm_core.spec import hookspecs
 
 #: Hooks, in calling order.
-HOOKS = ("tmm_kernels", "tmm_epilogues")
+HOOKS = ("tmm_kernels", "tmm_epilogues", "tmm_formats")
 #: Maximum number of objects from one plugin; more suggest an endless sequence.
 MOST_BROUGHT = 10_000
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from tmm_cache.errors import suppress
 from tmm_cache.fields import A_NAME, NAME_MAX, is_name
 
+from tmm_core import formats
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
 from tmm_core.errors import (
     PluginError,
@@ -31,6 +32,7 @@ from tmm_core.errors import (
     shown,
     warn_of_plugin,
 )
+from tmm_core.formats import Format
 from tmm_core.registry.collector import collector_off
 from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import Asked
@@ -297,7 +299,8 @@ class Registry:
 
     def _ask(self, plugins: Sequence[object]) -> None:
         """Call each plugin's hooks separately, with the others' wrappers."""
-        for hook, add in zip(HOOKS, (self._add_kernel, self._add_epilogue), strict=True):
+        adders = (self._add_kernel, self._add_epilogue, self._add_format)
+        for hook, add in zip(HOOKS, adders, strict=True):
             for plugin in self.hooks.in_order(hook, plugins):
                 _, source = self._plugins[id(plugin)]
                 with self._costing(source, f"{hook} failed"):
@@ -353,6 +356,17 @@ class Registry:
         if (other := self._epilogues.get(epilogue.name)) is not None:
             raise PluginError(f"epilogue {epilogue.name!r} is already registered by {other[1]}")
         self._epilogues[epilogue.name] = (epilogue, source)
+
+    def _add_format(self, form: Any, source: Source) -> None:
+        """Formats are the process's, not a registry's: tensors of theirs outlive it."""
+        if type(form) is not Format:
+            raise PluginError(f"tmm_formats must return Format objects, got {shown(form)}")
+        if not is_name(form.name):
+            raise PluginError(f"a format's name is {shown(form.name)}, not {A_NAME}")
+        try:
+            formats.add(form)
+        except ValueError as error:
+            raise PluginError(str(error)) from error
 
     # -- answers ---------------------------------------------------------------------
 

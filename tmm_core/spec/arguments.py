@@ -36,6 +36,10 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None = None
     scale_a: Tensor | None = None
     scale_b: Tensor | None = None
+    zero_a: Tensor | None = None
+    zero_b: Tensor | None = None
+    #: The names of formats that dtypes do not imply: ``"of a,of b"``, or empty.
+    formats: str = ""
     out: Any = None
 
     @property
@@ -51,7 +55,7 @@ class Arguments(NamedTuple):
     @property
     def extras(self) -> dict[str, Tensor]:
         """The keyword arguments of a launch."""
-        return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+        return extras(self)
 
 
 class Role(NamedTuple):
@@ -65,6 +69,8 @@ class Role(NamedTuple):
             ``k``, ``N`` for the columns of b, of which a gated result has half, and ``1``.
         cast: Whether autocast casts it.
         extra: Whether launches take it by keyword, if a call has it.
+        of: The operand of which it is a part.
+        part: Which: ``"scale"``, ``"zero"``.
     """
 
     name: str
@@ -73,6 +79,13 @@ class Role(NamedTuple):
     dims: str = ""
     cast: bool = False
     extra: bool = False
+    of: str = ""
+    part: str = ""
+
+    @property
+    def keyword(self) -> str:
+        """Its name in launches."""
+        return f"{self.of}_{self.part}" if self.of else self.name
 
     @property
     def is_tensor(self) -> bool:
@@ -92,8 +105,11 @@ ROLES = (
     Role("epilogue", "str", "{0}"),
     Role("out_dtype", "ScalarType?", "{0}"),
     # Kernels index a scale only by row or column, so it is passed packed.
-    Role("scale_a", "Tensor?", PACKED, "m1", extra=True),
-    Role("scale_b", "Tensor?", PACKED, "1N", extra=True),
+    Role("scale_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="scale"),
+    Role("scale_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="scale"),
+    Role("zero_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="zero"),
+    Role("zero_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="zero"),
+    Role("formats", "str", "{0}"),
     Role("out", "Tensor?", SIGNATURE, "mn"),
 )
 ROLE = {role.name: role for role in ROLES}
@@ -117,6 +133,10 @@ class GroupedArguments(NamedTuple):
     zeroed: bool = False
     scale_a: Tensor | None = None
     scale_b: Tensor | None = None
+    zero_a: Tensor | None = None
+    zero_b: Tensor | None = None
+    #: The names of formats that dtypes do not imply: ``"of a,of b"``, or empty.
+    formats: str = ""
     out: Any = None
 
     @property
@@ -135,11 +155,10 @@ GROUPED_ROLES = (
     # Not cast by autocast either, to keep the precision of a router's softmax.
     Role("out_weights", "Tensor?", PACKED, extra=True),
     Role("zeroed", "bool", "{0}"),
-    ROLE["scale_a"],
-    ROLE["scale_b"],
-    ROLE["out"],
+    *(ROLE[name] for name in ("scale_a", "scale_b", "zero_a", "zero_b", "formats", "out")),
 )
 assert tuple(role.name for role in GROUPED_ROLES) == GroupedArguments._fields
+GROUPED_ROLE = {role.name: role for role in GROUPED_ROLES}
 #: By the arguments of which they are.
 ROLES_OF: dict[type, tuple[Role, ...]] = {Arguments: ROLES, GroupedArguments: GROUPED_ROLES}
 GROUPED_TENSORS = tuple(
@@ -150,6 +169,13 @@ GROUPED_EXTRAS = tuple(role.name for role in GROUPED_ROLES if role.extra)
 #: The tensors that a call reads, and those of them that a launch takes by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
+#: The parts of stored operands, in the order of a call's arguments; and by operand and part.
+PARTS = tuple(role for role in ROLES if role.of)
+PART = {(role.of, role.part): role for role in PARTS}
+#: Their names in launches.
+LAUNCHED_PARTS = tuple(role.keyword for role in PARTS)
+#: The arguments that only calls of stored operands have.
+STORED = (*EXTRAS, "formats")
 ROWS = tuple(name for name in GROUPED_EXTRAS if name not in EXTRAS)
 #: Positional arguments of a launch.
 LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")
@@ -170,6 +196,11 @@ FIELDS = {
     SIGNATURE: ("shape", "strides", "dtype", "offset from 16 bytes", "device"),
     PACKED: ("shape", "dtype", "device"),
 }
+
+
+def extras(call: Any) -> dict[str, Tensor]:
+    """The parts of stored operands that a call has, by their names in launches."""
+    return {role.keyword: t for role in PARTS if (t := getattr(call, role.name)) is not None}
 
 
 def schema(arguments: type[Arguments | GroupedArguments] = Arguments) -> str:
@@ -193,7 +224,7 @@ def parameters(
 
 def launch_parameters() -> str:
     """Parameters of a generated launcher, which accepts any extra."""
-    return ", ".join(LAUNCHED) + ", " + parameters(EXTRAS)
+    return ", ".join(LAUNCHED) + "".join(f", {name}=None" for name in LAUNCHED_PARTS)
 
 
 def keywords(names: Iterable[str]) -> str:

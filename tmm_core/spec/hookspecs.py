@@ -1,4 +1,4 @@
-"""The two hooks a plugin may implement. Each returns a list and does nothing else.
+"""The three hooks a plugin may implement. Each returns a list and does nothing else.
 
 Both may be called more than once. With ``@hookimpl(tryfirst=True)`` a plugin is called before
 others, so that it owns names that both register; tmm's kernels come before all.
@@ -13,6 +13,7 @@ from typing import Any
 
 import pluggy
 
+from tmm_core.formats import Format
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Deferred, Kernel
 
@@ -32,3 +33,8 @@ def tmm_kernels() -> list[Kernel[Any] | Deferred]:  # type: ignore[empty-body]  
 @hookspec
 def tmm_epilogues() -> list[Epilogue]:  # type: ignore[empty-body]  # a spec has no body
     """Epilogues to register by name."""
+
+
+@hookspec
+def tmm_formats() -> list[Format]:  # type: ignore[empty-body]  # a spec has no body
+    """Operand formats to add by name."""

@@ -60,7 +60,7 @@ class Machine:
             return self.tensor / 2 if problem.tf32 else min(_FMA, self.tensor)
         if problem.a.dtype.itemsize > 2:
             return _OTHER
-        return 2 * self.tensor if problem.fp8 else self.tensor
+        return 2 * self.tensor if problem.native else self.tensor
 
     def moving_us(self, size: float) -> float:
         """µs to move ``size`` bytes that are not in L2."""

@@ -1,12 +1,16 @@
-"""Describes one matrix of a call by what kernels depend on: dtype, stride class, alignment."""
+"""Describes one matrix of a call by what kernels depend on: dtype, stride class, alignment, format
+and scale."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+from tmm_core import formats
+from tmm_core.formats import Format
 
 Layout = Literal["row", "col", "strided"]
 
@@ -16,6 +20,37 @@ ALIGNMENT = 16
 _INT32_MAX = 2**31 - 1
 
 
+#: Kinds of scales: one number, or one for each row of ``a`` (column of ``b``).
+ScaleKind = Literal["tensor", "row"]
+
+
+class Scale(NamedTuple):
+    """The scale of a stored operand; a zero point has the same kind."""
+
+    kind: ScaleKind
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, t: torch.Tensor | None) -> Scale | None:
+        """Classify a scale: one element counts as per-tensor, even for a single row."""
+        return None if t is None else cls("tensor" if t.numel() == 1 else "row", t.dtype)
+
+    def __str__(self) -> str:
+        return self.kind + ("" if self.dtype is torch.float32 else f" {dtype_name(self.dtype)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Scale:
+        """The scale of which that is the text.
+
+        Raises:
+            ValueError: There is none.
+        """
+        kind, _, dtype = text.partition(" ")
+        if kind not in ("tensor", "row"):
+            raise ValueError(f"scales are tensor or row, not {kind!r}")
+        return cls(kind, dtype_of(dtype or "float32"))  # type: ignore[arg-type]  # as checked
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """One matrix, described by its stride class rather than its strides.
@@ -23,17 +58,25 @@ class Operand:
     ``row``: consecutive elements of a row are adjacent; ``col``: of a column; ``strided``: neither.
     ``aligned``: base address and leading stride (and batch stride) are multiples of 16 bytes and
     rows (columns) do not overlap, so that TMA can address it. ``wide``: its largest offset does not
-    fit in 32 bits.
+    fit in 32 bits. ``format`` is empty for plain numbers and where the dtype implies the format.
+    ``zero``: it has zero points, of the scale's kind.
     """
 
     dtype: torch.dtype
     layout: Layout = "row"
     aligned: bool = True
     wide: bool = False
+    format: str = ""
+    scale: Scale | None = None
+    zero: bool = False
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> Operand:
-        """Classify the last two dimensions of a 2-D or 3-D tensor."""
+    def of(cls, t: torch.Tensor, **stored: Any) -> Operand:
+        """Classify the last two dimensions of a 2-D or 3-D tensor.
+
+        Args:
+            stored: The format, scale and zero point, as the fields.
+        """
         rows, cols = t.shape[-2:]
         s_row, s_col = t.stride()[-2:]
         layout: Layout
@@ -57,19 +100,41 @@ class Operand:
         )
         # A single row's stride is an argument too where an index names the row.
         reach = max((rows - 1) * s_row + (cols - 1) * s_col, s_row if rows == 1 else 0)
-        return cls(t.dtype, layout, aligned, reach > _INT32_MAX)
+        return cls(t.dtype, layout, aligned, reach > _INT32_MAX, **stored)
+
+    @property
+    def form(self) -> Format | None:
+        """The format; None: plain numbers."""
+        return formats.of(self.dtype, self.format)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What belongs to it besides the stored numbers: ``"scale"``, ``"zero"``."""
+        return ("scale",) * (self.scale is not None) + ("zero",) * self.zero
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """The operand as a part of a record's key, which dense operands share with older records:
+        newer fields are included only where they differ from their defaults."""
+        document: dict[str, Any] = {
             "dtype": dtype_name(self.dtype),
             "layout": self.layout,
             "aligned": self.aligned,
             "wide": self.wide,
         }
+        if self.format:
+            document["format"] = self.format
+        if self.scale is not None:
+            document["scale"] = str(self.scale)
+        return document | ({"zero": True} if self.zero else {})
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Operand:
-        return cls(dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"])
+        scale = dict(doc).get("scale")
+        return cls(
+            dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"],
+            formats.named(doc["format"]).name if doc.get("format") else "",
+            None if scale is None else Scale.parse(scale), bool(doc.get("zero", False)),
+        )  # fmt: skip
 
 
 def grouped_strides(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:

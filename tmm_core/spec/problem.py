@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from tmm_core import formats
-from tmm_core.formats import Format, ScaleKind
-from tmm_core.spec.arguments import ROLE
+from tmm_core.formats import IMPLIED, Format, named
+from tmm_core.spec.arguments import PART, PARTS, ROLE, Arguments, GroupedArguments
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
-from tmm_core.spec.operand import Operand, dtype_name, dtype_of, grouped_strides
+from tmm_core.spec.operand import Operand, Scale, dtype_name, dtype_of, grouped_strides
 
 #: Fields of a :class:`Problem` that a caller asks for besides the result. They are fields because
 #: kernels are asked about problems alone: batch invariance and static weights decide which configs
@@ -28,10 +27,14 @@ class Problem:
     """``out[M, N] = epilogue(alpha · (a[M, K] @ b[K, N]) + bias) + residual``.
 
     With a gated epilogue ``b`` is ``[K, 2N]`` and ``bias`` has 2N elements; ``n`` is the
-    width of the output. If 8-bit operands have scales, the product is multiplied by ``scale_a ·
-    scale_b`` as by alpha. ``batch`` counts independent products; operands are 2-D if it is one,
+    width of the output. ``batch`` counts independent products; operands are 2-D if it is one,
     else 3-D. With ``groups`` the products are ragged and ``batch`` is one; see
     :class:`Groups` for shapes.
+
+    A stored operand (:attr:`Operand.form`) stands for its values. Its scale, and a zero point
+    likewise, is contiguous and has one element or the shape ``[M, 1]`` of ``a``, ``[1, N]`` of
+    ``b`` (``[1, 2N]`` if gated), with the operand's batch dimension in front; with groups that of
+    :meth:`shape`; of gathered rows, one for each row of ``a``.
 
     A new field has to be declared in :mod:`tmm_core.spec.supports`.
     """
@@ -52,11 +55,6 @@ class Problem:
     scaled: bool = False
     #: fp32 operands may be rounded to TF32.
     tf32: bool = False
-    #: Scales of 8-bit operands, fp32 and contiguous: one element, or of shapes ``[M, 1]`` and ``[1,
-    #: N]`` (``[1, 2N]`` if gated), with the batch dimension of a and b in front. With groups those
-    #: of :meth:`shape`; of gathered rows, one for each row of ``a``.
-    scale_a: ScaleKind | None = None
-    scale_b: ScaleKind | None = None
     #: The products of a ragged problem.
     groups: Groups | None = None
     #: The call's :data:`REQUIREMENTS`. They filter candidates; except for batch invariance they are
@@ -78,25 +76,27 @@ class Problem:
         *,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        scale_a: torch.Tensor | None = None,
-        scale_b: torch.Tensor | None = None,
+        stored: Mapping[str, Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> Problem:
         """The problem of these tensors, which must already match: 2-D or 3-D operands, ``residual``
-        with the shape of ``out``. ``out`` may be a meta tensor."""
+        with the shape of ``out``. ``out`` may be a meta tensor.
+
+        Args:
+            stored: Formats, scales and zero points by operand (:func:`stored_operands`).
+        """
+        stored = stored or {}
         return cls(
             m=out.shape[-2],
             n=out.shape[-1],
             k=a.shape[-1],
             batch=a.shape[0] if a.dim() == 3 and fields.get("groups") is None else 1,
-            a=Operand.of(a),
-            b=Operand.of(b),
+            a=Operand.of(a, **stored.get("a", {})),
+            b=Operand.of(b, **stored.get("b", {})),
             out=Operand.of(out),
             device=device,
             bias=bias.dtype if bias is not None else None,
             residual=Operand.of(residual) if residual is not None else None,
-            scale_a=scale_kind(scale_a),
-            scale_b=scale_kind(scale_b),
             **fields,
         )
 
@@ -121,9 +121,10 @@ class Problem:
         return replace(self, **change)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the argument of that name: of ``a`` and its scale after gathering, if rows
-        are gathered; of a scale per row or column, which in a ragged sum may be flat."""
-        dims = ROLE[name].dims
+        """The shape of the argument, or of the part of an operand, of that name: of ``a`` and its
+        parts after gathering, if rows are gathered; of a scale per row or column, which in a
+        ragged sum may be flat."""
+        dims = _DIMENSIONS[name]
         sizes = {"m": self.m, "n": self.n, "k": self.k, "N": self.width, "1": 1}
         if self.groups is None:
             stack = (self.batch,) if self.batch != 1 and len(dims) > 1 else ()
@@ -182,25 +183,38 @@ class Problem:
             and self.bias is None
             and self.residual is None
             and not self.scaled
-            and not self.scales
+            and not self.stored
         )
 
     @property
-    def format(self) -> Format | None:
-        """The common format of both operands, whose storage dtypes may differ; None: plain
-        numbers."""
-        return formats.of_pair(self.a.dtype, self.b.dtype)
+    def forms(self) -> tuple[Format | None, Format | None]:
+        """The formats of both operands."""
+        return self.a.form, self.b.form
 
     @property
-    def fp8(self) -> bool:
-        """Whether both operands are 8-bit floats, of the same kind or not."""
-        return self.format is not None and self.format.name == "fp8"
+    def stored(self) -> bool:
+        """Whether an operand has a format."""
+        return self.forms != (None, None)
 
     @property
-    def scales(self) -> tuple[str, ...]:
-        """Names of the scales that launchers take."""
-        kinds = {"scale_a": self.scale_a, "scale_b": self.scale_b}
-        return tuple(name for name, kind in kinds.items() if kind is not None)
+    def value(self) -> torch.dtype:
+        """The dtype of plain operands, or that in which stored ones are multiplied: that of the
+        plain operand beside, or their format's."""
+        form_a, form_b = self.forms
+        if form_a is None or form_b is None:
+            return self.b.dtype if form_a is not None else self.a.dtype
+        return form_a.result
+
+    @property
+    def native(self) -> bool:
+        """Whether tensor cores multiply both operands as they are stored, in a format of theirs."""
+        form, other = self.forms
+        return form is not None and form is other and form.native
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the scales and zero points that launchers take."""
+        return tuple(role.keyword for role in PARTS if role.part in getattr(self, role.of).parts)
 
     @property
     def flops(self) -> int:
@@ -223,10 +237,8 @@ class Problem:
         return sum(self.sizes.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The record's readable key: everything that affects speed, except device and requirements.
-
-        Scales are included only if present, since records are older than scales.
-        """
+        """The record's readable key: everything that affects speed, except device and
+        requirements."""
         return {
             "m": self.m,
             "n": self.n,
@@ -240,7 +252,6 @@ class Problem:
             "residual": self.residual.to_json() if self.residual else None,
             "scaled": self.scaled,
             "tf32": self.tf32,
-            **{name: getattr(self, name) for name in self.scales},
             **({"groups": self.groups.to_json()} if self.groups else {}),
             # That mode tries other configs and fewer kernels.
             **({"batch_invariant": True} if self.batch_invariant else {}),
@@ -253,8 +264,11 @@ class Problem:
         """The problem a record or a misses file describes, on ``device``.
 
         Raises:
-            KeyError, TypeError, ValueError: The document does not describe a problem.
+            KeyError, TypeError, ValueError: The document does not describe a problem, or one with
+                a field that this version does not know.
         """
+        if unknown := set(doc) - _FIELDS:
+            raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
         residual = doc["residual"]
         return cls(
             m=int(doc["m"]),
@@ -270,8 +284,6 @@ class Problem:
             residual=Operand.from_json(residual) if residual else None,
             scaled=bool(doc["scaled"]),
             tf32=bool(doc["tf32"]),
-            scale_a=_kind_of(doc.get("scale_a")),
-            scale_b=_kind_of(doc.get("scale_b")),
             groups=Groups.from_json(doc["groups"]) if doc.get("groups") else None,
             batch_invariant=bool(doc.get("batch_invariant", False)),
         )
@@ -288,15 +300,16 @@ class Problem:
             size = f"{self.batch}×{size}"
         letters = {"row": "n", "col": "t", "strided": "s"}
         layout = letters[self.a.layout] + letters[self.b.layout]
-        dtypes = dtype_name(self.a.dtype)
-        if self.b.dtype != self.a.dtype:
-            dtypes += f"·{dtype_name(self.b.dtype)}"
+        dtypes = self.a.format or dtype_name(self.a.dtype)
+        if (self.b.dtype, self.b.format) != (self.a.dtype, self.a.format):
+            dtypes += f"·{self.b.format or dtype_name(self.b.dtype)}"
         if self.out.dtype != self.a.dtype:
             dtypes += f"→{dtype_name(self.out.dtype)}"
         extras = [
             "unaligned" if not (self.a.aligned and self.b.aligned and self.out.aligned) else "",
             "tf32" if self.tf32 else "",
-            f"scales {self.scale_a or 1}·{self.scale_b or 1}" if self.scales else "",
+            f"scales {self.a.scale or 1}·{self.b.scale or 1}" if self.parts else "",
+            "zero points" if self.a.zero or self.b.zero else "",
             str(self.groups or ""),
             "bias" if self.bias else "",
             "" if self.epilogue.is_identity else self.epilogue.key,
@@ -305,14 +318,25 @@ class Problem:
         return " ".join([size, dtypes, layout, *filter(None, extras)])
 
 
-def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:
-    """The kind of a scale: one element counts as per-tensor, even for a single row."""
-    if scale is None:
-        return None
-    return "tensor" if scale.numel() == 1 else "row"
+#: The fields of a problem in a record's key.
+_FIELDS = {
+    "m", "n", "k", "batch", "a", "b", "out", "epilogue", "bias", "residual", "scaled", "tf32",
+    "groups", "batch_invariant",
+}  # fmt: skip
+#: The dimensions of each argument, and of each part of an operand.
+_DIMENSIONS = {name: role.dims for name, role in ROLE.items()}
+_DIMENSIONS |= {role.keyword: role.dims for role in PARTS}
 
 
-def _kind_of(text: object) -> ScaleKind | None:
-    if text is None or text == "tensor" or text == "row":
-        return text
-    raise ValueError(f"scales are tensor or row, not {text!r}")
+def stored_operands(call: Arguments | GroupedArguments) -> dict[str, dict[str, Any]]:
+    """The formats, scales and zero points of a call's operands, as :class:`Operand` has them."""
+    names = dict(zip(("a", "b"), call.formats.split(","), strict=True)) if call.formats else {}
+    found: dict[str, dict[str, Any]] = {}
+    for operand in ("a", "b"):
+        scale, zero = (getattr(call, PART[operand, part].name) for part in ("scale", "zero"))
+        name = names.get(operand, "")
+        if name and IMPLIED.get(getattr(call, operand).dtype) is named(name):
+            name = ""  # its dtype tells
+        if name or scale is not None:
+            found[operand] = {"format": name, "scale": Scale.of(scale), "zero": zero is not None}
+    return found

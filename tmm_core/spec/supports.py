@@ -48,8 +48,13 @@ class Supports:
         capability: The minimum compute capability of NVIDIA GPUs.
         below: The first compute capability that is too new.
         operands: Dtypes of a and b, which share one dtype.
-        formats: Formats of a and b that are not plain dtypes: ``"fp8"``.
+        formats: Formats that both operands may have (:class:`tmm_core.Format`): ``"fp8"``.
+        weights: Formats that ``b`` may have beside a plain ``a``; of those that a kernel does not
+            name, only the ones with a device function.
+        activations: Formats that ``a`` may have beside a plain ``b``, or beside a ``b`` of another
+            format.
         scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``.
+        zeros: Zero points.
         out: Dtypes of the result.
         bias: Dtypes of a bias; none: no bias.
         residual: Dtypes of a residual; none: no residual.
@@ -79,7 +84,10 @@ class Supports:
     below: tuple[int, int] | None = None
     operands: Dtypes = ()
     formats: Collection[str] = ()
+    weights: Collection[str] = ()
+    activations: Collection[str] = ()
     scales: Collection[str] = ()
+    zeros: bool = False
     out: Dtypes = ()
     bias: Dtypes = ()
     residual: Dtypes = ()
@@ -130,8 +138,8 @@ class Supports:
 
 
 _FLAGS = [each.name for each in fields(Supports) if each.default is False]
-_COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
-                "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
+_COLLECTIONS = ("devices", "operands", "formats", "weights", "activations", "scales", "out",
+                "bias", "residual", "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
     "cuda": "NVIDIA GPUs",
     "hip": "AMD GPUs",
@@ -160,9 +168,9 @@ def _device(supports: Supports, problem: Problem) -> Iterator[str]:
 def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
     """Dtypes of a and b, their formats and scales."""
     a, b = problem.a.dtype, problem.b.dtype
-    if problem.format is not None:
-        if problem.format.name not in supports.formats:
-            yield f"does not multiply {problem.format.name} operands, {a} and {b}"
+    of_a, of_b = problem.forms
+    if problem.stored:
+        yield from _formats(supports, problem)
     elif a.itemsize == 1 and a.is_floating_point:
         yield f"{a} and {b} operands have no installed format"
     elif a not in supports.operands:
@@ -170,9 +178,30 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
         yield f"{a} operands are not among {', '.join(names)}"
     elif a != b:
         yield f"operands differ in dtype: {a} and {b}"
-    for name, kind in (("scale_a", problem.scale_a), ("scale_b", problem.scale_b)):
-        if kind is not None and not (problem.format and kind in supports.scales):
-            yield f"has no {name} by {kind} for {a}"
+    for name, operand, form in (("a", problem.a, of_a), ("b", problem.b, of_b)):
+        if operand.scale and not (form and operand.scale.kind in supports.scales):
+            yield f"has no scale of {name} by {operand.scale.kind} for {operand.dtype}"
+        if operand.zero and not supports.zeros:
+            yield f"has no zero points of {name}"
+
+
+def _formats(supports: Supports, problem: Problem) -> Iterator[str]:
+    """The formats of both operands."""
+    of_a, of_b = problem.forms
+    a, b = problem.a.dtype, problem.b.dtype
+    if of_a is not None and of_a is of_b:
+        if of_a.name not in supports.formats:
+            yield f"does not multiply {of_a.name} operands, {a} and {b}"
+    elif of_a is not None:
+        if of_a.name not in supports.activations:
+            yield f"takes no {of_a.name} a beside a b of {of_b.name if of_b else b}"
+    elif of_b is not None:
+        if of_b.name not in supports.weights:
+            yield f"takes no {of_b.name} b beside an a of {a}"
+        elif of_b.decode is None and not supports.unfused and supports.weights is ANY:
+            yield f"format {of_b.name} has no device function"
+        if a not in supports.operands:
+            yield f"{a} operands are not among {_named(supports.operands)}"
 
 
 def _others(supports: Supports, problem: Problem) -> Iterator[str]:
@@ -266,14 +295,13 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         "device": _device,
         **dict.fromkeys(("epilogue", "scaled"), _epilogue),
         "tf32": None,  # allows rounding but does not require it
-        **dict.fromkeys(("scale_a", "scale_b"), _numbers),
         "groups": _groups,
         # Checked against Traits by the registry.
         **dict.fromkeys(REQUIREMENTS),
         "static_weights": None,  # checked against Config.assumes
     },
     Operand: {
-        "dtype": _numbers,
+        **dict.fromkeys(("dtype", "format", "scale", "zero"), _numbers),
         **dict.fromkeys(("layout", "aligned", "wide"), _matrices),
     },
     Groups: {

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.formats import ScaleKind, wide
+from tmm_core import formats
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.launcher import Launcher
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale, ScaleKind
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
@@ -52,20 +52,30 @@ class Probe:
     residual_dtype: torch.dtype | None = None
     alpha: float = 1.0
     tf32: bool = False
-    scale_a: ScaleKind | None = None
-    scale_b: ScaleKind | None = None
+    #: The formats that dtypes do not imply, and the kinds of scales.
+    a_format: str = ""
+    b_format: str = ""
+    a_scale: ScaleKind | None = None
+    b_scale: ScaleKind | None = None
 
     def pose(self, device: torch.device, *, seed: int = 0) -> Posed:
         """Make the tensors. The same probe and seed make the same numbers."""
-        plain = wide(self.dtype)
+        b_dtype = self.b_dtype or self.dtype
+        names = f"{self.a_format},{self.b_format}" if self.a_format or self.b_format else ""
+        plain = formats.pair(self.dtype, b_dtype, names).result
+        assert plain is not None
         out_dtype = self.out_dtype or plain
+        a, b = (
+            Operand(dtype, format=name, scale=Scale(kind) if kind else None)
+            for dtype, name, kind in (
+                (self.dtype, self.a_format, self.a_scale), (b_dtype, self.b_format, self.b_scale),
+            )
+        )  # fmt: skip
         sizes = Problem(
-            self.m, self.n, self.k,
-            Operand(self.dtype), Operand(self.b_dtype or self.dtype), Operand(out_dtype),
+            self.m, self.n, self.k, a, b, Operand(out_dtype),
             fingerprint(device), self.batch, self.epilogue,
             bias=None if self.bias is None else self.bias_dtype or plain,
             residual=None if self.residual is None else Operand(self.residual_dtype or out_dtype),
-            scale_a=self.scale_a, scale_b=self.scale_b,
         )  # fmt: skip
         layouts = {"a": self.a, "b": self.b, "bias": self.bias, "residual": self.residual}
         operands: dict[str, Guarded] = {}
@@ -80,7 +90,7 @@ class Probe:
         seed += zlib.crc32(str(self).encode())
         inputs = random_inputs.make(sizes, device, seed=seed, allocate=allocate)
         out = memory.destination(sizes.out_shape, self.out, out_dtype, device)
-        return Posed(self, dataclasses.replace(inputs, alpha=self.alpha), operands, out)
+        return Posed(self, sizes, dataclasses.replace(inputs, alpha=self.alpha), operands, out)
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -100,6 +110,8 @@ class Posed:
     """A probe's tensors."""
 
     probe: Probe
+    #: The probe's problem before its tensors had strides.
+    sizes: Problem
     inputs: Inputs
     #: The memory of the inputs, by name, and of the output.
     operands: Mapping[str, Guarded]
@@ -116,7 +128,10 @@ class Posed:
             fingerprint(inputs.a.device),
             bias=inputs.bias,
             residual=inputs.residual,
-            **inputs.extras,
+            stored={
+                name: {"format": spec.format, "scale": spec.scale, "zero": spec.zero}
+                for name, spec in (("a", self.sizes.a), ("b", self.sizes.b))
+            },
             epilogue=self.probe.epilogue,
             scaled=self.probe.alpha != 1.0,
             tf32=self.probe.tf32,

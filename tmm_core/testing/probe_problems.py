@@ -16,7 +16,7 @@ from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.groups import Groups
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
@@ -161,13 +161,22 @@ class Questions:
 
     def _probes_of(self, form: Format) -> Iterator[Probe]:
         narrow, wide = form.storage[0], form.storage[-1]
-        base = replace(self._probe(), dtype=narrow, b="col")
-        rows: dict[str, Any] = {"scale_a": "row", "scale_b": "row"}
-        for scale_a, scale_b in ((None, None), ("tensor", "tensor"), ("row", None), (None, "row")):
-            yield replace(base, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
-        yield replace(base, b_dtype=wide, **rows)
-        yield replace(base, dtype=wide, b_dtype=narrow, **rows)
-        yield replace(base, dtype=wide, scale_a="tensor")
+        base = replace(self._probe(), b="col")
+        rows: dict[str, Any]
+        kinds: list[tuple[Any, Any]]
+        if form.implied:
+            base, rows = replace(base, dtype=narrow), {"a_scale": "row", "b_scale": "row"}
+            kinds = [(None, None), ("tensor", "tensor"), ("row", None), (None, "row")]
+        else:  # a weight beside plain activations
+            base = replace(base, dtype=self.dtypes[0], b_dtype=narrow, b_format=form.name)
+            rows, kinds = {"b_scale": "row"}, [(None, "tensor")]
+            yield replace(base, dtype=self.dtypes[-1], **rows)
+        for a_scale, b_scale in kinds:
+            yield replace(base, a_scale=a_scale, b_scale=b_scale)
+        if wide is not narrow:
+            yield replace(base, b_dtype=wide, **rows)
+            yield replace(base, dtype=wide, b_dtype=narrow, **rows)
+            yield replace(base, dtype=wide, a_scale="tensor")
         for a, b in (("row", "row"), ("col", "row"), ("col", "col"), ("row_unaligned", "strided")):
             yield replace(base, a=a, b=b, **rows)
         full = replace(base, bias="packed", residual="row", alpha=0.5, **rows)
@@ -175,7 +184,8 @@ class Questions:
         for text in ("silu", "swiglu"):
             yield replace(full, epilogue=parse(text))
             yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
-            yield replace(full, epilogue=parse(text), scale_a="tensor", scale_b="tensor")
+            tensors: dict[str, Any] = dict.fromkeys(rows, "tensor")
+            yield replace(full, epilogue=parse(text), **tensors)
         for out_dtype in (torch.float16, torch.float32):
             yield replace(base, out_dtype=out_dtype, **rows)
         yield replace(base, k=8 * base.k, out_dtype=torch.float32, **rows)
@@ -183,7 +193,8 @@ class Questions:
         yield replace(base, k=0, bias="packed", **rows)
         batched = replace(base, batch=3, n=min(n, 48), k=min(k, 48), **rows)
         yield batched
-        yield replace(batched, stack_b="broadcast", scale_b="tensor", epilogue=parse("swiglu"))
+        stacked: dict[str, Any] = rows | {"b_scale": "tensor"}
+        yield replace(batched, stack_b="broadcast", epilogue=parse("swiglu"), **stacked)
 
     def probes_of_batches(self) -> Iterator[Probe]:
         m, n, k = self._size()
@@ -222,8 +233,13 @@ class Questions:
         yield full
         yield replace(full, n=n, k=k, epilogue=parse("swiglu"))
         yield replace(full, batch=3)
-        scaled: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
-        yield from (replace(plain, dtype=form.storage[0], **scaled) for form in FORMATS.values())
+        scaled: dict[str, Any] = {"b": "col", "b_scale": "row"}
+        for form in FORMATS.values():
+            dtype = form.storage[0]
+            if form.implied:
+                yield replace(plain, dtype=dtype, a_scale="row", **scaled)
+            else:
+                yield replace(plain, b_dtype=dtype, b_format=form.name, **scaled)
         base = self._probe()
         yield replace(base, a="col", b="col")
         yield replace(base, out_dtype=torch.float32)
@@ -294,10 +310,15 @@ class Questions:
 
     def demanding_scales(self) -> Sequence[Probe]:
         """:meth:`demanding`, for operands with formats."""
-        rows: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
         plain, *_ = (p for p in self.demanding() if p.bias is None)
+        plain = replace(plain, b="col", b_scale="row")
         terms: dict[str, Any] = {"bias": "packed", "residual": "row", "epilogue": parse("silu")}
-        of_each = [replace(plain, dtype=form.storage[0], **rows) for form in FORMATS.values()]
+        of_each = [
+            replace(plain, dtype=form.storage[0], a_scale="row")
+            if form.implied
+            else replace(plain, b_dtype=form.storage[0], b_format=form.name)
+            for form in FORMATS.values()
+        ]
         return [replace(each, **more) for each in of_each for more in (terms, {})]
 
     def fine_grained(self) -> Sequence[Probe]:
@@ -357,11 +378,17 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
                     yield replace(plain, **{name: matrix})  # type: ignore[arg-type]
     for epilogue in (*BUILTIN.values(), USERS, UNFUSABLE):
         yield replace(plain, epilogue=epilogue, bias=torch.float16, scaled=True)
-    formats = [form.storage for form in FORMATS.values()]
-    for first, *_, last in [*formats, (half.dtype, half.dtype)]:
-        stored = replace(plain, a=Operand(first), b=Operand(last))
-        for scale_a, scale_b in itertools.product((None, "tensor", "row"), repeat=2):
-            yield replace(stored, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
+    of_dtypes = [("", half.dtype, half.dtype)]
+    of_dtypes += [
+        ("" if form.implied else form.name, form.storage[0], form.storage[-1])
+        for form in FORMATS.values()
+    ]
+    scales = (None, Scale("tensor"), Scale("row"))
+    for name, first, last in of_dtypes:
+        for scale_a, scale_b in itertools.product(scales, repeat=2):
+            a, b = Operand(first, format=name), Operand(last, format=name)
+            yield replace(plain, a=replace(a, scale=scale_a), b=replace(b, scale=scale_b))
+            yield replace(plain, b=replace(b, scale=scale_b, zero=scale_b is not None))
     for along in ("m", "n", "k"):
         for count in (1, 3, 2**20):
             for size in (0, 64, 2**31):

@@ -18,7 +18,7 @@ from tmm_core.epilogues import parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe_problems import Questions
 
@@ -45,17 +45,21 @@ class RaggedQuestions(Questions):
     def _stored(self, form: Format) -> Iterator[Problem]:
         """Operands of a format along each dimension, with scales of every kind, and all terms of
         the expression."""
-        narrow, wide = Operand(form.storage[0]), Operand(form.storage[-1])
-        out, rows = Operand(form.result), form.scales[-1] if form.scales else None
+        name = "" if form.implied else form.name
+        b = Operand(form.storage[0], format=name, scale=Scale("row"))
+        wide = replace(b, dtype=form.storage[-1])
+        out = Operand(form.result)
+        a = b if form.implied else out
         for along in ("m", "n", "k"):
-            problem = replace(
-                self._ragged(along), a=narrow, b=replace(narrow, layout="col"), out=out,
-                scale_a=rows, scale_b=rows,
-            )  # fmt: skip
+            problem = replace(self._ragged(along), a=a, b=replace(b, layout="col"), out=out)
             yield problem
-            yield replace(problem, a=wide, scale_b=None)
-            for kind in form.scales[:-1]:
-                yield replace(problem, scale_a=kind, b=narrow)
+            if form.implied:
+                yield replace(problem, a=wide, b=replace(b, scale=None))
+            tensor = Scale("tensor")
+            yield replace(
+                problem, a=replace(a, scale=tensor) if form.implied else a,
+                b=b if form.implied else replace(b, scale=tensor),
+            )  # fmt: skip
             if along == "m":
                 full = replace(
                     problem, bias=out.dtype, residual=out, scaled=True, groups=_indexed(zeroed=True)

@@ -10,7 +10,7 @@ from tmm_core.errors import reraise
 from tmm_core.spec.device import interpreting
 from tmm_core.triton import epilogues
 from tmm_core.triton.compile import compile_for, pointer, source, supports, target_of
-from tmm_core.triton.epilogues import device_function, port_function
+from tmm_core.triton.epilogues import device_function, port_function, step_function
 from tmm_core.triton.launch import Launch
 from tmm_core.triton.launcher_codegen import Argument, Described, Step, launcher
 
@@ -29,6 +29,7 @@ __all__ = [
     "port_function",
     "reraise",
     "source",
+    "step_function",
     "supports",
     "target_of",
 ]

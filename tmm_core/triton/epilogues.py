@@ -15,9 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tmm_core.formats import Format
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.port import Port
+from tmm_core.spec.problem import Problem
 
 # −½ log2 e, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
 # Write block × constant: the interpreter does not support constexpr × block.
@@ -201,6 +203,34 @@ def generated(name: str, lines: list[str], namespace: dict[str, Any], title: str
     namespace |= {"tl": tl, "__name__": __name__}
     exec(compile(source, filename, "exec"), namespace)
     return triton.jit(namespace[name])
+
+
+def step_function(problem: Problem, plain: Any) -> Any:
+    """The ``@triton.jit`` function of one step along K for the formats of a problem's operands.
+
+    Args:
+        plain: That of plain operands, and of operands that tensor cores multiply as they are
+            stored: ``plain(a, b, acc, PRECISION, SWAP=False)``.
+
+    Raises:
+        ValueError: The format of ``b`` has no device function.
+    """
+    form = problem.b.form
+    if form is None or problem.a.form is not None:
+        return plain
+    return _decoding(plain, form)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding(plain: Any, form: Format) -> Any:
+    device = _named(form.decode, f"format {form.name!r}")
+    decode = device if isinstance(device, triton.JITFunction) else triton.jit(device)
+    lines = [
+        "def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):",
+        "    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)",
+    ]
+    names = {"plain": plain, "decode": decode}
+    return generated("step", lines, names, f"step of {form.name} weights")
 
 
 def port_function(port: Port) -> Any:

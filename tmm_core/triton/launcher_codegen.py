@@ -12,7 +12,7 @@ import torch
 from tmm_core import compat
 from tmm_core.launch.codegen import Body, address, written
 from tmm_core.launch.fold import Fold
-from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
+from tmm_core.spec.arguments import LAUNCHED, LAUNCHED_PARTS, keywords, launch_parameters
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.operand import grouped_strides
 from tmm_core.triton.launch import Grid, Launch, TensorMaps
@@ -74,7 +74,7 @@ def launcher(
         workspace: Elements and dtype of scratch memory made anew for every call, if any: the
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
         extras: Names of the tensors that a ragged problem has besides
-            (:attr:`tmm_core.Groups.given`); a plain one may have scales.
+            (:attr:`tmm_core.Groups.given`); a plain one may have parts of stored operands.
         outputs: How many the problem's epilogue has: the tensors ``"output_0"`` and so on.
     """
     first = steps[0].launch
@@ -107,7 +107,12 @@ def launcher(
         run = written(
             "run",
             (", ".join((*LAUNCHED, *extras)) if extras else launch_parameters()) + more_given,
-            [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)}{handed})"), *lines],
+            [
+                on_device(
+                    f"run({', '.join(LAUNCHED)}{keywords(extras or LAUNCHED_PARTS)}{handed})"
+                ),
+                *lines,
+            ],
             namespace,
         )
         return run, Body(on_device, tuple(lines), namespace) if compiled else None
@@ -132,7 +137,7 @@ def launcher(
                 more[key] = _composed(names.namespace[key], fold.flattened(name))
         lines = [
             "if out is not None:",
-            f"    return by_views({', '.join(LAUNCHED)}{keywords(EXTRAS)})",
+            f"    return by_views({', '.join(LAUNCHED)}{keywords(names.parts)})",
             new_out,
             "out_stride = out_flat",
         ]
@@ -163,11 +168,16 @@ class _Names:
         #: The tensor of each name that makes a descriptor.
         self.described: dict[str, str] = {}
 
+    @property
+    def parts(self) -> list[str]:
+        """The parts of stored operands that the launches take."""
+        return [name for name in LAUNCHED_PARTS if name in self._addresses]
+
     def folds(self, fold: Fold) -> bool:
         """Whether the launches can use the caller's extras in place: those of a batch may have to
         be repeated, and launches do not read their strides."""
         read = self._strided if fold.batch is None else self._addresses
-        return read.keys().isdisjoint(EXTRAS)
+        return read.keys().isdisjoint(LAUNCHED_PARTS)
 
     def preparation(self, known: Iterable[str]) -> Iterator[str]:
         """The statements that come before the launches.

@@ -134,7 +134,7 @@ def compared_at(record: TuningRecord) -> list[int]:
     """Every M of the bucket at which a kernel was compared with BLAS, which is timed at more,
     including the record's own, sorted."""
     kernels = [c for c in record.candidates if c.kernel != BASELINE]
-    timed = {record.problem["m"], *(m for kernel in kernels for m in kernel.inside_us)}
+    timed = {record.extent, *(m for kernel in kernels for m in kernel.inside_us)}
     return [m for m in record.measured_at if m in timed]
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from tmm_core.formats import of_pair
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.ragged_inputs import Inputs
 
@@ -100,13 +99,12 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
     if inputs.rows is None:
         return inputs
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
-    scale_a, scale_b = inputs.scale_a, inputs.scale_b
     along = problem.along
-    if problem.scale_a == "row" and scale_a is not None:
-        scale_a = scale_a if along == "m" else scale_a.view(problem.shape("scale_a"))[group]
-        scale_a = scale_a[:, None]
-    if problem.scale_b == "row" and scale_b is not None and along != "n":
-        scale_b = scale_b.view(problem.shape("scale_b"))[group]
+    parts = dict(inputs.parts)
+    for name, t in inputs.by_row(problem, "a").items():
+        parts[name] = (t if along == "m" else t.view(problem.shape(name))[group])[:, None]
+    for name, t in inputs.by_row(problem, "b").items():
+        parts[name] = t if along == "n" else t.view(problem.shape(name))[group]
     if along == "m":
         b = b[group]
     elif along == "n":
@@ -115,7 +113,7 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
         a, b = a[:, slice(*part)], b[slice(*part)]
         residual = None if residual is None else residual[group]
     bias = None if bias is None else bias[group]
-    return Inputs(a, b, bias, residual, inputs.alpha, scale_a, scale_b, inputs.rows)
+    return Inputs(a, b, bias, residual, inputs.alpha, parts, inputs.rows)
 
 
 def _piece(
@@ -142,29 +140,32 @@ def _part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tens
     """The arguments for these rows and columns of the product, without a residual."""
     b, bias = inputs.b, inputs.bias
     wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
-    scale_a, scale_b = inputs.scale_a, inputs.scale_b
-    if problem.scale_a == "row" and scale_a is not None:
-        scale_a = scale_a[..., rows, :]
-    if problem.scale_b == "row" and scale_b is not None:
-        scale_b = scale_b[..., wide]
+    parts = dict(inputs.parts)
+    parts |= {name: t[..., rows, :] for name, t in inputs.by_row(problem, "a").items()}
+    parts |= {name: t[..., wide] for name, t in inputs.by_row(problem, "b").items()}
     return replace(
         inputs,
         a=inputs.a[..., rows, :],
         b=b[..., wide],
         bias=None if bias is None else bias[wide],
         residual=None,
-        scale_a=scale_a,
-        scale_b=scale_b,
+        parts=parts,
     )
 
 
 def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """The epilogue's input: ``alpha · (a @ b) + bias``, including scales as factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
-    z = _product(inputs.a, inputs.b, precise)
-    for factor in (inputs.scale_a, inputs.scale_b):
-        if factor is not None:
-            z *= factor.to(z.dtype)
+    values: list[torch.Tensor] = []
+    factors = []
+    for name, t, form in zip(("a", "b"), (inputs.a, inputs.b), problem.forms, strict=True):
+        scale, zero = inputs.parts.get(f"{name}_scale"), inputs.parts.get(f"{name}_zero")
+        values.append(t if form is None else form.values(t, None, zero))
+        factors += [scale] if scale is not None else []
+    a, b = values
+    z = _product(a, b, precise)
+    for factor in factors:
+        z *= factor.to(z.dtype)
     if problem.scaled:
         z *= inputs.alpha
     if inputs.bias is not None:
@@ -177,8 +178,6 @@ def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
     process and used by other threads. Products of 16-bit operands are exact in fp32, and those of a
     format in the dtype that it is dequantised to. Integers and complex numbers are multiplied on
     the CPU, where torch multiplies every dtype; integers wrap as there."""
-    if (form := of_pair(a.dtype, b.dtype)) is not None:
-        a, b = form.dequantize(a), form.dequantize(b)
     if not a.is_floating_point():
         wide = torch.complex128 if a.is_complex() else a.dtype
         return torch.matmul(a.cpu().to(wide), b.cpu().to(wide)).to(a.device)
@@ -196,8 +195,8 @@ def tolerance(problem: Problem) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     limit = TOLERANCE[dtype.to_real() if dtype.is_complex else dtype]
-    if problem.format is not None:
-        return max(limit, problem.format.tolerance)
+    if problem.stored:
+        return max(limit, *(form.tolerance for form in problem.forms if form is not None))
     return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
 
 

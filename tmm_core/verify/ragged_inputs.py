@@ -8,14 +8,15 @@ one. Both have empty groups. Verification also uses the extremes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from tmm_core.spec.arguments import EXTRAS, ROWS
+from tmm_core.spec.arguments import ROWS
 from tmm_core.spec.groups import Groups
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 
 #: One group in this many is empty.
@@ -114,16 +115,16 @@ class Rows:
         """Put NaN beyond the last group, where nothing may be read."""
         end, residual = self.ends[-1], given.residual
         a = given.a if self.a_index is None else None
-        scale_a = given.scale_a if problem.scale_a == "row" and a is not None else None
-        scale_b = given.scale_b if problem.scale_b == "row" else None
+        of_a = given.by_row(problem, "a").values() if a is not None else ()
+        of_b = given.by_row(problem, "b").values()
         beyond: dict[str, list[tuple[torch.Tensor | None, int]]] = {
-            "m": [(a, 0), (scale_a, 0), (residual, 0)],
-            "n": [(given.b, 1), (scale_b, 0), (residual, 1)],
+            "m": [(a, 0), *((t, 0) for t in of_a), (residual, 0)],
+            "n": [(given.b, 1), *((t, 0) for t in of_b), (residual, 1)],
             "k": [(a, 1), (given.b, 0)],
         }
         for t, dimension in beyond[problem.along]:
             if t is not None:
-                t.narrow(dimension, end, t.shape[dimension] - end).fill_(torch.nan)
+                poison(t.narrow(dimension, end, t.shape[dimension] - end))
 
     def spoil_unread(self, problem: Problem, given: Inputs) -> None:
         """Put NaN into rows of ``a`` that no group reads, and into operands of empty groups."""
@@ -132,8 +133,8 @@ class Rows:
             unread = torch.ones(self.read, dtype=torch.bool, device=given.a.device)
             unread[self.a_index[:end].long()] = False
             _spoil(given.a, unread)
-            if problem.scale_a == "row" and given.scale_a is not None:
-                _spoil(given.scale_a, unread)
+            for part in given.by_row(problem, "a").values():
+                _spoil(part, unread)
         starts = (0, *self.ends[:-1])
         empty = [start == end for start, end in zip(starts, self.ends, strict=True)]
         if not any(empty) or problem.along == "k":
@@ -161,15 +162,21 @@ class Inputs:
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     alpha: float = 1.0
-    scale_a: torch.Tensor | None = None
-    scale_b: torch.Tensor | None = None
+    #: Scales and zero points of stored operands, by their names in launches.
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: Rows | None = None
 
     @property
     def extras(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of a launch."""
-        scales = {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
-        return scales | (self.rows.given if self.rows else {})
+        return dict(self.parts) | (self.rows.given if self.rows else {})
+
+    def by_row(self, problem: Problem, operand: str) -> dict[str, torch.Tensor]:
+        """The parts of ``a`` that belong to its rows, or of ``b`` to its columns, by name."""
+        spec: Operand = getattr(problem, operand)
+        if spec.scale is None or spec.scale.kind != "row":
+            return {}
+        return {name: t for name, t in self.parts.items() if name.startswith(f"{operand}_")}
 
     def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
         """Call a launcher, which writes to ``out`` or allocates."""
@@ -213,8 +220,18 @@ def rows_read(total: int, reads: Reads) -> int:
     return max(LEAST_READ, total // READS)
 
 
+def poison(t: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``t`` with NaN, and integers with a large number, so that a read of it shows."""
+    if t.is_floating_point() or t.is_complex():
+        return t.fill_(torch.nan)
+    return t.fill_(torch.iinfo(t.dtype).max)
+
+
 def _spoil(t: torch.Tensor, at: torch.Tensor) -> None:
-    """Put NaN where ``at`` is true along the first dimension."""
+    """Poison ``t`` where ``at`` is true along the first dimension."""
+    if not t.is_floating_point():
+        t[at] = torch.iinfo(t.dtype).max
+        return
     wide = t.float() if t.dtype.itemsize == 1 else t  # torch indexes no 8-bit floats
     nan = torch.full((), torch.nan, dtype=wide.dtype, device=t.device)
     t.copy_(torch.where(at.view(-1, *[1] * (t.dim() - 1)), nan, wide).to(t.dtype))

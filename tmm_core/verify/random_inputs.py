@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.formats import BY_STORAGE, ScaleKind
+from tmm_core.formats import Format
+from tmm_core.spec.arguments import PARTS
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.guard_bands import lie
@@ -80,23 +81,41 @@ _AT_ONCE = 1 << 20
 
 
 def fill(
-    name: str, t: Tensor, k: int, generator: torch.Generator, values: Values = USUAL
+    name: str,
+    t: Tensor,
+    k: int,
+    generator: torch.Generator,
+    values: Values = USUAL,
+    form: Format | None = None,
 ) -> Tensor:
     """Fill ``t``, the argument ``name`` of a product that sums ``k`` terms, with random numbers.
 
     They are normally distributed, because zeros and constants run faster on real hardware and hide
     wrong indexing. All but the bias are scaled by K^-¼, so that the product has unit variance and
-    an epilogue is tested where it is nonlinear and not where it saturates or overflows fp16; scales
-    are around one, so that it keeps that variance. Integers are drawn from −8 to 8.
+    an epilogue is tested where it is nonlinear and not where it saturates or overflows fp16. Scales
+    are around one, or around what gives stored numbers of all sizes such values. Integers are
+    drawn from −8 to 8.
+
+    Args:
+        form: The format of an operand, or of the operand to which a part belongs.
     """
     once = _distinct(t)
-    if name in ("scale_a", "scale_b"):
-        once.uniform_(0.5, 1.5, generator=generator)
+    limit = form.limit if form is not None else None
+    # Four standard deviations of the values are the largest stored number.
+    unit = 1.0 if limit is None else 4 * max(1, k) ** -0.25 / limit
+    if name.endswith("_scale"):
+        once.uniform_(0.5 * unit, 1.5 * unit, generator=generator)
+        return t
+    if name.endswith("_zero"):
+        once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
         return t
     if values.cancelling and name in ("a", "b"):
         return _cancel(name, t, k, generator)
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
-    if not (t.is_floating_point() or t.is_complex()):
+    if form is not None:
+        numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
+        once.copy_(form.quantize(numbers.mul_(spread / unit), t.dtype))
+    elif not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
     elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
         # Torch draws 16-bit numbers one by one on a CPU, and fp32 numbers as vectors.
@@ -108,8 +127,7 @@ def fill(
         numbers = spread * torch.randn(
             once.shape, generator=generator, dtype=torch.float32, device=t.device
         )
-        form = BY_STORAGE.get(t.dtype)
-        once.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
+        once.copy_(numbers)
     return t
 
 
@@ -141,22 +159,28 @@ def make(
 
     def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
         t = allocate(name, spec, shape) if allocate else empty(spec, shape, device)
-        return fill(name, t, problem.k, generator, recipe.values)
+        return fill(name, t, problem.k, generator, recipe.values, forms.get(name))
 
-    def scale(name: str, kind: ScaleKind | None, shape: tuple[int, ...]) -> Tensor | None:
-        if kind is None:
-            return None
-        size = shape if kind == "row" else ()
-        return drawn(name, Operand(torch.float32), (1, math.prod(size))).view(size)
+    def part(of: str, name: str, keyword: str) -> Tensor:
+        operand: Operand = getattr(problem, of)
+        assert operand.scale is not None
+        size: tuple[int, ...] = ()
+        if operand.scale.kind == "row":
+            gathered = of == "a" and rows is not None and rows.a_index is not None
+            size = (rows.read,) if gathered else problem.shape(keyword)  # type: ignore[union-attr]
+        dtype = operand.scale.dtype if name == "scale" else operand.dtype
+        return drawn(keyword, Operand(dtype), (1, math.prod(size))).view(size)
 
-    rows, a_shape, scale_a_shape = None, problem.a_shape, problem.shape("scale_a")
+    forms = {name: getattr(problem, name).form for name in ("a", "b")}
+    forms |= {role.keyword: forms[role.of] for role in PARTS}
+    rows, a_shape = None, problem.a_shape
     if problem.groups is not None:
         rows = Rows.of(
             problem.groups, problem.extent, device, generator,
             sizes=recipe.sizes, whole=recipe.whole, reads=recipe.reads,
         )  # fmt: skip
         if problem.groups.a_index is not None:
-            a_shape, scale_a_shape = (rows.read, problem.k), (rows.read,)
+            a_shape = rows.read, problem.k
     a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
     bias = residual = None
     if problem.bias is not None:
@@ -165,9 +189,12 @@ def make(
     if problem.residual is not None:
         residual = drawn("residual", problem.residual, problem.out_shape)
     alpha = recipe.alpha if problem.scaled else 1.0
-    scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
-    scale_b = scale("scale_b", problem.scale_b, problem.shape("scale_b"))
-    given = Inputs(a, b, bias, residual, alpha, scale_a, scale_b, rows)
+    parts = {
+        role.keyword: part(role.of, role.part, role.keyword)
+        for role in PARTS
+        if role.keyword in problem.parts
+    }
+    given = Inputs(a, b, bias, residual, alpha, parts, rows)
     if rows is not None:
         rows.soil(problem, given)
         if recipe.poisoned:

@@ -21,7 +21,7 @@ import torch
 from tmm_core import compat
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import EXTRAS, Arguments
+from tmm_core.spec.arguments import PART, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.checked_launch import Trial, WrongError
@@ -70,12 +70,14 @@ class Ways(Trial):
         if fold is not None:
             ways.append(lambda: given.launch(bound.run, None))
         if bound.body is not None:
+            parts = {PART[(name[0], name[2:])].name: t for name, t in given.extras.items()}
+            names = f"{problem.a.format},{problem.b.format}"
             call = Arguments(
                 given.a, given.b, given.bias, given.residual, given.alpha,
-                problem.epilogue.key, **given.extras,  # type: ignore[arg-type]
+                problem.epilogue.key, **parts, formats="" if names == "," else names,  # type: ignore[arg-type]
             )  # fmt: skip
             plan = Plan.of(problem, None, bound, call).ready(call)  # type: ignore[arg-type]
-            ways.append(lambda: plan(given.a, given.b, given.bias, given.residual, **given.extras))
+            ways.append(lambda: plan(given.a, given.b, given.bias, given.residual, **parts))
         shape = problem.out_shape if fold is None else tuple(fold.shape)
         when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
         for way in ways:
@@ -251,21 +253,23 @@ def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int,
         return
     if batch != 1:
         yield inputs, (batch, m, n)
-        yield _divided(inputs, (1, batch), ("a", "b", "residual", *EXTRAS)), (1, batch, m, n)
+        yield _divided(inputs, (1, batch), ("a", "b", "residual")), (1, batch, m, n)
         return
     part = next((d for d in range(2, math.isqrt(m) + 1) if m % d == 0), m)
     for lead in dict.fromkeys([(part, m // part), (1, m), (1, 1, m)]):
-        yield _divided(inputs, lead, ("a", "residual", "scale_a")), (*lead, n)
+        yield _divided(inputs, lead, ("a", "residual")), (*lead, n)
     if m == 1:
         residual = None if inputs.residual is None else inputs.residual[0]
         yield replace(inputs, a=inputs.a[0], residual=residual), (n,)
 
 
 def _divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
-    """The inputs with the first dimension of these divided; a scale of one number stays one."""
-    given = {name: getattr(inputs, name) for name in names}
-    return replace(inputs, **{
-        name: t.unflatten(0, lead)
-        for name, t in given.items()
-        if t is not None and t.numel() > 1 and t.dim() > 1
-    })  # fmt: skip
+    """The inputs with the first dimension of these, and of their parts, divided; a scale of one
+    number stays one."""
+
+    def divided(t: Tensor | None) -> Tensor | None:
+        return t.unflatten(0, lead) if t is not None and t.numel() > 1 and t.dim() > 1 else t
+
+    given: dict[str, Any] = {name: divided(getattr(inputs, name)) for name in names}
+    parts: Any = {n: divided(t) if n[0] in names else t for n, t in inputs.parts.items()}
+    return replace(inputs, **given, parts=parts)

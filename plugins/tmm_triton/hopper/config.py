@@ -17,6 +17,7 @@ from tmm_triton.hopper.operand_layout import (
     stored_at_once,
     stored_by_pointers,
 )
+from tmm_triton.operands import kind
 from tmm_triton.ragged_tiles import kinds
 
 #: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``), and
@@ -162,8 +163,8 @@ class Constants(WarpSpecializedConfig):
     GATED: bool
     SCALED: bool
     #: Kinds of the scales of 8-bit operands.
-    SCALE_A: str | None
-    SCALE_B: str | None
+    A_SCALE: str | None
+    B_SCALE: str | None
     #: Bytes of an element of the operands.
     IN_BYTES: int
     BIAS: bool
@@ -221,8 +222,8 @@ class Constants(WarpSpecializedConfig):
             B_COL=problem.b.layout == "col",
             GATED=problem.gated,
             SCALED=problem.scaled,
-            SCALE_A=problem.scale_a,
-            SCALE_B=problem.scale_b,
+            A_SCALE=kind(problem.a),
+            B_SCALE=kind(problem.b),
             IN_BYTES=problem.a.dtype.itemsize,
             BIAS=problem.bias is not None,
             RESIDUAL=problem.residual is not None,

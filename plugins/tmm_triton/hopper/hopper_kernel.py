@@ -28,7 +28,7 @@ def warp_specialized_kernel(
     a_desc, b_desc, c_desc, r_desc, M, N, K, GROUP_M, BATCH, a_stride_z, b_stride_z,
     out_ptr, out_stride_z, out_stride, bias_ptr, bias_stride,
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
-    alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
+    alpha, a_scale_ptr, b_scale_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
     ahead_ptr, ahead_stride, port_ptr, port_at, port_stride,
     offs_ptr, table_ptr, G, bias_stride_z, out_index_ptr, out_weights_ptr,
     EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
@@ -93,7 +93,7 @@ def warp_specialized_kernel(
         out = (out_ptr, out_stride, out_index_ptr)
         zero_beyond(out, sizes[5], M, N, C.SCATTERED, C.num_warps)
     bias = (bias_ptr, bias_stride, bias_stride_z)
-    factors = (alpha, scale_a_ptr, scale_b_ptr)
+    factors = (alpha, a_scale_ptr, b_scale_ptr)
     port = (port_ptr, port_at, port_stride)
     target = (destination, bias, residual, factors, port, out_weights_ptr)
     parts = (parts_ptr, flags_ptr)

@@ -63,7 +63,7 @@ def scattered(problem: Problem) -> bool:
 
 def beside(problem: Problem) -> bool:
     """Whether a tile may be two products beside each other."""
-    return not (problem.fp8 or by_words(problem))
+    return not (problem.native or by_words(problem))
 
 
 def residual_by_tma(problem: Problem) -> bool:

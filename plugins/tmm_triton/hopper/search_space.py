@@ -179,7 +179,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
 
 def _tiles(problem: Problem) -> tuple[_Tile, ...]:
     """The tiles that suit the problem's operands."""
-    if problem.fp8:
+    if problem.native:
         return _FP8_TILES
     if by_words(problem):
         return _WORD_TILES
@@ -214,7 +214,7 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     variants: list[WarpSpecializedConfig] = []
     # 160 registers per thread do not hold two sums and the scales of 64 columns, nor 240 the
     # accumulators and the addresses of so wide a strip.
-    slim = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
+    slim = (problem.native and consumers == 3) or stored_by_pointers(problem)
     widths = (64,) if slim else (128, 64)
     # Of two products beside each other, each is a whole number of strips.
     lowest, itemsize = block_n & -block_n, problem.out.dtype.itemsize

@@ -24,24 +24,24 @@ def _strips(x, STRIPS: gl.constexpr):
 
 @jit
 def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """``alpha · scale_a · scale_b · z``, each if the problem has it."""
-    alpha, scale_a, scale_b = factors
-    if C.a_kind == "stack" and C.SCALE_A == "row":
-        scale_a += matrix * M
-    if C.b_kind == "stack" and C.SCALE_B == "row":
-        scale_b += matrix * end
+    """``alpha · a_scale · b_scale · z``, each if the problem has it."""
+    alpha, a_scale, b_scale = factors
+    if C.a_kind == "stack" and C.A_SCALE == "row":
+        a_scale += matrix * M
+    if C.b_kind == "stack" and C.B_SCALE == "row":
+        b_scale += matrix * end
     if C.SCALED:
         z = z * alpha
-    if C.SCALE_A == "row":
+    if C.A_SCALE == "row":
         rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-        z = z * gl.expand_dims(gl.load(scale_a + rows, mask=rows < M, other=0.0), 1)
-    elif C.SCALE_A == "tensor":
-        z = z * gl.load(scale_a)
-    if C.SCALE_B == "row":
+        z = z * gl.expand_dims(gl.load(a_scale + rows, mask=rows < M, other=0.0), 1)
+    elif C.A_SCALE == "tensor":
+        z = z * gl.load(a_scale)
+    if C.B_SCALE == "row":
         columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        z = z * gl.expand_dims(gl.load(scale_b + columns, mask=columns < end, other=0.0), 0)
-    elif C.SCALE_B == "tensor":
-        z = z * gl.load(scale_b)
+        z = z * gl.expand_dims(gl.load(b_scale + columns, mask=columns < end, other=0.0), 0)
+    elif C.B_SCALE == "tensor":
+        z = z * gl.load(b_scale)
     return z
 
 

@@ -121,7 +121,7 @@ def room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
 def room_for_ranges(problem: Problem, config: WarpSpecializedConfig) -> int:
     """How many ranges of K a block may sum one after the other: at most one for each k-step. Gated
     problems, 8-bit operands and groups have one, as more are not implemented for them."""
-    if problem.gated or problem.fp8 or problem.groups is not None:
+    if problem.gated or problem.native or problem.groups is not None:
         return 1
     return -(-problem.k // config.BLOCK_K)
 

@@ -91,7 +91,7 @@ from tmm_triton.hopper.operand_layout import (
     scattered,
 )
 from tmm_triton.hopper.tile_shapes import most_tiles, part_elements
-from tmm_triton.operands import Build, Typed, Zeros
+from tmm_triton.operands import Build, Typed, Zeros, parts
 from tmm_triton.output_ports import REDUCES, Ports
 from tmm_triton.partials import reduction
 from tmm_triton.ragged_tiles import kinds_of, rows_ragged
@@ -128,6 +128,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     config_type = WarpSpecializedConfig
     supports = replace(
         POINTERS,  # also unaligned operands: see declines
+        weights=(),
         devices=("cuda",),
         capability=(9, 0),
         below=(9, 1),
@@ -148,10 +149,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if not problem.device.interpreted:
             yield from missing_toolchain()
         yield from without_gluon(problem)
-        if problem.fp8 and (problem.a.layout, problem.b.layout) != ("row", "col"):
+        if problem.native and (problem.a.layout, problem.b.layout) != ("row", "col"):
             yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
         for name, operand in (("a", problem.a), ("b", problem.b)):
-            if not operand.aligned and (problem.fp8 or not by_words(problem)):
+            if not operand.aligned and (problem.native or not by_words(problem)):
                 yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % ALIGNMENT:
             yield f"the up half of b is not aligned to {ALIGNMENT} bytes (TMA)"
@@ -178,7 +179,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return None  # with this M there is no room for all parts
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
             return super().arithmetic(problem, config)  # strip by strip
-        if problem.fp8:
+        if problem.native:
             # Each step's products are summed separately.
             return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
         return reduction_order.summed(problem, config.splits * config.ranges, config.BLOCK_K)
@@ -307,8 +308,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
         if problem.scaled:
             given["alpha"] = ("fp32", "alpha")
-        given |= {"scale_a_ptr": ("*fp32", "scale_a")} if problem.scale_a else {}
-        given |= {"scale_b_ptr": ("*fp32", "scale_b")} if problem.scale_b else {}
+        given |= parts(problem)
         constants |= {
             name: None
             for name in warp_specialized_kernel.arg_names

@@ -11,7 +11,7 @@ import torch
 from tmm_cache.console import argument
 
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
-from tmm_core.formats import BY_STORAGE
+from tmm_core.formats import IMPLIED
 from tmm_core.spec.groups import Ragged
 from tmm_core.tools.commands.console import UsageError
 
@@ -87,7 +87,7 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     Raises:
         UsageError: Options that contradict each other.
     """
-    if options.scales and shapes and options.dtype not in BY_STORAGE:
+    if options.scales and shapes and options.dtype not in IMPLIED:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
     if options.ragged and not options.groups:
         raise UsageError(f"--ragged {options.ragged} is for --groups")

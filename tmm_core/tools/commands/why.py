@@ -100,10 +100,9 @@ def _recorded_us(explanation: Explanation, kernel: str, config: Any = None) -> f
     record = explanation.record
     if record is None:
         return None
-    own: Any = record.problem["m"]
     for result in record.candidates:
         if result.kernel == kernel and config in (None, dict(result.config)):
-            return result.us_at(explanation.problem.m, own) or result.median_us
+            return result.us_at(explanation.problem.extent, record.extent) or result.median_us
     return None
 
 

@@ -1,0 +1,30 @@
+"""8-bit integers with one scale for each row, or one in all, as torchao's ``Int8Tensor`` stores
+weights.
+
+The tensor cores multiply them as 16-bit floats, which hold every int8 exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tmm_core.formats import Format
+
+
+def decode(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """A block's values."""
+    return block.to(dtype)
+
+
+FORMAT = Format(
+    name="int8",
+    storage=(torch.int8,),
+    scale_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    zeros=True,
+    limit=127.0,
+    quantize=lambda numbers, dtype: numbers.round().clamp(-128, 127).to(dtype),
+    dequantize=lambda stored: stored.to(torch.bfloat16),
+    decode=decode,
+    # The products are exact in fp32: only the result is rounded.
+    tolerance=0.0,
+)
