@@ -2,7 +2,8 @@
 
 The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
 blocks is silently off by a factor of 1e6 there. Of 8-bit floats, it multiplies NaN and Inf as the
-numbers next to the largest. Its loads, stores and casts of bf16 are right.
+numbers next to the largest. Its loads and stores of bf16 are right, and its casts from and to fp32;
+an integer cast to bf16 keeps its bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def call_of(
     its products with indices overflow."""
     import numpy as np
 
-    _mend_dots()
+    _mend()
     integers = {"i32": (tl.int32, np.int32), "i64": (tl.int64, np.int64)}
     declared = [integers.get(types[name]) for name in names]
 
@@ -62,15 +63,23 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 
 @functools.cache
-def _mend_dots() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers; does nothing if
-    this Triton's interpreter is built differently."""
+def _mend() -> None:
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, and cast integers
+    to bf16 by their values; does nothing if this Triton's interpreter is built differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
     multiply: Any = getattr(builder, "create_dot", None)
-    if multiply is None or not hasattr(interpreter, "TensorHandle"):
+    cast: Any = getattr(builder, "cast_impl", None)
+    if multiply is None or cast is None or not hasattr(interpreter, "TensorHandle"):
         return
+
+    def cast_impl(block: Any, kind: Any) -> Any:
+        ends = block.dtype.scalar, kind.scalar
+        if tl.bfloat16 in ends and ends[0] != ends[1] and tl.float32 not in ends:
+            fp32 = kind.with_element_ty(tl.float32) if kind.is_block() else tl.float32
+            return cast(cast(block, fp32), kind)
+        return cast(block, kind)
 
     def wide(block: Any) -> Any:
         stored = _AS_INTEGERS.get(getattr(block, "dtype", None))
@@ -83,4 +92,4 @@ def _mend_dots() -> None:
     def create_dot(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
         return multiply(wide(a), wide(b), *rest, **more)
 
-    builder.create_dot = create_dot
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
