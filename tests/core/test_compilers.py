@@ -432,9 +432,7 @@ def test_a_broken_toolchain_leaves_kernels_untried_until_it_is_repaired(
     assert answers() == ("compiled.one", False)
 
 
-@pytest.mark.parametrize(
-    ("tile", "words"), [(10, "SIGKILL"), (11, "Errno 28"), (4, "SIGSEGV")]
-)
+@pytest.mark.parametrize(("tile", "words"), [(10, "SIGKILL"), (11, "Errno 28"), (4, "SIGSEGV")])
 def test_no_verdict_of_a_killed_compiler_or_a_full_disk(
     tile: int, words: str, server: Compilers, installed: Any
 ) -> None:
