@@ -192,7 +192,7 @@ ENVIRON = [
         '"cause": cause_of(error), ',
         "",
         "what another process found of the cause is lost",
-        (COMPILERS,),
+        (f"{COMPILERS}::test_no_verdict_of_a_killed_compiler_or_a_full_disk",),
     ),
     Mutant(
         "alone-silent",
