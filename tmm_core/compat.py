@@ -131,6 +131,11 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return _AUTOCASTS[device]()  # type: ignore[no-any-return]
 
 
+#: Makes a tensor without storage, for a subclass that has other tensors as its parts; and the
+#: context in which functions of subclasses are called as torch's own.
+wrapper_subclass = torch.Tensor._make_wrapper_subclass
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
 #: Whether hooks are registered on all modules.
 global_hooks = private("torch.nn.modules.module._has_any_global_hook", _always(True))
 

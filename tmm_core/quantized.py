@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tmm_core import formats
+from tmm_core import compat, formats
 from tmm_core.spec.arguments import PART
 
 Tensor = torch.Tensor
@@ -85,7 +85,7 @@ class Quantized(torch.Tensor):
     def _of(
         cls, stored: Tensor, scale: Tensor, zero: Tensor | None, name: str, dtype: torch.dtype
     ) -> Quantized:
-        made: Quantized = torch.Tensor._make_wrapper_subclass(
+        made: Quantized = compat.wrapper_subclass(
             cls, stored.shape, strides=stored.stride(), dtype=dtype, device=stored.device
         )
         made.stored, made.scale, made.zero, made.format = stored, scale, zero, name
@@ -132,7 +132,7 @@ class Quantized(torch.Tensor):
         kwargs = kwargs or {}
         if function in cls.products:
             return cls.products[function](*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             return function(*args, **kwargs)
 
     @classmethod

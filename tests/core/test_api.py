@@ -486,8 +486,8 @@ def test_the_public_names() -> None:
     assert sorted(tmm_core.__all__) == tmm_core.__all__
     assert set(tmm_core.__all__) == {
         "ANY", "Bound", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
-        "Explanation", "Groups", "Kernel", "KernelInfo", "Launcher", "Machine", "Operand", "Plan", "PluginError", "Port", "Problem",
-        "Resources", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
+        "Explanation", "Format", "Groups", "Kernel", "KernelInfo", "Launcher", "Machine", "Operand", "Plan", "PluginError", "Port", "Problem",
+        "Quantized", "Resources", "Scale", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "explain", "grouped_linear", "grouped_matmul", "hookimpl", "kernels", "linear", "matmul",
         "override", "plan", "problem", "tune",
     }  # fmt: skip

@@ -457,7 +457,7 @@ hooks = Plugin()
 import sys
 from tmm_core import Deferred, hookimpl
 @hookimpl
-def tmm_kernels(): return [Deferred("in_load.one", lambda: sys.exit("in load"), lambda: sys.exit())]
+def tmm_kernels(): return [Deferred("in_load.one", lambda: sys.exit("in load"))]
 """,
     "in_kernel": """
 import sys

@@ -170,7 +170,7 @@ def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch)
     column = replace(eight, layout="col")
     fp8 = Problem(64, 64, 64, eight, column, Operand(torch.bfloat16), gpu)
     assert blas._fusable(relu)
-    assert blas._takes_fp8(fp8)
+    assert blas._takes_8_bit(fp8)
     monkeypatch.delattr(torch, "_addmm_activation")
     monkeypatch.delattr(torch, "_scaled_mm")
     assert list(blas.Blas().configs(relu)) == [blas.BlasConfig()]

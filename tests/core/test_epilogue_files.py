@@ -118,8 +118,12 @@ def slope(z):
     return 2 * exp(z * z) * (1 - 2 * RATE * z * z)
 
 
+def twice_damped(z):
+    return z * exp(z * z) * 2
+
+
 DAMPED = Epilogue(
-    "damped", lambda z: 2 * z * torch.exp(-RATE * z * z), device=damped(2),
+    "damped", lambda z: 2 * z * torch.exp(-RATE * z * z), device=twice_damped,
     derivative=lambda z: 2 * torch.exp(-RATE * z * z) * (1 - 2 * RATE * z * z),
     device_derivative=slope,
 )  # fmt: skip

@@ -23,21 +23,25 @@ from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
 
 class Slow(FakeKernel):
     def bind(self, problem, config):
-        time.sleep({delay})
+        time.sleep(float(sys.argv[2]))
         return super().bind(problem, config)
 
 times = {{"slow": 5.0, "blas": 10.0}}
 d, timer = dispatcher(FakeBlas(), Slow("slow"), times=times, root=Path(sys.argv[1]))
-for n in range({count}):
+for n in range(int(sys.argv[3])):
     choice = d.choose(problem(n=32 + n), settings())
     print(choice.candidate.kernel.name, choice.origin, len(timer.measured), flush=True)
 """
 
 
 def start(root: Path, delay: float = 0.5, count: int = 1) -> subprocess.Popen[str]:
-    code = TUNE.format(here=str(HERE), delay=delay, count=count)
+    # A kernel in no file would be another one in each process.
+    program = root / "program.py"
+    program.write_text(TUNE.format(here=str(HERE)))
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), str(root), str(delay), str(count)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 

@@ -41,8 +41,9 @@ class Right(Kernel[Tile]):
     supports = Supports.everything()
 
     def declines(self, problem: Problem) -> list[str]:
-        operands = (problem.out,) if problem.native else (problem.a, problem.b, problem.out)
-        return [f"{o.dtype} operand" for o in operands if o.dtype not in FLOATS]
+        operands = (problem.a, problem.b, problem.out)
+        plain = [o for o in operands if o.form is None]
+        return [f"{o.dtype} operand" for o in plain if o.dtype not in FLOATS]
 
     def configs(self, problem: Problem) -> Iterable[Tile]:
         return [Tile(rows=16), Tile(rows=32), Tile(rows=64)]

@@ -242,7 +242,7 @@ FRESH = [
            (f"{KERNELS}::test_every_range_of_k_has_a_step",)),
     Mutant("boundary-split-rescale-one", "tmm_triton/split_k.py",
            "        acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_"
-           "A, SCALE_B)\n",
+           "A, B_SCALE)\n",
            "",
            "scales are dropped where K is not split",
            (f"{KERNELS}::test_scales_are_applied_to_a_whole_sum_and_to_one_in_parts",)),

@@ -89,7 +89,7 @@ def test_gate_and_up_are_apart_in_a_plain_product_alone(
     ],
 )  # fmt: skip
 def test_the_8_bit_product_of_torch_has_its_own_limits(change: dict[str, Any], takes: bool) -> None:
-    assert blas._takes_fp8(replace(EIGHT, **change)) is takes
+    assert blas._takes_8_bit(replace(EIGHT, **change)) is takes
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class Call:
         scales: dict[str, Any] = {
             name: torch.rand(each if kind == "row" else (), generator=chance) + 0.5
             for name, kind, each in zip(
-                ("scale_a", "scale_b"), self.scales, (each_a, each_b), strict=True
+                ("a_scale", "b_scale"), self.scales, (each_a, each_b), strict=True
             )
             if kind is not None
         }

@@ -60,7 +60,7 @@ def constants(
         num_stages=stages, schedule="pingpong" if pingpong else "cooperative", consumers=consumers,
         num_warps=4, tail_splits=1, splits=1, evict_first=False, BATCHED=False, OUT_BYTES=2,
         A_ROWS=rows, PRIMED=1 + seed % stages,
-        RAGGED=ragged, **{"SCALE_A": None, "SCALE_B": None, "IN_BYTES": 2, **plain, **fields},
+        RAGGED=ragged, **{"A_SCALE": None, "B_SCALE": None, "IN_BYTES": 2, **plain, **fields},
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ class Call:
             BIAS=extras, RESIDUAL=extras and not indexed, FETCH=fetch, ZEROED=zeroed,
             POINTERS=pointers or indexed, SCATTERED=indexed, WEIGHTED=indexed,
             STORED=2 if indexed and seed % 2 else 1,
-            SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2,
+            A_SCALE=scales, B_SCALE=scales, IN_BYTES=1 if scales else 2,
         )  # fmt: skip
         random = np.random.default_rng(seed)
         width = 2 * n if gated else n
@@ -167,7 +167,7 @@ class Call:
         if c.SCATTERED:
             known["out_index_ptr"] = Pointer(self.places)
             known["out_weights_ptr"] = Pointer(self.weights)
-        if c.SCALE_A:
+        if c.A_SCALE:
             known["scale_a_ptr"] = Pointer(self.scale_a.ravel())
             known["scale_b_ptr"] = Pointer(self.scale_b.ravel())
         if c.FETCH:
@@ -187,8 +187,8 @@ class Call:
 
     def product(self, group: int, a: np.ndarray, b: np.ndarray, rows: slice) -> np.ndarray:
         z = a @ b
-        if self.c.SCALE_A:
-            by_row = self.c.SCALE_A == "row"
+        if self.c.A_SCALE:
+            by_row = self.c.A_SCALE == "row"
             z = z * (self.scale_a[rows] if by_row else self.scale_a[0])
             z = z * (self.scale_b[group] if by_row else self.scale_b[0])
         if self.bias is not None:
@@ -416,7 +416,7 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     KERNEL.bind(asked, config)
     (((step,), shape, _), more) = launches[0]
     assert shape == ((8, 64, 64) if asked.along == "k" else (64, 64))
-    assert more["extras"] == ("offs", *asked.scales)
+    assert more["extras"] == ("offs", *asked.parts)
     assert step.arguments.keys() == special.types.keys()
     assert step.arguments["G"] == 8
     blocks = step.grid[0]

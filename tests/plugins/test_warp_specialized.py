@@ -125,7 +125,7 @@ def test_serves(asked: Problem) -> None:
         (problem(device=DeviceFingerprint("cpu", "cpu", interpreted=True)), "interpreter"),
         (problem(dtype=FP32), "torch.float32 operands are not among float16, bfloat16, fp8"),
         (problem(b=Operand(FP16, "col")), "operands differ in dtype"),
-        (problem(b=Operand(E4M3, "col")), "operands differ in dtype"),
+        (problem(b=Operand(E4M3, "col")), "takes no fp8 b beside an a of torch.bfloat16"),
         (problem(dtype=E4M3), "out of torch.float8_e4m3fn"),
         (problem(layout="nn", dtype=E4M3, out=BF16), "along K only"),
         (problem(layout="tt", dtype=E5M2, out=BF16), "along K only"),
@@ -460,7 +460,7 @@ def computed(
         num_warps=4, subtiles=subtiles, tail_splits=splits, splits=parts, ranges=ranges,
         evict_first=False, early=early, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
-        SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
+        A_SCALE=scales, B_SCALE=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, A_ROWS=brought, PRIMED=1 + seed % stages, WORDS=words,
         REDUCE=reduce,
     )  # fmt: skip

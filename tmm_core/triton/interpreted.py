@@ -64,8 +64,9 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 @functools.cache
 def _mend() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, and cast integers
-    to bf16 by their values; does nothing if this Triton's interpreter is built differently."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, and cast
+    integers to bf16 by their values; does nothing if this Triton's interpreter is built
+    differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)

@@ -157,7 +157,11 @@ class GraphTimer:
         return spans
 
     def release(self) -> None:
-        """Give graphs and buffers back to the allocator."""
+        """Give graphs and buffers back to the allocator. A graph that only the cyclic GC destroyed
+        could end the capture of another one."""
+        for chain in self._chains.values():
+            if chain.graph is not None:
+                chain.graph.reset()
         self._chains.clear()
         self._pool = None
         self._flush = None

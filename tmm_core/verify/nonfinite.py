@@ -140,7 +140,8 @@ def _changes(
         terms = [last[2] - 1, first[1], chance.randrange(some[1], some[2])]
     able = list(read) or lines
     values = values_of(matrix.dtype)
-    for place, line in enumerate(chance.sample(able, min(len(able), COUNT)) if problem.k else []):
+    sampled = chance.sample(able, min(len(able), COUNT)) if problem.k and values else []
+    for place, line in enumerate(sampled):
         index: tuple[int, ...] = (line, terms[place])
         if matrix.dim() > 2:
             index = (chance.choice(filled)[0], *index)
@@ -192,7 +193,9 @@ def column(problem: Problem, line: int) -> int:
 
 
 def values_of(dtype: torch.dtype) -> tuple[float, ...]:
-    """The non-finite values of the format."""
+    """The non-finite values of a dtype; integers have none."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return ()
     infinite = torch.tensor(math.inf, device="cpu").to(dtype).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
