@@ -121,6 +121,13 @@ def add(form: Format) -> None:
             raise ValueError(f"{dtype} implies two formats, {IMPLIED[dtype].name} and {form.name}")
 
 
+def remove(form: Format) -> None:
+    """Forget a format."""
+    del FORMATS[form.name]
+    for dtype in form.storage if form.implied else ():
+        IMPLIED.pop(dtype, None)
+
+
 for _module in pkgutil.iter_modules(__path__):
     add(importlib.import_module(f"{__name__}.{_module.name}").FORMAT)
 

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from tmm_core.testing.conformance import KernelConformance
     from tmm_core.testing.debug import breakpoint_if, print_if
     from tmm_core.testing.epilogue_conformance import EpilogueConformance
+    from tmm_core.testing.format_conformance import FormatConformance
     from tmm_core.testing.tensor_checks import check_tensors_ready
 
 __all__ = [
     "EpilogueConformance",
+    "FormatConformance",
     "KernelConformance",
     "breakpoint_if",
     "check_tensors_ready",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOME = {
     "EpilogueConformance": "epilogue_conformance",
+    "FormatConformance": "format_conformance",
     "KernelConformance": "conformance",
     "breakpoint_if": "debug",
     "check_tensors_ready": "tensor_checks",

@@ -154,7 +154,8 @@ class Compilers:
         self._follow_fork()
         future: Future[None] = Future()
         with self._lock:
-            ahead = "device" in more or _compiles(candidate.kernel)
+            # Interpreted kernels are not compiled.
+            ahead = "device" in more or (_compiles(candidate.kernel) and not interpreting())
             host = self._running() if ahead else None
             job = {"device": None, **more, "limit": self.limit, **self._environment()}
             sent = host is not None and host.send(problem, candidate, job, future)
@@ -193,7 +194,7 @@ class Compilers:
 
     def _running(self) -> _Host | None:
         """The host, started if there is none or its plugins differ; None if none can be started."""
-        if self._broken or interpreting() or not _startable():
+        if self._broken or not _startable():
             return None
         found = _circumstances()
         host = self._host

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tmm_core import Epilogue, Kernel, hookimpl
+from tmm_core import Epilogue, Format, Kernel, hookimpl
 
 
 @hookimpl
@@ -20,3 +20,10 @@ def tmm_epilogues() -> list[Epilogue]:
     from tmm_example.mish import MISH
 
     return [MISH]
+
+
+@hookimpl
+def tmm_formats() -> list[Format]:
+    from tmm_example.log8 import LOG8
+
+    return [LOG8]

@@ -1,0 +1,14 @@
+"""Each format that comes with tmm is what it declares; by BLAS here, by kernels in test_quantized."""
+
+from __future__ import annotations
+
+from tmm_core.formats import FORMATS
+from tmm_core.testing import FormatConformance
+
+
+class TestInt8(FormatConformance):
+    format = FORMATS["int8"]
+
+
+class TestFp8(FormatConformance):
+    format = FORMATS["fp8"]
