@@ -1,4 +1,4 @@
-"""Each format that comes with tmm is what it declares; by BLAS here, by kernels in test_quantized."""
+"""Each format that comes with tmm is what it declares."""
 
 from __future__ import annotations
 

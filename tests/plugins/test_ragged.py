@@ -118,7 +118,7 @@ class Call:
             flat = t.dim() == 2 and self.read is None
             if flat and (self.ragged != "m" or t is a):
                 t.narrow(int(dimension), end, self.total - end).fill_(beyond)
-        for name, along in (("scale_a", "m"), ("scale_b", "n")):
+        for name, along in (("a_scale", "m"), ("b_scale", "n")):
             scale = scales.get(name)
             if along == self.ragged and scale is not None and scale.dim() and self.read is None:
                 scale[end:] = beyond
@@ -131,7 +131,8 @@ class Call:
         groups = Groups(count, self.ragged, *dtypes, zeroed=self.zeroed)
         problem = Problem.of(
             a, b, out, fingerprint(torch.device("cpu")), groups=groups,
-            bias=bias, residual=residual, epilogue=epilogue, scaled=self.alpha != 1.0, **scales,
+            bias=bias, residual=residual, epilogue=epilogue, scaled=self.alpha != 1.0,
+            stored={name: {"scale": Scale.of(scales.get(f"{name}_scale"))} for name in "ab"},
         )  # fmt: skip
         assert KERNEL.reasons_against(problem) == []
         given = {name: t for name, t in rows.items() if t is not None} | scales
@@ -150,7 +151,7 @@ class Call:
                 z, where = a[group].double() @ b[:, part].double(), (slice(None), part)
             else:
                 z, where = a[:, part].double() @ b[part].double(), (group,)
-            for name, along in (("scale_a", "m"), ("scale_b", "n")):
+            for name, along in (("a_scale", "m"), ("b_scale", "n")):
                 scale = scales.get(name, torch.ones(())).double()
                 if scale.dim() and along != self.ragged:
                     scale = scale[group]

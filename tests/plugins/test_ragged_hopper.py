@@ -168,8 +168,8 @@ class Call:
             known["out_index_ptr"] = Pointer(self.places)
             known["out_weights_ptr"] = Pointer(self.weights)
         if c.A_SCALE:
-            known["scale_a_ptr"] = Pointer(self.scale_a.ravel())
-            known["scale_b_ptr"] = Pointer(self.scale_b.ravel())
+            known["a_scale_ptr"] = Pointer(self.scale_a.ravel())
+            known["b_scale_ptr"] = Pointer(self.scale_b.ravel())
         if c.FETCH:
             known["r_desc"] = self.described(self.residual, strip, "n", c.out_kind)
         elif c.RESIDUAL:
@@ -425,9 +425,8 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     assert more["workspace"] == scratch
     assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
     given = random_inputs.make(asked, torch.device("cpu"), seed=0)
-    made = {
-        name: getattr(given, name) for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")
-    }
+    made = {name: getattr(given, name) for name in ("a", "b", "bias", "residual")}
+    made |= given.parts
     made["out"] = random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu"))
     for name, argument in step.arguments.items():
         if name.endswith("_desc"):
@@ -468,7 +467,7 @@ def test_what_groups_are_offered() -> None:
             assert (config.tail_splits, config.splits, config.early) == (1, 1, "")
             assert config.shared_memory(asked) <= H200.shared_memory
         best, other = (
-            min(triton_kernel.estimate_us(asked, config) for config in triton_kernel.configs(asked))  # type: ignore[attr-defined]
+            min(kernel.estimate_us(asked, config) for config in kernel.configs(asked))
             for kernel in (KERNEL, plain)
         )
         assert (best < other) is first, asked

@@ -519,8 +519,8 @@ def computed(
     if extras:
         arguments |= {"bias_ptr": Pointer(bias), "bias_stride": 1, "alpha": 0.5}
     if scales:
-        arguments |= {"scale_a_ptr": Pointer(scale_a.ravel())}
-        arguments |= {"scale_b_ptr": Pointer(scale_b.ravel())}
+        arguments |= {"a_scale_ptr": Pointer(scale_a.ravel())}
+        arguments |= {"b_scale_ptr": Pointer(scale_b.ravel())}
     if fetch:
         arguments |= {"r_desc": descriptor(residual, strip)}
     elif extras:
@@ -1085,7 +1085,7 @@ def test_a_call_passes_what_the_kernel_takes(
     given = random_inputs.make(asked, torch.device("cpu"), seed=0)
     out = random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu"))
     given = types.SimpleNamespace(
-        out=out, **{name: getattr(given, name) for name in given.__slots__}
+        out=out, **{name: getattr(given, name) for name in given.__slots__}, **given.parts
     )
     for name, argument in step.arguments.items():
         if name.endswith("_desc"):

@@ -38,8 +38,8 @@ class FormatConformance:
 
     Attributes:
         format: The format.
-        device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one and Triton's interpreter is
-            not enabled.
+        device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one and Triton's interpreter
+            is not enabled.
         dtypes: Dtypes of the plain operand beside it.
     """
 
