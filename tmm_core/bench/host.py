@@ -19,7 +19,7 @@ import tmm_core
 from tmm_core import settings
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
-from tmm_core.registry.collector import collector_off
+from tmm_core.launch.collector import collector_off
 from tmm_core.spec.operand import dtype_name
 
 SIZE = 16

@@ -30,7 +30,7 @@ class _Own:
         every thread that arrives before the first call returns."""
         with self._lock:
             if self.made is None:
-                from tmm_core.registry.collector import collector_off
+                from tmm_core.launch.collector import collector_off
 
                 with collector_off():
                     # Imported here: they would take half of the time to import tmm_core.

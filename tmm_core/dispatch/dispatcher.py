@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -36,7 +35,6 @@ from tmm_core.errors import (
 )
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
-from tmm_core.registry.collector import collector_off
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings, nested
 from tmm_core.spec import toolchain
@@ -127,11 +125,6 @@ class Dispatcher(Measuring):
         if settings.nested and settings.kernel is None:
             choice = self._fallback(problem, "computed inside a plugin's code")
             return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
-        # What the cyclic GC destroys during a capture, such as another graph, would end it.
-        with collector_off() if problem.capturing else nullcontext():
-            return self._bound(problem, settings)
-
-    def _bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
         while True:
             choice = self.choose(problem, settings)
             kernel, config = choice.candidate.kernel, choice.candidate.config

@@ -33,7 +33,7 @@ from tmm_core.errors import (
     warn_of_plugin,
 )
 from tmm_core.formats import Format
-from tmm_core.registry.collector import collector_off
+from tmm_core.launch.collector import collector_off
 from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.settings import POINTWISE, Settings, names, nested
