@@ -172,6 +172,13 @@ def test_no_imports_go_round(package: str) -> None:
 PUBLIC = {"tmm_core", "tmm_core.triton", "tmm_core.testing"}
 
 
+def test_a_file_name_is_used_once() -> None:
+    """Across the packages, so that it says what the file contains."""
+    names = [path.name for folder in PACKAGES.values() for path in folder.rglob("*.py")]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice <= {"__init__.py", "plugin.py", "cli.py"}
+
+
 @pytest.mark.parametrize("package", ["tmm_triton", "tmm_blas"])
 def test_plugins_use_cores_public_names_only(package: str) -> None:
     for path in PACKAGES[package].rglob("*.py"):

@@ -26,12 +26,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmm_core import Problem, Traits
+from tmm_core import Anatomy, Problem, Traits
 from tmm_core.triton import Described
 from tmm_triton import reduction_order
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
 from tmm_triton.hopper.operand_layout import described, stored_by_pointers
 from tmm_triton.operands import VECTOR, Build, Typed, build, check
+from tmm_triton.tile_anatomy import of_tiles
 from tmm_triton.tiled import FusedEpilogueConfig
 from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes, tiles
 
@@ -259,6 +260,12 @@ class Persistent(TritonKernel[PersistentConfig]):
         whole = super().estimate_us(problem, replace(config, PARTS=1))
         # Each part refills the pipeline.
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
+
+    def described(self, problem: Problem, config: PersistentConfig) -> Anatomy | None:
+        # A program sums all parts of K itself. There are no more programs than tiles, if there are
+        # fewer tiles than SMs.
+        at_once = max(1, problem.device.sm_count, _programs(problem, config))
+        return of_tiles(problem, config, reach=self.reach, splits=1, at_once=at_once)
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
         kind = "stack" if problem.batch > 1 else "matrix"

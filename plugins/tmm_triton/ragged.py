@@ -23,7 +23,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tmm_core import Problem, Traits
+from tmm_core import Anatomy, Problem, Traits
 from tmm_core.triton import pointer
 from tmm_triton.blocks import affine, load, parts, tile_of
 from tmm_triton.operands import Build, TileConfig, Typed, build
@@ -311,6 +311,10 @@ class Ragged(TritonKernel[RaggedConfig]):
         if problem.groups is not None and problem.groups.ragged == "k":
             return None
         return super().own_arithmetic(problem, config)
+
+    def described(self, problem: Problem, config: RaggedConfig) -> Anatomy | None:
+        # As equal products of the mean size.
+        return super().described(each(problem), config)
 
     def builds(self, problem: Problem, config: RaggedConfig) -> list[Build]:
         groups = problem.groups

@@ -34,7 +34,17 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Config, ConfigError, Kernel, Launcher, Machine, Operand, Problem, Traits
+from tmm_core import (
+    Anatomy,
+    Config,
+    ConfigError,
+    Kernel,
+    Launcher,
+    Machine,
+    Operand,
+    Problem,
+    Traits,
+)
 from tmm_core.triton import pointer
 from tmm_triton.blocks import words
 from tmm_triton.hopper.config import WarpSpecializedConfig
@@ -225,6 +235,11 @@ class Realigned(Built[RealignedConfig]):
     def workspace_bytes(self, problem: Problem, config: RealignedConfig) -> int:
         inner = inner_kernels()[config.inner]
         return _copied_bytes(problem) + inner.workspace_bytes(realigned(problem), config.config)
+
+    def described(self, problem: Problem, config: RealignedConfig) -> Anatomy | None:
+        # Its product's: the copies have no tiles.
+        inner: Kernel[Any] = inner_kernels()[config.inner]
+        return inner.anatomy(realigned(problem), config.config)
 
     def builds(self, problem: Problem, config: RealignedConfig) -> list[Build]:
         kernel = inner_kernels()[config.inner]

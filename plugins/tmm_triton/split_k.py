@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-from tmm_core import Problem, Traits
+from tmm_core import Anatomy, Problem, Traits
 from tmm_triton import reduction_order
 from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
@@ -249,6 +249,11 @@ class SplitK(TritonKernel[SplitKConfig]):
         if config.SPLIT_K == 1:
             return 0
         return 4 * config.SPLIT_K * problem.batch * problem.m * problem.n
+
+    def described(self, problem: Problem, config: SplitKConfig) -> Anatomy | None:
+        # Programs are numbered down the columns of tiles.
+        found = super().described(problem, config)
+        return found and replace(found, group_m=-(-problem.m // config.BLOCK_M))
 
     def builds(self, problem: Problem, config: SplitKConfig) -> list[Build]:
         split = config.SPLIT_K > 1

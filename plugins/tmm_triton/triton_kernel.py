@@ -20,7 +20,7 @@ import triton
 
 from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
 from tmm_core.triton import launcher, reraise, target_of
-from tmm_triton import anatomy, reduction_order, roofline
+from tmm_triton import reduction_order, roofline, tile_anatomy
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -84,10 +84,16 @@ class Built(Kernel[D]):
         )
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
-        return anatomy.of(self, problem, config, self.builds(problem, config))
+        found = self.described(problem, config)
+        names = tuple(build.fn.__name__ for build in self.builds(problem, config))
+        return found and replace(found, functions=names)
+
+    def described(self, problem: Problem, config: D) -> Anatomy | None:
+        """The anatomy, without the names of the compiled functions."""
+        return None
 
     def resources(self, problem: Problem, config: D) -> list[Resources]:
-        return anatomy.resources(problem, self.builds(problem, config))
+        return tile_anatomy.resources(problem, self.builds(problem, config))
 
 
 def version_with(own: str, inner: Iterable[Kernel[Any]]) -> str:
@@ -125,6 +131,9 @@ class TritonKernel(Built[C]):
         splits = self.splits(config)
         times = roofline.times_us(problem, config, splits=splits, reach=self.reach)
         return Machine.EMPTY_US + max(times.values())
+
+    def described(self, problem: Problem, config: C) -> Anatomy | None:
+        return tile_anatomy.of_tiles(problem, config, reach=self.reach, splits=self.splits(config))
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):

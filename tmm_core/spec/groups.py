@@ -29,7 +29,7 @@ class Groups:
     distinct; ``out_weights``, a factor applied after the epilogue and before the residual, in the
     order of the result's rows. The fields hold their dtypes.
 
-    Scales of 8-bit operands are ``scale_a`` per row and ``scale_b`` per column of each group
+    Scales of 8-bit operands are ``a_scale`` per row and ``b_scale`` per column of each group
     (:meth:`Problem.shape`).
 
     Elements beyond ``offs[-1]`` belong to no group: they are not read, and in the result they are

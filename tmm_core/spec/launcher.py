@@ -20,8 +20,8 @@ class Launcher(Protocol):
     ``None``, with :attr:`Problem.out_strides`) and is returned. It launches on the current
     stream of the current device and does not synchronise.
 
-    What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
-    ``scale_b``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each
+    What a problem has besides follows by keyword, and only where it has it: ``a_scale`` and
+    ``b_scale``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each
     output of the epilogue ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
     that does not declare such problems need not take them.
     """

@@ -375,10 +375,10 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
     ]
     scales = (None, Scale("tensor"), Scale("row"))
     for name, first, last in of_dtypes:
-        for scale_a, scale_b in itertools.product(scales, repeat=2):
+        for of_a, of_b in itertools.product(scales, repeat=2):
             a, b = Operand(first, format=name), Operand(last, format=name)
-            yield replace(plain, a=replace(a, scale=scale_a), b=replace(b, scale=scale_b))
-            yield replace(plain, b=replace(b, scale=scale_b, zero=scale_b is not None))
+            yield replace(plain, a=replace(a, scale=of_a), b=replace(b, scale=of_b))
+            yield replace(plain, b=replace(b, scale=of_b, zero=of_b is not None))
     for along in ("m", "n", "k"):
         for count in (1, 3, 2**20):
             for size in (0, 64, 2**31):

@@ -75,7 +75,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, Problem, Traits
+from tmm_core import ANY, Anatomy, Problem, Traits
 from tmm_core.triton import Described, device_function, pointer, port_function
 from tmm_triton import reduction_order
 from tmm_triton.hopper import estimate, search_space, tile_shapes
@@ -201,6 +201,24 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             table = _blocks(problem, config) * problem.groups.count
             return 4 * table if rows_ragged(problem) else 0
         return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
+
+    def described(self, problem: Problem, config: WarpSpecializedConfig) -> Anatomy | None:
+        config = tile_shapes.adapted(problem, config)
+        return Anatomy(
+            block_m=config.BLOCK_M,
+            block_n=config.BLOCK_N,
+            block_k=config.BLOCK_K,
+            group_m=config.GROUP_M,
+            tiles=tile_shapes.tile_count(problem, config) * config.splits,
+            at_once=max(1, problem.device.sm_count),  # one persistent block each
+            steps=tile_shapes.steps(problem, config),
+            num_stages=config.num_stages,
+            # Four warps load, in addition to the consumers.
+            num_warps=config.consumers * config.num_warps + 4,
+            shared_memory=config.shared_memory(problem),
+            resident=1,
+            model_us=estimate.times_us(problem, config),
+        )
 
     def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
         config = tile_shapes.adapted(problem, config)

@@ -1,21 +1,19 @@
-"""Describes each kernel of this package for ``tmm explain``: the layout of a call's work, the terms
-of its time model, and its use of SM resources. Kernels' code and versions do not depend on it.
+"""Describes kernels of tiles for ``tmm explain``: the layout of a call's work, the terms of its
+time model, and its use of SM resources. Other kernels describe themselves.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import triton
 
-from tmm_core import Anatomy, Kernel, Machine, Problem, Resources
+from tmm_core import Anatomy, Machine, Problem, Resources
 from tmm_core.triton import interpreting, target_of
 from tmm_triton import roofline
 from tmm_triton.operands import Build, TileConfig
@@ -24,72 +22,40 @@ from tmm_triton.operands import Build, TileConfig
 _THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
 
 
-def of(
-    kernel: Kernel[Any], problem: Problem, config: Any, builds: Sequence[Build]
-) -> Anatomy | None:
-    """The anatomy of a kernel of this package; None for an unknown one."""
-    found = _of(kernel, problem, config)
-    return found and replace(found, functions=tuple(build.fn.__name__ for build in builds))
+def of_tiles(
+    problem: Problem,
+    config: TileConfig,
+    *,
+    reach: float,
+    splits: int,
+    rows: int = 1,
+    at_once: int | None = None,
+) -> Anatomy:
+    """The anatomy of a kernel whose programs compute a tile each.
 
-
-def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
-    # The kernels' own modules import this one.
-    own: Any = sys.modules[type(kernel).__module__]
-    if kernel.name == "triton.warp_specialized":
-        return of_hopper(problem, config, own.tile_shapes, own.estimate)
-    if kernel.name == "triton.realigned":  # its product's; the copies have no tiles
-        inner: Kernel[Any] = own.inner_kernels()[config.inner]
-        return inner.anatomy(own.realigned(problem), config.config)
-    if not isinstance(config, TileConfig):
-        return None
-    if problem.groups is not None:  # modelled as equal products of the mean size
-        problem = own.each(problem)
-    # Split-K numbers programs down the columns of tiles; skinny and naive along the rows.
-    rows = -(-problem.m // config.BLOCK_M) if kernel.name == "triton.split_k" else 1
-    stays = kernel.name == "triton.persistent"
-    # A persistent program sums all parts of K itself.
-    splits = 1 if stays else kernel.splits(config)
+    Args:
+        reach: As :attr:`tmm_triton.triton_kernel.TritonKernel.reach`.
+        splits: Programs that share a tile's sum over K.
+        rows: Rows of tiles that are visited as a group, if the config has no ``GROUP_M``.
+        at_once: Programs that run at one time; by default as many as SMs hold.
+    """
     shared = config.shared_memory(problem)
     resident = _resident(problem, shared, 32 * config.num_warps)
     tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
-    tiles *= splits
-    sms = max(1, problem.device.sm_count)
-    # There are no more persistent programs than tiles, if there are fewer tiles than SMs.
-    at_once = max(sms, own._programs(problem, config)) if stays else sms * resident
-    times = roofline.times_us(problem, config, splits=splits, reach=kernel.reach)
+    times = roofline.times_us(problem, config, splits=splits, reach=reach)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
         block_k=config.BLOCK_K,
         group_m=getattr(config, "GROUP_M", rows),
-        tiles=tiles,
-        at_once=at_once,
+        tiles=tiles * splits,
+        at_once=max(1, problem.device.sm_count) * resident if at_once is None else at_once,
         steps=-(-problem.k // (config.BLOCK_K * splits)),
         num_stages=config.num_stages,
         num_warps=config.num_warps,
         shared_memory=shared,
         resident=resident,
         model_us={**times, "launch": Machine.EMPTY_US},
-    )
-
-
-def of_hopper(problem: Problem, given: Any, tile_shapes: Any, estimate: Any) -> Anatomy:
-    """The anatomy of ``triton.warp_specialized``, with one persistent block per SM."""
-    config = tile_shapes.adapted(problem, given)
-    return Anatomy(
-        block_m=config.BLOCK_M,
-        block_n=config.BLOCK_N,
-        block_k=config.BLOCK_K,
-        group_m=config.GROUP_M,
-        tiles=tile_shapes.tile_count(problem, config) * config.splits,
-        at_once=max(1, problem.device.sm_count),
-        steps=tile_shapes.steps(problem, config),
-        num_stages=config.num_stages,
-        # Four warps load, in addition to the consumers.
-        num_warps=config.consumers * config.num_warps + 4,
-        shared_memory=config.shared_memory(problem),
-        resident=1,
-        model_us=estimate.times_us(problem, config),
     )
 
 
