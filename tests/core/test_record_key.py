@@ -103,6 +103,14 @@ def test_what_is_read_is_not_trusted(name: str) -> None:
         Problem.from_json(document, DEVICE, SWIGLU)
 
 
+@pytest.mark.parametrize("name", ["dtype", "format", "scale"])
+def test_what_is_read_of_an_operand_is_not_trusted(name: str) -> None:
+    document = FULL.to_json()
+    document["b"] |= {name: "something"}
+    with pytest.raises(ValueError, match="something"):
+        Problem.from_json(document, DEVICE, SWIGLU)
+
+
 def test_each_problem_has_a_record_of_its_own() -> None:
     """On the disk, where the winner of one would else be taken for another's."""
     kernels = FakeBlas(), FakeKernel("fast")

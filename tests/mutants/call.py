@@ -13,7 +13,7 @@ UNUSUAL = "tests/core/test_unusual.py"
 
 VALID_CALLS = [
     Mutant("recorded-scales", "interop/gradients.py",
-           "run(a, of_b, bias, added, alpha, text, out_dtype, scale_a, scale_b)",
+           "run(a, of_b, bias, added, alpha, text, out_dtype, *parts)",
            "run(a, of_b, bias, added, alpha, text, out_dtype)",
            "a scale is dropped where a gradient is recorded",
            (*MISSES, f"{VALID}::test_a_refusal_is_not_forgotten_by_a_warm_call")),
@@ -23,7 +23,7 @@ VALID_CALLS = [
            "Recorded(alpha, head, text, residual, *more)", "Recorded(alpha, head, text, inner, *more)",
            "a residual added after a recorded product is not checked", MISSES),
     Mutant("recorded-operator-unchecked", "interop/autograd.py",
-           "        check(Arguments(a, of_b, bias, residual, alpha, epilogue, *more[:3]), parsed)\n",
+           "        check(Arguments(a, of_b, bias, residual, alpha, epilogue, out_dtype, *parts), parsed)\n",
            "", "a call under a transform is not checked as a whole", MISSES),
     Mutant("recorded-groups-unchecked", "interop/grouped_operator.py",
            "    check(call, epilogue)\n", "",

@@ -10,6 +10,7 @@ from convert import CONVERTED
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
 from epilogues import EPILOGUE_FILES
+from formats import FORMATS
 from fresh import FRESH
 from grouped import GROUPED
 from identity import IDENTITY
@@ -34,6 +35,7 @@ MUTANTS: list[Mutant] = [
     *OUTPUTS,
     *GROUPED,
     *FRESH,
+    *FORMATS,
     *KERNELS,
     *LIMITS,
     *CONVERTED,

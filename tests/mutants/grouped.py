@@ -95,7 +95,7 @@ GROUPED = [
     Mutant(
         "grouped-stored-derivative",
         "interop/grouped_operator.py",
-        "    if a.dtype in BY_STORAGE:\n        return autograd_state.record",
+        "    if has_format(call):\n        return autograd_state.record",
         "    if False:\n        return autograd_state.record",
         "scales are dropped where a bias learns",
         (f"{EIGHT}::test_there_is_no_derivative",),
@@ -103,7 +103,7 @@ GROUPED = [
     Mutant(
         "grouped-soiled-scales",
         "verify/ragged_inputs.py",
-        "[(given.b, 1), (scale_b, 0), (residual, 1)]",
+        "[(given.b, 1), *((t, 0) for t in of_b), (residual, 1)]",
         "[(given.b, 1), (residual, 1)]",
         "a kernel that reads scales of no group is not found",
         (f"{EIGHT}::test_inputs_to_measure_with",),
@@ -111,8 +111,8 @@ GROUPED = [
     Mutant(
         "grouped-mm-scales-gathered",
         "grouped_mm.py",
-        "scale_a = scale_a.index_select(0, index)",
-        "scale_a = scale_a[torch.arange(problem.m) % len(scale_a)]",
+        "else a_scale.index_select(0, index)",
+        "else a_scale[torch.arange(problem.m) % len(a_scale)]",
         "a gathered row has another row's scale",
         (f"{EIGHT}::test_the_whole_expression",),
     ),
@@ -135,8 +135,8 @@ GROUPED = [
     Mutant(
         "ragged-scales-of-a-group",
         "tmm_triton/ragged.py",
-        "scale_b_ptr += group.to(tl.int64) * WIDTH",
-        "scale_b_ptr += group.to(tl.int64) * 0",
+        "b_scale_ptr += group.to(tl.int64) * WIDTH",
+        "b_scale_ptr += group.to(tl.int64) * 0",
         "all groups have the scales of the first",
         (f"{KERNEL}::test_values",),
     ),

@@ -118,8 +118,8 @@ KERNELS = [
     Mutant(
         "scaled-alpha",
         "tmm_blas/blas.py",
-        "            scale_a = scale_a * alpha\n",
-        "            scale_a = scale_a * 1\n",
+        "            a_scale = a_scale * alpha\n",
+        "            a_scale = a_scale * 1\n",
         "8-bit products lack alpha",
         (f"{LIMITS}::test_torchs_8_bit_product_has_alpha_once",),
     ),

@@ -14,7 +14,7 @@ OUTPUTS = [
            "        if self.builtin and not self.outputs:\n            return text\n",
            "        if self.builtin:\n            return text\n", "silu's plan answers for silu with outputs", (CALLS,)),
     Mutant("outputs-port-source", "spec/epilogue.py",
-           "port.reduce, port.of, port.device", "port.reduce",
+           "for each in (port.of, port.device)]", "for each in ()]",
            "another function of the result finds the old kernel", (CALLS,)),
     Mutant("outputs-differentiated", "spec/epilogue.py", "        y = y.detach()\n", "",
            "gradients go through an output while training, and are lost without", (CALLS,)),

@@ -25,8 +25,9 @@ def fault(mutant: Mutant) -> str | None:
     except SyntaxError as error:
         return f"is no Python: {error}"
     for test in mutant.tests:
-        file, _, function = test.partition("::")
-        if not (ROOT / file).exists() or f"def {function}" not in (ROOT / file).read_text():
+        file, _, name = test.partition("::")
+        text = (ROOT / file).read_text() if (ROOT / file).exists() else None
+        if text is None or (f"def {name}" not in text and f"class {name}" not in text):
             return f"{test} does not exist"
     return None if mutant.tests else "names no test"
 

@@ -19,6 +19,7 @@ import torch
 
 import tmm_core
 from tmm_core import Quantized, dispatch, formats
+from tmm_core.epilogues import parse
 from tmm_core.formats import Format
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.epilogue import IDENTITY
@@ -71,7 +72,7 @@ class FormatConformance:
     def test_rounding_is_close(self) -> None:
         """Random numbers are nearer to what they are rounded to than to zero."""
         limit = self.format.limit or 1.0
-        numbers = torch.linspace(-limit, limit, 201)
+        numbers = torch.linspace(-limit, limit, 201, dtype=torch.float32, device="cpu")
         for dtype in self.format.storage:
             values = self.format.dequantize(self.format.quantize(numbers, dtype)).float()
             assert ((values - numbers).abs() <= 0.2 * limit).all()
@@ -79,11 +80,11 @@ class FormatConformance:
     def test_values_are_scaled(self) -> None:
         """Zero points and scales apply in this order."""
         codes = self._codes(self.format.storage[0])[:6].reshape(2, 3)
-        scale = torch.tensor([[0.5], [2.0]])
+        scale = torch.tensor([[0.5], [2.0]], dtype=torch.float32, device="cpu")
         values = self.format.values(codes, scale, dtype=torch.float32)
         assert torch.equal(values, self.format.dequantize(codes).float() * scale)
         if self.format.zeros:
-            zero = torch.tensor([[1.0], [3.0]])
+            zero = torch.tensor([[1.0], [3.0]], dtype=torch.float32, device="cpu")
             shifted = (self.format.dequantize(codes).float() - zero) * scale
             assert torch.equal(self.format.values(codes, scale, zero, torch.float32), shifted)
 
@@ -97,9 +98,7 @@ class FormatConformance:
         served = []
         for dtype in self.dtypes:
             probe = self._probe(dtype, m=m, n=n, k=k, b="col", b_scale=scale)
-            probe = replace(probe, epilogue=tmm_core.problem(
-                torch.ones(1, 1), torch.ones(1, 2), epilogue=epilogue
-            ).epilogue if epilogue else IDENTITY)  # fmt: skip
+            probe = replace(probe, epilogue=parse(epilogue) if epilogue else IDENTITY)
             tensors = probe.tensors(torch.device(self._device()))
             expected = compare.reference(tensors.problem, tensors.inputs)
             for kernel in dispatch.default_dispatcher().registry.kernels():
@@ -128,12 +127,12 @@ class FormatConformance:
     def test_a_quantised_tensor_stands_for_its_values(self) -> None:
         """In calls, copies and saved states."""
         codes = self._codes(self.format.storage[0])
-        codes = codes[torch.arange(8 * 24) % codes.numel()].view(8, 24)
-        scale = torch.rand(8, 1) + 0.5
+        codes = codes[torch.arange(8 * 24, device="cpu") % codes.numel()].view(8, 24)
+        scale = torch.rand(8, 1, dtype=torch.float32, device="cpu") + 0.5
         weight = Quantized(codes, scale, format=self.format.name)
         values = self.format.values(codes, scale, dtype=torch.float32)
         assert torch.equal(weight.dequantize(), values.to(weight.dtype))
-        x = torch.randn(5, 24, dtype=torch.bfloat16)
+        x = torch.randn(5, 24, dtype=torch.bfloat16, device="cpu")
         expected = x.double() @ values.double().T
         for found in (tmm_core.linear(x, weight), x @ weight.t()):
             assert compare.error(found, expected) <= max(1.6e-2, self.format.tolerance)
@@ -152,7 +151,7 @@ class FormatConformance:
 
     def _codes(self, dtype: torch.dtype) -> Tensor:
         """Every finite stored number of a dtype of 8 bits."""
-        codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+        codes = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8).view(dtype)
         return codes[self.format.dequantize(codes).float().isfinite()]
 
     def _probe(self, dtype: torch.dtype, **more: Any) -> Probe:

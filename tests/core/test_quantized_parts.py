@@ -1,0 +1,117 @@
+"""Quantised tensors as operands: their values in every kind of call, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core import Quantized, formats
+from tmm_core.verify import compare
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+M, N, K = 5, 6, 16
+
+
+def quantized(*shape: int, kind: str = "row", zeros: bool = True) -> Quantized:
+    """Random int8 numbers, with their scales and zero points."""
+    outer = (*shape[:-1], 1) if kind == "row" else ()
+    codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+    zero = torch.randint(-20, 20, outer, dtype=torch.int8) if zeros else None
+    return Quantized(codes, torch.rand(outer) / 64 + 0.01, zero)
+
+
+def exact(t: Tensor) -> Tensor:
+    """The values in fp64."""
+    if not isinstance(t, Quantized):
+        return t.double()
+    zero = 0 if t.zero is None else t.zero.double()
+    return (t.stored.double() - zero) * t.scale.double()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype is BF16
+    assert found.shape == expected.shape
+    assert compare.error(found, expected) <= compare.TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_values_of_either_operand(kind: str, zeros: bool) -> None:
+    x, weight = torch.randn(M, K, dtype=BF16), quantized(N, K, kind=kind, zeros=zeros)
+    a = quantized(M, K, kind=kind, zeros=zeros)
+    expected = exact(x) @ exact(weight).T
+    close(tmm_core.linear(x, weight, kernel="blas"), expected)
+    close(tmm_core.matmul(x, weight.t(), kernel="blas"), expected)
+    close(tmm_core.matmul(a, x.t(), kernel="blas"), exact(a) @ exact(x).T)
+    close(tmm_core.matmul(a, weight.t(), kernel="blas"), exact(a) @ exact(weight).T)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_values_of_experts(kind: str, zeros: bool) -> None:
+    """A scale and a zero point for each column of each expert."""
+    offs, rows = torch.tensor([2, 2, 7], dtype=torch.int32), torch.randn(7, K, dtype=BF16)
+    weights, values = quantized(3, N, K, kind=kind, zeros=zeros), torch.empty(7, N).double()
+    for group, (start, end) in enumerate([(0, 2), (2, 2), (2, 7)]):
+        values[start:end] = exact(rows[start:end]) @ exact(weights)[group].T
+    close(tmm_core.grouped_matmul(rows, weights.mT, offs=offs, kernel="blas"), values)
+    a = quantized(7, K, kind=kind, zeros=zeros)
+    plain = torch.randn(3, K, N, dtype=BF16)
+    for group, (start, end) in enumerate([(0, 2), (2, 2), (2, 7)]):
+        values[start:end] = exact(a)[start:end] @ exact(plain[group])
+    close(tmm_core.grouped_matmul(a, plain, offs=offs, kernel="blas"), values)
+
+
+def test_a_scale_is_not_given_twice() -> None:
+    x, weight = torch.randn(M, K, dtype=BF16), quantized(N, K)
+    with pytest.raises(TypeError, match="scale_b is given besides that of a quantised b"):
+        tmm_core.matmul(x, weight.t(), scale_b=torch.ones(()))
+
+
+CODES = torch.ones(K, N, dtype=torch.int8)
+ONE, ROW = torch.ones(()), torch.ones(1, N)
+
+#: What the operator is given instead of a valid call, the error, and its message.
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"scale_b": None}, RuntimeError, "b of format int8 needs a scale"),
+    ({"a": torch.ones(M, K, dtype=torch.float64)}, RuntimeError, "dtype"),
+    ({"b": CODES.to(torch.uint8)}, RuntimeError, "format int8 stores int8, got torch.uint8"),
+    ({"scale_b": ONE.double()}, RuntimeError, "scale_b must have dtype"),
+    ({"scale_b": torch.ones(N, 1)}, ValueError, r"scale_b must be one number or have shape \(1, "),
+    ({"scale_a": ONE}, RuntimeError, "scale_a is for"),
+    ({"zero_b": ROW}, ValueError, "zero_b must have the shape of its operand's scale"),
+    ({"zero_b": ONE.double()}, RuntimeError, "zero_b must have dtype"),
+    ({"b": CODES.to(torch.float8_e4m3fn), "formats": ",fp8", "zero_b": ONE}, RuntimeError,
+     "zero_b: format fp8 has no zero points"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "text"), REFUSED)
+def test_what_does_not_fit(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    call: dict[str, Any] = {
+        "a": torch.ones(M, K, dtype=BF16), "b": CODES, "scale_b": ONE, "formats": ",int8",
+    }  # fmt: skip
+    torch.ops.tmm.matmul(**call)
+    with pytest.raises(error, match=text):
+        torch.ops.tmm.matmul(**{**call, **change})
+
+
+def test_a_named_format_allows_what_an_implied_one_does_not() -> None:
+    e4m3, e5m2 = formats.named("fp8").storage
+    assert formats.pair(torch.int8, torch.int8).stored is False
+    assert formats.pair(BF16, torch.int8, ",int8").result is BF16
+    assert formats.pair(torch.float64, torch.int8, ",int8").result is None
+    assert formats.pair(BF16, e4m3).result is None
+    assert formats.pair(e4m3, torch.int8, ",int8").result is None
+    assert formats.pair(e4m3, torch.int8, "fp8,int8").result is BF16
+    assert formats.pair(e4m3, e5m2).result is BF16
+
+
+def test_int8_saturates() -> None:
+    form = formats.named("int8")
+    rounded = form.quantize(torch.tensor([-1e4, -128.4, 127.6, 1e4]), torch.int8)
+    assert rounded.tolist() == [-128, -128, 127, 127]

@@ -1,0 +1,76 @@
+"""Mutants of operand formats: which may meet, what records keep of them, what is checked, and how
+their values are computed."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+QUANTIZED = "tests/core/test_quantized_parts.py"
+CONFORMANCE = "tests/core/test_format_conformance.py"
+RECORDS = ("tests/core/test_record_key.py",)
+REFUSED = (f"{QUANTIZED}::test_what_does_not_fit",)
+VALUES = (f"{QUANTIZED}::test_values_of_either_operand",)
+EXPERTS = (f"{QUANTIZED}::test_values_of_experts",)
+PAIRS = (f"{QUANTIZED}::test_a_named_format_allows_what_an_implied_one_does_not",)
+BINDING = "tmm_blas/blas.py"
+CHECK = "launch/check.py"
+OPERAND = "spec/operand.py"
+
+FORMATS = [
+    Mutant("format-pair-plain", "formats/__init__.py",
+           "plain if told and plain in BESIDE else None", "plain if plain in BESIDE else None",
+           "8-bit floats that nobody named are multiplied with bf16", PAIRS),
+    Mutant("format-pair-beside", "formats/__init__.py",
+           "plain if told and plain in BESIDE else None", "plain if told else None",
+           "fp64 is multiplied with int8 in fp32", PAIRS),
+    Mutant("format-pair-mixed", "formats/__init__.py",
+           "mixed = stored[0] is not stored[1] and not (of_a and of_b)", "mixed = False",
+           "two formats are multiplied that nobody named", PAIRS),
+    Mutant("operand-json-format", OPERAND, "        if self.format:\n", "        if False:\n",
+           "int8 weights and integers share a record", RECORDS),
+    Mutant("operand-json-scale", OPERAND, "str(self.scale)", "self.scale.kind",
+           "scales in bf16 and fp32 share a record", RECORDS),
+    Mutant("operand-json-zero", OPERAND, '({"zero": True} if self.zero else {})', "{}",
+           "operands with and without zero points share a record", RECORDS),
+    Mutant("operand-read-format", OPERAND,
+           'formats.named(doc["format"]).name if doc.get("format") else ""',
+           'doc.get("format", "")', "a record of a format that is gone is read", RECORDS),
+    Mutant("operand-read-scale", OPERAND, '        if kind not in ("tensor", "row"):\n',
+           "        if False:\n", "a record of scales of no kind is read", RECORDS),
+    Mutant("parts-no-scale", CHECK,
+           'if role.part == "scale" and form is not None and not form.implied:', "if False:",
+           "int8 weights are multiplied without their scale", REFUSED),
+    Mutant("parts-no-zeros", CHECK, 'if role.part == "zero" and not form.zeros:', "if False:",
+           "kernels of fp8 are given zero points", REFUSED),
+    Mutant("parts-dtype", CHECK, "        if t.dtype not in allowed:\n", "        if False:\n",
+           "kernels read a scale in fp64 as fp32", REFUSED),
+    Mutant("parts-zero-shape", CHECK,
+           'if role.part == "zero" and (scale is None or scale.shape != t.shape):',
+           'if role.part == "zero" and scale is None:',
+           "a zero point of each row is read where the scale is one number", REFUSED),
+    Mutant("parts-storage", CHECK,
+           "if form is not None and operand.dtype not in form.storage:", "if False:",
+           "unsigned numbers are read as signed ones", REFUSED),
+    Mutant("unpacked-twice", "tmm_core/quantized.py",
+           "if getattr(call, role.name) is not None:", "if False:",
+           "a scale that a caller gives is dropped",
+           (f"{QUANTIZED}::test_a_scale_is_not_given_twice",)),
+    Mutant("unpacked-along-k", "tmm_core/quantized.py",
+           "if grouped and value is not None and value.numel() != 1:", "if False:",
+           "experts' weights are refused for the shape of their scales", EXPERTS),
+    Mutant("unpacked-zero", "tmm_core/quantized.py",
+           '{"scale": t.scale, "zero": t.zero}', '{"scale": t.scale}',
+           "zero points are dropped", VALUES),
+    Mutant("step-stored", "triton/device_functions.py",
+           "    if form is None or problem.a.form is not None:\n        return plain\n",
+           "    return plain\n", "the bits of weights are multiplied", (f"{CONFORMANCE}::TestInt8",)),
+    Mutant("blas-zero", BINDING, "form.values(operands[name], None, zero, exact)",
+           "form.values(operands[name], None, None, exact)", "zero points are ignored", VALUES),
+    Mutant("blas-scale", BINDING, 'if name.endswith("_scale"):', 'if name == "a_scale":',
+           "the scales of weights are ignored", VALUES),
+    Mutant("experts-zero", "grouped_mm.py", "zero[:, :, None] if name == \"a\" else zero[:, None]",
+           "zero[:, :1, None] if name == \"a\" else zero[:, None, :1]",
+           "all columns of an expert have the zero point of the first", EXPERTS),
+    Mutant("int8-clamp", "formats/int8.py", ".round().clamp(-128, 127)", ".round()",
+           "large numbers change their sign", (f"{QUANTIZED}::test_int8_saturates",)),
+]  # fmt: skip
