@@ -58,10 +58,10 @@ def matmul(
     >>> y = matmul(x8, w8, scale_a=sx, scale_b=sw)           # doctest: +SKIP
 
     Args:
-        a: ``[..., M, K]`` or ``[K]``, any strides.
+        a: ``[..., M, K]`` or ``[K]``, any strides; or :class:`tmm_core.Quantized`.
         b: ``[..., K, N]`` or ``[K]``, of a's dtype (float8_e4m3fn and float8_e5m2 go
-            together). With a gated epilogue the width is 2N: the gate's columns, then the up
-            projection's.
+            together), or quantised. With a gated epilogue the width is 2N: the gate's columns, then
+            the up projection's.
         bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
         alpha: Scales the product: whatever number torch.addmm takes, or a 0-d tensor, which may
@@ -75,7 +75,7 @@ def matmul(
             fp32 accumulators are rounded once.
         scale_a: The scale of an 8-bit ``a``; multiplies the product before the bias. fp32, on
             the operands' device: one number, or one for each row of a, ``[..., M, 1]``. Calls
-            with 8-bit operands have no backward.
+            with 8-bit or quantised operands have no backward.
         scale_b: Likewise for ``b``: one number, or one for each column, ``[..., 1, N]`` (2N
             where gated).
         kernel: Force this kernel; raises if it cannot serve the call.
@@ -202,7 +202,8 @@ def linear(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``; with a gated epilogue ``[2N, K]``, gate rows before up rows.
+        weight: ``[N, K]``, also quantised; with a gated epilogue ``[2N, K]``, gate rows before up
+            rows.
         bias: ``[N]`` or ``[2N]``.
         scale_b: The scale of the weight's transpose: one number, or ``[1, N]``.
 
