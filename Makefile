@@ -25,7 +25,7 @@ oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
 		-W "ignore:Conversion of an array:DeprecationWarning" \
 		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
-		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_kept.py \
+		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_ports.py \
 		tests/plugins/test_triton_kernels.py -k "not slow"
 	$(OLDEST)/bin/python -m pytest -q -n 2 -p no:cacheprovider \
 		-k "fused_work_compiles and (silu or scales) or groups_compile" \
@@ -34,7 +34,7 @@ oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch triton numpy pluggy \
-		platformdirs filelock rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
+		platformdirs filelock pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
 	$(OLDEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
