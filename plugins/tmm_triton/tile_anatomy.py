@@ -75,7 +75,7 @@ def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
     found = []
     for build in builds:
         compiled = build.compile_for(target)
-        used = _usage(compiled.asm["cubin"])
+        used = usage(compiled.asm["cubin"])
         found.append(
             Resources(
                 build.fn.__name__,
@@ -93,8 +93,9 @@ def _warps(compiled: Any) -> int:
     return int(getattr(compiled.metadata, "total_num_warps", 0) or compiled.metadata.num_warps)
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
-    """Resource usage according to ``cuobjdump``, which comes with Triton."""
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack and local memory per thread, as ``cuobjdump`` reads them, which
+    comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

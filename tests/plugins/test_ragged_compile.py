@@ -18,8 +18,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton_compile import DEVICES, MOST_STACK, resources
+from test_triton_compile import DEVICES, MOST_STACK
 from tmm_triton.ragged import Ragged
+from tmm_triton.tile_anatomy import usage
 
 from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
@@ -104,7 +105,7 @@ def compiled(target: str) -> list[dict[str, Any]]:
         if target == "gfx942":
             private = re.findall(r"\.private_segment_fixed_size:\s+(\d+)", result.asm["amdgcn"])
             return line | {"stack": max(map(int, private))}
-        ptx, used = result.asm["ptx"], resources(result.asm["cubin"])
+        ptx, used = result.asm["ptx"], usage(result.asm["cubin"])
         line |= {"wgmma": ptx.count("wgmma.mma_async"), "async": ptx.count("cp.async")}
         return line | {"stack": used["STACK"] + used["LOCAL"]}
 

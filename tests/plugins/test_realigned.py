@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton_compile import resources
 from tmm_triton.realigned import (
     Misaligned,
     Realigned,
@@ -24,6 +23,7 @@ from tmm_triton.realigned import (
     inner_kernels,
     realigned,
 )
+from tmm_triton.tile_anatomy import usage
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
@@ -436,7 +436,7 @@ def compiled(asked: Problem, count: int) -> list[dict[str, Any]]:
         ptx = result.asm["ptx"]
         found.append({
             "shared": result.metadata.shared,
-            "stack": resources(result.asm["cubin"])["STACK"],
+            "stack": usage(result.asm["cubin"])["STACK"],
             "loads": sorted(set(re.findall(r"ld\.global\.(\S*)", ptx))),
             "stores": sorted(set(re.findall(r"st\.global\.(\S*)", ptx))),
             "wgmma": ptx.count("wgmma.mma_async"),

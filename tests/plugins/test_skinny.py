@@ -19,9 +19,9 @@ import triton
 pytest.importorskip("triton")
 
 from hopper_block import Block, Pointer
-from test_triton_compile import resources
 from tmm_triton import blocks, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
+from tmm_triton.tile_anatomy import usage
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
@@ -253,7 +253,7 @@ def compiled(sm: int) -> list[dict[str, Any]]:
             result = build.compile_for(GPUTarget("cuda", sm, 32))
             ptx = result.asm["ptx"]
             line = {"name": name, "config": config.to_json(), "shared": result.metadata.shared}
-            line |= resources(result.asm["cubin"])
+            line |= usage(result.asm["cubin"])
             line |= {"claimed": config.shared_memory(problem), "mma": ptx.count("mma.sync")}
             loads = re.findall(r"ld\.global\S*", ptx)
             line |= {

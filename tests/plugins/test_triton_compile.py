@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from tmm_triton.plugin import load
+from tmm_triton.tile_anatomy import usage
 from uninterpreted import Uninterpreted
 
 from tmm_core import Operand, Port, Problem, Scale
@@ -93,19 +91,6 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
 # -- what the compiler makes of them ---------------------------------------------------------
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack and local memory per thread, as cuobjdump reads them."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-
-
 def compiled(sm: int) -> list[dict[str, Any]]:
     jobs: dict[Any, Any] = {}
     for name, problem in problems(DEVICES[sm]).items():
@@ -150,7 +135,7 @@ def compiled(sm: int) -> list[dict[str, Any]]:
             try:
                 result = build.compile_for(target_of(problem.device))
                 ptx = result.asm["ptx"]
-                line |= resources(result.asm["cubin"])
+                line |= usage(result.asm["cubin"])
                 line |= {
                     "shared": result.metadata.shared,
                     "wgmma": ptx.count("wgmma.mma_async"),
@@ -267,7 +252,7 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
             line["spilled"] = int(scratch)
         else:
             text = result.asm["ptx"]
-            used = resources(result.asm["cubin"])
+            used = usage(result.asm["cubin"])
             line["spilled"] = used["STACK"] + used["LOCAL"]
         return line | {"shared": result.metadata.shared, "mma": text.count(MATRIX_UNITS[name])}
 

@@ -29,7 +29,6 @@ from hopper_block import (
     run_block,
     workspace_order,
 )
-from test_triton_compile import resources
 from tmm_triton import operands, triton_kernel
 from tmm_triton.hopper import config as hopper_config
 from tmm_triton.hopper import search_space, tile_shapes
@@ -37,6 +36,7 @@ from tmm_triton.hopper.config import Constants, WarpSpecializedConfig, unfinishe
 from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper.operand_layout import described
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
+from tmm_triton.tile_anatomy import usage
 from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
 from uninterpreted import Uninterpreted
@@ -881,7 +881,7 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
             "wgmma": ptx.count("wgmma.mma_async"),
             "tma": len(re.findall(r"cp.async.bulk.tensor.[23]d.shared", ptx)),
             "setmaxnreg": ptx.count("setmaxnreg"),
-            "stack": resources(result.asm["cubin"])["STACK"],
+            "stack": usage(result.asm["cubin"])["STACK"],
         })  # fmt: skip
     return found
 
