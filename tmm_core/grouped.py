@@ -149,15 +149,15 @@ def _batched(call: GroupedArguments) -> Tensor:
     (m, k), n = a.shape[1:], shape[-1]
     if residual is not None:
         residual = residual.expand(shape).reshape(count * m, n)
-    of_a = {
-        role.name: t
+    flat = {
+        role.name: t.flatten()
         for role in PARTS
         if role.of == "a" and (t := getattr(call, role.name)) is not None
     }
     ragged = call._replace(
         a=a.reshape(count * m, k), residual=residual, out=None,
         offs=torch.arange(1, count + 1, dtype=torch.int32, device=a.device) * m,
-        **{name: t.flatten() for name, t in of_a.items() if t is not None},
+        **flat,
     )  # fmt: skip
     y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
     return fallbacks.delivered(y, out, *call.given)

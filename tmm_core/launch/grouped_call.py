@@ -64,8 +64,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 
     Raises:
         RuntimeError: Shapes, dtypes or devices do not match, as in
-            ``torch.nn.functional.grouped_mm``; a scale is not fp32, or is given without 8-bit
-            operands.
+            ``torch.nn.functional.grouped_mm``; a scale has a dtype that the operand's format has
+            not, or its operand has no format.
         ValueError: A bias, residual, index, weight, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """

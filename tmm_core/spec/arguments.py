@@ -52,11 +52,6 @@ class Arguments(NamedTuple):
         """The tensors that are there to be read."""
         return [t for t in self.tensors if t is not None]
 
-    @property
-    def extras(self) -> dict[str, Tensor]:
-        """The keyword arguments of a launch."""
-        return extras(self)
-
 
 class Role(NamedTuple):
     """The role of one argument in the handling of calls.
