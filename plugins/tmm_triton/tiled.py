@@ -141,7 +141,7 @@ C = TypeVar("C", bound=GroupedConfig)
 
 
 class Tiled(TritonKernel[C]):
-    """What both names have in common."""
+    """The common part of ``triton.grouped`` and ``triton.fused_epilogue``."""
 
     #: Scratch memory is for outputs that are reduced.
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)

@@ -77,7 +77,7 @@ class Port:
         return tuple(shapes[self.kind])
 
     def terms(self, y: Tensor) -> Tensor:
-        """What is reduced, in fp32, or in fp64 where ``y`` is."""
+        """The elements to be reduced, in fp32, or in fp64 if ``y`` is."""
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         return wide if self.of is None else self.of(wide)
 

@@ -60,7 +60,7 @@ class FormatConformance:
     # -- the numbers -------------------------------------------------------------------
 
     def test_stored_numbers_are_read_as_they_were_rounded(self) -> None:
-        """What a stored number stands for is rounded to that number."""
+        """A stored number's value is rounded to that number."""
         for dtype in self.format.storage:
             codes = self._codes(dtype)
             values = self.format.dequantize(codes)
