@@ -232,8 +232,8 @@ def test_inputs_to_measure_with() -> None:
     device = fingerprint(torch.device("cpu"))
     out = Operand(torch.float32)
     problem = Problem(
-        m=5, n=6, k=16, batch=2, a=replace(operand, scale=Scale("row")),
-        b=replace(operand, scale=Scale("tensor")), out=out, device=device,
+        m=5, n=6, k=16, batch=2, a=replace(operand, scale=Scale.parse("row")),
+        b=replace(operand, scale=Scale.parse("tensor")), out=out, device=device,
         epilogue=parse("swiglu"), scaled=True,
     )  # fmt: skip
     for posed in (problem, replace(problem, batch=1, b=problem.a)):

@@ -40,7 +40,7 @@ INDEXED = Groups(128, "m", torch.int64, torch.int64, FP32, True)
 def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     rows = Problem(32768, 28672, 4096, ROW, COL, ROW, device, groups=Groups(8, "m"))
     eight = replace(
-        rows, a=Operand(FP8, scale=Scale("row")), b=Operand(FP8, "col", scale=Scale("row"))
+        rows, a=Operand(FP8, scale=Scale.parse("row")), b=Operand(FP8, "col", scale=Scale.parse("row"))
     )
     return {
         "fp8": replace(eight, epilogue=parse("silu"), bias=BF16, groups=INDEXED, residual=ROW),

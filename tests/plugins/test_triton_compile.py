@@ -61,7 +61,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
         # K-major, as wgmma takes 8-bit operands.
         eight = Operand(FP8)
         fp8 = replace(
-            large, a=replace(eight, scale=Scale("row")), b=Operand(FP8, "col", scale=Scale("row"))
+            large, a=replace(eight, scale=Scale.parse("row")), b=Operand(FP8, "col", scale=Scale.parse("row"))
         )
         posed["fp8"] = fp8
     if device.sm == 100:  # at 0.8 s a compilation
@@ -224,7 +224,7 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
     if name == "sm_89":
         eight = Operand(FP8)
         asked.append(
-            replace(posed["large"], a=replace(eight, scale=Scale("row")), b=Operand(FP8, "col"))
+            replace(posed["large"], a=replace(eight, scale=Scale.parse("row")), b=Operand(FP8, "col"))
         )
     jobs: dict[Any, Any] = {}
     for problem in asked:

@@ -14,7 +14,7 @@ from tmm_core import formats
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.launcher import Launcher
-from tmm_core.spec.operand import Operand, Scale, ScaleKind
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
@@ -52,11 +52,13 @@ class Probe:
     residual_dtype: torch.dtype | None = None
     alpha: float = 1.0
     tf32: bool = False
-    #: The formats that dtypes do not imply, and the kinds of scales.
+    #: The formats that dtypes do not imply, and the text of scales: ``"tensor"``, ``"row"``,
+    #: ``"1x128 bfloat16"``.
     a_format: str = ""
     b_format: str = ""
-    a_scale: ScaleKind | None = None
-    b_scale: ScaleKind | None = None
+    a_scale: str | None = None
+    b_scale: str | None = None
+    b_zero: bool = False
 
     def tensors(self, device: torch.device, *, seed: int = 0) -> ProbeTensors:
         """Make the tensors. The same probe and seed make the same numbers."""
@@ -66,9 +68,10 @@ class Probe:
         assert plain is not None
         out_dtype = self.out_dtype or plain
         a, b = (
-            Operand(dtype, format=name, scale=Scale(kind) if kind else None)
-            for dtype, name, kind in (
-                (self.dtype, self.a_format, self.a_scale), (b_dtype, self.b_format, self.b_scale),
+            Operand(dtype, format=name, scale=Scale.parse(text) if text else None, zero=zero)
+            for dtype, name, text, zero in (
+                (self.dtype, self.a_format, self.a_scale, False),
+                (b_dtype, self.b_format, self.b_scale, self.b_zero),
             )
         )  # fmt: skip
         sizes = Problem(

@@ -373,7 +373,7 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         ("" if form.implied else form.name, form.storage[0], form.storage[-1])
         for form in FORMATS.values()
     ]
-    scales = (None, Scale("tensor"), Scale("row"))
+    scales = (None, Scale.parse("tensor"), Scale.parse("row"))
     for name, first, last in of_dtypes:
         for of_a, of_b in itertools.product(scales, repeat=2):
             a, b = Operand(first, format=name), Operand(last, format=name)

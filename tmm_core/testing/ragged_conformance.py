@@ -46,7 +46,7 @@ class RaggedProblems(ProbeProblems):
         """Operands of a format along each dimension, with scales of every kind, and all terms of
         the expression."""
         name = "" if form.implied else form.name
-        b = Operand(form.storage[0], format=name, scale=Scale("row"))
+        b = Operand(form.storage[0], format=name, scale=Scale.parse("row"))
         wide = replace(b, dtype=form.storage[-1])
         out = Operand(form.result)
         a = b if form.implied else out
@@ -55,7 +55,7 @@ class RaggedProblems(ProbeProblems):
             yield problem
             if form.implied:
                 yield replace(problem, a=wide, b=replace(b, scale=None))
-            tensor = Scale("tensor")
+            tensor = Scale.parse("tensor")
             yield replace(
                 problem, a=replace(a, scale=tensor) if form.implied else a,
                 b=b if form.implied else replace(b, scale=tensor),
