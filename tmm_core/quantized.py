@@ -1,4 +1,4 @@
-"""``Quantized``: a tensor of stored numbers with their scales, which products take as an operand."""
+"""``Quantized``: a tensor of stored numbers with their scales, which products take."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ class Quantized(torch.Tensor):
         ):  # fmt: skip
             if t is not None and t.dtype not in allowed:
                 names = " or ".join(map(str, allowed))
-                raise ValueError(f"{name} of format {format} must have dtype {names}, got {t.dtype}")
+                raise ValueError(
+                    f"{name} of format {format} must have dtype {names}, got {t.dtype}"
+                )
         dtype = scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else form.result
         return cls._of(data, scale, zero, (format, dtype, own, -1))
 

@@ -41,8 +41,8 @@ def values(
     whole = zero is None or not zero.is_floating_point()
     if of == "b":
         # Along K, as a weight's owner stores it, what torch's operators return is aligned.
-        t, scale, zero = (x if x is None or x.dim() < 2 else x.mT for x in (t, scale, zero))
-    assert t is not None
+        t = t.mT
+        scale, zero = (x if x is None or x.dim() < 2 else x.mT for x in (scale, zero))
     found = form.values(t, scale, zero, dtype if exact and whole else torch.float32, spec.block)
     found = found.to(dtype)
     return found.mT if of == "b" else found

@@ -222,7 +222,7 @@ def test_other_problems_keep_their_keys() -> None:
     assert "scale" not in document["b"]
     assert Problem.from_json(document, problem.device, problem.epilogue) == problem
     other = {**document, "a": {**document["a"], "scale": "block"}}
-    with pytest.raises(ValueError, match="tensor or row"):
+    with pytest.raises(ValueError, match="by tensor, row or a block"):
         Problem.from_json(other, problem.device, problem.epilogue)
     assert str(problem) == "8×4×32 float8_e4m3fn→bfloat16 nn unaligned scales row·1"
 

@@ -84,16 +84,16 @@ class Format:
             return stored
         mask = (1 << self.bits) - 1
         codes = [(stored >> (self.bits * place)) & mask for place in range(self.pack)]
-        return torch.stack(codes, dim=along if along >= 0 else stored.dim() + along + 1).flatten(
-            stored.dim() + along, stored.dim() + along + 1
-        )
+        place = stored.dim() + along
+        return torch.stack(codes, dim=place + 1).flatten(place, place + 1)
 
     def packed(self, codes: Tensor, along: int = -1) -> Tensor:
         """The stored elements of codes."""
         if self.pack == 1:
             return codes
-        parts = codes.unflatten(along, (-1, self.pack)).movedim(along, 0).unbind()
-        stored = parts[0].clone()
+        size = codes.shape[along] // self.pack
+        parts = codes.unflatten(along, (size, self.pack)).movedim(along, 0).unbind()
+        stored: Tensor = parts[0].clone()
         for place, part in enumerate(parts[1:], 1):
             stored |= part << (self.bits * place)
         return stored

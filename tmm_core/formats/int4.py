@@ -5,14 +5,19 @@ Two are in a byte, the one of lower K in the low bits. Without zero points 8 sta
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tmm_core.formats import Format
 
+if TYPE_CHECKING:
+    import triton.language as tl
 
-def decode(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
+
+def decode(block, dtype):  # compiled by Triton
     """A block's values."""
-    return (block.to(tl.int8) - 8).to(dtype)  # noqa: F821  # Triton's language
+    return (block.to(tl.int8) - 8).to(dtype)
 
 
 FORMAT = Format(

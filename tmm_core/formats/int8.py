@@ -12,7 +12,7 @@ from tmm_core.formats import Format
 from tmm_core.grids import ROW, TENSOR
 
 
-def decode(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
+def decode(block, dtype):  # compiled by Triton
     """A block's values."""
     return block.to(dtype)
 

@@ -6,10 +6,15 @@ Two are in a byte, the one of lower K in the low bits. The scales are exponents 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tmm_core.formats import Format
 from tmm_core.grids import EXPONENT
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 Tensor = torch.Tensor
 
@@ -33,13 +38,13 @@ def dequantize(codes: Tensor) -> Tensor:
     return wide.view(torch.float32).to(torch.bfloat16)
 
 
-def decode(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
+def decode(block, dtype):  # compiled by Triton
     """A block's values: bits of bf16, which fp16 and fp32 hold exactly."""
-    bits = block.to(tl.int16)  # noqa: F821  # Triton's language
+    bits = block.to(tl.int16)
     size = bits & 7
-    wide = tl.where(size < 2, size * 0x3F00, 0x3F00 + (size << 6))  # noqa: F821
+    wide = tl.where(size < 2, size * 0x3F00, 0x3F00 + (size << 6))
     wide = wide | ((bits & 8) << 12)
-    return wide.to(tl.int16).to(tl.bfloat16, bitcast=True).to(dtype)  # noqa: F821
+    return wide.to(tl.int16).to(tl.bfloat16, bitcast=True).to(dtype)
 
 
 FORMAT = Format(

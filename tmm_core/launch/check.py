@@ -276,9 +276,7 @@ def _grid_shape(
     return (*lead, rows, columns) if name == "a" else (*lead, columns, rows)
 
 
-def product_shape(
-    a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1, 1)
-) -> torch.Size:
+def product_shape(a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1, 1)) -> torch.Size:
     """Shape of ``torch.matmul(a, b)``, or torch's own error.
 
     Args:
