@@ -47,7 +47,7 @@ def problems(capability: tuple[int, int]) -> Iterator[Problem]:
     yield replace(large, bias=torch.bfloat16, residual=row, scaled=True, epilogue=parse("gelu"))
     yield from (replace(large, m=333, batch=8), replace(decode, k=14336), replace(large, a=strange))
     f8 = Operand(torch.float8_e4m3fn)
-    f8 = replace(f8, scale=Scale("row"))
+    f8 = replace(f8, scale=Scale.parse("row"))
     yield replace(large, a=f8, b=replace(f8, layout="col"))
     for groups in (Groups(8, "m"), Groups(8, "m", zeroed=True), Groups(8, "k")):
         yield replace(large, groups=groups)

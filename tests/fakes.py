@@ -43,7 +43,7 @@ def with_scales(asked: Problem, fields: dict[str, Any]) -> Problem:
     """The problem whose operands have scales of the kinds ``fields["scales"]``, a's and b's."""
     if "scales" not in fields:
         return asked
-    of_a, of_b = (None if kind is None else Scale(kind) for kind in fields["scales"])
+    of_a, of_b = (None if kind is None else Scale.parse(kind) for kind in fields["scales"])
     return replace(asked, a=replace(asked.a, scale=of_a), b=replace(asked.b, scale=of_b))
 
 

@@ -134,7 +134,7 @@ def _batched(call: GroupedArguments) -> Tensor:
     if bias is None or bias.dim() == 1 or not count:
         parts = {
             role.name: t.unsqueeze(-1 if role.of == "a" else -2)
-            if (t := getattr(call, role.name)) is not None and t.numel() != 1
+            if (t := getattr(call, role.name)) is not None and t.numel() != 1 and t.dim() < 3
             else t
             for role in PARTS
         }
@@ -150,7 +150,7 @@ def _batched(call: GroupedArguments) -> Tensor:
     if residual is not None:
         residual = residual.expand(shape).reshape(count * m, n)
     flat = {
-        role.name: t.flatten()
+        role.name: t.flatten(0, 1) if t.dim() > 1 else t  # a grid keeps K
         for role in PARTS
         if role.of == "a" and (t := getattr(call, role.name)) is not None
     }

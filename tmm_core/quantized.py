@@ -1,16 +1,23 @@
-"""``Quantized``: a tensor of stored numbers with their scale, which products take as an operand."""
+"""``Quantized``: a tensor of stored numbers with their scales, which products take."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from tmm_core import compat, formats
+from tmm_core import compat, formats, grids
+from tmm_core.grids import EXPONENT, ROW, TENSOR, Block
 from tmm_core.spec.arguments import PART
 
 Tensor = torch.Tensor
+
+#: The format, the dtype of values, the values that share a scale, and the dimension of K.
+_How = tuple[str, torch.dtype, Block, int]
+#: Torch's own dtype of exponents, which not every torch has.
+_EXPONENTS = {getattr(torch, "float8_e8m0fnu", EXPONENT)} - {EXPONENT}
 
 _aten = torch.ops.aten
 #: Operators that apply to each part by itself.
@@ -24,20 +31,24 @@ class Quantized(torch.Tensor):
     """Stored numbers, and how to read them: ``value = (stored − zero) · scale``.
 
     >>> w = Quantized(codes, scale)                          # doctest: +SKIP
+    >>> w = Quantized(bytes, scale, format="int4", group=128)  # doctest: +SKIP
     >>> y = tmm_core.linear(x, w)                            # doctest: +SKIP
 
     It stands for its values wherever :func:`tmm_core.matmul`, ``linear`` and the grouped calls take
-    an operand, and in ``F.linear`` and ``@``. Other operators want :meth:`dequantize`. Its dtype is
-    that of the values. It can be a parameter, moved, copied, saved and compiled.
+    an operand, and in ``F.linear`` and ``@``. Other operators want :meth:`dequantize`. Its shape
+    and dtype are those of the values. It can be a parameter, moved, copied, saved and compiled.
 
     Args:
-        data: The stored numbers, ``[..., outer, K]``, as the format stores them.
-        scale: One number, or ``[..., outer]`` or ``[..., outer, 1]``; fp32 or another dtype that
-            the format allows.
+        data: The stored numbers, ``[..., outer, K]``; ``[..., outer, K/2]`` of a format with two
+            numbers in a byte, the lower of K in the low bits.
+        scale: One number; ``[..., outer]`` or ``[..., outer, 1]``; or one for each group,
+            ``[..., outer, K/group]``, or block. Of any strides, and of a dtype that the format has;
+            exponents (E8M0) are uint8 or float8_e8m0fnu.
         zero: Zero points of the scale's shape, if the format has them.
-        format: ``"int8"``, ``"fp8"``, or one that a plugin added.
-        group, block: The numbers along K, and the blocks, that share a scale. No format of tmm has
-            such scales yet.
+        format: ``"int8"``, ``"int4"``, ``"fp8"``, ``"mxfp4"``, or another one that is installed.
+        group: The number of values along K that share a scale; by default what the scale's shape
+            tells.
+        block: The rows, and the values along K, that share a scale.
 
     Raises:
         ValueError: No such format; or a dtype, shape, group or block that it has not.
@@ -47,6 +58,9 @@ class Quantized(torch.Tensor):
     scale: Tensor
     zero: Tensor | None
     format: str
+    block: Block
+    #: The dimension of K, -1 or -2.
+    along: int
 
     @staticmethod
     def __new__(
@@ -60,35 +74,46 @@ class Quantized(torch.Tensor):
         block: tuple[int, int] | None = None,
     ) -> Quantized:
         form = formats.named(format)
-        if group is not None or block is not None:
-            raise ValueError(f"format {format} has scales by tensor or row, not by group or block")
+        if group is not None and block is not None:
+            raise ValueError("give the group or the block: a group is a block of one row")
         if data.dtype not in form.storage:
             raise ValueError(f"format {format} stores {form}, got {data.dtype}")
         if zero is not None and not form.zeros:
             raise ValueError(f"format {format} has no zero points")
-        outer = data.shape[:-1]
-        for name, t in (("scale", scale), ("zero", zero)):
-            if t is not None and t.numel() != 1 and t.shape not in (outer, (*outer, 1)):
+        if scale.dtype in _EXPONENTS:
+            scale = scale.view(EXPONENT)
+        asked = block if group is None else (1, group)
+        scale, own = _gridded(form, data, scale, asked)
+        if zero is not None:
+            if zero.numel() != scale.numel():
                 raise ValueError(
-                    f"{name} must be one number or have shape {tuple(outer)} or "
-                    f"{(*outer, 1)}, got {tuple(t.shape)}"
+                    f"zero must have the shape of scale, {tuple(scale.shape)}, "
+                    f"got {tuple(zero.shape)}"
                 )
-        if zero is not None and zero.numel() != scale.numel():
-            raise ValueError("zero must have the shape of scale")
-        if scale.shape == outer:
-            scale = scale[..., None]
-        zero = None if zero is None else zero.reshape(scale.shape)
+            zero = zero.reshape(scale.shape)
+        for name, t, allowed in (
+            ("scale", scale, form.scale_dtypes), ("zero", zero, formats.zero_dtypes(form)),
+        ):  # fmt: skip
+            if t is not None and t.dtype not in allowed:
+                names = " or ".join(map(str, allowed))
+                raise ValueError(
+                    f"{name} of format {format} must have dtype {names}, got {t.dtype}"
+                )
         dtype = scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else form.result
-        return cls._of(data, scale, zero, format, dtype)
+        return cls._of(data, scale, zero, (format, dtype, own, -1))
 
     @classmethod
-    def _of(
-        cls, stored: Tensor, scale: Tensor, zero: Tensor | None, name: str, dtype: torch.dtype
-    ) -> Quantized:
+    def _of(cls, stored: Tensor, scale: Tensor, zero: Tensor | None, how: _How) -> Quantized:
+        name, dtype, block, along = how
+        shape, strides = list(stored.shape), list(stored.stride())
+        if (pack := formats.named(name).pack) != 1:
+            strides = [step * pack for step in strides]
+            shape[along], strides[along] = shape[along] * pack, stored.stride(along)
         made: Quantized = compat.wrapper_subclass(
-            cls, stored.shape, strides=stored.stride(), dtype=dtype, device=stored.device
+            cls, shape, strides=strides, dtype=dtype, device=stored.device
         )
-        made.stored, made.scale, made.zero, made.format = stored, scale, zero, name
+        made.stored, made.scale, made.zero = stored, scale, zero
+        made.format, made.block, made.along = name, block, along
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -97,30 +122,56 @@ class Quantized(torch.Tensor):
     def dequantize(self) -> Tensor:
         """The values, in this tensor's dtype, computed in fp32."""
         form = formats.named(self.format)
-        return form.values(self.stored, self.scale, self.zero, torch.float32).to(self.dtype)
+        parts = self.stored, self.scale, self.zero
+        return form.values(*parts, torch.float32, self.block, self.along).to(self.dtype)
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether its parts tell rows from K: else its transpose stands for other values."""
+        return self.block != TENSOR or formats.named(self.format).pack != 1
+
+    @property
+    def _how(self) -> _How:
+        return self.format, self.dtype, self.block, self.along
 
     def _each(
-        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+        self,
+        function: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        along: int | None = None,
     ) -> Quantized:
         zero = None if self.zero is None else function(self.zero)
         parts = function(self.stored), function(self.scale), zero
-        return type(self)._of(*parts, self.format, dtype or self.dtype)
+        how = self.format, dtype or self.dtype, self.block, along or self.along
+        return type(self)._of(*parts, how)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["stored", "scale"] + ([] if self.zero is None else ["zero"])
-        return names, (self.format, self.dtype)
+        return names, self._how
 
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, Tensor], how: Any, size: Any, stride: Any
     ) -> Quantized:
-        name, dtype = how
-        return cls._of(parts["stored"], parts["scale"], parts.get("zero"), name, dtype)
+        return cls._of(parts["stored"], parts["scale"], parts.get("zero"), how)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        kind = "tensor" if self.scale.numel() == 1 else "row"
-        size = tuple(self.shape)
+        kind, size = grids.text_of(self.block), tuple(self.shape)
         return f"Quantized({self.format}, {size}, scale by {kind}, device='{self.device}')"
+
+    def _along_after(self, operator: Any, rest: Sequence[Any]) -> int:
+        """The dimension of K after an operator of those that apply to each part."""
+        if self.dim() < 2 or operator not in (_aten.t.default, _aten.transpose.int):
+            return self.along
+        dims = {d % self.dim() - self.dim() for d in rest} or {-1, -2}
+        if dims == {-1, -2}:
+            return -3 - self.along
+        if dims & {-1, -2} and len(dims) > 1:
+            raise NotImplementedError(
+                "a quantised tensor has rows and K as its last two dimensions: apply transpose to "
+                "the values, .dequantize()"
+            )
+        return self.along
 
     #: Torch's functions that multiply, and tmm's in their place; :mod:`tmm_core.api` sets them.
     products: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
@@ -142,15 +193,18 @@ class Quantized(torch.Tensor):
         kwargs = kwargs or {}
         own, *rest = args
         if operator in _EACH:
-            return own._each(lambda t: operator(_expanded(t, own), *rest, **kwargs))
+            along = own._along_after(operator, rest)
+            return own._each(lambda t: operator(_expanded(t, own), *rest, **kwargs), along=along)
         if operator is _aten._to_copy.default:
             dtype = kwargs.pop("dtype", None)
             return own._each(lambda t: operator(t, *rest, **kwargs), dtype)
         if operator is _aten.copy_.default and isinstance(rest[0], Quantized):
-            if own.format != rest[0].format or (own.zero is None) != (rest[0].zero is None):
+            other = rest[0]
+            same = own.format, own.block, own.along, own.zero is None
+            if same != (other.format, other.block, other.along, other.zero is None):
                 raise RuntimeError(f"cannot copy {rest[0]!r} to {own!r}")
             for name in own.__tensor_flatten__()[0]:
-                getattr(own, name).copy_(getattr(rest[0], name))
+                getattr(own, name).copy_(getattr(other, name))
             return own
         raise NotImplementedError(
             f"{operator} of a quantised tensor: apply it to the values, .dequantize()"
@@ -162,28 +216,74 @@ def _expanded(t: Tensor, of: Quantized) -> Tensor:
     return t.reshape([1] * of.dim()) if t.dim() < of.dim() else t
 
 
+def _gridded(
+    form: formats.Format, data: Tensor, scale: Tensor, asked: Block | None
+) -> tuple[Tensor, Block]:
+    """A scale with a dimension for rows and one for K, unless it is one number; and its block.
+
+    Raises:
+        ValueError: The format has no such scales.
+    """
+    if not data.dim():
+        raise ValueError("data must have a dimension along K")
+    lead, outer, k = data.shape[:-2], 1 if data.dim() == 1 else data.shape[-2], data.shape[-1]
+    k, stack = k * form.pack, math.prod(lead)
+    if asked is not None:
+        own = form.block(asked, outer, k, stack)
+        shape = tuple(grids.sizes(own, outer, k))
+    elif scale.numel() == 1:
+        own, shape = form.block(TENSOR, outer, k, stack), ()
+    elif scale.shape in (data.shape[:-1], (*data.shape[:-1], 1)):
+        own, shape = form.block(ROW, outer, k, stack), (outer, 1)
+    elif scale.dim() == data.dim():
+        shape = tuple(scale.shape[-2:]) if data.dim() > 1 else (1, scale.shape[0])
+        own = form.block_of(shape, outer, k, stack)
+    else:
+        raise ValueError(
+            f"scale must be one number, or have shape {tuple(data.shape[:-1])} or "
+            f"{(*data.shape[:-1], 1)} or that of a grid, got {tuple(scale.shape)}"
+        )
+    if own == TENSOR:
+        shape, wanted = (), tuple(scale.shape)
+    elif data.dim() == 1:
+        wanted = shape[1:]
+    else:
+        wanted = (*lead, *shape)
+    if own == ROW and scale.shape == data.shape[:-1]:
+        scale = scale[..., None]
+    if tuple(scale.shape) != wanted or (own == TENSOR and scale.numel() != 1):
+        text = "one number" if own == TENSOR else f"shape {wanted}"
+        raise ValueError(
+            f"a scale by {grids.text_of(own)} must have {text}, got {tuple(scale.shape)}"
+        )
+    return scale, own
+
+
 def unpacked(call: Any, grouped: bool = False) -> Any:
     """The call with the parts of quantised operands as arguments of their own.
 
     Args:
-        grouped: Scales have no dimension along K, as those of grouped products.
+        grouped: Scales by row have no dimension along K, as those of grouped products.
 
     Raises:
         TypeError: A scale is given besides that of a quantised operand.
+        ValueError: An operand is packed, or has scales by row, along another dimension than K.
     """
     names = {}
     for operand, along_k in (("a", -1), ("b", -2)):
         t = getattr(call, operand)
         if not isinstance(t, Quantized):
             continue
+        if t.dim() > 1 and t.along != along_k and t.is_directed:
+            raise ValueError(f"{operand} is quantised along its other dimension: transpose it")
         parts = {"scale": t.scale, "zero": t.zero}
         for part, value in parts.items():
             role = PART[operand, part]
             if getattr(call, role.name) is not None:
                 raise TypeError(f"{role.name} is given besides that of a quantised {operand}")
-            if grouped and value is not None and value.numel() != 1:
+            if grouped and value is not None and t.block == ROW:
                 value = value.squeeze(along_k)
             call = call._replace(**{role.name: value})
         call = call._replace(**{operand: t.stored})
-        names[operand] = t.format
+        names[operand] = formats.spelled(t.format, t.block)
     return call._replace(formats=f"{names.get('a', '')},{names.get('b', '')}") if names else call

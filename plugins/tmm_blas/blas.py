@@ -5,8 +5,7 @@ relu (``torch._addmm_activation``) is a separate config.
 
 8-bit floats go to ``torch._scaled_mm`` in the layout that it supports (row-major times
 column-major, K and N multiples of 16), with its default of promoted accumulation. Other stored
-operands are converted to the dtype of their values, which represents them exactly, and the product
-is scaled afterwards.
+operands are converted to their values (:mod:`tmm_blas.dequantized`).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from tmm_blas import grouped_mm
+from tmm_blas.dequantized import rescaled, values
 from tmm_core import (
     ANY,
     Bound,
@@ -76,6 +76,7 @@ class Blas(Kernel[BlasConfig]):
         activations=ANY,
         scales=ANY,
         zeros=True,
+        packed=True,
         out=ANY,
         bias=ANY,
         residual=ANY,
@@ -274,12 +275,6 @@ def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and all(strides[i] == strides[i + 1] * sizes[i + 1] for i in outer)
 
 
-def factor(scale: Tensor) -> Tensor:
-    """A scale that broadcasts to the product: one number may have any number of dimensions."""
-    scale = scale if scale.dtype is torch.float32 else scale.float()
-    return scale.reshape(()) if scale.numel() == 1 else scale
-
-
 def scaled(z: Tensor, alpha: float) -> Tensor:
     """A product times alpha, in its own dtype: like torch.addmm, integers take alpha as one."""
     if alpha == 1.0:
@@ -368,6 +363,7 @@ def _takes_8_bit(problem: Problem) -> bool:
     wide = torch.float8_e5m2
     return (
         problem.native
+        and not (problem.a.grid or problem.b.grid)
         and problem.a.dtype.is_floating_point
         and hasattr(torch, "_scaled_mm")
         and device.type == "cuda"
@@ -386,21 +382,16 @@ def _takes_8_bit(problem: Problem) -> bool:
 
 
 def _bind_dequantized(problem: Problem) -> Launcher:
-    """The product of the stored numbers, which the dtype of values holds exactly, times scales."""
-    mm, names = torch.mm if problem.batch == 1 else torch.bmm, problem.parts
-    dtype, forms = problem.value, dict(zip(("a", "b"), problem.forms, strict=True))
+    """The product of the values, times the scales of rows."""
+    mm = torch.mm if problem.batch == 1 else torch.bmm
+    rows = [f"{name}_scale" for name in ("a", "b") if not getattr(problem, name).grid]
 
     def run(a: Tensor, b: Tensor, *rest: Any, **parts: Any) -> Tensor:
-        operands = {"a": a, "b": b}
-        for name, form in forms.items():
-            if form is not None:
-                zero = parts.get(f"{name}_zero")
-                exact = dtype if zero is None else torch.float32
-                operands[name] = form.values(operands[name], None, zero, exact)
-        z = _wide(operands["a"], operands["b"], torch.float32, mm)
-        for name in names:
-            if name.endswith("_scale"):
-                z = z * factor(parts[name])
+        a = values(problem, "a", a, parts.get("a_scale"), parts.get("a_zero"))
+        b = values(problem, "b", b, parts.get("b_scale"), parts.get("b_zero"))
+        z = _wide(a, b, torch.float32, mm)
+        for name in rows:
+            z = rescaled(z, parts.get(name))
         return finish(problem, z, *rest)
 
     return run
@@ -437,7 +428,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
         if after:
             z = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32)
             for scale in (a_scale, b_scale):
-                z = z if scale is None else z * factor(scale)
+                z = rescaled(z, scale)
             return finish(problem, z, bias, residual, alpha, out)
         a_scale, b_scale = one if a_scale is None else a_scale, one if b_scale is None else b_scale
         if alpha != 1.0:

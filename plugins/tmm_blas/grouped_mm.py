@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tmm_blas.dequantized import rescaled, values
 from tmm_core import Launcher, Operand, Problem
 
 Tensor = torch.Tensor
@@ -44,7 +45,7 @@ def reasons_against(problem: Problem) -> Iterable[str]:
         yield "torch's grouped product is used only on NVIDIA GPUs and on CPUs"
     elif device.capability[0] not in (9, 10):
         yield "torch's grouped product reads offs on the host, except on Hopper and Blackwell"
-    if problem.native:
+    if _scales_rows(problem):
         yield from _reasons_against_scaled(problem)
     elif problem.stored and problem.value != torch.bfloat16:
         yield f"torch's grouped product is of bf16, not {problem.value}"
@@ -66,8 +67,9 @@ def gathered(problem: Problem) -> Problem:
     """The problem that torch gets: rows that an index names are copied, side by side."""
     if problem.groups is None or problem.groups.a_index is None:
         return problem
-    pitch = problem.k * problem.a.dtype.itemsize
-    copy = Operand(problem.a.dtype, "row", problem.m <= 1 or pitch % ALIGNMENT == 0)
+    pitch = problem.a_shape[-1] * problem.a.dtype.itemsize
+    aligned = problem.m <= 1 or pitch % ALIGNMENT == 0
+    copy = replace(problem.a, layout="row", aligned=aligned, wide=False)
     return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))
 
 
@@ -78,6 +80,11 @@ def _splits_rows(problem: Problem) -> bool:
     if problem.along == "n":
         return True  # torch's result is row-major
     return problem.a.layout != "col" or problem.b.layout == "col"
+
+
+def _scales_rows(problem: Problem) -> bool:
+    """Whether torch's scaled grouped product, which takes scales by row, may serve operands."""
+    return problem.native and not (problem.a.grid or problem.b.grid)
 
 
 def _reasons_against_scaled(problem: Problem) -> Iterable[str]:
@@ -110,7 +117,7 @@ def bind(problem: Problem) -> Launcher:
     own = problem.epilogue.is_identity
     cleared = Tensor.masked_fill_ if own else Tensor.masked_fill
     eight_bit = problem.a.dtype.itemsize == 1
-    scaled = problem.native and problem.device.type != "cpu"
+    scaled = _scales_rows(problem) and problem.device.type != "cpu"
 
     def run(
         a: Tensor,
@@ -127,14 +134,14 @@ def bind(problem: Problem) -> Launcher:
         if "a_index" in rows:
             index = rows["a_index"]
             a = a[index] if eight_bit else a.index_select(0, index)
-            if problem.a.scale is not None and problem.a.scale.kind == "row":
+            if problem.a.scale is not None and problem.a.scale.kind != "tensor":
                 a_scale = None if a_scale is None else a_scale.index_select(0, index)
                 a_zero = None if a_zero is None else a_zero.index_select(0, index)
         if scaled:
             z = _scaled_by_torch(a, b, offs, a_scale, b_scale)
         elif problem.stored:
-            a = _values(problem, "a", a, a_zero, offs)
-            b = _values(problem, "b", b, b_zero, offs)
+            a = _values(problem, "a", a, a_scale, a_zero, offs)
+            b = _values(problem, "b", b, b_scale, b_zero, offs)
             z = _rescaled(problem, multiply(a, b, offs), offs, a_scale, b_scale)
         else:
             z = multiply(a, b, offs)
@@ -186,12 +193,18 @@ def _groups_of(problem: Problem, offs: Tensor) -> Tensor:
     return group.clamp_(max=offs.shape[0] - 1)
 
 
-def _values(problem: Problem, name: str, t: Tensor, zero: Tensor | None, offs: Tensor) -> Tensor:
-    """An operand's values without its scale, in the dtype of values; the operand, if it is
-    plain."""
-    form = (problem.a if name == "a" else problem.b).form
-    if form is None:
-        return t
+def _values(
+    problem: Problem,
+    name: str,
+    t: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    offs: Tensor,
+) -> Tensor:
+    """An operand's values, with scales that differ along K; the operand, if it is plain."""
+    dtype = torch.float32 if problem.device.type == "cpu" else problem.value
+    if (problem.a if name == "a" else problem.b).grid:
+        return values(problem, name, t, scale, zero, dtype)
     if zero is not None and zero.numel() == 1:
         zero = zero.reshape(())
     elif zero is not None and t.dim() == 3:
@@ -202,14 +215,16 @@ def _values(problem: Problem, name: str, t: Tensor, zero: Tensor | None, offs: T
         zero = zero.mT if name == "a" else zero
     elif zero is not None and name == "a":
         zero = zero[:, None]
-    return form.values(t, None, zero, problem.value)
+    return values(problem, name, t, None, zero, dtype)
 
 
 def _rescaled(
     problem: Problem, z: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
 ) -> Tensor:
-    """The product ``z`` multiplied by the scales of both operands."""
+    """The product ``z`` multiplied by the scales of rows, of both operands."""
     along = problem.along
+    a_scale = None if problem.a.grid else a_scale
+    b_scale = None if problem.b.grid else b_scale
     if a_scale is not None and a_scale.numel() != 1:
         if along == "m":
             a_scale = a_scale[:, None]
@@ -218,10 +233,7 @@ def _rescaled(
             a_scale = a_scale[:, :, None] if along == "k" else a_scale[_groups_of(problem, offs)].mT
     if b_scale is not None and b_scale.numel() != 1 and along != "n":
         b_scale = _of_rows(problem, b_scale.view(problem.shape("b_scale")), offs)
-    for scale in (a_scale, b_scale):
-        if scale is not None:
-            z = z * (scale.reshape(()) if scale.numel() == 1 else scale)
-    return z
+    return rescaled(rescaled(z, a_scale), b_scale)
 
 
 def _beyond(problem: Problem, offs: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def test_a_rung_is_of_dense_matrices() -> None:
 
 def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
     eight = Operand(torch.float8_e4m3fn)
-    row, tensor = (replace(eight, scale=Scale(kind)) for kind in ("row", "tensor"))  # type: ignore[arg-type]
+    row, tensor = (replace(eight, scale=Scale.parse(kind)) for kind in ("row", "tensor"))  # type: ignore[arg-type]
     scaled = asked(16, a=row, b=tensor)
     assert weight(scaled) == weight(replace(scaled, m=1, a=tensor))
     assert weight(scaled) != weight(replace(scaled, a=eight, b=eight))

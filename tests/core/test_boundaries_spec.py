@@ -96,7 +96,7 @@ def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
     [((), "tensor"), ((1,), "tensor"), ((1, 1), "tensor"), ((2, 1), "row"), ((0, 1), "row")],
 )
 def test_one_number_is_the_scale_of_a_tensor(shape: tuple[int, ...], kind: str) -> None:
-    assert Scale.of(torch.ones(shape)) == Scale(kind)  # type: ignore[arg-type]
+    assert Scale.of(torch.ones(shape)) == Scale.parse(kind)  # type: ignore[arg-type]
 
 
 def test_there_is_at_least_one_group() -> None:

@@ -12,3 +12,11 @@ class TestInt8(FormatConformance):
 
 class TestFp8(FormatConformance):
     format = FORMATS["fp8"]
+
+
+class TestInt4(FormatConformance):
+    format = FORMATS["int4"]
+
+
+class TestMxfp4(FormatConformance):
+    format = FORMATS["mxfp4"]

@@ -222,7 +222,7 @@ def test_other_problems_keep_their_keys() -> None:
     assert "scale" not in document["b"]
     assert Problem.from_json(document, problem.device, problem.epilogue) == problem
     other = {**document, "a": {**document["a"], "scale": "block"}}
-    with pytest.raises(ValueError, match="tensor or row"):
+    with pytest.raises(ValueError, match="by tensor, row or a block"):
         Problem.from_json(other, problem.device, problem.epilogue)
     assert str(problem) == "8×4×32 float8_e4m3fn→bfloat16 nn unaligned scales row·1"
 
@@ -232,8 +232,8 @@ def test_inputs_to_measure_with() -> None:
     device = fingerprint(torch.device("cpu"))
     out = Operand(torch.float32)
     problem = Problem(
-        m=5, n=6, k=16, batch=2, a=replace(operand, scale=Scale("row")),
-        b=replace(operand, scale=Scale("tensor")), out=out, device=device,
+        m=5, n=6, k=16, batch=2, a=replace(operand, scale=Scale.parse("row")),
+        b=replace(operand, scale=Scale.parse("tensor")), out=out, device=device,
         epilogue=parse("swiglu"), scaled=True,
     )  # fmt: skip
     for posed in (problem, replace(problem, batch=1, b=problem.a)):

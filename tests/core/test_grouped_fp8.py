@@ -275,7 +275,7 @@ def test_inputs_to_measure_with(form: str) -> None:
         groups = Groups(3, form, a_index=index_dtype)  # type: ignore[arg-type]
         problem = replace(
             posed, groups=groups,
-            b=replace(posed.b, scale=None if scale_b is None else Scale(scale_b)),
+            b=replace(posed.b, scale=None if scale_b is None else Scale.parse(scale_b)),
         )  # fmt: skip
         recipe = random_inputs.Recipe(whole=False)
         inputs: Any = random_inputs.make(problem, torch.device("cpu"), seed=3, recipe=recipe)
@@ -303,7 +303,7 @@ def test_inputs_to_measure_with(form: str) -> None:
 # -- who answers -----------------------------------------------------------------------------
 
 HOPPER = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
-EIGHT, ROW = Operand(E4M3, scale=Scale("row")), Operand(BF16)
+EIGHT, ROW = Operand(E4M3, scale=Scale.parse("row")), Operand(BF16)
 POSED = Problem(
     4096, 1536, 2048, EIGHT, replace(EIGHT, layout="col"), ROW, HOPPER,
     groups=Groups(128, "m"),

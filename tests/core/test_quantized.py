@@ -124,7 +124,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: Quantized(X.to(torch.float8_e5m2), ONE, ONE, format="fp8"), ValueError,
         "no zero points",
     ),
-    "group": (lambda: Quantized(WEIGHT.stored, ONE, group=32), ValueError, "not by group"),
+    "group": (
+        lambda: Quantized(WEIGHT.stored, ONE, group=7), ValueError,
+        "int8 has scales by tensor or row or 1x32 or 1x64 or 1x128, not 1x7",
+    ),
     "twice": (
         lambda: tmm_core.matmul(X, WEIGHT.t(), scale_b=ONE), TypeError,
         "scale_b is given besides that of a quantised b",

@@ -19,7 +19,7 @@ from tmm_core.spec.epilogue import Epilogue
 SILU, SWIGLU = parse("silu"), parse("swiglu+softcap(5)")
 
 #: A problem none of whose fields is as it is by default, and another value of each.
-ODD = Operand(torch.int8, "col", aligned=False, wide=True, format="int8", scale=Scale("row"),
+ODD = Operand(torch.int8, "col", aligned=False, wide=True, format="int8", scale=Scale.parse("row"),
               zero=True)  # fmt: skip
 FULL = Problem(
     m=3, n=5, k=7, a=ODD, b=ODD, out=ODD, device=DEVICE, batch=2, epilogue=SWIGLU,
@@ -45,7 +45,7 @@ OTHER_OPERAND: dict[str, list[Any]] = {
     "aligned": [True],
     "wide": [False],
     "format": [""],
-    "scale": [None, Scale("tensor"), Scale("row", torch.bfloat16)],
+    "scale": [None, Scale.parse("tensor"), Scale.parse("row bfloat16")],
     "zero": [False],
 }
 OPERANDS = ("a", "b", "out", "residual")

@@ -116,10 +116,10 @@ class Right(Kernel[Tile]):
                 else:
                     left, right, here = a[:, part], b[part], (group,)
                 of_a, of_b = a_scale, b_scale
-                if problem.a.scale == Scale("row") and of_a is not None:
+                if problem.a.scale == Scale.parse("row") and of_a is not None:
                     of_a = of_a[rows] if groups.ragged == "m" else of_a[group]
                     of_a = of_a[:, None]
-                if problem.b.scale == Scale("row") and of_b is not None:
+                if problem.b.scale == Scale.parse("row") and of_b is not None:
                     of_b = of_b[part] if groups.ragged == "n" else of_b[self.of_group(group)]
                 z = alpha * self.rescale(self.product(left, right), of_a, of_b)
                 z = self.finish(problem, z, None if bias is None else bias[group])

@@ -19,7 +19,7 @@ from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.triton import target_of
 
-WEIGHT = Operand(torch.int8, "col", format="int8", scale=Scale("row"))
+WEIGHT = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
 
 
 def compiled(target: str) -> list[bool]:

@@ -291,7 +291,7 @@ def test_what_is_declined() -> None:
     plain = replace(LARGE, groups=None)
     assert KERNEL.reasons_against(plain)[-1] == "is for ragged products"
     assert "does not serve products that are ragged along m" in Grouped().reasons_against(LARGE)
-    a = Operand(E4M3, scale=Scale("row"))
+    a = Operand(E4M3, scale=Scale.parse("row"))
     fp8 = replace(LARGE, a=a, b=replace(a, layout="col"))
     declined = KERNEL.reasons_against(replace(fp8, device=replace(H200, capability=(8, 0))))
     assert "8-bit floats need an NVIDIA GPU of compute capability 8.9" in declined

@@ -39,9 +39,8 @@ INDEXED = Groups(128, "m", torch.int64, torch.int64, FP32, True)
 
 def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     rows = Problem(32768, 28672, 4096, ROW, COL, ROW, device, groups=Groups(8, "m"))
-    eight = replace(
-        rows, a=Operand(FP8, scale=Scale("row")), b=Operand(FP8, "col", scale=Scale("row"))
-    )
+    row = Scale.parse("row")
+    eight = replace(rows, a=Operand(FP8, scale=row), b=Operand(FP8, "col", scale=row))
     return {
         "fp8": replace(eight, epilogue=parse("silu"), bias=BF16, groups=INDEXED, residual=ROW),
         "fp8_gated": replace(eight, n=14336, epilogue=parse("swiglu"), groups=INDEXED),

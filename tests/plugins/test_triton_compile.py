@@ -28,6 +28,7 @@ from tmm_core.testing.terms import ABSOLUTE
 from tmm_core.triton import target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+ROW = Scale.parse("row")
 #: Name, SMs and shared memory a block may have, by architecture.
 DEVICES = {
     80: DeviceFingerprint("cuda", "NVIDIA A100", (8, 0), 108, 166912),
@@ -61,7 +62,9 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
         # K-major, as wgmma takes 8-bit operands.
         eight = Operand(FP8)
         fp8 = replace(
-            large, a=replace(eight, scale=Scale("row")), b=Operand(FP8, "col", scale=Scale("row"))
+            large,
+            a=replace(eight, scale=ROW),
+            b=Operand(FP8, "col", scale=ROW),
         )
         posed["fp8"] = fp8
     if device.sm == 100:  # at 0.8 s a compilation
@@ -223,9 +226,7 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
     asked = [posed[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
     if name == "sm_89":
         eight = Operand(FP8)
-        asked.append(
-            replace(posed["large"], a=replace(eight, scale=Scale("row")), b=Operand(FP8, "col"))
-        )
+        asked.append(replace(posed["large"], a=replace(eight, scale=ROW), b=Operand(FP8, "col")))
     jobs: dict[Any, Any] = {}
     for problem in asked:
         for module in ("fused_epilogue", "split_k", "grouped", "naive"):

@@ -15,32 +15,40 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tmm_core import grids
+from tmm_core.grids import ROW, TENSOR, Block
+
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A format of operands whose stored numbers encode other values:
-    ``value = (dequantize(stored) − zero) · scale``.
+    ``value = (dequantize(code) − (zero − origin)) · scale``, or without a zero point
+    ``dequantize(code) · scale``. A stored element holds one code, or ``pack`` codes.
 
     Args:
         name: The name that callers give and that kernels declare in :class:`~tmm_core.Supports`.
-        storage: Dtypes of the stored numbers, which two operands may mix.
-        quantize: Rounds numbers to a storage dtype, as the reference.
-        dequantize: Converts stored numbers, exactly, to a dtype that torch multiplies.
+        storage: Dtypes of the stored elements, which two operands may mix.
+        quantize: Rounds numbers to codes of a storage dtype, as the reference.
+        dequantize: Converts codes, exactly, to a dtype that torch multiplies.
         tolerance: The largest error accepted of a product, besides the result's rounding; see
             :mod:`tmm_core.verify.compare`.
-        scales: Kinds of scales: ``"tensor"``, ``"row"``.
-        scale_dtypes: Dtypes of scales.
+        pack: Codes in a stored element, along K, the lowest bits first.
+        grids: The values that may share a scale: blocks ``(outer, k)`` of ``outer`` rows of ``a``
+            or columns of ``b`` and ``k`` values along K, where 0 is the whole dimension.
+        short: Whether the last block of a dimension may be short; else K has whole ones.
+        scale_dtypes: Dtypes of scales; those of uint8 are exponents (E8M0): 2^(x − 127).
         zeros: Whether an operand may have zero points, one for each scale.
-        limit: The largest magnitude of stored numbers, to which random values are scaled; None:
-            stored numbers are about as large as their values.
+        origin: The code that stands for zero where there is no zero point.
+        limit: The largest magnitude of dequantised numbers, to which random values are scaled;
+            None: they are about as large as their values.
         result: Default dtype of the result, bias and residual where both operands are stored.
         implied: Whether the dtype alone tells the format, without a scale. Else callers name it
             (:class:`tmm_core.Quantized`) and give a scale.
         native: Whether tensor cores multiply two such operands as they are stored.
-        decode: Device function ``decode(block, dtype)``: converts a block of stored numbers to
-            values of a dtype of 16 bits or more, without the scales. A plain function, in which
+        decode: Device function ``decode(block, dtype)``: converts a block of codes to values of a
+            dtype of 16 bits or more, as ``dequantize``. A plain function, in which
             ``tl`` is Triton's language, or one under ``@triton.jit``; None: only BLAS serves the
             format, unless a kernel names it.
     """
@@ -50,9 +58,12 @@ class Format:
     quantize: Callable[[Tensor, torch.dtype], Tensor]
     dequantize: Callable[[Tensor], Tensor]
     tolerance: float
-    scales: tuple[str, ...] = ("tensor", "row")
+    pack: int = 1
+    grids: tuple[Block, ...] = (TENSOR, ROW)
+    short: bool = False
     scale_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     zeros: bool = False
+    origin: float = 0.0
     limit: float | None = None
     result: torch.dtype = torch.bfloat16
     implied: bool = False
@@ -62,24 +73,93 @@ class Format:
     def __str__(self) -> str:
         return " and ".join(str(dtype).removeprefix("torch.") for dtype in self.storage)
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 * self.storage[0].itemsize // self.pack
+
+    def unpacked(self, stored: Tensor, along: int = -1) -> Tensor:
+        """The codes of stored elements, ``pack`` times as many along that dimension."""
+        if self.pack == 1:
+            return stored
+        mask = (1 << self.bits) - 1
+        codes = [(stored >> (self.bits * place)) & mask for place in range(self.pack)]
+        place = stored.dim() + along
+        return torch.stack(codes, dim=place + 1).flatten(place, place + 1)
+
+    def packed(self, codes: Tensor, along: int = -1) -> Tensor:
+        """The stored elements of codes."""
+        if self.pack == 1:
+            return codes
+        size = codes.shape[along] // self.pack
+        parts = codes.unflatten(along, (size, self.pack)).movedim(along, 0).unbind()
+        stored: Tensor = parts[0].clone()
+        for place, part in enumerate(parts[1:], 1):
+            stored |= part << (self.bits * place)
+        return stored
+
     def values(
         self,
         stored: Tensor,
         scale: Tensor | None = None,
         zero: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        block: Block = ROW,
+        along: int = -1,
     ) -> Tensor:
-        """The values of stored numbers.
+        """The values of stored elements.
 
         Args:
-            scale, zero: Broadcast to ``stored``; None: one and zero.
+            scale, zero: Grids of ``block``; those of a tensor or row broadcast. None: one and none.
             dtype: In which they are computed; by default that of :attr:`dequantize`.
+            along: The dimension of K, -1 or -2.
         """
-        numbers = self.dequantize(stored)
+        numbers = self.dequantize(self.unpacked(stored, along))
         numbers = numbers if dtype is None else numbers.to(dtype)
         if zero is not None:
-            numbers = numbers - zero.to(numbers.dtype)
-        return numbers if scale is None else numbers * scale.to(numbers.dtype)
+            zero = zero.to(numbers.dtype) - self.origin
+            numbers = grids.combined(torch.sub, numbers, zero, block, along)
+        if scale is not None:
+            scale = grids.factors(scale, numbers.dtype)
+            numbers = grids.combined(torch.mul, numbers, scale, block, along)
+        return numbers
+
+    def block(self, block: Block, outer: int, k: int, stack: int = 1) -> Block:
+        """The simplest block like ``block`` in matrices of these sizes
+        (:func:`tmm_core.grids.simplest`).
+
+        Raises:
+            ValueError: The format has no such scales, or K has no whole groups.
+        """
+        own = grids.simplest(block, outer, k, stack)
+        allowed = [grids.simplest(each, outer, k, stack) for each in self.grids]
+        if own not in allowed:
+            names = " or ".join(map(grids.text_of, self.grids))
+            raise ValueError(f"format {self.name} has scales by {names}, not {grids.text_of(own)}")
+        if own[1] and k % own[1] and not self.short:
+            raise ValueError(f"format {self.name}: groups of {own[1]} do not divide K = {k}")
+        return own
+
+    def block_of(self, shape: tuple[int, ...], outer: int, k: int, stack: int = 1) -> Block:
+        """The block of a grid of that shape, ``(rows, columns)``, from those that the format has.
+
+        Raises:
+            ValueError: None has that shape, or several have.
+        """
+        fit = {
+            grids.simplest(each, outer, k, stack)
+            for each in self.grids
+            if grids.sizes(each, outer, k) == shape
+            and (self.short or not each[1] or k % each[1] == 0 or k < each[1])
+        }
+        if len(fit) == 1:
+            return fit.pop()
+        names = " or ".join(map(grids.text_of, self.grids))
+        which = "several" if fit else "none"
+        raise ValueError(
+            f"format {self.name} has scales by {names}; {which} of them of shape {shape} for a "
+            f"matrix of {(outer, k)}: name the group or the block"
+        )
 
 
 class Pair(NamedTuple):
@@ -88,16 +168,23 @@ class Pair(NamedTuple):
     Attributes:
         a, b: None: plain numbers.
         result: The default dtype of the result; None: the operands cannot be multiplied.
+        blocks: The values that share a scale, of both, where they are neither one nor a row.
     """
 
     a: Format | None
     b: Format | None
     result: torch.dtype | None
+    blocks: tuple[Block | None, Block | None] = (None, None)
 
     @property
     def stored(self) -> bool:
         """Whether an operand has a format."""
         return self.a is not None or self.b is not None
+
+    @property
+    def packs(self) -> tuple[int, int]:
+        """Values in a stored element of each operand."""
+        return 1 if self.a is None else self.a.pack, 1 if self.b is None else self.b.pack
 
 
 #: All formats by name, and those that a storage dtype implies.
@@ -155,23 +242,49 @@ def of(dtype: torch.dtype, name: str = "") -> Format | None:
     return named(name) if name else IMPLIED.get(dtype)
 
 
+def spelled(name: str, block: Block) -> str:
+    """The name of a format with its block of scales, as calls pass it: ``"int4/1x128"``; the name
+    alone for scales by tensor or row, which their shapes tell."""
+    return name if block in (TENSOR, ROW) else f"{name}/{grids.text_of(block)}"
+
+
+def zero_dtypes(form: Format) -> tuple[torch.dtype, ...]:
+    """Dtypes of a format's zero points."""
+    return (*form.storage, *form.scale_dtypes)
+
+
+def read(names: str) -> tuple[tuple[str, Block | None], ...]:
+    """The names and blocks of both operands in a call's text, ``"of a,of b"`` or empty.
+
+    Raises:
+        ValueError: A block is none.
+    """
+    found = []
+    for text in names.split(",") if names else ("", ""):
+        name, _, block = text.partition("/")
+        found.append((name, grids.parse(block) if block else None))
+    return tuple(found)
+
+
 def pair(a: torch.dtype, b: torch.dtype, names: str = "") -> Pair:
     """The formats of operands of these dtypes.
 
     Args:
-        names: ``"of a,of b"``, each empty for plain numbers and for implied formats; or empty.
+        names: ``"of a,of b"``, each empty for plain numbers and for implied formats, else as
+            :func:`spelled`; or empty.
 
     Raises:
         ValueError: A name is unknown.
     """
-    of_a, _, of_b = names.partition(",")
+    (of_a, block_a), (of_b, block_b) = read(names)
+    blocks = block_a, block_b
     forms = of(a, of_a), of(b, of_b)
     if forms == (None, None):
         return Pair(None, None, a if a is b else None)
     stored = [form for form in forms if form is not None]
     if len(stored) == 2:
         mixed = stored[0] is not stored[1] and not (of_a and of_b)
-        return Pair(*forms, None if mixed else stored[0].result)
+        return Pair(*forms, None if mixed else stored[0].result, blocks)
     plain, told = (b, of_a) if forms[1] is None else (a, of_b)
     # Torch refuses a plain operand beside 8-bit floats; a caller who names the format means it.
-    return Pair(*forms, plain if told and plain in BESIDE else None)
+    return Pair(*forms, plain if told and plain in BESIDE else None, blocks)

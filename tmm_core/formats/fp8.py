@@ -2,6 +2,9 @@
 
 The result is wide by default, as in ``torch.nn.functional.scaled_mm``: an 8-bit result would need
 its own scale.
+
+Weights have scales by row, by group or by block of 128×128, beside such activations with one for
+each 128 values (DeepSeek-V3), or beside plain ones.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import torch
 
 from tmm_core.formats import Format
+from tmm_core.grids import ROW, TENSOR
 
 
-def decode(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
+def decode(block, dtype):  # compiled by Triton
     """A block's values."""
     return block.to(dtype)
 
@@ -19,6 +23,8 @@ def decode(block, dtype):  # type: ignore[no-untyped-def]  # compiled by Triton
 FORMAT = Format(
     name="fp8",
     storage=(torch.float8_e4m3fn, torch.float8_e5m2),
+    grids=(TENSOR, ROW, (1, 32), (1, 64), (1, 128), (128, 128)),
+    short=True,
     result=torch.bfloat16,
     implied=True,
     native=True,

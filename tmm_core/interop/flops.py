@@ -27,7 +27,9 @@ def matmul_flops(
     rows = a[-2] if len(a) > 1 else 1
     width = b[-1] if len(b) > 1 else 1
     batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
-    return int(2 * math.prod(batch) * rows * a[-1] * width)
+    # Of packed values the other operand has them all.
+    k = max(a[-1], b[-2] if len(b) > 1 else b[-1])
+    return int(2 * math.prod(batch) * rows * k * width)
 
 
 def count(operator: Any, formula: Callable[..., int]) -> None:

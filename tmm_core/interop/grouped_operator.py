@@ -248,7 +248,8 @@ def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """FLOPs, a multiply-add counted as two, as if all rows were in a group."""
     call: Any = GroupedArguments(*given, **named)
     rows = call.a[-2] if call.a_index is None else call.a_index[0]
-    return int(2 * rows * call.a[-1] * call.b[-1])
+    k = max(call.a[-1], call.b[-2])  # of packed values the other operand has them all
+    return int(2 * rows * k * call.b[-1])
 
 
 def _empty(call: GroupedArguments, shape: torch.Size) -> Tensor:

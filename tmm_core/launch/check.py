@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,9 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from tmm_core import compat, formats
+from tmm_core import compat, formats, grids
 from tmm_core.errors import warn
-from tmm_core.formats import Pair
+from tmm_core.formats import Format, Pair
 from tmm_core.launch.output_memory import check_outputs
 from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
@@ -40,8 +41,8 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     a, b, bias, residual = call[:4]
     # Dynamo of torch 2.10 traces no property of a NamedTuple.
     addressable(*(getattr(call, name) for name in TENSORS))
-    shape = product_shape(a, b)
     pair = formats.pair(a.dtype, b.dtype, call.formats)
+    shape = product_shape(a, b, pair.packs)
     if pair.result is None:
         _let_torch_say(a, b)
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
@@ -56,6 +57,8 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     if residual is not None:
         check_residual(residual, shape)
     check_parts(call, pair, a=[(*a.shape[:-1], 1)], b=[(*b.shape[:-2], 1, width)])
+    if pair.blocks[0] is not None and pair.blocks[0][0] > 1 and a.dim() > 2 >= b.dim():
+        raise ValueError("an a of more than two dimensions has scales by row, not by several rows")
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
@@ -200,16 +203,20 @@ def check_parts(
     """Check the scales and zero points of stored operands.
 
     Args:
-        shapes: The shapes that those of ``a`` and of ``b`` may have; or they have one element.
+        shapes: The shapes that those of ``a`` and of ``b`` may have, unless they are a grid; or
+            they have one element.
 
     Raises:
         RuntimeError: One has a dtype that its operand's format has not; the operand has no format
             or no zero points; or a format that has to be named comes without a scale.
-        ValueError: One has another shape.
+        ValueError: One has another shape, or is for other values than the format allows.
     """
+    for operand, form in ((call.a, pair.a), (call.b, pair.b)):
+        if form is not None and operand.dtype not in form.storage:
+            raise RuntimeError(f"format {form.name} stores {form}, got {operand.dtype}")
     for role in PARTS:
         t, operand = getattr(call, role.name), getattr(call, role.of)
-        form = pair.a if role.of == "a" else pair.b
+        form, block = (pair.a, pair.blocks[0]) if role.of == "a" else (pair.b, pair.blocks[1])
         if t is None:
             if role.part == "scale" and form is not None and not form.implied:
                 raise RuntimeError(f"{role.of} of format {form.name} needs a scale")
@@ -219,29 +226,67 @@ def check_parts(
             raise RuntimeError(f"{role.name} is for {implied} operands, got {operand.dtype}")
         if role.part == "zero" and not form.zeros:
             raise RuntimeError(f"{role.name}: format {form.name} has no zero points")
-        allowed = form.scale_dtypes if role.part == "scale" else (*form.storage, *form.scale_dtypes)
+        allowed = form.scale_dtypes if role.part == "scale" else formats.zero_dtypes(form)
         if t.dtype not in allowed:
             names = " or ".join(map(str, allowed))
             raise RuntimeError(f"{role.name} must have dtype {names}, got {t.dtype}")
-        if t.numel() != 1 and tuple(t.shape) not in shapes[role.of]:
-            wanted = " or ".join(map(str, shapes[role.of]))
+        if block is not None:
+            wanted = _grid_shape(role.of, operand, form, block)
+            if tuple(t.shape) != wanted:
+                size = grids.text_of(block)
+                raise ValueError(
+                    f"{role.name} by {size} must have shape {wanted}, got {tuple(t.shape)}"
+                )
+        elif t.numel() != 1 and tuple(t.shape) not in shapes[role.of]:
+            either = " or ".join(map(str, shapes[role.of]))
             raise ValueError(
-                f"{role.name} must be one number or have shape {wanted}, got {tuple(t.shape)}"
+                f"{role.name} must be one number or have shape {either}, got {tuple(t.shape)}"
             )
+        elif role.part == "scale":
+            outer, k, stack = _extents(role.of, operand, form)
+            form.block(grids.TENSOR if t.numel() == 1 else grids.ROW, outer, k, stack)
         scale = getattr(call, PART[role.of, "scale"].name)
         if role.part == "zero" and (scale is None or scale.shape != t.shape):
             raise ValueError(f"{role.name} must have the shape of its operand's scale")
-    for operand, form in ((call.a, pair.a), (call.b, pair.b)):
-        if form is not None and operand.dtype not in form.storage:
-            raise RuntimeError(f"format {form.name} stores {form}, got {operand.dtype}")
 
 
-def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
+def _extents(name: str, operand: torch.Tensor, form: Format) -> tuple[int, int, int]:
+    """The rows of ``a`` or columns of ``b``, K in values, and the number of matrices."""
+    shape = operand.shape
+    if operand.dim() == 1:
+        return 1, shape[0] * form.pack, 1
+    outer, k = (shape[-2], shape[-1]) if name == "a" else (shape[-1], shape[-2])
+    return outer, k * form.pack, math.prod(shape[:-2])
+
+
+def _grid_shape(
+    name: str, operand: torch.Tensor, form: Format, block: grids.Block
+) -> tuple[int, ...]:
+    """The shape of the scales of an operand, one for each block of its values.
+
+    Raises:
+        ValueError: The format has no such scales, or K has no whole groups.
+    """
+    outer, k, stack = _extents(name, operand, form)
+    form.block(block, outer, k, stack)
+    rows, columns = grids.sizes(block, outer, k)
+    if operand.dim() == 1:
+        return (columns,)
+    lead = tuple(operand.shape[:-2])
+    return (*lead, rows, columns) if name == "a" else (*lead, columns, rows)
+
+
+def product_shape(a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1, 1)) -> torch.Size:
     """Shape of ``torch.matmul(a, b)``, or torch's own error.
+
+    Args:
+        packs: Values in an element of each, along K.
 
     Raises:
         RuntimeError: The shapes cannot be multiplied.
     """
+    if packs != (1, 1):
+        a, b = _values_like(a, packs[0], -1), _values_like(b, packs[1], max(-2, -b.dim()))
     if a.dim() == 0 or b.dim() == 0:
         raise RuntimeError(
             "both arguments to matmul need to be at least 1D, but they are "
@@ -255,6 +300,14 @@ def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
     rows = [a.shape[-2]] if a.dim() > 1 else []
     cols = [b.shape[-1]] if b.dim() > 1 else []
     return torch.Size([*batch, *rows, *cols])
+
+
+def _values_like(t: torch.Tensor, pack: int, along: int) -> torch.Tensor:
+    """A tensor of the shape of the values of ``t``, which has no memory of its own."""
+    shape = list(t.shape)
+    if shape:
+        shape[along] *= pack
+    return torch.empty((), dtype=torch.float32, device="cpu").expand(shape)
 
 
 def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -67,13 +67,19 @@ class Fold(NamedTuple):
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
     def _of_a(self, t: torch.Tensor) -> torch.Tensor:
-        """A part of the folded a's rows; one number stays one."""
-        if t.numel() == 1:
-            return t
-        return t.reshape(-1, 1) if self.batch is None else self._stack(t).contiguous()
+        """A part of the folded a's rows; one number stays one. A grid is not copied."""
+        if self.batch is None:
+            return t.reshape(-1, t.shape[-1]) if t.dim() else t
+        return t if t.numel() == 1 else self._parts(t, t.shape[-1])
 
     def _of_b(self, t: torch.Tensor) -> torch.Tensor:
-        return t if t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
+        if self.batch is None:
+            return t[:, None] if t.dim() == 1 else t
+        return t if t.numel() == 1 else self._parts(t, t.shape[-2])
+
+    def _parts(self, t: torch.Tensor, along_k: int) -> torch.Tensor:
+        stacked = self._stack(t)
+        return stacked if along_k > 1 else stacked.contiguous()
 
     def out(self, t: torch.Tensor) -> torch.Tensor:
         return t.view(self.flat)

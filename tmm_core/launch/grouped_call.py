@@ -71,11 +71,12 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     """
     a, b, offs, bias, residual, _, _, _, a_index, out_index, out_weights, *_ = call
     addressable(*call.given)
-    count = check_operands(a, b, offs)
     pair = formats.pair(a.dtype, b.dtype, call.formats)
+    count = check_operands(a, b, offs, pair.packs)
     if pair.result is None:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
     along = None if offs is None else ragged_along(a, b)
+    _refuse_parted(pair, along)
     if along is not None and not pair.result.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     width = b.shape[-1]
@@ -144,8 +145,27 @@ def check_grouped_parts(
     check_parts(call, pair, a=shapes(a, a.shape[-2]), b=shapes(b, b.shape[-1]))
 
 
-def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
+def _refuse_parted(pair: formats.Pair, along: Ragged | None) -> None:
+    """Refuse groups that would part what belongs together: values of one stored element, or of one
+    scale.
+
+    Raises:
+        ValueError: They may start inside an element or a block.
+    """
+    if along == "k" and (pair.packs != (1, 1) or pair.blocks != (None, None)):
+        raise ValueError("groups along K would part packed values, or those of one scale")
+    for name, of, block in (("a", "m", pair.blocks[0]), ("b", "n", pair.blocks[1])):
+        if along == of and block is not None and block[0] > 1:
+            raise ValueError(f"groups along {of.upper()} would part blocks of scales of {name}")
+
+
+def check_operands(
+    a: Tensor, b: Tensor, offs: Tensor | None, packs: tuple[int, int] = (1, 1)
+) -> int:
     """The number of groups of valid operands.
+
+    Args:
+        packs: Values in an element of each, along K.
 
     Raises:
         RuntimeError: They cannot be multiplied, with torch's message.
@@ -153,7 +173,7 @@ def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
     for name, t in (("mat_a", a), ("mat_b", b)):
         if t.dim() not in (2, 3):
             raise RuntimeError(f"{name} has to be 2 or 3d")
-    if a.shape[-1] != b.shape[-2]:
+    if a.shape[-1] * packs[0] != b.shape[-2] * packs[1]:
         raise RuntimeError("contraction dimension of mat_a and mat_b must match")
     flat = [t.dim() == 2 for t in (a, b)]
     if (offs is None) is any(flat):

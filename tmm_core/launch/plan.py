@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from tmm_core import formats
 from tmm_core.compat import tensor_guards
 from tmm_core.errors import reraise
 from tmm_core.launch.check import check_tensors, product_shape
@@ -115,7 +116,7 @@ class Plan(_Callable):
         bound = Bound.of(launcher)
         extras = EXTRAS if isinstance(call, Arguments) else GROUPED_EXTRAS
         given = [name for name in extras if getattr(call, name) is not None]
-        with_extras = _with_extras(bound.run, extras, given) if given else bound.run
+        with_extras = _with_extras(problem, bound.run, extras, given) if given else bound.run
         return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
 
     @property
@@ -174,7 +175,7 @@ class Plan(_Callable):
             "if out is not None:",
             "    plan_check_out(a, out)",
         ]
-        lines += map(_pack, extras)
+        lines += [_pack(self.problem, name) for name in extras]
         if body is not None:
             lines += [line for line in body.lines if line not in pointers]
         else:
@@ -199,7 +200,8 @@ class Plan(_Callable):
 
     def _shape(self, call: Arguments) -> tuple[int, ...]:
         """The shape of the call's result."""
-        shape = tuple(product_shape(call.a, call.b))
+        pair = formats.pair(call.a.dtype, call.b.dtype, call.formats)
+        shape = tuple(product_shape(call.a, call.b, pair.packs))
         return (*shape[:-1], self.problem.n) if self.problem.gated else shape
 
     def _check_out(self, shape: tuple[int, ...], a: torch.Tensor, out: torch.Tensor) -> None:
@@ -265,15 +267,18 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
 
 
 def _with_extras(
-    launcher: Launcher, extras: Sequence[str], given: Sequence[str]
+    problem: Problem, launcher: Launcher, extras: Sequence[str], given: Sequence[str]
 ) -> Callable[..., Tensor]:
     launched = keywords(GROUPED_ROLE[name].keyword for name in given)
-    lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{launched})"]
+    packed = [_pack(problem, name) for name in given]
+    lines = [*packed, f"return launcher({', '.join(LAUNCHED)}{launched})"]
     parameters = ", ".join((*LAUNCHED, *extras))
     return written("launch", parameters, lines, {"launcher": launcher})  # type: ignore[no-any-return]
 
 
-def _pack(name: str) -> str:
+def _pack(problem: Problem, name: str) -> str:
     """The statement that packs an extra, which kernels index only by row or column, under its name
-    in launches."""
-    return f"{GROUPED_ROLE[name].keyword} = {name}.contiguous()"
+    in launches; a grid of scales, whose strides kernels use, stays as it is."""
+    role = GROUPED_ROLE[name]
+    grid = role.of and getattr(problem, role.of).grid
+    return f"{role.keyword} = {name}" + ("" if grid else ".contiguous()")

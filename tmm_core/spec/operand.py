@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tmm_core import formats
+from tmm_core import formats, grids
 from tmm_core.formats import Format
+from tmm_core.grids import ROW, TENSOR, Block, Kind
 
 Layout = Literal["row", "col", "strided"]
 
@@ -20,23 +21,38 @@ ALIGNMENT = 16
 _INT32_MAX = 2**31 - 1
 
 
-#: Kinds of scales: one number, or one for each row of ``a`` (column of ``b``).
-ScaleKind = Literal["tensor", "row"]
-
-
 class Scale(NamedTuple):
-    """The scale of a stored operand; a zero point has the same kind."""
+    """The scales of a stored operand, one for each block of its values (:data:`Block`); its zero
+    points form the same grid."""
 
-    kind: ScaleKind
+    block: Block
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, t: torch.Tensor | None) -> Scale | None:
-        """Classify a scale: one element counts as per-tensor, even for a single row."""
-        return None if t is None else cls("tensor" if t.numel() == 1 else "row", t.dtype)
+    def of(cls, t: torch.Tensor | None, block: Block | None = None) -> Scale | None:
+        """Classify a scale: without a block one element counts as per-tensor, even for a single
+        row."""
+        if t is None:
+            return None
+        return cls(block or (TENSOR if t.numel() == 1 else ROW), t.dtype)
+
+    @property
+    def kind(self) -> Kind:
+        return grids.kind_of(self.block)
+
+    @property
+    def grid(self) -> bool:
+        """Whether it has two dimensions, whose strides kernels use."""
+        return self.block not in (TENSOR, ROW)
+
+    @staticmethod
+    def numbers(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Scales as numbers of a floating dtype (:func:`tmm_core.grids.factors`)."""
+        return grids.factors(t, dtype)
 
     def __str__(self) -> str:
-        return self.kind + ("" if self.dtype is torch.float32 else f" {dtype_name(self.dtype)}")
+        text = grids.text_of(self.block)
+        return text + ("" if self.dtype is torch.float32 else f" {dtype_name(self.dtype)}")
 
     @classmethod
     def parse(cls, text: str) -> Scale:
@@ -45,10 +61,8 @@ class Scale(NamedTuple):
         Raises:
             ValueError: There is none.
         """
-        kind, _, dtype = text.partition(" ")
-        if kind not in ("tensor", "row"):
-            raise ValueError(f"scales are tensor or row, not {kind!r}")
-        return cls(kind, dtype_of(dtype or "float32"))  # type: ignore[arg-type]  # as checked
+        block, _, dtype = text.partition(" ")
+        return cls(grids.parse(block), dtype_of(dtype or "float32"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,28 @@ class Operand:
     def form(self) -> Format | None:
         """The format; None: plain numbers."""
         return formats.of(self.dtype, self.format)
+
+    @property
+    def pack(self) -> int:
+        """Values in a stored element, along K."""
+        return 1 if self.form is None else self.form.pack
+
+    @property
+    def block(self) -> Block:
+        """The values that share a scale; those of a row, if there is none."""
+        return ROW if self.scale is None else self.scale.block
+
+    @property
+    def grid(self) -> bool:
+        """Whether its scales form a grid (:attr:`Scale.grid`)."""
+        return self.scale is not None and self.scale.grid
+
+    @property
+    def spelled(self) -> str:
+        """Its format as calls pass it (:func:`tmm_core.formats.spelled`)."""
+        form = self.form
+        named = form is not None and (self.format or self.grid)
+        return formats.spelled(form.name, self.block) if form is not None and named else ""
 
     @property
     def parts(self) -> tuple[str, ...]:

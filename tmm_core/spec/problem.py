@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from tmm_core.formats import IMPLIED, Format, named
-from tmm_core.spec.arguments import PART, PARTS, ROLE, Arguments, GroupedArguments
+from tmm_core.formats import IMPLIED, Format, named, read
+from tmm_core.spec.arguments import LAUNCHED_PARTS, PART, PARTS, ROLE, Arguments, GroupedArguments
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
@@ -31,10 +31,12 @@ class Problem:
     else 3-D. With ``groups`` the products are ragged and ``batch`` is one; see
     :class:`Groups` for shapes.
 
-    A stored operand (:attr:`Operand.form`) stands for its values. Its scale, and a zero point
-    likewise, is contiguous and has one element or the shape ``[M, 1]`` of ``a``, ``[1, N]`` of
-    ``b`` (``[1, 2N]`` if gated), with the operand's batch dimension in front; with groups that of
-    :meth:`shape`; of gathered rows, one for each row of ``a``.
+    A stored operand (:attr:`Operand.form`) stands for its values, of which K counts all; a stored
+    element may hold several, along K. Its scale, and a zero point likewise, is contiguous and has
+    one element or the shape ``[M, 1]`` of ``a``, ``[1, N]`` of ``b`` (``[1, 2N]`` if gated), with
+    the operand's batch dimension in front; with groups that of :meth:`shape`; of gathered rows, one
+    for each row of ``a``. Where a scale is for a block of values (:attr:`Scale.grid`), they form a
+    grid ``[M, K/g]`` of ``a``, ``[K/g, N]`` of ``b``, of any strides.
 
     A new field has to be declared in :mod:`tmm_core.spec.supports`.
     """
@@ -86,12 +88,13 @@ class Problem:
             stored: Formats, scales and zero points by operand (:func:`stored_operands`).
         """
         stored = stored or {}
+        of_a = Operand.of(a, **stored.get("a", {}))
         return cls(
             m=out.shape[-2],
             n=out.shape[-1],
-            k=a.shape[-1],
+            k=a.shape[-1] * of_a.pack,
             batch=a.shape[0] if a.dim() == 3 and fields.get("groups") is None else 1,
-            a=Operand.of(a, **stored.get("a", {})),
+            a=of_a,
             b=Operand.of(b, **stored.get("b", {})),
             out=Operand.of(out),
             device=device,
@@ -126,6 +129,14 @@ class Problem:
         ragged sum may be flat."""
         dims = _DIMENSIONS[name]
         sizes = {"m": self.m, "n": self.n, "k": self.k, "N": self.width, "1": 1}
+        if name in ("a", "b"):
+            sizes["k"] //= getattr(self, name).pack
+        grid = name in LAUNCHED_PARTS and getattr(self, name[0]).grid
+        if grid:
+            dims = dims.replace("1", "k")
+            outer, k = getattr(self, name[0]).block
+            sizes["k"] = -(-self.k // k)
+            sizes |= {each: -(-sizes[each] // outer) for each in ("m", "N")}
         if self.groups is None:
             stack = (self.batch,) if self.batch != 1 and len(dims) > 1 else ()
         else:
@@ -330,13 +341,12 @@ _DIMENSIONS |= {role.keyword: role.dims for role in PARTS}
 
 def stored_operands(call: Arguments | GroupedArguments) -> dict[str, dict[str, Any]]:
     """The formats, scales and zero points of a call's operands, as :class:`Operand` has them."""
-    names = dict(zip(("a", "b"), call.formats.split(","), strict=True)) if call.formats else {}
     found: dict[str, dict[str, Any]] = {}
-    for operand in ("a", "b"):
+    for operand, (name, block) in zip(("a", "b"), read(call.formats), strict=True):
         scale, zero = (getattr(call, PART[operand, part].name) for part in ("scale", "zero"))
-        name = names.get(operand, "")
         if name and IMPLIED.get(getattr(call, operand).dtype) is named(name):
             name = ""  # its dtype tells
         if name or scale is not None:
-            found[operand] = {"format": name, "scale": Scale.of(scale), "zero": zero is not None}
+            of_scale = Scale.of(scale, block)
+            found[operand] = {"format": name, "scale": of_scale, "zero": zero is not None}
     return found

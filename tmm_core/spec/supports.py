@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tmm_core import grids
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
@@ -53,8 +54,10 @@ class Supports:
             name, only the ones with a device function.
         activations: Formats that ``a`` may have beside a plain ``b``, or beside a ``b`` of another
             format.
-        scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``.
+        scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``, ``"group"``
+            (of values along K), ``"block"`` (of several rows).
         zeros: Zero points.
+        packed: Formats with several values in a stored element.
         out: Dtypes of the result.
         bias: Dtypes of a bias; none: no bias.
         residual: Dtypes of a residual; none: no residual.
@@ -88,6 +91,7 @@ class Supports:
     activations: Collection[str] = ()
     scales: Collection[str] = ()
     zeros: bool = False
+    packed: bool = False
     out: Dtypes = ()
     bias: Dtypes = ()
     residual: Dtypes = ()
@@ -180,7 +184,10 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
         yield f"operands differ in dtype: {a} and {b}"
     for name, operand, form in (("a", problem.a, of_a), ("b", problem.b, of_b)):
         if operand.scale and not (form and operand.scale.kind in supports.scales):
-            yield f"has no scale of {name} by {operand.scale.kind} for {operand.dtype}"
+            size = grids.text_of(operand.block)
+            yield f"has no scale of {name} by {size} for {operand.dtype}"
+        if operand.pack != 1 and not supports.packed:
+            yield f"does not unpack {name}, which has {operand.pack} values in an element"
         if operand.zero and not supports.zeros:
             yield f"has no zero points of {name}"
 

@@ -9,6 +9,7 @@ class TestMine(FormatConformance):
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import tmm_core
-from tmm_core import Quantized, dispatch, formats
+from tmm_core import Quantized, Scale, dispatch, formats, grids
 from tmm_core.epilogues import parse
 from tmm_core.formats import Format
 from tmm_core.spec.device import fingerprint, interpreting
@@ -26,6 +27,7 @@ from tmm_core.spec.epilogue import IDENTITY
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Probe
 from tmm_core.verify import compare
+from tmm_core.verify.guard_bands import same_bits
 
 Tensor = torch.Tensor
 
@@ -79,25 +81,31 @@ class FormatConformance:
 
     def test_values_are_scaled(self) -> None:
         """Zero points and scales apply in this order."""
-        codes = self._codes(self.format.storage[0])[:6].reshape(2, 3)
+        form = self.format
+        codes = self._codes(form.storage[0])[: 6 * form.pack].reshape(2, -1)
+        stored = form.packed(codes)
+        assert stored.shape == (2, codes.shape[1] // form.pack)
+        assert same_bits(form.unpacked(stored), codes)
+        assert same_bits(form.unpacked(stored.mT, -2).mT.contiguous(), codes)
         scale = torch.tensor([[0.5], [2.0]], dtype=torch.float32, device="cpu")
-        values = self.format.values(codes, scale, dtype=torch.float32)
-        assert torch.equal(values, self.format.dequantize(codes).float() * scale)
-        if self.format.zeros:
+        values = form.values(stored, scale, dtype=torch.float32)
+        assert torch.equal(values, form.dequantize(codes).float() * scale)
+        if form.zeros:
             zero = torch.tensor([[1.0], [3.0]], dtype=torch.float32, device="cpu")
-            shifted = (self.format.dequantize(codes).float() - zero) * scale
-            assert torch.equal(self.format.values(codes, scale, zero, torch.float32), shifted)
+            shifted = (form.dequantize(codes).float() + form.origin - zero) * scale
+            assert torch.equal(form.values(stored, scale, zero, torch.float32), shifted)
 
     # -- products ----------------------------------------------------------------------
 
-    @pytest.mark.parametrize("scale", ["tensor", "row"])
     @pytest.mark.parametrize(("m", "n", "k"), SIZES)
     @pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
-    def test_products(self, m: int, n: int, k: int, scale: Any, epilogue: str | None) -> None:
+    def test_products(self, m: int, n: int, k: int, epilogue: str | None) -> None:
         """Every kernel that serves the format gives the values' product."""
         served = []
-        for dtype in self.dtypes:
-            probe = self._probe(dtype, m=m, n=n, k=k, b="col", b_scale=scale)
+        of_scale = self.format.scale_dtypes
+        scales = zip(self.format.grids, itertools.cycle(of_scale), strict=False)
+        for (block, scale), dtype in itertools.product(scales, self.dtypes):
+            probe = self._probe(dtype, Scale(block, scale), m=m, n=n, k=k)
             probe = replace(probe, epilogue=parse(epilogue) if epilogue else IDENTITY)
             tensors = probe.tensors(torch.device(self._device()))
             expected = compare.reference(tensors.problem, tensors.inputs)
@@ -107,32 +115,54 @@ class FormatConformance:
                 launcher = kernel.bind(tensors.problem, kernel.default_config(tensors.problem))
                 found = tensors.launch(launcher, None)
                 error = compare.error(found, expected)
-                assert error <= compare.tolerance(tensors.problem), f"{kernel.name}: {error}"
+                limit = compare.tolerance(tensors.problem)
+                assert error <= limit, f"{kernel.name}: {error} for {probe}"
                 served.append(kernel.name)
         assert "blas" in served
-        if self.format.decode is not None and (interpreting() or self._device() == "cuda"):
+        unpacked = self.format.decode is not None and self.format.pack == 1
+        if unpacked and (interpreting() or self._device() == "cuda"):
             assert len(set(served)) > 1, "no kernel uses its device function"
 
     def test_its_problems_are_read_back(self) -> None:
-        problem = self._probe(self.dtypes[0], m=4, n=8, k=16, b_scale="row").tensors(
-            torch.device("cpu")
-        ).problem  # fmt: skip
-        document = json.loads(json.dumps(problem.to_json()))
-        device = fingerprint(torch.device("cpu"))
-        assert Problem.from_json(document, device, problem.epilogue) == problem
-        assert self.format.name in str(problem) or self.format.implied
+        for block in self.format.grids:
+            scale = Scale(block, self.format.scale_dtypes[-1])
+            probe = self._probe(self.dtypes[0], scale, m=4, n=8, k=16)
+            problem = probe.tensors(torch.device("cpu")).problem
+            document = json.loads(json.dumps(problem.to_json()))
+            device = fingerprint(torch.device("cpu"))
+            assert Problem.from_json(document, device, problem.epilogue) == problem
+            assert self.format.name in str(problem) or self.format.implied
 
     # -- tensors -----------------------------------------------------------------------
 
     def test_a_quantised_tensor_stands_for_its_values(self) -> None:
         """In calls, copies and saved states."""
-        codes = self._codes(self.format.storage[0])
-        codes = codes[torch.arange(8 * 24, device="cpu") % codes.numel()].view(8, 24)
-        scale = torch.rand(8, 1, dtype=torch.float32, device="cpu") + 0.5
-        weight = Quantized(codes, scale, format=self.format.name)
-        values = self.format.values(codes, scale, dtype=torch.float32)
+        for block in self.format.grids:
+            self._stands_for_its_values(block)
+
+    def _stands_for_its_values(self, block: grids.Block) -> None:
+        form, n, k = self.format, 8, self._k(24, block)
+        codes = self._codes(form.storage[0])
+        codes = codes[torch.arange(n * k, device="cpu") % codes.numel()].view(n, k)
+        stored = form.packed(codes)
+        own = form.block(block, n, k)
+        shape = grids.sizes(own, n, k)
+        drawn = torch.rand(shape, dtype=torch.float32, device="cpu") + 0.5
+        kind = form.scale_dtypes[0]
+        scale = grids.exponents(drawn) if kind is grids.EXPONENT else drawn.to(kind)
+        scale = scale.reshape(()) if own == grids.TENSOR else scale
+        weight = Quantized(
+            stored, scale, format=form.name, block=None if own == grids.TENSOR else own
+        )
+        assert weight.shape == (n, k)
+        values = form.dequantize(codes).float()
+        each = grids.factors(scale, torch.float32)
+        for dimension, size in enumerate(own):
+            each = each.repeat_interleave(size, dimension) if size > 1 else each
+        values = values * (each[:n, :k] if each.dim() else each)
         assert torch.equal(weight.dequantize(), values.to(weight.dtype))
-        x = torch.randn(5, 24, dtype=torch.bfloat16, device="cpu")
+        assert torch.equal(weight.t().dequantize(), values.to(weight.dtype).t())
+        x = torch.randn(5, k, dtype=torch.bfloat16, device="cpu")
         expected = x.double() @ values.double().T
         for found in (tmm_core.linear(x, weight), x @ weight.t()):
             assert compare.error(found, expected) <= max(1.6e-2, self.format.tolerance)
@@ -150,13 +180,21 @@ class FormatConformance:
         return self.device or usual
 
     def _codes(self, dtype: torch.dtype) -> Tensor:
-        """Every finite stored number of a dtype of 8 bits."""
-        codes = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8).view(dtype)
+        """Every code of a finite number, of a dtype of 8 bits."""
+        count = 1 << self.format.bits
+        codes = torch.arange(count, dtype=torch.int16, device="cpu").to(torch.uint8).view(dtype)
         return codes[self.format.dequantize(codes).float().isfinite()]
 
-    def _probe(self, dtype: torch.dtype, **more: Any) -> Probe:
-        stored = self.format.storage[0]
-        if self.format.implied:
-            kind = more.get("b_scale")
-            return Probe(dtype=stored, a_scale=kind, **more)
-        return Probe(dtype=dtype, b_dtype=stored, b_format=self.format.name, **more)
+    def _k(self, k: int, block: grids.Block) -> int:
+        """K, or more of it: three groups and whole stored elements; of a format whose last group
+        may be short, it is."""
+        form = self.format
+        k = max(k, 3 * block[1] - (block[1] // 2 if form.short else 0))
+        return -(-k // form.pack) * form.pack
+
+    def _probe(self, dtype: torch.dtype, scale: Scale, *, k: int, **more: Any) -> Probe:
+        form, text = self.format, str(scale)
+        more |= {"k": self._k(k, scale.block), "b": "col", "b_scale": text}
+        if form.implied:
+            return Probe(dtype=form.storage[0], a_scale=text, **more)
+        return Probe(dtype=dtype, b_dtype=form.storage[0], b_format=form.name, **more)

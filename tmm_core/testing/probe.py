@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from tmm_core import formats
+from tmm_core.formats import Format
+from tmm_core.grids import ROW
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.launcher import Launcher
-from tmm_core.spec.operand import Operand, Scale, ScaleKind
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
@@ -24,9 +28,33 @@ from tmm_core.verify.ragged_inputs import Inputs
 from tmm_core.verify.verifier import Verifier
 
 
+def scales_of(form: Format) -> list[str]:
+    """The scales that a format allows, as texts; each of its dtypes is among them, if there are as
+    many."""
+    dtypes = itertools.cycle(form.scale_dtypes)
+    return [str(Scale(block, dtype)) for block, dtype in zip(form.grids, dtypes, strict=False)]
+
+
+def usual_scale(form: Format) -> str:
+    """The scale of a format's weights, as a text: by row, or else its first."""
+    block = ROW if ROW in form.grids else form.grids[0]
+    return str(Scale(block, form.scale_dtypes[0]))
+
+
+def whole_k(k: int, *operands: Operand) -> int:
+    """``k``, or the next number of values that has whole groups and stored elements."""
+    unit = math.lcm(
+        *(each.pack for each in operands), *(max(1, each.block[1]) for each in operands)
+    )
+    return -(-k // unit) * unit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A problem given by sizes, dtypes and layouts (:data:`tmm_core.testing.memory.LAYOUTS`)."""
+    """A problem given by sizes, dtypes and layouts (:data:`tmm_core.testing.memory.LAYOUTS`).
+
+    Where operands have values in groups, K is rounded up to whole ones.
+    """
 
     m: int
     n: int
@@ -52,11 +80,13 @@ class Probe:
     residual_dtype: torch.dtype | None = None
     alpha: float = 1.0
     tf32: bool = False
-    #: The formats that dtypes do not imply, and the kinds of scales.
+    #: The formats that dtypes do not imply, and the text of scales: ``"tensor"``, ``"row"``,
+    #: ``"1x128 bfloat16"``.
     a_format: str = ""
     b_format: str = ""
-    a_scale: ScaleKind | None = None
-    b_scale: ScaleKind | None = None
+    a_scale: str | None = None
+    b_scale: str | None = None
+    b_zero: bool = False
 
     def tensors(self, device: torch.device, *, seed: int = 0) -> ProbeTensors:
         """Make the tensors. The same probe and seed make the same numbers."""
@@ -66,13 +96,17 @@ class Probe:
         assert plain is not None
         out_dtype = self.out_dtype or plain
         a, b = (
-            Operand(dtype, format=name, scale=Scale(kind) if kind else None)
-            for dtype, name, kind in (
-                (self.dtype, self.a_format, self.a_scale), (b_dtype, self.b_format, self.b_scale),
+            Operand(
+                dtype, format="" if dtype in formats.IMPLIED else name,
+                scale=Scale.parse(text) if text else None, zero=zero,
+            )
+            for dtype, name, text, zero in (
+                (self.dtype, self.a_format, self.a_scale, False),
+                (b_dtype, self.b_format, self.b_scale, self.b_zero),
             )
         )  # fmt: skip
         sizes = Problem(
-            self.m, self.n, self.k, a, b, Operand(out_dtype),
+            self.m, self.n, whole_k(self.k, a, b), a, b, Operand(out_dtype),
             fingerprint(device), self.batch, self.epilogue,
             bias=None if self.bias is None else self.bias_dtype or plain,
             residual=None if self.residual is None else Operand(self.residual_dtype or out_dtype),

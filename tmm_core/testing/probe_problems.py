@@ -20,7 +20,7 @@ from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
-from tmm_core.testing.probe import Probe
+from tmm_core.testing.probe import Probe, scales_of, usual_scale
 from tmm_core.testing.terms import ABSOLUTE, SQUARE, UNFUSABLE, USERS
 
 #: M×N×K, each chosen for a special property. On a GPU they exceed tiles of up to 256, and one has
@@ -156,15 +156,22 @@ class ProbeProblems:
         base = replace(self._probe(), b="col")
         rows: dict[str, Any]
         kinds: list[tuple[Any, Any]]
+        own, grids = usual_scale(form), [s for s in scales_of(form) if Scale.parse(s).grid]
+        # A weight beside plain activations.
+        weight = replace(base, dtype=self.dtypes[0], b_dtype=narrow, b_format=form.name)
+        for scale in (*grids, own) if form.implied else grids:
+            yield replace(weight, b_scale=scale)
         if form.implied:
-            base, rows = replace(base, dtype=narrow), {"a_scale": "row", "b_scale": "row"}
-            kinds = [(None, None), ("tensor", "tensor"), ("row", None), (None, "row")]
-        else:  # a weight beside plain activations
-            base = replace(base, dtype=self.dtypes[0], b_dtype=narrow, b_format=form.name)
-            rows, kinds = {"b_scale": "row"}, [(None, "tensor")]
+            base, rows = replace(base, dtype=narrow), {"a_scale": own, "b_scale": own}
+            kinds = [(None, None), ("tensor", "tensor"), (own, None), (None, own)]
+            kinds += [("1x128", scale) for scale in grids if scale.endswith("x128")]
+        else:
+            base, rows, kinds = weight, {"b_scale": own}, [(None, s) for s in scales_of(form)[:1]]
             yield replace(base, dtype=self.dtypes[-1], **rows)
         for a_scale, b_scale in kinds:
             yield replace(base, a_scale=a_scale, b_scale=b_scale)
+        if form.zeros:
+            yield from (replace(weight, b_scale=scale, b_zero=True) for scale in (own, *grids))
         if wide is not narrow:
             yield replace(base, b_dtype=wide, **rows)
             yield replace(base, dtype=wide, b_dtype=narrow, **rows)
@@ -176,8 +183,9 @@ class ProbeProblems:
         for text in ("silu", "swiglu"):
             yield replace(full, epilogue=parse(text))
             yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
-            tensors: dict[str, Any] = dict.fromkeys(rows, "tensor")
-            yield replace(full, epilogue=parse(text), **tensors)
+            first: dict[str, Any] = dict.fromkeys(rows, scales_of(form)[0])
+            yield replace(full, epilogue=parse(text), **first)
+            yield from (replace(full, epilogue=parse(text), b_scale=scale) for scale in grids[:1])
         for out_dtype in (torch.float16, torch.float32):
             yield replace(base, out_dtype=out_dtype, **rows)
         yield replace(base, k=8 * base.k, out_dtype=torch.float32, **rows)
@@ -185,8 +193,9 @@ class ProbeProblems:
         yield replace(base, k=0, bias="packed", **rows)
         batched = replace(base, batch=3, n=min(n, 48), k=min(k, 48), **rows)
         yield batched
-        stacked: dict[str, Any] = rows | {"b_scale": "tensor"}
+        stacked: dict[str, Any] = rows | {"b_scale": scales_of(form)[0]}
         yield replace(batched, stack_b="broadcast", epilogue=parse("swiglu"), **stacked)
+        yield from (replace(batched, b_scale=scale) for scale in grids[-1:])
 
     def probes_of_batches(self) -> Iterator[Probe]:
         m, n, k = self._size()
@@ -225,11 +234,16 @@ class ProbeProblems:
         yield full
         yield replace(full, n=n, k=k, epilogue=parse("swiglu"))
         yield replace(full, batch=3)
-        scaled: dict[str, Any] = {"b": "col", "b_scale": "row"}
         for form in FORMATS.values():
             dtype = form.storage[0]
+            scaled: dict[str, Any] = {"b": "col", "b_scale": usual_scale(form)}
+            yield from (
+                replace(plain, b_dtype=dtype, b_format=form.name, b="col", b_scale=scale)
+                for scale in scales_of(form)
+                if Scale.parse(scale).grid and scale not in scaled.values()
+            )
             if form.implied:
-                yield replace(plain, dtype=dtype, a_scale="row", **scaled)
+                yield replace(plain, dtype=dtype, a_scale=usual_scale(form), **scaled)
             else:
                 yield replace(plain, b_dtype=dtype, b_format=form.name, **scaled)
         base = self._probe()
@@ -301,12 +315,14 @@ class ProbeProblems:
     def demanding_scales(self) -> Sequence[Probe]:
         """:meth:`demanding`, for operands with formats."""
         plain, *_ = (p for p in self.demanding() if p.bias is None)
-        plain = replace(plain, b="col", b_scale="row")
+        plain = replace(plain, b="col")
         terms: dict[str, Any] = {"bias": "packed", "residual": "row", "epilogue": parse("silu")}
         of_each = [
-            replace(plain, dtype=form.storage[0], a_scale="row")
+            replace(plain, dtype=form.storage[0], a_scale="row", b_scale="row")
             if form.implied
-            else replace(plain, b_dtype=form.storage[0], b_format=form.name)
+            else replace(
+                plain, b_dtype=form.storage[0], b_format=form.name, b_scale=usual_scale(form)
+            )
             for form in FORMATS.values()
         ]
         return [replace(each, **more) for each in of_each for more in (terms, {})]
@@ -373,7 +389,7 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         ("" if form.implied else form.name, form.storage[0], form.storage[-1])
         for form in FORMATS.values()
     ]
-    scales = (None, Scale("tensor"), Scale("row"))
+    scales = (None, *map(Scale.parse, ("tensor", "row", "1x32", "128x128")))
     for name, first, last in of_dtypes:
         for of_a, of_b in itertools.product(scales, repeat=2):
             a, b = Operand(first, format=name), Operand(last, format=name)

@@ -20,6 +20,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
+from tmm_core.testing.probe import scales_of, usual_scale, whole_k
 from tmm_core.testing.probe_problems import ProbeProblems
 
 #: Default number of groups of a problem; one in five is empty.
@@ -46,19 +47,27 @@ class RaggedProblems(ProbeProblems):
         """Operands of a format along each dimension, with scales of every kind, and all terms of
         the expression."""
         name = "" if form.implied else form.name
-        b = Operand(form.storage[0], format=name, scale=Scale("row"))
+        row = Scale.parse(usual_scale(form))
+        b = Operand(form.storage[0], format=name, scale=row)
         wide = replace(b, dtype=form.storage[-1])
         out = Operand(form.result)
         a = b if form.implied else out
         for along in ("m", "n", "k"):
+            if along == "k" and (b.grid or b.pack != 1):
+                continue  # groups would part stored elements and blocks
             problem = replace(self._ragged(along), a=a, b=replace(b, layout="col"), out=out)
+            problem = replace(problem, k=whole_k(problem.k, b))
             yield problem
+            for scale in map(Scale.parse, scales_of(form) if along != "k" else ()):
+                if scale.grid and scale != row and not (along == "n" and scale.block[0] > 1):
+                    weight = replace(problem.b, scale=scale)
+                    yield replace(problem, a=out, b=weight, k=whole_k(problem.k, weight))
             if form.implied:
                 yield replace(problem, a=wide, b=replace(b, scale=None))
-            tensor = Scale("tensor")
+            first = Scale.parse(scales_of(form)[0])
             yield replace(
-                problem, a=replace(a, scale=tensor) if form.implied else a,
-                b=b if form.implied else replace(b, scale=tensor),
+                problem, a=replace(a, scale=first) if form.implied else a,
+                b=b if form.implied else replace(b, scale=first),
             )  # fmt: skip
             if along == "m":
                 full = replace(

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import torch
 
+from tmm_core import grids
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.ragged_inputs import Inputs
 
@@ -101,10 +103,12 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
     along = problem.along
     parts = dict(inputs.parts)
-    for name, t in inputs.by_row(problem, "a").items():
-        parts[name] = (t if along == "m" else t.view(problem.shape(name))[group])[:, None]
-    for name, t in inputs.by_row(problem, "b").items():
-        parts[name] = t if along == "n" else t.view(problem.shape(name))[group]
+    for of, ragged in (("a", "m"), ("b", "n")):
+        grid = getattr(problem, of).grid
+        for name, t in inputs.by_row(problem, of).items():
+            stack = t if grid else t.view(problem.shape(name)) if along != ragged else t
+            own = t if along == ragged else stack[group]
+            parts[name] = own if grid or of == "b" else own[:, None]
     if along == "m":
         b = b[group]
     elif along == "n":
@@ -141,8 +145,11 @@ def _part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tens
     b, bias = inputs.b, inputs.bias
     wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
     parts = dict(inputs.parts)
-    parts |= {name: t[..., rows, :] for name, t in inputs.by_row(problem, "a").items()}
-    parts |= {name: t[..., wide] for name, t in inputs.by_row(problem, "b").items()}
+    of_a, of_b = max(1, problem.a.block[0]), max(1, problem.b.block[0])
+    for name, t in inputs.by_row(problem, "a").items():
+        parts[name] = t[..., rows // of_a, :]
+    for name, t in inputs.by_row(problem, "b").items():
+        parts[name] = t[..., wide // of_b]
     return replace(
         inputs,
         a=inputs.a[..., rows, :],
@@ -158,10 +165,19 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     values: list[torch.Tensor] = []
     factors = []
-    for name, t, form in zip(("a", "b"), (inputs.a, inputs.b), problem.forms, strict=True):
+    for name, t, along in (("a", inputs.a, -1), ("b", inputs.b, -2)):
         scale, zero = inputs.parts.get(f"{name}_scale"), inputs.parts.get(f"{name}_zero")
-        values.append(t if form is None else form.values(t, None, zero))
-        factors += [scale] if scale is not None else []
+        spec: Operand = getattr(problem, name)
+        form = spec.form
+        if form is None:
+            values.append(t)
+        elif spec.grid:
+            # The rows and columns are picked: each has scales of its own.
+            block = 1, spec.block[1]
+            values.append(form.values(t, scale, zero, torch.float64, block, along))
+        else:
+            values.append(form.values(t, None, zero, along=along))
+            factors += [] if scale is None else [grids.factors(scale, torch.float32)]
     a, b = values
     z = _product(a, b, precise)
     for factor in factors:

@@ -6,12 +6,13 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from tmm_core.errors import reraise
+from tmm_core.spec.arguments import LAUNCHED_PARTS
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -220,7 +221,7 @@ class DataSets:
         p = self.problem
         a_shape = p.a_shape
         if p.groups is not None and p.groups.a_index is not None:
-            a_shape = rows_read(p.m, "more"), p.k
+            a_shape = rows_read(p.m, "more"), a_shape[-1]
         inputs = footprint(p.a, a_shape) + footprint(p.b, p.b_shape)
         inputs += footprint(p.residual, p.out_shape) if p.residual else 0
         inputs += footprint(Operand(p.bias), (1, *p.shape("bias"))[-2:]) if p.bias else 0
@@ -253,6 +254,8 @@ class DataSets:
         memory: dict[str, GuardedTensor] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+            if padded and name in LAUNCHED_PARTS and spec.layout == "col":
+                spec = replace(spec, layout="row")  # a grid of scales may have any strides
             placed = memory_layout(spec, shape, padded=padded)
             if name == "bias" and padded:  # a call's bias may have any stride
                 placed = vector_layout(spec, shape, 2)

@@ -121,7 +121,7 @@ class Rows:
         of_b = given.by_row(problem, "b").values()
         beyond: dict[str, list[tuple[torch.Tensor | None, int]]] = {
             "m": [(a, 0), *((t, 0) for t in of_a), (residual, 0)],
-            "n": [(given.b, 1), *((t, 0) for t in of_b), (residual, 1)],
+            "n": [(given.b, 1), *((t, -1) for t in of_b), (residual, 1)],
             "k": [(a, 1), (given.b, 0)],
         }
         for t, dimension in beyond[problem.along]:
@@ -174,9 +174,10 @@ class Inputs:
         return dict(self.parts) | (self.rows.given if self.rows else {})
 
     def by_row(self, problem: Problem, operand: str) -> dict[str, torch.Tensor]:
-        """The parts of ``a`` that belong to its rows, or of ``b`` to its columns, by name."""
+        """The parts of ``a`` that belong to its rows, or of ``b`` to its columns, by name: one
+        number for each, or a grid."""
         spec: Operand = getattr(problem, operand)
-        if spec.scale is None or spec.scale.kind != "row":
+        if spec.scale is None or spec.scale.kind == "tensor":
             return {}
         return {name: t for name, t in self.parts.items() if name.startswith(f"{operand}_")}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tmm_core import grids
 from tmm_core.formats import Format
 from tmm_core.spec.arguments import PARTS
 from tmm_core.spec.operand import Operand
@@ -104,17 +105,26 @@ def fill(
     # Four standard deviations of the values are the largest stored number.
     unit = 1.0 if limit is None else 4 * max(1, k) ** -0.25 / limit
     if name.endswith("_scale"):
-        once.uniform_(0.5 * unit, 1.5 * unit, generator=generator)
+        if t.dtype is grids.EXPONENT:
+            drawn = torch.empty(once.shape, dtype=torch.float32, device=t.device)
+            once.copy_(grids.exponents(drawn.uniform_(0.7 * unit, 2.8 * unit, generator=generator)))
+        elif t.dtype.itemsize == 1:  # torch has no random 8-bit floats
+            drawn = torch.empty(once.shape, dtype=torch.float32, device=t.device)
+            once.copy_(drawn.uniform_(0.5 * unit, 1.5 * unit, generator=generator))
+        else:
+            once.uniform_(0.5 * unit, 1.5 * unit, generator=generator)
         return t
     if name.endswith("_zero"):
-        once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
+        drawn = torch.randint(-8, 9, once.shape, generator=generator, device=t.device)
+        once.copy_(drawn if form is None or not form.origin else drawn.abs())
         return t
     if values.cancelling and name in ("a", "b"):
         return _cancel(name, t, k, generator)
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
     if form is not None:
-        numbers = torch.randn(once.shape, generator=generator, dtype=torch.float32, device=t.device)
-        once.copy_(form.quantize(numbers.mul_(spread / unit), t.dtype))
+        sizes = *once.shape[:-1], once.shape[-1] * form.pack
+        numbers = torch.randn(sizes, generator=generator, dtype=torch.float32, device=t.device)
+        once.copy_(form.packed(form.quantize(numbers.mul_(spread / unit), t.dtype)))
     elif not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
     elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
@@ -168,10 +178,14 @@ def make(
         operand: Operand = getattr(problem, of)
         assert operand.scale is not None
         size: tuple[int, ...] = ()
-        if operand.scale.kind == "row":
-            gathered = of == "a" and rows is not None and rows.a_index is not None
-            size = (rows.read,) if gathered else problem.shape(keyword)  # type: ignore[union-attr]
+        if operand.scale.kind != "tensor":
+            size = problem.shape(keyword)
+            if of == "a" and rows is not None and rows.a_index is not None:
+                size = (rows.read, *size[1:])
         dtype = operand.scale.dtype if name == "scale" else operand.dtype
+        if operand.grid:
+            # As a weight's owner has them; verification also has them the other way.
+            return drawn(keyword, Operand(dtype, "row" if of == "a" else "col", False), size)
         return drawn(keyword, Operand(dtype), (1, math.prod(size))).view(size)
 
     forms = {name: getattr(problem, name).form for name in ("a", "b")}
@@ -183,7 +197,7 @@ def make(
             sizes=recipe.sizes, whole=recipe.whole, reads=recipe.reads,
         )  # fmt: skip
         if problem.groups.a_index is not None:
-            a_shape = rows.read, problem.k
+            a_shape = rows.read, a_shape[-1]
     a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
     bias = residual = None
     if problem.bias is not None:

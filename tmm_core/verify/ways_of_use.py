@@ -71,7 +71,7 @@ class WaysOfUse(CheckedLauncher):
             ways.append(lambda: given.launch(bound.run, None))
         if bound.body is not None:
             parts = {PART[(name[0], name[2:])].name: t for name, t in given.extras.items()}
-            names = f"{problem.a.format},{problem.b.format}"
+            names = f"{problem.a.spelled},{problem.b.spelled}"
             call = Arguments(
                 given.a, given.b, given.bias, given.residual, given.alpha,
                 problem.epilogue.key, **parts, formats="" if names == "," else names,  # type: ignore[arg-type]
