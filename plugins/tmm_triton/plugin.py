@@ -16,6 +16,7 @@ KERNELS = {
     "triton.grouped": ("tiled", "Grouped"),
     "triton.split_k": ("split_k", "SplitK"),
     "triton.skinny": ("skinny", "Skinny"),
+    "triton.streaming": ("streaming", "Streaming"),
     "triton.fused_epilogue": ("tiled", "FusedEpilogue"),
     "triton.persistent": ("persistent", "Persistent"),
     "triton.warp_specialized": ("hopper.warp_specialized", "WarpSpecialized"),

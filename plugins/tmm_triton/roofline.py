@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tmm_core import Machine, Problem
 from tmm_triton.operands import TileConfig
 
@@ -15,6 +17,14 @@ _UNALIGNED = 0.45
 _LATENCY = 0.7
 #: Number of concurrent programs per SM above which more of them hide no more latency.
 _MOST_RESIDENT = 4
+
+#: 32-bit registers, threads and blocks of an SM, and registers per thread besides operands and
+#: sums.
+_REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32
+_OVERHEAD = 24
+#: Fitted to ten problems of :mod:`tmm_triton.skinny` with 15 configs each on an H200: µs of load
+#: latency when all SMs load, and µs of a step besides its bytes.
+_READ_LATENCY, _STEP_US = 1.3, 0.1
 
 
 def times_us(
@@ -47,3 +57,25 @@ def times_us(
     partials = 8 * splits * problem.batch * problem.m * problem.n if splits > 1 else 0
     moving = machine.moving_us(problem.bytes + partials)
     return {"tensor cores": busy, "latency": waiting, "memory": moving}
+
+
+def reading_us(problem: Problem, config: TileConfig, programs: int, ahead: float) -> float:
+    """The time of a kernel whose programs load operands into registers, if reading takes longest:
+    longer if too few bytes are in flight and if the last programs leave SMs idle.
+
+    Args:
+        ahead: Bytes that one program has in flight.
+    """
+    machine = Machine.of(problem.device)
+    sms = machine.sms
+    threads = 32 * config.num_warps
+    registers = (config.registers(problem) + _OVERHEAD) * threads
+    resident = max(1, min(_REGISTERS // registers, _THREADS // threads, _BLOCKS))
+    in_flight = min(programs / sms, resident) * ahead * sms
+    slow = max(1.0, math.sqrt(_READ_LATENCY * machine.memory / in_flight))
+    waves = programs / (sms * resident)
+    load = waves if waves > 1 else programs / sms
+    idle = math.ceil(load) / load - 1
+    steps = math.ceil(waves) * -(-problem.k // config.BLOCK_K)
+    reading = problem.bytes / machine.memory * slow * (1 + idle / 2)
+    return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps

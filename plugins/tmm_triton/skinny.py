@@ -25,7 +25,6 @@ through shared memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +35,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Machine, Problem, Traits
+from tmm_core import Problem, Traits
+from tmm_triton import roofline
 from tmm_triton.blocks import finish
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 from tmm_triton.pdl import check_early, ways, with_early
@@ -188,13 +188,6 @@ _SHAPES = (
     (16, 512, 8, 1),
     (32, 128, 2, 1),
 )
-#: 32-bit registers, threads and blocks of an SM, and registers per thread besides operands and
-#: sums.
-_REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32
-_OVERHEAD = 24
-#: Fitted to ten problems with 15 configs each on an H200: µs of load latency when all SMs load, and
-#: µs of a step besides its bytes.
-_LATENCY, _STEP_US = 1.3, 0.1
 
 
 class Skinny(TritonKernel[SkinnyConfig]):
@@ -245,24 +238,11 @@ class Skinny(TritonKernel[SkinnyConfig]):
         """The time to read ``b``, longer if too few bytes are in flight and if the last programs
         leave SMs idle. Over the problems it was fitted to, the best of the first five by this
         estimate was the best of all, the first was 1.7 % slower."""
-        machine = Machine.of(problem.device)
-        sms = machine.sms
-        threads = 32 * config.num_warps
-        registers = (config.registers(problem) + _OVERHEAD) * threads
-        resident = min(_REGISTERS // registers, _THREADS // threads, _BLOCKS)
         columns = -(-problem.n // config.BLOCK_N)
         programs = problem.batch * columns * -(-problem.m // config.BLOCK_M)
-        each = min(programs / sms, resident)
+        step = config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize
         ahead = 1.5 if config.num_stages == 2 else 1
-        asked = each * config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize * ahead
-        rate = machine.memory
-        slow = max(1.0, math.sqrt(_LATENCY * rate / (asked * sms)))
-        waves = programs / (sms * resident)
-        load = waves if waves > 1 else programs / sms
-        idle = math.ceil(load) / load - 1
-        steps = math.ceil(waves) * -(-problem.k // config.BLOCK_K)
-        reading = problem.bytes / rate * slow * (1 + idle / 2)
-        return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps
+        return roofline.reading_us(problem, config, programs, ahead * step)
 
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
         overlaps = config.early != "" and hopper_or_later(problem)
