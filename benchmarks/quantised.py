@@ -105,7 +105,7 @@ def measure(
             name: round(statistics.median(mine), 2)
             for name, mine in zip(calls, samples, strict=True)
         }
-        plan = tmm_core.plan(x, weights[0].T)
+        plan = tmm_core.plan(x, weights[0].t())
         base = us["torch bf16"]
         floor = weights[0].stored.nbytes + weights[0].scale.nbytes
         found.append({

@@ -88,7 +88,7 @@ def test_every_config_is_right_and_repeats_its_bits(m: int) -> None:
     w, values = weight("int4", 520, 2304, 128, torch.bfloat16)
     x = torch.randn(m, 2304, device="cuda", dtype=torch.bfloat16) / 48
     expected = x.double() @ values.T
-    plan = tmm_core.plan(x, w.T, kernel=KERNEL)
+    plan = tmm_core.plan(x, w.t(), kernel=KERNEL)
     configs = Streaming().configs(plan.problem)
     assert len(configs) > 4
     for config in configs:
