@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from tmm_cache.cache_errors import RecordError, reraise, suppress
+from tmm_cache.cache_errors import RecordError, reraise
 from tmm_cache.disk import (
     NotRegularError,
     closing,
@@ -27,7 +27,7 @@ from tmm_cache.fields import at, flag
 from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.ownership import REPLACED, foreign_file, is_shared
-from tmm_cache.paths import BROKEN_SUFFIX, ENVIRONMENT
+from tmm_cache.paths import ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
 #: A thousand candidates with a hundred samples each take 2 MB; a larger file is not a record.
@@ -233,28 +233,6 @@ def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
         data = Fault(path, f"is not a valid environment: {error}", damaged=True)
     if data is not None:
         report(data)
-    return None
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a damaged record, so that it is not read again; returns its new path, None if it
-    stays.
-
-    If another process has saved a good record since the damaged one was read, that is put back.
-    """
-    aside = path.with_name(path.name + BROKEN_SUFFIX)
-    try:
-        os.replace(path, aside)
-        data = read_bytes(aside)
-        try:
-            parse_stored(data if isinstance(data, bytes) else b"", path.stem)
-        except ValueError:
-            return aside
-        with suppress(FileExistsError):  # an even newer one is in place
-            os.link(aside, path)
-        os.unlink(aside)
-    except OSError as error:
-        reraise(error)
     return None
 
 

@@ -24,7 +24,7 @@ from tmm_cache.files import (
 )
 from tmm_cache.keys import Document, canonical
 from tmm_cache.paths import MISSES
-from tmm_cache.scan import Folder, folders
+from tmm_cache.scan import folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def log_miss(log: Path, environment: Document, problem: Document) -> None:
 def logged_misses(root: Path, report: Report) -> list[Miss]:
     """The problems logged in a root, each once per GPU and environment."""
     found = []
-    for folder in _folders(root, report):
+    for folder in folders(root, report):
         problems = read_misses(folder.path, report)
         environment = read_environment(folder.path, report) if problems else None
         found += [
@@ -64,7 +64,7 @@ def logged_misses(root: Path, report: Report) -> list[Miss]:
 def clear_misses(root: Path, report: Report) -> int:
     """Remove the logs of a root; returns how many."""
     removed = 0
-    for folder in _folders(root, report):
+    for folder in folders(root, report):
         path = folder.path / MISSES
         try:
             path.unlink()
@@ -77,11 +77,6 @@ def clear_misses(root: Path, report: Report) -> int:
         removed += 1
         remove_if_empty(folder.path, root)
     return removed
-
-
-def _folders(root: Path, report: Report) -> list[Folder]:
-    """The folders in which problems are logged."""
-    return [folder for folder in folders(root, report) if not folder.is_old]
 
 
 def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:

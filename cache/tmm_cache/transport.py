@@ -48,15 +48,14 @@ CLOCK_SKEW: Final = timedelta(days=1)
 def write_transport(file: Path, found: Iterable[Summary]) -> int:
     """Write these records to a file, without most of their samples; returns their number.
 
-    The first of several records of a problem is written; of no record, nothing. Records of
-    another clock, which never
-    answer, and records whose environment is unknown are left out. Raises UsageError for more than
-    `MAX_BYTES`, OSError like `write_for_all`.
+    The first of several records of a problem is written; of no record, nothing. Records whose
+    environment is unknown are left out. Raises UsageError for more than `MAX_BYTES`, OSError like
+    `write_for_all`.
     """
     written: dict[Key, JSON] = {}
     for summary in found:
         key, record = summary.key, summary.record
-        if not record.is_hint and summary.environment is not None and key not in written:
+        if summary.environment is not None and key not in written:
             written[key] = {
                 "gpu": summary.gpu,
                 "environment": json.loads(canonical(summary.environment)),  # sorted
@@ -91,20 +90,20 @@ class Transport:
         for (gpu, _, _), (environment, document) in self._items.items():
             yield gpu, environment, document["problem"]
 
-    def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault | None]]:
-        """Every record as `record` returns it, with its key and environment."""
-        for key, (environment, _) in self._items.items():
-            yield key, environment, self.record(key)
+    def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault]]:
+        """Every record, checked, with its key and environment."""
+        for key, (environment, document) in self._items.items():
+            yield key, environment, self._checked(key, document)
 
     def record(self, key: Key) -> TuningRecord | Fault | None:
-        """The record of a problem, checked; None if there is none that answers."""
-        if key not in self._items:
-            return None
+        """The record of a problem, checked; None if there is none."""
+        return self._checked(key, self._items[key][1]) if key in self._items else None
+
+    def _checked(self, key: Key, document: dict[str, Any]) -> TuningRecord | Fault:
         try:
-            record = TuningRecord.from_json(self._items[key][1])
+            return TuningRecord.from_json(document)
         except RecordError as error:
             return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
-        return None if record.is_hint else record
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -169,8 +168,6 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
     for key, environment, record in Transport(file).records():
         if isinstance(record, Fault):
             imported.faults.append(record.reason)
-        elif record is None:
-            imported.faults.append(f"{key[2]} was timed with another clock")
         elif record.created_at > latest:
             imported.faults.append(f"{key[2]} was created in the future: {record.created}")
         else:
@@ -181,13 +178,9 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
                 if present.place:
                     raise OSError(f"{present.path} {present.reason}")
                 imported.faults.append(f"{key[2]}: {present.path} {present.reason}")
-            elif isinstance(present, Stored) and _is_as_new(present.record, record):
+            elif isinstance(present, Stored) and present.record.created_at >= record.created_at:
                 imported.kept += 1
             else:
                 write_record(path, record_bytes(record, imported=True, checked=True), environment)
                 imported.written += 1
     return imported
-
-
-def _is_as_new(present: TuningRecord, other: TuningRecord) -> bool:
-    return not present.is_hint and present.created_at >= other.created_at

@@ -42,7 +42,6 @@ CACHE = [
            "if time.time() - os.stat(path).st_mtime > TOUCH", "a time yet to come is never mended", (LIMITS,)),
     Mutant("cache-never-used", "tmm_cache/size_limits.py", "_FIRST_USE: Final = 365 * 86400.0", "_FIRST_USE: Final = 0.0",
            "a record from an image layer counts as used in 1970", (UPKEEP,)),
-    Mutant("cache-broken-stays", "tmm_cache/size_limits.py", "|{BROKEN.pattern}", "", "damaged records pile up", (UPKEEP,)),
     Mutant("transport-checksum", "tmm_cache/transport.py",
            "if not has_checksum(data, document, document.pop(\"checksum\", None)):", "if document.pop(\"checksum\", 0) == 1:",
            "a file that changed on its way is imported", (TRANSPORT,)),
