@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from tmm_cache.cache_errors import RecordError, reraise
+from tmm_cache.cache_errors import RecordError, reraise, suppress
 from tmm_cache.disk import (
     NotRegularError,
     closing,
@@ -69,6 +69,14 @@ def parse(data: bytes) -> object:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     return value
+
+
+def json_lines(data: bytes) -> Iterator[object]:
+    """The JSON values of a file to which processes append lines. A line that a killed process left
+    torn is passed over."""
+    for line in data.split(b"\n"):
+        with suppress(ValueError):
+            yield parse(line)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -18,6 +18,7 @@ from tmm_cache.files import (
     MAX_BYTES,
     Fault,
     Report,
+    json_lines,
     read_bytes,
     read_environment,
     write_environment,
@@ -52,7 +53,7 @@ def logged_misses(root: Path, report: Report) -> list[Miss]:
     """The problems logged in a root, each once per GPU and environment."""
     found = []
     for folder in folders(root, report):
-        problems = read_misses(folder.path, report)
+        problems = _read(folder.path, report)
         environment = read_environment(folder.path, report) if problems else None
         found += [
             Miss(folder.gpu, folder.environment_digest, environment, problem, count)
@@ -79,28 +80,13 @@ def clear_misses(root: Path, report: Report) -> int:
     return removed
 
 
-def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
-    """The problems of a folder's log, each once, with its count.
-
-    A torn last line comes from a killed process and is not a fault.
-    """
-    path = folder / MISSES
-    data = read_bytes(path)
+def _read(folder: Path, report: Report) -> list[tuple[Document, int]]:
+    """The problems of a folder's log, each once, with its count."""
+    data = read_bytes(folder / MISSES)
     if not isinstance(data, bytes):
         if data is not None:
             report(data)
         return []
-    counts: Counter[str] = Counter()
-    fault: Fault | None = None
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            counts[canonical({**json.loads(line)["problem"]})] += 1
-        except (KeyError, TypeError, ValueError, RecursionError):
-            if number < len(lines):
-                fault = fault or Fault(path, f"line {number} is not a miss")
-    if fault is not None:
-        report(fault)
+    problems = (line.get("problem") for line in json_lines(data) if isinstance(line, dict))
+    counts = Counter(canonical(each) for each in problems if isinstance(each, dict))
     return [(json.loads(text), count) for text, count in counts.items()]

@@ -80,14 +80,6 @@ def package_digest(module: str) -> str | None:
     return _digest(_package(module), stamps) if stamps else None
 
 
-def files_of(function: Any) -> set[Path]:
-    """The files of the package that a third party's function is in."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return set() if _top(module) in LIBRARIES else {Path(path) for path, _ in _files(module)}
-
-
 def _top(module: str) -> str:
     return module.partition(".")[0]
 

@@ -20,7 +20,6 @@ from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.files import Fault
 from tmm_cache.header import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON, Document
-from tmm_cache.miss_log import read_misses
 from tmm_cache.ownership import foreign_below
 from tmm_cache.paths import VERSION
 from tmm_cache.problem_fields import printable
@@ -81,7 +80,6 @@ def verify(store: CacheStore, options: Namespace) -> int:
     for root in (store.root, *store.layers):
         for folder in folders(root, faults.append):
             records += len(list(summaries_of(root, folder, faults.append, full=True)))
-            read_misses(folder.path, faults.append)
             left += map(str, leftovers(folder.path))
     if options.json:
         found = [
