@@ -17,10 +17,11 @@ from tmm_cache.disk import append_line, remove_if_empty
 from tmm_cache.files import (
     MAX_BYTES,
     Fault,
+    Read,
     Report,
     json_lines,
-    read_bytes,
     read_environment,
+    read_file,
     write_environment,
 )
 from tmm_cache.keys import Document, canonical
@@ -82,11 +83,10 @@ def clear_misses(root: Path, report: Report) -> int:
 
 def _read(folder: Path, report: Report) -> list[tuple[Document, int]]:
     """The problems of a folder's log, each once, with its count."""
-    data = read_bytes(folder / MISSES)
-    if not isinstance(data, bytes):
-        if data is not None:
-            report(data)
-        return []
-    problems = (line.get("problem") for line in json_lines(data) if isinstance(line, dict))
+    read = read_file(folder / MISSES)
+    if isinstance(read, Fault):
+        report(read)
+    lines = json_lines(read.data) if isinstance(read, Read) else ()
+    problems = (line.get("problem") for line in lines if isinstance(line, dict))
     counts = Counter(canonical(each) for each in problems if isinstance(each, dict))
     return [(json.loads(text), count) for text, count in counts.items()]

@@ -17,7 +17,7 @@ from typing import Final
 
 from tmm_cache.cache_errors import reraise, suppress
 from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import Read, json_lines, read_own
+from tmm_cache.files import Read, json_lines, read_file
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.ownership import foreign
 from tmm_cache.paths import NOTES, default_root
@@ -66,7 +66,7 @@ class Notes:
             append_line(self.path, line, MAX_BYTES)
 
     def _lines(self) -> dict[str, JSON]:
-        read = read_own(self._root, self.path)
+        read = read_file(self.path, self._root)
         notes: dict[str, JSON] = {}
         if not isinstance(read, Read):
             return notes

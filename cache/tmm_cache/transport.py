@@ -9,6 +9,7 @@ before memory is used, its checksum detects damage, and each record is checked w
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -21,10 +22,11 @@ from tmm_cache.cache_errors import RecordError, UsageError
 from tmm_cache.disk import write_for_all
 from tmm_cache.files import (
     Fault,
+    Read,
     Stored,
     has_checksum,
     parse,
-    read_bytes,
+    read_file,
     read_stored,
     record_bytes,
     sealed,
@@ -77,11 +79,11 @@ class Transport:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        data = read_bytes(path, MAX_BYTES)
-        if not isinstance(data, bytes):
-            raise UsageError(f"{path}: {data.reason if data else 'there is no such file'}")
+        read = read_file(path, most=MAX_BYTES)
+        if not isinstance(read, Read):
+            raise UsageError(f"{path}: {read.reason if read else 'there is no such file'}")
         try:
-            self._items = dict(_items(_unpacked(data)))
+            self._items = dict(_items(_unpacked(read.data)))
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"{path}: is not a file of records: {error}") from error
 
@@ -110,15 +112,13 @@ def _unpacked(data: bytes) -> bytes:
     """The uncompressed bytes. Raises ValueError if they are torn or exceed `MAX_BYTES`."""
     if not data.startswith(b"\x1f\x8b"):
         return data
-    stream = zlib.decompressobj(wbits=31)
     try:
-        data = stream.decompress(data, MAX_BYTES + 1)
-    except zlib.error as error:
+        with gzip.open(io.BytesIO(data)) as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(str(error)) from error
     if len(data) > MAX_BYTES:
         raise ValueError(f"unpacks to more than {MAX_BYTES} bytes")
-    if not stream.eof or stream.unused_data:
-        raise ValueError("its compressed data is torn")
     return data
 
 

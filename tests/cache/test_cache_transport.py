@@ -491,14 +491,14 @@ def test_what_cannot_be_read_this_time_is_not_replaced(
     newer = record(problem(m=2), created="2026-03-03T00:00:00Z", note="newer")
     mine = store.save(GPU, ENVIRONMENT, newer)
     assert mine is not None
-    real = files.read_bytes
+    real = files.read_file
 
-    def failing(path: Path, *more: int) -> bytes | files.Fault | None:
+    def failing(path: Path, *more: Path | None) -> files.Read | files.Fault | None:
         fault = files.Fault(path, "cannot be read: Input/output error", damaged=False)
         return fault if path == mine else real(path, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "read_bytes", failing)
+        patch.setattr(files, "read_file", failing)
         assert main(["import", str(file)]) == 1
         assert "cannot be read: Input/output error" in capsys.readouterr().err
         # No document is whole without it.
