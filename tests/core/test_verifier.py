@@ -22,7 +22,7 @@ from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify import compare, ways_of_use
+from tmm_core.verify import compare, data_sets, ways_of_use
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, memory_layout, with_guard_bands
 from tmm_core.verify.nonfinite import AXES, Axis, nonfinite_inputs, planted
@@ -343,8 +343,8 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = DataSets(problem(), CPU, 1 << 28, sampled=False)
-    poison, soiled = compare.poison, []
-    monkeypatch.setattr(compare, "poison", lambda t: (soiled.append(t), poison(t)))
+    poison, soiled = data_sets.poison, []
+    monkeypatch.setattr(data_sets, "poison", lambda t: (soiled.append(t), poison(t)))
     data.poison_free_memory()
     assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
     assert all(t.isnan().all() for t in soiled)

@@ -10,7 +10,7 @@ VERIFIER = "tests/core/test_verifier.py"
 TUNER = "tests/core/test_tuner.py"
 
 TUNING = [
-    Mutant("poison", "verify/data_sets.py", "            compare.poison(each)\n", "            pass\n",
+    Mutant("poison", "verify/data_sets.py", "            poison(each)\n", "            pass\n",
            "a kernel that writes nothing wins with BLAS's answer", (TUNER, VERIFIER)),
     Mutant("poison-out", "verify/data_sets.py", "        self._outs[which].poison()\n", "",
            "a kernel that writes nothing passes with what was in the output", (TUNER, VERIFIER)),

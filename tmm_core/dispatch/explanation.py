@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import TuningRecord, console, problem_fields
+from tmm_cache import CLOCK, TuningRecord, console, problem_fields
 from tmm_cache.header import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
@@ -169,7 +169,7 @@ class Explanation:
         else:
             at = ", ".join(map(str, compared_at(self.record)))
             yield "record", f"{self.record.created}, {self.record.tuning_seconds:.1f} s of tuning"
-            yield "clock", f"{self.record.clock}, at {self.record.along.upper()}={at}"
+            yield "clock", f"{CLOCK}, at {self.record.along.upper()}={at}"
 
     def _others(self) -> Iterator[tuple[str, str]]:
         timed = {c.kernel for c in self.record.candidates} if self.record else set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -93,15 +94,16 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
+    def _entries(self) -> Iterator[tuple[str, str, str]]:
+        """Each product: its path, what was done, and why."""
+        yield from ((c.path, f"{c.before} → {c.after}", "") for c in self.changes)
+        yield from ((n.path, f"{n.activation} not fused", n.reason) for n in self.not_fused)
+        yield from ((item.path, f"{item.module} left alone", item.reason) for item in self.left)
+
     def _repr_html_(self) -> str:
         from tmm_cache import console
 
-        rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
-        rows += [
-            (item.path, f"{item.activation} not fused", item.reason) for item in self.not_fused
-        ]
-        rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
-        rows += [("", "note", note) for note in self.notes]
+        rows = [*self._entries(), *(("", "note", note) for note in self.notes)]
         return console.html(console.table(("path", "what was done", "because"), rows, 140))
 
     def __str__(self) -> str:
@@ -113,10 +115,8 @@ class Report:
         ]
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
-        done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
-        apart = [(n.path, f"{n.activation} not fused: {n.reason}") for n in self.not_fused]
-        left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
-        return "\n".join(lines + _folded([*done, *apart, *left]) + [f"  {n}" for n in self.notes])
+        said = [(path, f"{done}: {why}" if why else done) for path, done, why in self._entries()]
+        return "\n".join([*lines, *_folded(said), *(f"  {note}" for note in self.notes)])
 
 
 def _folded(entries: list[tuple[str, str]]) -> list[str]:

@@ -28,7 +28,7 @@ from tmm_core.verify.guard_bands import (
     with_guard_bands,
 )
 from tmm_core.verify.nonfinite import AXES, NonFinite, nonfinite_inputs
-from tmm_core.verify.ragged_inputs import Inputs, rows_read
+from tmm_core.verify.ragged_inputs import Inputs, poison, rows_read
 from tmm_core.verify.random_inputs import Recipe
 
 F = TypeVar("F", bound="DataSets")
@@ -210,7 +210,7 @@ class DataSets:
         """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
         results of an earlier launch could remain where this one writes nothing."""
         for each in [self.problem.empty_out(self.device) for _ in range(2)]:
-            compare.poison(each)
+            poison(each)
 
     def release(self) -> None:
         """Release all tensors; they are made again with other values on the next use."""

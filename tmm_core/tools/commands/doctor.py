@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tmm_cache import CLOCK, console
+from tmm_cache import console
 from tmm_cache.console import DONE, FOUND, print_json
 from tmm_cache.ownership import foreign, foreign_below
 from tmm_cache.paths import VERSION
@@ -226,10 +226,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         else:
             advice = "correct TMM_CACHE_PATH"
             yield Finding("cache layer", "problem", f"{layer} is not a readable folder", advice)
-    same = [
-        each.environment == mine.environment and each.clock == CLOCK
-        for each in store.summaries(mine.gpu)
-    ]
+    same = [each.environment == mine.environment for each in store.summaries(mine.gpu)]
     text = f"{sum(same)} records for {mine.gpu}"
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"

@@ -44,7 +44,7 @@ def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
     layers that no higher one hides."""
     found: dict[str, Summary] = {}
     for entry in store.entries(device.gpu):
-        if entry.environment == device.environment and not entry.record.is_hint:
+        if entry.environment == device.environment:
             found.setdefault(entry.digest, entry)
     return list(found.values())
 
