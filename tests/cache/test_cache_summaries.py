@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
-from tmm_cache import CacheStore, scan
+from tmm_cache import CacheStore, measurements, scan
 from tmm_cache.header import HEADER_BYTES, Header, read_header
 from tmm_cache.record import TuningRecord
 
@@ -123,3 +123,11 @@ def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore
     made = store.summary(GPU, ENVIRONMENT, record())
     assert [made] == list(store.summaries())
     assert isinstance(made.load(), TuningRecord)
+
+
+def test_counts_of_bytes_have_the_unit_that_fits() -> None:
+    told = {
+        0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 2**20 - 2**10: "1023.0 KiB",
+        2**20: "1.0 MiB", 2**30: "1.0 GiB", 2**40: "1024.0 GiB",
+    }  # fmt: skip
+    assert {count: measurements.bytes_text(count) for count in told} == told

@@ -19,6 +19,13 @@ from tmm_core.verify.data_sets import DataSets
 CPU = torch.device("cpu")
 
 
+def test_vectors_and_empty_tensors_are_filled() -> None:
+    """Also those whose elements share an address."""
+    for t in (torch.zeros(64), torch.zeros(1).expand(64), torch.zeros(0), torch.zeros(0, 4)):
+        assert random_inputs.fill("bias", t, 16, random_inputs.seeded(CPU, 0)) is t
+        assert not t.numel() or t.abs().min() > 0
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.uint8],
