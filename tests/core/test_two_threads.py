@@ -110,7 +110,7 @@ def test_a_launch_that_raises_ends_both_threads() -> None:
 def test_turns_alternate_and_a_thread_that_is_away_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(two_threads, "_PATIENCE", 30.0)
+    monkeypatch.setattr(two_threads, "_WAIT", 5.0)
     turns, passed = Turns(), []
 
     def run(thread: int) -> None:
@@ -126,7 +126,7 @@ def test_turns_alternate_and_a_thread_that_is_away_is_not_waited_for(
     assert all(one != other for one, other in itertools.pairwise(passed[:8]))
     assert turns.over
 
-    monkeypatch.setattr(two_threads, "_PATIENCE", 0.01)
+    monkeypatch.setattr(two_threads, "_WAIT", 0.001)
     alone = Turns()
     began = time.monotonic()
     for _ in range(1000):  # the first waits in vain
@@ -137,14 +137,18 @@ def test_turns_alternate_and_a_thread_that_is_away_is_not_waited_for(
 
 def test_turns_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many lines, and after so long."""
-    monkeypatch.setattr(two_threads, "_PATIENCE", 0.0)
-    monkeypatch.setattr(two_threads, "_MOST_LINES", 3)
-    turns = Turns()
+    monkeypatch.setattr(two_threads, "_WAITS", 0)
+    with monkeypatch.context() as m:
+        m.setattr(two_threads, "_MOST_LINES", 3)
+        turns = Turns()
     for over in (False, False, True):
         turns.pass_on(0)
         assert turns.over is over
-    monkeypatch.setattr(two_threads, "_TURNS_SECONDS", 0.0)
-    assert Turns().over
+    assert not Turns().over
+    for limit in ("_TURNS_SECONDS", "_TURNS_CPU"):
+        with monkeypatch.context() as m:
+            m.setattr(two_threads, limit, -1.0)
+            assert Turns().over
 
 
 def test_a_tracer_of_the_thread_is_put_back() -> None:

@@ -37,10 +37,12 @@ LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
 LONGEST_TOGETHER = 0.2
 #: Launches of each thread that alternates line by line.
 _ALTERNATING = 2
-#: Lines after which threads take no more turns, and seconds.
-_MOST_LINES, _TURNS_SECONDS = 2000, 0.5
-#: Seconds that a thread waits for its turn. The other may need a lock that the waiting one holds.
-_PATIENCE = 0.02
+#: Lines after which threads take no more turns; seconds of the process's CPU time, which others do
+#: not take from it; and seconds of the clock.
+_MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
+#: How often a thread waits for its turn, and for how many seconds at a time: on a busy machine each
+#: wait takes longer. The other thread may need a lock that this one holds.
+_WAITS, _WAIT = 20, 0.001
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
 _GATHERING = 1_000_000
 #: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
@@ -48,11 +50,12 @@ _SWITCHING = 1e-6
 
 
 class Turns:
-    """Which of the threads 0 and 1 runs. No wait is longer than :data:`_PATIENCE`."""
+    """Which of the threads 0 and 1 runs. No wait is without an end."""
 
     def __init__(self) -> None:
         self._changed, self._turn = threading.Condition(), 0
         self._until, self._left = time.monotonic() + _TURNS_SECONDS, _MOST_LINES
+        self._until_cpu = time.process_time() + _TURNS_CPU
         self._away: set[int] = set()
         #: How often a thread got its turn from the other.
         self.taken = 0
@@ -60,7 +63,8 @@ class Turns:
     @property
     def over(self) -> bool:
         """Whether the lines or the time are used up."""
-        return self._left <= 0 or time.monotonic() > self._until
+        late = time.process_time() > self._until_cpu or time.monotonic() > self._until
+        return self._left <= 0 or late
 
     def pass_on(self, thread: int) -> None:
         """Let the other thread run, and wait for the next turn."""
@@ -72,10 +76,11 @@ class Turns:
             self._changed.notify_all()
             if other in self._away or self.over:
                 return
-            if self._changed.wait_for(lambda: self._turn == thread, _PATIENCE):
-                self.taken += 1
-            else:
-                self._away.add(other)  # until it comes here again
+            for _ in range(_WAITS):
+                if self._changed.wait_for(lambda: self._turn == thread, _WAIT):
+                    self.taken += 1
+                    return
+            self._away.add(other)  # until it comes here again
 
     def leave(self, thread: int) -> None:
         """Let the other thread run alone, for ever."""
