@@ -319,3 +319,12 @@ def test_parse_refuses_constants_that_are_not_json() -> None:
     for text in (b"NaN", b"[Infinity]", b'{"a": -Infinity}'):
         with pytest.raises(ValueError, match="is not JSON"):
             parse(text)
+
+
+def test_three_samples_or_fewer_are_kept_as_they_are() -> None:
+    for samples in ((3.0,), (3.0, 1.0), (3.0, 1.0, 2.0)):
+        few = CandidateResult("k", "1", {}, "ok", samples_us=samples)
+        assert few.thinned() is few
+    many = CandidateResult("k", "1", {}, "ok", samples_us=(3.0, 1.0, 2.0, 5.0))
+    assert many.thinned().samples_us == (1.0, 2.5, 5.0)
+    assert many.thinned(raced=False).samples_us == (2.5,)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
 from tmm_cache import CacheStore, measurements, scan
-from tmm_cache.header import HEADER_BYTES, Header, read_header
+from tmm_cache.header import HEADER_BYTES, Best, Header, read_header
 from tmm_cache.record import TuningRecord
 
 
@@ -131,3 +131,19 @@ def test_counts_of_bytes_have_the_unit_that_fits() -> None:
         2**20: "1.0 MiB", 2**30: "1.0 GiB", 2**40: "1024.0 GiB",
     }  # fmt: skip
     assert {count: measurements.bytes_text(count) for count in told} == told
+
+
+@pytest.mark.parametrize(
+    ("us", "blas_us", "speedup"),
+    [
+        (2.0, 5.0, 2.5),
+        (0.0, 5.0, None),
+        (None, 5.0, None),
+        (2.0, None, None),
+        (1e-300, 1e300, None),
+    ],
+)
+def test_a_winner_that_was_not_timed_has_no_speedup(
+    us: float | None, blas_us: float | None, speedup: float | None
+) -> None:
+    assert Best("k", {}, us, blas_us).speedup == speedup
