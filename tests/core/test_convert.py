@@ -753,6 +753,15 @@ def test_a_gate_and_up_that_cannot_lie_side_by_side_stay_apart(change: Any) -> N
         assert torch.equal(model.up.weight, weights[1])
 
 
+@pytest.mark.parametrize("name", ["fc1", "up"])
+def test_a_gate_whose_memory_another_layer_has_too_stays_apart(name: str) -> None:
+    model = nn.ModuleDict({"mlp": Gated(), "tied": nn.Linear(12, 16)})
+    model["tied"].weight = nn.Parameter(getattr(model["mlp"], name).weight.data)
+    found = {item.path: item.reason for item in convert(model).not_fused}
+    assert "their weights share memory with others, or differ in dtype or device" in found.values()
+    assert model["tied"].weight.data_ptr() == getattr(model["mlp"], name).weight.data_ptr()
+
+
 # -- the report --------------------------------------------------------------------------
 
 
