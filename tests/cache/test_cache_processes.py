@@ -218,6 +218,7 @@ def test_a_timeout_must_be_a_number_of_seconds(store: CacheStore, timeout: float
     ("code", "complaint"),
     [
         (errno.ENOLCK, "two processes may tune"),
+        (errno.ENOSYS, "two processes may tune"),
         (errno.EIO, "two processes may tune"),
         (errno.ESTALE, "two processes may tune"),
         (errno.EPERM, "two processes may tune"),

@@ -339,3 +339,12 @@ def test_times_inside_the_bucket_are_kept_and_found() -> None:
     assert record().measured_at == (128,)
     assert [split.us_at(m, 128) for m in (77, 100, 128, 99)] == [8.0, 9.0, 11.5, None]
     assert CandidateResult("k", "v", {}, "failed").us_at(128, 128) is None
+
+
+def test_three_samples_or_fewer_are_kept_as_they_are() -> None:
+    for samples in ((3.0,), (3.0, 1.0), (3.0, 1.0, 2.0)):
+        few = CandidateResult("k", "1", {}, "ok", samples_us=samples)
+        assert few.thinned() is few
+    many = CandidateResult("k", "1", {}, "ok", samples_us=(3.0, 1.0, 2.0, 5.0))
+    assert many.thinned().samples_us == (1.0, 2.5, 5.0)
+    assert many.thinned(raced=False).samples_us == (2.5,)

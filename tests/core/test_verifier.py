@@ -728,6 +728,34 @@ def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
         assert found.ok, found.reason
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+RESULTS: dict[str, tuple[Any, str]] = {
+    "subclass": (lambda y: y.as_subclass(Subclass), "returned Subclass and not a tensor"),
+    "parameter": (lambda y: torch.nn.Parameter(y), "returned Parameter and not a tensor"),
+    "grad": (lambda y: y.requires_grad_(), "requires a gradient"),
+    "recorded": (lambda y: y.requires_grad_() * 1, "requires a gradient"),
+    "negation": (lambda y: torch._neg_view(y.neg()), "lazy negation"),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_that_is_more_than_its_values_is_wrong(name: str) -> None:
+    """A call with plain operands returns a plain tensor that records nothing."""
+    change, why = RESULTS[name]
+
+    def fault(right: Any, *given: Any) -> Any:
+        result = right(*given)
+        return change(result) if given[-1] is None and torch.is_grad_enabled() else result
+
+    for extent in ("brief", "whole"):
+        found = verdict(fault, extent=extent)
+        assert found.reason is not None
+        assert why in found.reason
+
+
 @pytest.mark.parametrize(("ms", "launches"), [(100.0, 2), (0.75, 10), (0.001, 128)])
 def test_long_launches_of_two_threads_are_few(
     ms: float, launches: int, monkeypatch: pytest.MonkeyPatch
