@@ -24,7 +24,7 @@ from tmm_core.launch.codegen import written
 from tmm_core.spec.device import interpreting
 from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of
-from tmm_core.triton.releases import CCall, c_call, called_as_known, encoded
+from tmm_core.triton.releases import CCall, c_call, called_as_known, encode
 
 Grid = tuple[int, int, int]
 
@@ -173,7 +173,7 @@ class Launch:
             places[name] = (
                 f"*({name} if type({name}) is TensorMap else encode({name}, {name}_meta))"
             )
-        namespace |= {"TensorMap": _TensorMap, "encode": encoded}
+        namespace |= {"TensorMap": _TensorMap, "encode": encode}
         given = ", ".join(("gx", "gy", "gz", *self._given))
         lines = [
             self.guard("_", f"call({given})"),
@@ -207,12 +207,12 @@ class TensorMaps:
             if len(self.kept) >= _TENSOR_MAPS_KEPT:
                 # In one step: another thread may add a map between two steps of an iterator.
                 self.kept.popitem(last=False)
-            encoded = self.kept[key] = _TensorMap(encoded(self._describe(t), self._meta))
+            encoded = self.kept[key] = _TensorMap(encode(self._describe(t), self._meta))
         return encoded
 
 
 class _TensorMap(tuple[Any, ...]):
-    """An encoded descriptor, as :func:`encoded` returns it."""
+    """An encoded descriptor, as the C launch function takes it."""
 
     __slots__ = ()
 
@@ -232,9 +232,7 @@ def _without_constants(src: ASTSource) -> Any:
     return reduced
 
 
-def _direct(
-    compiled: CompiledKernel, low: CCall | None, device: int
-) -> tuple[str, dict[str, Any]]:
+def _direct(compiled: CompiledKernel, low: CCall | None, device: int) -> tuple[str, dict[str, Any]]:
     """Source that only launches the compiled handle, with placeholders for grid, arguments and the
     prefix of its names, and the values of these names.
 

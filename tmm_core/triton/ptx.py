@@ -11,8 +11,9 @@ reads ``a`` from shared memory again, which takes longer than its multiplication
 takes any multiple of 8 columns. ``joined_ahead`` does so where the second's columns lie before the
 first's, and the first's are not described rightly.
 
-Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``). If one cannot be made, a kernel that is correct without it is compiled without it,
-with a warning.
+Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``). If
+one cannot be made, a kernel that is correct without it is compiled without it, with a warning, and
+any other is not compiled.
 """
 
 from __future__ import annotations

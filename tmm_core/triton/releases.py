@@ -7,6 +7,7 @@ does not compile or is wrong is set aside.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -42,9 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in _GLUON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     place, names = _GLUON[name]
-    module, _, inner = place.partition(":")
-    owner: Any = importlib.import_module(module)
-    owner = getattr(owner, inner, None) if inner else owner
+    owner = _owner(place)
     found = next((getattr(owner, each) for each in names if hasattr(owner, each)), None)
     if found is None:
         raise ImportError(f"{place.replace(':', '.')} has no {' or '.join(names)}")
@@ -54,7 +53,19 @@ def __getattr__(name: str) -> Any:
 def views_end_with_boxes() -> bool:
     """Whether Gluon refuses a view of shared memory that is larger than what it is a view of, as
     it does since it has these names."""
-    return hasattr(importlib.import_module(_TMA), "async_load")
+    return hasattr(_owner(_TMA), "async_load")
+
+
+def views_of_any_number() -> bool:
+    """Whether Gluon views a part of a number of boxes that is no power of two, as it does since it
+    has this name. Where it refuses larger views and has not these, it ends the process."""
+    return hasattr(_owner(_MEMORY), "reinterpret")
+
+
+def _owner(place: str) -> Any:
+    module, _, inner = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, inner, None) if inner else found
 
 
 # -- options of the compiler ----------------------------------------------------------------------
@@ -134,9 +145,7 @@ def c_call(run: Any, *, described: bool) -> CCall | None:
         stand_in = SimpleNamespace(**{**vars(run), "launch": lambda *args: noted.append(args)})
         for _ in range(2):
             # Sizes of scratch memory are multiplied by the grid, which these objects refuse.
-            type(run).__call__(
-                stand_in, *grid, stream, function, metadata, None, None, None, *own
-            )
+            type(run).__call__(stand_in, *grid, stream, function, metadata, None, None, None, *own)
     except Exception as error:  # whatever a later release does with its arguments
         reraise(error)
         return None
@@ -173,11 +182,15 @@ def _holds(arguments: tuple[Any, ...], grid: tuple[Any, ...]) -> bool:
     return len(at) == 3 and _same(arguments[at[0] : at[0] + 3], grid)
 
 
-def encoded(descriptor: Any, meta: Any) -> Any:
+def encode(descriptor: Any, meta: Any) -> Any:
     """The C launch function's arguments for a descriptor: its tensor map, shape and strides."""
     from triton.backends.nvidia import driver
 
-    encode = driver.make_tensordesc_arg
-    # Since 3.8 it also takes the launch's other arguments, and ignores them.
-    more = len(inspect.signature(encode).parameters) - 2
-    return encode(descriptor, meta, *[()] * more)
+    arguments = descriptor, meta, ()
+    return driver.make_tensordesc_arg(*arguments[: _parameters(driver.make_tensordesc_arg)])
+
+
+@functools.cache
+def _parameters(encoder: Any) -> int:
+    """How many arguments it takes; since 3.8 also the launch's others, which it ignores."""
+    return len(inspect.signature(encoder).parameters)

@@ -62,13 +62,13 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
     b = as_matrix(b_ring.index(slot), KIND)
     SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
     BOXES: gl.constexpr = COLUMNS // C.box_columns
-    if C.ahead == BOXES:
+    if BOXES > 1 and C.ahead == BOXES:
         RING: gl.constexpr = [C.num_stages * C.b_boxes // BOXES] + SHAPE  # noqa: RUF005
         b = reinterpret(b_ring, b.dtype, RING, b.layout).index(slot // BOXES)
-    elif C.ahead:
+    elif BOXES > 1 and C.ahead:
         # Of the right shape, but of any stage: joined_ahead reads on from the second product's.
         b = reinterpret(b_ring.slice(0, BOXES), b.dtype, SHAPE, b.layout)
-    elif C.narrow:
+    elif BOXES > 1:
         b = reinterpret(b, b.dtype, SHAPE, b.layout)
     if C.B_COL:
         b = b.permute((1, 0))

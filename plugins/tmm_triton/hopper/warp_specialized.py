@@ -43,9 +43,10 @@ columns (cuBLAS has all multiples of 8). Such a tile is two products beside each
 and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
 the other, so that the wide product reads several of them as one operand. An edit of the PTX makes
 one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``). Where Gluon has no view of
-several boxes as one, the narrow product's come first, and only the edit says that the rest follow. In a gated tile the first
-product has gate's columns and some of up's. In a tile of 128×192, by turns, a thread holds 192
-accumulators; it loads a sixth less than one of 128×128 for as many products.
+several boxes as one, the narrow product's boxes come first, and only the edit says that the others
+follow. In a gated tile the first product has gate's columns and some of up's. In a tile of 128×192,
+by turns, a thread holds 192 accumulators; it loads a sixth less than one of 128×128 for as many
+products.
 
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
