@@ -221,7 +221,9 @@ def test_a_launch_that_needs_more_goes_through_its_launcher_object(
     assert (6 * 8 in noted.launches[0]) is not counting
 
 
-def test_the_installed_triton_is_called_as_tmm_calls_it(noted: Noted) -> None:
+def test_the_installed_triton_is_called_as_tmm_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = types.SimpleNamespace(active=types.SimpleNamespace())
+    monkeypatch.setattr(driver.triton.runtime, "driver", active)
     run: Any = object.__new__(driver.CudaLauncher)
     sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
     aligns = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
