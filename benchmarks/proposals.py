@@ -104,7 +104,7 @@ def replayed(problem: Problem, document: dict[str, Any], kernels: list[Kernel[An
                 continue  # of another version
             known[candidate] = min(us, known.get(candidate, math.inf))
     search = Search(problem, able, able)
-    scale = {kernel: 1.0 for kernel in able}
+    scale = dict.fromkeys(able, 1.0)
     for candidate, us in known.items():
         estimate = search._estimates.get(candidate)
         if estimate:
@@ -142,7 +142,7 @@ HEAD = (
 
 
 def folded(problem: Problem) -> int:
-    """One of five parts of the weights, so that a constant fitted to four is judged on the fifth."""
+    """One of five parts of the weights: what is fitted to four is judged on the fifth."""
     return (problem.n * 31 + problem.k * 17) // 64 % 5
 
 
