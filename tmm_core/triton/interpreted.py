@@ -64,9 +64,9 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 @functools.cache
 def _mend() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, and cast
-    integers to bf16 by their values; does nothing if this Triton's interpreter is built
-    differently."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast integers to
+    bf16 by their values, and take masks that a Python bool made integers, as 3.9's loads and stores
+    do not; does nothing if this Triton's interpreter is built differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
@@ -94,3 +94,17 @@ def _mend() -> None:
         return multiply(wide(a), wide(b), *rest, **more)
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    load: Any = getattr(builder, "create_masked_load", None)
+    store: Any = getattr(builder, "create_masked_store", None)
+    if load is None or store is None:
+        return
+
+    def boolean(mask: Any) -> Any:
+        if mask.data.dtype.kind == "b":
+            return mask
+        return interpreter.TensorHandle(mask.data != 0, tl.int1)
+
+    builder.create_masked_load = lambda at, mask, *rest: load(at, boolean(mask), *rest)
+    builder.create_masked_store = lambda at, block, mask, *rest: store(
+        at, block, boolean(mask), *rest
+    )

@@ -31,8 +31,9 @@ _EXPOSED = 0.9
 #: How much longer multiplying takes if the first tiles are split, more than so many waves follow,
 #: and both operands are read again: blocks then do not work on a rectangle of tiles. On an H100,
 #: whose L2 is smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three
-#: parts, and 582 in others.
-_IRREGULAR, _FEW_WAVES = 1.1, 2
+#: parts, and 582 in others. But such tiles win often, mostly on an H200: with 1.1 they were not
+#: proposed where they won by 5 to 14 % (``benchmarks/results/proposals.md``).
+_IRREGULAR, _FEW_WAVES = 1.03, 2
 #: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
 #: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
 _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9

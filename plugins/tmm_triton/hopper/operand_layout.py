@@ -11,6 +11,7 @@ import torch
 
 from tmm_core import Operand, Problem
 from tmm_core.triton import Described, pointer
+from tmm_core.triton.releases import views_end_with_boxes, views_of_any_number
 
 #: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
@@ -63,7 +64,9 @@ def scattered(problem: Problem) -> bool:
 
 def beside(problem: Problem) -> bool:
     """Whether a tile may be two products beside each other."""
-    return not (problem.native or by_words(problem))
+    if problem.native or by_words(problem):
+        return False
+    return views_of_any_number() or not views_end_with_boxes()
 
 
 def residual_by_tma(problem: Problem) -> bool:

@@ -42,9 +42,11 @@ Layouts have powers of two, but a wave is often filled best by tiles of another 
 columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one
 and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
 the other, so that the wide product reads several of them as one operand. An edit of the PTX makes
-one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``). In a gated tile the first
-product has gate's columns and some of up's. In a tile of 128×192, by turns, a thread holds 192
-accumulators; it loads a sixth less than one of 128×128 for as many products.
+one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``). Where Gluon has no view of
+several boxes as one, the narrow product's boxes come first, and only the edit says that the others
+follow. In a gated tile the first product has gate's columns and some of up's. In a tile of 128×192,
+by turns, a thread holds 192 accumulators; it loads a sixth less than one of 128×128 for as many
+products.
 
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
@@ -105,10 +107,6 @@ _GLUON = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
-
-#: Whether this Triton refuses a view of several boxes of shared memory as one, which the narrow one
-#: of two tiles beside each other takes. Triton 3.9 does.
-_VIEWS_END_WITH_BOXES = hasattr(gl.shared_memory_descriptor, "reinterpret")
 
 #: The grid has a multiple of this many blocks. L2 merges the requests of neighbouring SMs for the
 #: same lines while the SMs run in step, which an odd number of blocks ends. In 64×256 tiles an H100
@@ -186,10 +184,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         return reduction_order.summed(problem, config.splits * config.ranges, config.BLOCK_K)
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
-        configs = search_space.configs(problem)
-        if _VIEWS_END_WITH_BOXES:
-            return [config for config in configs if not config.narrow]
-        return configs
+        return search_space.configs(problem)
 
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
         return estimate.estimate_us(problem, config)
