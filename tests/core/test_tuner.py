@@ -719,9 +719,8 @@ def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
     timer = GraphTimer(torch.device("cuda", 0))
-    chains = {one: Chain(one) for one in ("torch", "tmm")}
-    monkeypatch.setattr(timer, "_chain", lambda run, copies: chains[run])
     runs: Any = ["torch", "tmm"]
+    monkeypatch.setattr(timer, "_chains", {(id(run), 2): Chain(run) for run in runs})
     samples = timer.steady(runs, 4, copies=2, steady_us=450.0)
     assert samples == [[100.0] * 4] * 2
     assert replayed[0] == ("torch", 15)

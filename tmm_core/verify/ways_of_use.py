@@ -24,6 +24,7 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import PART, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.data_sets import InputSet
 from tmm_core.verify.further_inputs import restoring, rounds_of
@@ -31,12 +32,13 @@ from tmm_core.verify.ragged_inputs import Inputs
 
 Tensor = torch.Tensor
 
-#: Launches of each of two threads, and the seconds that they may take beyond the least number: 32
-#: launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
-LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
-#: Seconds that a GPU may take for the launches of both threads: 128 of each, of 4096×4096×14336,
-#: take 0.18 s, and a host submits them within :data:`TOGETHER_SECONDS`.
-TOGETHER_ON_GPU = 0.015
+#: Turns of two threads, launches of each in one, and the seconds that they may take beyond the
+#: least number: 32 launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in
+#: 40.
+TURNS_TOGETHER, LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 4, 2, 32, 0.006
+#: Seconds that a GPU may take for the launches of both threads in a turn: 128 of each, of
+#: 4096×4096×14336, take 0.18 s, and a host submits them within 25 ms.
+TOGETHER_ON_GPU = 0.004
 #: Seconds for which a thread goes on until the other one has made its launches.
 LONGEST_TOGETHER = 0.2
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
@@ -102,7 +104,7 @@ class WaysOfUse(CheckedLauncher):
         self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
         self._check_released()
 
-    def rounds(self, limit: int | None = None) -> None:
+    def rounds(self, limit: int | None = None) -> Steps[None]:
         """One launch on each of the data's further inputs, or on ``limit`` of them."""
         if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
@@ -116,6 +118,7 @@ class WaysOfUse(CheckedLauncher):
                 del result
                 self._accept(error, f", with {each.plan.name}", each.slack)
                 self._check_released()
+                yield ()
 
     def together(self) -> None:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
