@@ -186,7 +186,7 @@ def within(settings: Settings | None, function: Callable[..., T], *arguments: An
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     if (settings or _from_environment()).static_weights:
-        settings = _changed(settings or _from_environment(), static_weights=False)
+        settings = changed(settings or _from_environment(), static_weights=False)
     return _under(settings, function, *arguments)
 
 
@@ -195,7 +195,7 @@ def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
     # A compiled graph runs later, under the settings of that time.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
-    return _under(_changed(current(), static_weights=True), function, *arguments)
+    return _under(changed(current(), static_weights=True), function, *arguments)
 
 
 def _under(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
@@ -218,7 +218,7 @@ def nested() -> Iterator[None]:
     if base.nested:
         yield
         return
-    token = _active.set(_changed(base, nested=True, kernel=None, config=None))
+    token = _active.set(changed(base, nested=True, kernel=None, config=None))
     try:
         yield
     finally:
@@ -226,7 +226,8 @@ def nested() -> Iterator[None]:
 
 
 @functools.lru_cache(256)
-def _changed(base: Settings, **changes: Any) -> Settings:
+def changed(base: Settings, **changes: Any) -> Settings:
+    """``base`` with these fields."""
     return _intern(dataclasses.replace(base, **changes))
 
 

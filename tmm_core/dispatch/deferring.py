@@ -14,6 +14,7 @@ from tmm_core.errors import error_text, reraise
 from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
+from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.problem import Problem
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 #: Answers of unfinished problems that are kept.
 MOST_ANSWERS = 4096
+
+#: What is put off: the measurement of a problem, under these settings.
+Name = tuple[Problem, Settings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +54,32 @@ class Deferring(Measuring):
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         super().__init__(registry, tuner, store)
         self.first_use = FirstUse(store)
-        #: In the background: the answers of unfinished problems, which are chosen once.
-        self.answers: dict[tuple[Problem, Settings], tuple[Choice, Launcher]] = {}
+        #: In the background: the answers of unfinished problems, which are chosen once, and the
+        #: names of what may finish them.
+        self.answers: dict[Name, tuple[tuple[Name, Name], tuple[Choice, Launcher]]] = {}
         #: The tunings and races that ended there, and why the record may give no answer.
-        self.ended: dict[tuple[Problem, Settings], str] = {}
+        self.ended: dict[Name, str] = {}
 
     @functools.cached_property
     def background(self) -> Background:
         from tmm_core.tuning.background import Background
 
-        return Background(self._rights)
+        return Background(lambda problem: self._alone_on(problem.device))
 
     def keep(self, problem: Problem, settings: Settings, found: tuple[Choice, Launcher]) -> None:
-        """Keep the answer of an unfinished problem, until a tuning ends."""
+        """Keep the answer of an unfinished problem."""
         if len(self.answers) >= MOST_ANSWERS:
             self.answers.clear()
-        self.answers[problem, settings] = found
+        bare = problem.bare()
+        self.answers[problem, settings] = ((bucketed(bare), settings), (bare, settings)), found
+
+    def kept(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher] | None:
+        """The answer of a problem that is still unfinished."""
+        names, found = self.answers.get((problem, settings), ((), None))
+        if found is not None and not any(name in self.background for name in names):
+            self.answers.pop((problem, settings), None)
+            return None
+        return found
 
     def abandon(self) -> None:
         """Forget the parent process's tunings."""
@@ -73,7 +87,7 @@ class Deferring(Measuring):
         if (background := self.__dict__.pop("background", None)) is not None:
             background.abandon()
 
-    def defer(self, name: Any, query: Query, steps: Steps[Any], why: str) -> None:
+    def defer(self, name: Name, query: Query, steps: Steps[Any], why: str) -> None:
         """Have later calls go on with ``steps``, which store a record.
 
         Args:
@@ -101,8 +115,7 @@ class Deferring(Measuring):
             return
         if self._lock.acquire(blocking=False):  # else another thread measures
             try:
-                if self.background.resume(settings.tune_share):
-                    self.answers.clear()
+                self.background.resume(settings.tune_share)
             finally:
                 self._lock.release()
 
@@ -112,7 +125,7 @@ class Deferring(Measuring):
         problem, key, settings = query.problem, query.key, query.settings
         name = problem.bare(), settings
         known = choice.origin in ("cache", "tuned") and key.extent != problem.extent
-        if not known or problem.batch_invariant or name in self.ended:
+        if not known or name in self.ended:
             return True
         record = self.record_of(key)
         if record is None or len(candidates := self._racers(record, query)) < 2:
@@ -127,7 +140,7 @@ class Deferring(Measuring):
         try:
             with (
                 self._lock,
-                self._rights(key) as mine,
+                self._alone_on(key.device) as mine,
                 LINE.of(str(problem), settings.progress) as tick,
             ):
                 if mine:

@@ -110,7 +110,7 @@ class Dispatcher(Deferring):
             return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
         if settings.on_cache_miss == "background":
             self.resume(problem, settings)
-            if (answer := self.answers.get((problem, settings))) is not None:
+            if (answer := self.kept(problem, settings)) is not None:
                 return answer
         found = self._bound(problem, settings)
         if settings.on_cache_miss == "background" and not found[0].lasting:
@@ -324,7 +324,8 @@ class Dispatcher(Deferring):
         if (why := self.ended.get(name)) is not None:
             return self._unmeasured(query, why)
         if name not in self.background:
-            self._neighbours.families()  # once, in a call that loads the kernels anyway
+            # Imported and listed once, in a call that loads the kernels anyway.
+            _, _ = self.tuner, self._neighbours.families()
             able = self.able(query.key, query.settings)
             steps = self._tuning(query.key, able, query.settings, spent=query.spent)
             self.defer(name, query, steps, "tuning gave no usable winner")

@@ -126,9 +126,14 @@ class Measuring(Lookup):
         """
         from tmm_core.tuning.progress import LINE
 
+        device, document = key.device, key.to_json()
         patience = settings.tune_budget * LOCK_PATIENCE if wait else 0.0
-        with self._rights(key, patience) as mine, LINE.of(str(key), settings.progress) as tick:
-            if not (wait or mine):
+        with (
+            self.store.lock(device.gpu, device.environment, document, patience) as held,
+            self._alone_on(device) as alone,
+            LINE.of(str(key), settings.progress) as tick,
+        ):
+            if not (wait or (held and alone)):
                 raise BusyError
             return drained(self._tuning(key, able, settings, force, resume, spent), tick)
 
@@ -143,14 +148,14 @@ class Measuring(Lookup):
     ) -> Steps[TuningRecord]:
         """Measure a problem, unless its record is complete, and store the record.
 
-        It yields between measurements (:meth:`Tuner.steps`). Its caller holds :meth:`_rights` while
-        it goes on.
+        It yields between measurements (:meth:`Tuner.steps`). Its caller is :meth:`_alone_on` the
+        device while it goes on.
 
         Args:
             spent: Seconds of the budget that finding the kernels took.
         """
         findings = Findings()
-        # The rights' previous holder may have stored the record.
+        # The locks' previous holder may have stored the record.
         kept = None if force else self.record_of(key)
         hints = self.hints(key) if kept is None else NO_HINTS
         yield ()
@@ -187,17 +192,6 @@ class Measuring(Lookup):
         store = self.store.save if key.epilogue.lasting else self.store.hold
         store(device.gpu, device.environment, record, verified=verified)
         self._neighbours.add(device, record)
-
-    @contextlib.contextmanager
-    def _rights(self, key: Problem, patience: float = 0.0) -> Iterator[bool]:
-        """Hold the rights to tune a problem and to measure on the current GPU; yields False if
-        another process has one of them after ``patience`` seconds."""
-        device = key.device
-        with (
-            self.store.lock(device.gpu, device.environment, key.to_json(), patience) as held,
-            self._alone_on(device) as alone,
-        ):
-            yield held and alone
 
     @contextlib.contextmanager
     def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:

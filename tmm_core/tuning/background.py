@@ -8,6 +8,7 @@ tuning, and what remains is memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -71,16 +72,16 @@ class Background:
     waits for compilers, the next one starts its own.
 
     Args:
-        rights: A context in which this process may measure a problem; yields whether it may.
+        alone: A context in which no other process measures a problem; yields whether that is so.
         clock: Seconds that pass.
     """
 
     def __init__(
         self,
-        rights: Callable[[Problem], contextlib.AbstractContextManager[bool]],
+        alone: Callable[[Problem], contextlib.AbstractContextManager[bool]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rights, self._clock = rights, clock
+        self._alone, self._clock = alone, clock
         self._tasks: dict[Hashable, Task] = {}
         #: Seconds that slices may take now; negative: that are to be paid off.
         self._credit, self._seen = 0.0, clock()
@@ -104,9 +105,9 @@ class Background:
         self._finalizer.detach()
         _ABANDONED.append(self._tasks)
 
-    def resume(self, share: float) -> bool:
-        """Go on with a tuning for a slice, if ``share`` of the time that passed allows one; returns
-        whether one has ended. Called by one thread at a time.
+    def resume(self, share: float) -> None:
+        """Go on with a tuning for a slice, if ``share`` of the time that passed allows one. Called
+        by one thread at a time.
 
         Raises:
             BaseException: What interrupts the slice, which ends its tuning.
@@ -116,14 +117,14 @@ class Background:
         self._seen = now
         name = self._next(now) if self._credit > 0 else None
         if name is None:
-            return False
+            return
         task = self._tasks[name]
         # Calls that are queued would be waited for, so it is better done in between.
         if not _is_idle(task.problem) and self._credit < SLICE:
-            return False
+            return
         began, ended = now, False
         try:
-            with self._rights(task.problem) as mine:
+            with self._alone(task.problem) as mine:
                 if mine:
                     queued = self._clock()
                     _wait_for_gpu(task.problem)
@@ -136,12 +137,12 @@ class Background:
             if ended:
                 self._tasks.pop(name, None)
                 task.steps.close()
-        return ended
 
     def _next(self, now: float) -> Hashable | None:
         """The tuning to go on with; None if all wait."""
-        for place, (name, task) in enumerate([*self._tasks.items()][:2]):
-            if (place == 0 or not task.waited) and task.is_ready(now) and task.may_run():
+        able = (each for each in [*self._tasks.items()] if each[1].may_run())
+        for place, (name, task) in enumerate(itertools.islice(able, 2)):
+            if (place == 0 or not task.waited) and task.is_ready(now):
                 return name
         return None
 
@@ -163,8 +164,8 @@ class Background:
                     return True
                 task.waited |= bool(task.pending)
                 _wait_for_gpu(task.problem)
-                rested, now = None, self._clock()
-                if now >= until or not task.is_ready(now):
+                rested, task.left = None, self._clock()
+                if task.left >= until or not task.is_ready(task.left):
                     return False
 
 
