@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import threading
@@ -586,3 +587,36 @@ def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not timer.samples
     posed[0] = True
     until_done(d, clock, problem())
+
+
+@pytest.mark.usefixtures("compiled", "briefly")
+def test_the_benchmark_tells_delays_and_winners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import stalls
+
+    installed(FakeBlas(), FakeKernel("fast"))
+    dispatch.default_dispatcher().tuner = Tuner(FakeTimer(FAST))
+    shapes = [(3, 16, 8, ""), (5, 24, 8, "relu")]
+    output = tmp_path / "stalls.json"
+    arguments = ["--device", "cpu", "--share", "1", "--seconds", "60", "-o", str(output)]
+    rows = stalls.main(arguments, shapes)
+    assert [(row.winner, row.foreground) for row in rows] == [("fast tile=1",) * 2] * 2
+    for row in rows:
+        assert row.ratio == 1.0
+        assert row.calls > 1
+        assert row.winner_s > 0
+        assert row.first_ms > 0
+        assert row.worst_ms > 0
+    out = capsys.readouterr().out
+    assert "Of 2 winners 2 are the foreground's" in out
+    assert "| 5×24×8 relu |" in output.with_suffix(".md").read_text()
+    assert len(json.loads(output.read_text())["rows"]) == 2
+    # What has no time to end is told as such.
+    warm.forget_plans()
+    monkeypatch.setenv("OUT", str(tmp_path))
+    arguments = ["--device", "cpu", "--share", "0.0001", "--seconds", "0.05"]
+    (row,) = stalls.main(arguments, shapes[:1])
+    assert (row.winner_s, row.winner, row.foreground) == (None, "", "")
+    assert "not ended" in capsys.readouterr().out

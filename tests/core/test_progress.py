@@ -1,4 +1,4 @@
-"""What waiting calls show: one line for a step of a model, in a terminal, in a notebook, in a log."""
+"""What waiting calls show: one line for a step of a model, in a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def step(line: progress.Progress, now: list[float], count: int, shown: bool | No
 
 @pytest.mark.parametrize(
     ("terminal", "shown", "seen"),
-    [(True, True, True), (True, None, True), (True, False, False)]
-    + [(False, True, True), (False, None, False), (False, False, False)],
+    [
+        *((True, True, True), (True, None, True), (True, False, False)),
+        *((False, True, True), (False, None, False), (False, False, False)),
+    ],
 )
 def test_where_it_is_shown(
     monkeypatch: pytest.MonkeyPatch, now: list[float], terminal: bool, shown: Any, seen: bool
@@ -58,9 +60,7 @@ def test_where_it_is_shown(
     assert ("tuning 64×64×0 (1 product in" in made.getvalue()) == seen
 
 
-def test_nothing_is_shown_of_short_steps(
-    monkeypatch: pytest.MonkeyPatch, now: list[float]
-) -> None:
+def test_nothing_is_shown_of_short_steps(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
     """However many there are; but the short tunings of one step add up."""
     made, line = stream(monkeypatch, True), progress.Progress()
     for _ in range(100):

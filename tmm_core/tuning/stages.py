@@ -237,7 +237,10 @@ class Tuning:
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options: dict[str, Any] = {"copies": len(runners[0].inputs), "burst_us": burst_us}
-            measuring = functools.partial(in_steps, self._timer, "measure", runners, **options)
+
+            def measuring(rounds: int) -> Steps[Samples]:
+                return in_steps(self._timer, "measure", runners, rounds, **options)
+
             if settle:
                 yield from measuring(settle)
             samples = yield from measuring(rounds)

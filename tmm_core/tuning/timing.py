@@ -80,10 +80,12 @@ def in_steps(
 ) -> Steps[Samples]:
     """The answer of a timer's ``method``, in steps if it has such."""
     steps = getattr(timer, f"{method}_steps", None)
+    samples: Samples
     if steps is None:
-        samples: Samples = getattr(timer, method)(runs, rounds, **options)
-        return samples
-    return (yield from steps(runs, rounds, **options))
+        samples = getattr(timer, method)(runs, rounds, **options)
+    else:
+        samples = yield from steps(runs, rounds, **options)
+    return samples
 
 
 @dataclass
