@@ -1,11 +1,11 @@
-"""Measures what ``on_cache_miss="background"`` costs calls, and whether its winners are those of a
-tuning in the foreground.
+"""Measures the delays of calls under ``on_cache_miss="background"``, and whether a tuning in the
+foreground has the same winners.
 
     python benchmarks/stalls.py [--share 0.3] [--seconds 75] [-o FILE.json]
 
-Weights without records are called in turn until their tunings end. For each: milliseconds of its
-first call, of one as torch makes it, the largest delay of a later call, seconds until the winner,
-and the winner beside the foreground's: equal, or its time there over the best. A larger share than
+Weights without records are called in turn until their tunings end. The table shows milliseconds of
+torch's call, of the first call, and of the largest delay of a later one. It also shows seconds until
+the winner, and the foreground's winner with the ratio of both times there. A larger share than
 the default, 0.1, makes the run shorter and slices more frequent, not longer. Writes JSON to
 ``$OUT/stalls.json`` unless told otherwise.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -133,12 +132,7 @@ def serve(all_cases: Sequence[Case], share: float, seconds: float, on_gpu: bool)
             case.row.delays += [milliseconds(case.call, on_gpu) - case.row.torch_ms]
     for row in (case.row for case in all_cases):
         row.calls, row.worst_ms = len(row.delays), max(row.delays)
-        many = len(row.delays) > 1
-        row.p99_ms = (
-            statistics.quantiles(row.delays, n=100, method="inclusive")[-1]
-            if many
-            else row.worst_ms
-        )
+        row.p99_ms = sorted(row.delays)[int(0.99 * (len(row.delays) - 1))]
         row.delays = []
 
 

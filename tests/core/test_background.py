@@ -613,7 +613,7 @@ def test_the_benchmark_tells_delays_and_winners(
     assert "Of 2 winners 2 are the foreground's" in out
     assert "| 5×24×8 relu |" in output.with_suffix(".md").read_text()
     assert len(json.loads(output.read_text())["rows"]) == 2
-    # What has no time to end is told as such.
+    # The table says which tunings did not end.
     warm.forget_plans()
     monkeypatch.setenv("OUT", str(tmp_path))
     arguments = ["--device", "cpu", "--share", "0.0001", "--seconds", "0.05"]

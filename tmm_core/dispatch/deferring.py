@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Answers of unfinished problems that are kept.
 MOST_ANSWERS = 4096
 
-#: What is put off: the measurement of a problem, under these settings.
+#: A measurement that is put off: its problem, and the settings.
 Name = tuple[Problem, Settings]
 
 

@@ -17,7 +17,7 @@ LOOK = 0.05
 
 
 def drained(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
-    """What ``steps`` return, after all of them.
+    """Take all ``steps``; returns their result.
 
     Args:
         tick: Called after every step.

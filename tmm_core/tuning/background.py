@@ -1,8 +1,8 @@
 """Tunings that rest between slices: later calls resume them, for a share of the time that passes.
 
-A slice is bounded by the steps of which a tuning consists (:data:`tmm_core.spec.steps.Steps`). Each
-call pays for at most one, and only if those before it have been paid off: if calls stop, so does
-tuning, and what remains is memory.
+A tuning consists of short steps (:data:`tmm_core.spec.steps.Steps`), which bound a slice. Each call
+pays for at most one slice, and only if earlier ones have been paid off. If calls stop, tuning stops,
+and only memory is held.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Task:
     steps: Steps[None]
     #: Whether it is of no use any more: another process has stored the record.
     is_done: Callable[[], bool]
-    #: What it waits for; None before its first step.
+    #: The futures that it waits for; None before its first step.
     pending: Sequence[Future[Any]] | None = None
     #: Whether it has ever waited: when it goes on, it takes memory.
     waited: bool = False
@@ -155,7 +155,7 @@ class Background:
             task.gpu, task.stream = torch.cuda.current_device(), torch.cuda.current_stream()
         rested = None if task.pending is None else True
         stream: Any = torch.cuda.stream(task.stream) if on_gpu else contextlib.nullcontext()
-        # What one slice allocates, another one writes to.
+        # One slice writes to tensors that another allocated.
         with stream, torch.inference_mode(False), torch.no_grad():
             while True:
                 try:

@@ -21,7 +21,7 @@ APART = 2.0
 
 
 class Progress:
-    """What the tunings of a step have taken together. In a terminal or a notebook the line is
+    """The time that the tunings of a step take together. In a terminal or a notebook the line is
     overwritten and at last erased; a log, if it is asked for, gets a line now and then."""
 
     def __init__(self) -> None:
