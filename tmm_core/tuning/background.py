@@ -1,8 +1,8 @@
 """Tunings that rest between slices: later calls resume them, for a share of the time that passes.
 
 A tuning consists of short steps (:data:`tmm_core.spec.steps.Steps`), which bound a slice. Each call
-pays for at most one slice, and only if earlier ones have been paid off. If calls stop, tuning stops,
-and only memory is held.
+pays for at most one slice, and only if earlier ones have been paid off. If calls stop, tuning
+stops, and only memory is held.
 """
 
 from __future__ import annotations
