@@ -5,8 +5,8 @@ foreground has the same winners.
 
 Weights without records are called in turn until their tunings end. The table shows milliseconds of
 torch's call, of the first call, and of the largest delay of a later one. It also shows seconds
-until the winner, and the foreground's winner with the ratio of both times there. A larger share than
-the default, 0.1, makes the run shorter and slices more frequent, not longer. Writes JSON to
+until the winner, and the foreground's winner with the ratio of both times there. A larger share
+than the default, 0.1, makes the run shorter and slices more frequent, not longer. Writes JSON to
 ``$OUT/stalls.json`` unless told otherwise.
 """
 
