@@ -109,7 +109,7 @@ ENVIRON = [
     Mutant(
         "untried-unnoted",
         "dispatch/measuring.py",
-        "                self.untried.note(key, findings.tried, findings.left)\n",
+        "            self.untried.note(key, findings.tried, findings.left)\n",
         "",
         "every process tunes again while ptxas is missing",
         (ENVIRONMENT, COMPILERS),
@@ -213,8 +213,8 @@ ENVIRON = [
     Mutant(
         "busy-kept",
         "dispatch/dispatcher.py",
-        "return replace(choice, lasting=False)",
-        "return choice",
+        "        return replace(choice, lasting=False)\n\n    def _unmeasured",
+        "        return choice\n\n    def _unmeasured",
         "BLAS answers for good where another rank was tuning",
         (BUSY,),
     ),
@@ -269,8 +269,8 @@ ENVIRON = [
     Mutant(
         "budget-spent",
         "tuner.py",
-        "deadline = started - spent + settings.tune_budget",
-        "deadline = started + settings.tune_budget",
+        "Deadline(started - spent + settings.tune_budget)",
+        "Deadline(started + settings.tune_budget)",
         "finding the kernels costs no budget",
         (BUDGET,),
     ),
@@ -293,7 +293,7 @@ ENVIRON = [
     Mutant(
         "budget-refund",
         "tuning/candidate_launchers.py",
-        "                self.deadline += time.monotonic() - started\n",
+        "                self.deadline.at += time.monotonic() - started\n",
         "",
         "one candidate's hang eats the others' budget",
         (BUDGET,),

@@ -230,13 +230,15 @@ def make_plan(
     Args:
         pose: Checks the call and returns its problem: that of plain calls below, or the one of
             :mod:`tmm_core.launch.grouped_call`.
-        waits: Until a choice can be made for good, if another process is tuning the problem.
+        waits: Until a choice can be made for good: for this tuning, or another process's.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
         TmmError: See :meth:`tmm_core.dispatch.dispatcher.Dispatcher.choose`.
     """
     a = call.a
+    if waits and current.on_cache_miss == "background":
+        current = settings.changed(current, on_cache_miss="tune")
     # Capture, tuning and compilation all use the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)

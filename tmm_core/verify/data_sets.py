@@ -16,6 +16,7 @@ from tmm_core.spec.arguments import LAUNCHED_PARTS
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps, drained
 from tmm_core.verify import compare, random_inputs
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
@@ -176,10 +177,18 @@ class DataSets:
 
     def sets(self) -> list[InputSet]:
         """Both sets of inputs, or as many as there is memory for: one or none."""
-        if self._sets is None:
-            count, whole = self._affordable()
-            self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
+        drained(self.making())
+        assert self._sets is not None
         return self._sets
+
+    def making(self) -> Steps[None]:
+        """Make the sets, unless they are made."""
+        if self._sets is None:
+            (count, whole), made = self._affordable(), []
+            for place in range(count):
+                made.append(self._set(padded=place == 1, whole=whole))
+                yield ()
+            self._sets = made
 
     def nonfinite(self) -> list[NonFinite]:
         """NonFinite values for the last set of inputs, in rows and in columns."""

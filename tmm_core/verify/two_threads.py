@@ -30,9 +30,9 @@ Tensor = torch.Tensor
 #: of one, the other makes a whole launch. ``free``: nothing holds them back.
 Pace = Literal["lines", "launches", "free"]
 
-#: Free launches of each thread, and the seconds that they may take beyond the least number: 32
-#: launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
-LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
+#: Free launches of each thread in a round, and the seconds that they may take beyond the least
+#: number: 32 launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
+LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 32, 0.006
 #: Seconds for which a thread goes on until the other one has made its launches.
 LONGEST_TOGETHER = 0.2
 #: Launches of each thread that alternates line by line.

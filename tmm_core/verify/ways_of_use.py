@@ -20,6 +20,7 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import PART, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.data_sets import InputSet
 from tmm_core.verify.further_inputs import restoring, rounds_of
@@ -28,9 +29,11 @@ from tmm_core.verify.two_threads import LEAST_TOGETHER, MOST_TOGETHER, Pace, lau
 
 Tensor = torch.Tensor
 
-#: Seconds that a GPU may take for the launches of both threads: 128 of each, of 4096×4096×14336,
-#: take 0.18 s, and a host submits them within 25 ms.
-TOGETHER_ON_GPU = 0.015
+#: Rounds of free launches by two threads.
+ROUNDS_TOGETHER = 4
+#: Seconds that a GPU may take for the launches of both threads in a round: 128 of each, of
+#: 4096×4096×14336, take 0.18 s, and a host submits them within 25 ms.
+TOGETHER_ON_GPU = 0.004
 
 
 class WaysOfUse(CheckedLauncher):
@@ -90,7 +93,7 @@ class WaysOfUse(CheckedLauncher):
         self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
         self._check_released()
 
-    def rounds(self, limit: int | None = None) -> None:
+    def rounds(self, limit: int | None = None) -> Steps[None]:
         """One launch on each of the data's further inputs, or on ``limit`` of them."""
         if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
@@ -104,18 +107,20 @@ class WaysOfUse(CheckedLauncher):
                 del result
                 self._accept(error, f", with {each.plan.name}", each.slack)
                 self._check_released()
+                yield ()
 
-    def together(self) -> None:
+    def together(self) -> Steps[None]:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
         data = self._data
         if self._baseline or self._outputs or len(data.sets()) < 2:
             return
-        paces: tuple[Pace, ...] = ("lines", "launches", "free")
+        paces: list[Pace] = ["lines", "launches", *["free"] * ROUNDS_TOGETHER]  # type: ignore[list-item]
         if data.problem.device.interpreted:
             _interpret_one_at_a_time()
-            paces = ("free",)  # a launch has too many lines
+            paces = paces[2:]  # a launch has too many lines
         most = self._most_together() if data.device.type == "cuda" else MOST_TOGETHER
         for pace in paces:
+            yield ()
             for of, results in launch_together(data, self._launcher, pace, most) or ():
                 for result in results:
                     self._check_form(result)
