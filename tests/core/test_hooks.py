@@ -171,7 +171,7 @@ def test_what_has_no_hooks_is_no_plugin() -> None:
         def kernels(self) -> list[Any]:
             return []
 
-    with pytest.raises(PluginError, match="it is no plugin: .* has no hooks; hooks are tmm_"):
+    with pytest.raises(PluginError, match=r"it is no plugin: .* has no hooks; hooks are tmm_"):
         Registry().register(Other(), "other")
 
 
