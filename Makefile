@@ -27,10 +27,10 @@ oldest newest: %: .venv-%/.installed
 		-k "fused_work_compiles and (silu or scales) or groups_compile" \
 		tests/plugins/test_warp_specialized.py tests/plugins/test_ragged_hopper.py
 
-TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py tests/core/test_launch.py \
-	tests/core/test_releases.py tests/core/test_unusual.py tests/plugins/test_triton_kernels.py
-TESTS_oldest = tests/plugins/test_ports.py
-TESTS_newest = tests/core/test_compile.py tests/plugins/test_skinny.py
+TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.py tests/core/test_releases.py \
+	tests/plugins/test_triton_kernels.py
+TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/test_ports.py
+TESTS_newest = tests/core/test_operator.py
 
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*

@@ -104,7 +104,10 @@ def _mend() -> None:
             return mask
         return interpreter.TensorHandle(mask.data != 0, tl.int1)
 
-    builder.create_masked_load = lambda at, mask, *rest: load(at, boolean(mask), *rest)
-    builder.create_masked_store = lambda at, block, mask, *rest: store(
-        at, block, boolean(mask), *rest
-    )
+    def masked_load(at: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        return load(at, boolean(mask), *rest, **more)
+
+    def masked_store(at: Any, block: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        return store(at, block, boolean(mask), *rest, **more)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
