@@ -16,7 +16,8 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layout.py
+	$(VENV)/bin/codespell
+	$(PY) -m pytest -q tests/test_layout.py tests/test_words.py
 
 # The oldest torch and Triton that are supported, in an environment of their own, and the tests that tell
 # most of them. Without a GPU nothing else tells whether its Gluon compiles the Hopper kernel. This torch has

@@ -197,7 +197,7 @@ class Constants(WarpSpecializedConfig):
     WEIGHTED: bool = False
     #: Elements that a thread stores at once where it stores through pointers.
     STORED: int = 1
-    #: By what rows are reduced to an output beside the result.
+    #: How each row is reduced to an auxiliary output; None if there is none.
     REDUCE: str | None = None
     #: Triton's cache key holds constants' values, not the code of the properties below. This digest
     #: stands for that code.

@@ -23,7 +23,7 @@ _REACH, _SM_BYTES = 800 / 989, 125e3
 _ROW_BYTES = 85
 #: Share of the loads' time by which overlapped ones delay multiplying, as they cost power and so
 #: clock rate: in tiles of 128×256, which load three quarters of what 128×128 do, 8192×6144×4096 on
-#: an H200 is 4 % faster without pause. This and the next two are fitted to what was timed
+#: an H200 is 4 % faster in steady state. This constant and the next two are fitted to timings
 #: (``benchmarks/results/estimated_tiles.txt``).
 _POWER = 1 / 6
 #: Share of an epilogue that other consumers of the same tile do not hide, unless they are in step.

@@ -58,10 +58,10 @@ _TILES: tuple[_Tile, ...] = (
     ("cooperative", 1, 4, 64, 32, 128),
 )
 #: Tiles of two products beside each other fill waves that the others do not: 1500×1536 is 132 tiles
-#: of 128×144, one wave. Of 64×192, two by turns, 300×13824 is two waves, with which nothing else
-#: comes near cuBLAS (K = 5120, H200: 76 µs by these, 85 by the next best, 79 by cuBLAS). The first
-#: two are for large products, also where power limits them: 8192³ on an H100 is at 1.089 of
-#: cuBLAS's speed in use and at 1.049 without pause, and at 1.046 and 1.011 in 128×256.
+#: of 128×144, one wave. 300×13824 is two waves of ping-pong 64×192, and no other tile comes near
+#: cuBLAS there (K = 5120, H200: 76 µs, the next best tile 85, cuBLAS 79). The first two are for
+#: large products, also where power limits them: 8192³ on an H100 runs at 1.089 of cuBLAS's speed
+#: in use and 1.049 in steady state; with 128×256 at 1.046 and 1.011.
 _BESIDE_TILES = (
     ("pingpong", 2, 4, 128, 192, 64),
     ("pingpong", 2, 4, 128, 160, 64),

@@ -43,20 +43,20 @@ columns (cuBLAS has all multiples of 8). Such a tile is two products beside each
 and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
 the other, so that the wide product reads several of them as one operand. An edit of the PTX makes
 one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``). In a gated tile the first
-product has gate's columns and some of up's. In a tile of 128×192, by turns, a thread holds 192
-accumulators; it loads a sixth less than one of 128×128 for as many products.
+product has gate's columns and some of up's. In a ping-pong tile of 128×192 a thread holds 192
+accumulators. Such a tile loads a sixth less than one of 128×128 for as many products.
 
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
 wait it may load those of the weight, if that is not being written (``static_weights``), or prefetch
 them into L2, which is always safe.
 
-A finished tile goes out strip by strip, through staging buffers and by TMA where that can
-write it, else by pointers. The residual comes in by the same buffers before, under the main
-loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. Of an output
-beside the result each strip leaves a number a row in the workspace, and a second launch reduces
-these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
-different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
+A finished tile is written strip by strip through staging buffers, by TMA where TMA can write it,
+else by pointers. The residual is loaded into the same buffers during the main loop: when it was
+read by pointers after the tile was done, it doubled the time of 8192×4096×512. For an auxiliary
+output each strip stores one number per row in the workspace, and a second launch reduces these
+numbers. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups of
+different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 
 This module has the launch. In this folder, ``hopper_kernel`` sets a block up; ``producer``,
 ``consumer`` and ``tile_epilogue`` are the roles of its warps; ``scheduler`` orders the tiles;
@@ -146,7 +146,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         if len(problem.epilogue.outputs) > 1:
-            yield "writes at most one output beside the result"
+            yield "writes at most one auxiliary output"
         if not problem.device.interpreted:
             yield from missing_toolchain()
         yield from without_gluon(problem)
