@@ -15,7 +15,8 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layout.py
+	$(VENV)/bin/codespell
+	$(PY) -m pytest -q tests/test_layout.py tests/test_words.py
 
 # The oldest torch and Triton that are supported, and the newest, each in an environment of its own, and the tests
 # that tell most of them. Without a GPU nothing else tells whether their Gluon compiles the Hopper kernel. These

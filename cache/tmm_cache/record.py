@@ -51,8 +51,8 @@ class CandidateResult:
     `version` is the kernel's, opaque here, as is `config`. `error` is the relative error that
     verification measured, None if it was not measured or is not finite (`reason` tells which).
     `samples_us` are at the record's own M; `inside_us` are medians at other M of its bucket.
-    `steady_us` is the mean without pause, measured for BLAS and kernels ahead of it, if the product
-    is large.
+    `steady_us` is the mean time in steady state (back to back), measured for BLAS and kernels ahead
+    of it if the product is large.
     """
 
     kernel: str

@@ -221,7 +221,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def parse_expression(text: str) -> dict[str, Any]:
-    """The fields of a :class:`Case` for ``"bias+gelu_tanh+residual"``, each part of which may be
+    """The fields of a :class:`Case` for a text like ``"bias+gelu_tanh+residual"``. Each part may be
     left out.
 
     >>> parse_expression("bias+gelu_tanh+softcap(30)")

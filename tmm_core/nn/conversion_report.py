@@ -71,6 +71,12 @@ class Report:
     #: Modules whose ``static_weights`` was set.
     static: list[nn.Module] = field(default_factory=list, repr=False)
 
+    def __repr__(self) -> str:
+        counts = (
+            f"{len(self.changes)} changes, {len(self.left)} left, {len(self.not_fused)} not fused"
+        )
+        return f"<Report of {type(self.model).__name__}: {counts}>"
+
     def undo(self) -> None:
         """Give every module its own class again; parameters keep their current values.
 

@@ -1,7 +1,7 @@
 """Launches in Triton's interpreter, with correct products of bf16 and 8-bit blocks.
 
 The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
-blocks is silently off by a factor of 1e6 there. Of 8-bit floats, it multiplies NaN and Inf as the
+blocks is silently off by a factor of 1e6 there. It multiplies NaN and Inf of 8-bit floats as the
 numbers next to the largest. Its loads and stores of bf16 are right, and its casts from and to fp32;
 an integer cast to bf16 keeps its bits.
 """

@@ -197,7 +197,7 @@ class TensorMaps:
     def __init__(self, describe: Callable[[torch.Tensor], Any], meta: Any) -> None:
         self._describe = describe
         self._meta = meta
-        #: By address and strides.
+        #: Tensor maps by address and strides.
         self.kept: OrderedDict[tuple[Any, ...], _TensorMap] = OrderedDict()
 
     def __call__(self, t: torch.Tensor) -> _TensorMap:

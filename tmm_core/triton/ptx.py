@@ -6,10 +6,10 @@ another such line: a cold read of a 4096×14336 weight on an H200 takes 34.9 µs
 Triton has the hint for pointer loads (``eviction_policy``), but for TMA loads only PTX has it.
 
 ``joined`` makes one ``wgmma`` of two that multiply the same ``a`` by neighbouring columns. Triton's
-tensors have powers of two, and so a tile of 144 columns is a product of 128 and one of 16, which
-reads ``a`` from shared memory again, which takes longer than its multiplication; ``wgmma`` itself
-takes any multiple of 8 columns. ``joined_ahead`` does so where the second's columns lie before the
-first's, and the first's are not described rightly.
+tensors have powers of two, so a tile of 144 columns is a product of 128 and one of 16. The second
+reads ``a`` from shared memory again, which takes longer than its multiplication. ``wgmma`` itself
+takes any multiple of 8 columns. ``joined_ahead`` does so where the second's columns precede the
+first's in memory.
 
 Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``). If
 one cannot be made, a kernel that is correct without it is compiled without it, with a warning, and
@@ -97,7 +97,7 @@ def joined(ptx: str, ahead: bool = False) -> str:
 
 
 def _same(product: re.Match[str]) -> tuple[str, ...]:
-    """What two products have in common that can be one."""
+    """The fields that two products must share to be joined."""
     return product["types"], product["a"], product["rest"]
 
 
@@ -114,7 +114,7 @@ def joined_ahead(ptx: str) -> str:
     return joined(ptx, ahead=True)
 
 
-#: What a kernel lacks without an edit; without any other it is wrong.
+#: The disadvantage of a kernel without an edit, for the warning; without any other it is wrong.
 _LACKS = {
     "evict_first": "loads are not marked evict_first",
     "joined": "columns beside each other are multiplied apart",

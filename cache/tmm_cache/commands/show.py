@@ -134,7 +134,7 @@ def _print_list(found: Sequence[Summary], store: CacheStore, *, each: bool) -> N
         for text in (title, f"{gpu}, environment {environment}"):
             print("\n".join(console.paragraph(text, console.width())))
         before = "\n"
-        console.print_table((*_COLUMNS, "record"), rows, _NUMBERS, _OPTIONAL)
+        console.print_table((*_COLUMNS, "record"), rows, _NUMBERS, _OPTIONAL, ("record",))
 
 
 def _keyed(summary: Summary) -> tuple[tuple[Any, ...], Summary]:
@@ -158,7 +158,7 @@ def _row(members: Sequence[Summary]) -> tuple[str, ...]:
         problem_fields.weight(problem),
         problem_fields.dtypes(problem, short=True),
         problem_fields.layouts(problem),
-        problem_fields.expression(problem),
+        problem_fields.expression(problem).replace("+", " + "),  # so that it folds
         _range([each.problem.get("m") for each in members], problem_fields.text_of),
         printable(best[0].kernel),
         problem_fields.config(best[0].config) if alone else "",

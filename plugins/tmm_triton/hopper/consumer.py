@@ -50,7 +50,7 @@ def _await_full(full, stage, phase, C: gl.constexpr):
     mbarrier.wait(full.index(stage), phase)
     if C.WORDS is not None:
         # Here, not at the stores: the fence waits for all of a thread's loads, and the loader has
-        # those of the next k-steps in flight.
+        # loads of the next k-steps in flight.
         fence_async_shared()
 
 
@@ -77,7 +77,7 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """Start this stage's products and wait for those of the previous stage."""
+    """Start this stage's products and wait for the previous stage's."""
     a_ring, b_ring = ring
     KIND: gl.constexpr = C.a_kind
     a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), KIND)
@@ -107,8 +107,8 @@ def _multiply_steps(
     begin, end, ring, barriers, stage, phase, reading, acc, up,
     WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the k-steps from ``begin`` up to ``end``, and release the stage before each, at
-    first ``reading``; returns the position after them in the ring, the stage that is still read,
+    """Multiply the k-steps from ``begin`` up to ``end``. After each, release the stage before it,
+    ``reading`` at first. Return the position after them in the ring, the stage that is still read,
     and the sums."""
     full, empty = barriers
     for _ in range(begin, end):

@@ -1,5 +1,5 @@
-"""What follows a tile's sums in ``triton.warp_specialized``: scales, bias, epilogue, residual, and
-strip by strip the way through the staging buffers to memory."""
+"""The epilogue of a tile in ``triton.warp_specialized``: scales, bias, epilogue function, residual,
+and the store, strip by strip through the staging buffers."""
 
 from __future__ import annotations
 
