@@ -146,6 +146,12 @@ def autocasts_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+# -- operators of torch that tmm answers (interop.aten) ------------------------------------------
+
+#: The kernel that torch has for an operator and a dispatch key; None: ``enable()`` is not offered.
+aten_kernel: Any = private("torch.library.get_kernel", None)
+
+
 # -- GPUs ------------------------------------------------------------------------------------
 
 

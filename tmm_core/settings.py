@@ -13,6 +13,7 @@
                         start of the compiling processes, once in a process
 ``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: a
                         quarter each of a GPU's free memory, at most 8 and 4 GiB)
+``TMM_ENABLE``          ``1``: ``import tmm_core`` calls :func:`tmm_core.enable`
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: even without a terminal
 ======================  =========================================================
 
@@ -174,7 +175,7 @@ def within(settings: Settings | None, function: Callable[..., T], *arguments: An
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     if (settings or _from_environment()).static_weights:
-        settings = _changed(settings or _from_environment(), static_weights=False)
+        settings = changed(settings or _from_environment(), static_weights=False)
     return _under(settings, function, *arguments)
 
 
@@ -183,7 +184,7 @@ def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
     # A compiled graph runs later, under the settings of that time.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
-    return _under(_changed(current(), static_weights=True), function, *arguments)
+    return _under(changed(current(), static_weights=True), function, *arguments)
 
 
 def _under(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
@@ -206,7 +207,7 @@ def nested() -> Iterator[None]:
     if base.nested:
         yield
         return
-    token = _active.set(_changed(base, nested=True, kernel=None, config=None))
+    token = _active.set(changed(base, nested=True, kernel=None, config=None))
     try:
         yield
     finally:
@@ -214,13 +215,27 @@ def nested() -> Iterator[None]:
 
 
 @functools.lru_cache(256)
-def _changed(base: Settings, **changes: Any) -> Settings:
+def changed(base: Settings, **changes: Any) -> Settings:
+    """``base`` with these fields changed, as one object however often it is asked for."""
     return _intern(dataclasses.replace(base, **changes))
 
 
 def _intern(settings: Settings) -> Settings:
     key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings))
     return _interned.setdefault(key, settings)
+
+
+def enabled_by_environment() -> bool:
+    """Whether ``TMM_ENABLE`` is set; read when tmm is imported.
+
+    Raises:
+        SettingsError: It has a value that is not accepted.
+    """
+    text = os.environ.get("TMM_ENABLE", "")
+    try:
+        return _flag(text)
+    except ValueError as error:
+        raise SettingsError(f"TMM_ENABLE={text!r}: {error}") from None
 
 
 @functools.cache
