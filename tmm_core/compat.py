@@ -195,6 +195,16 @@ def end_failed_capture(pool: Any) -> None:
 # -- rarely used ---------------------------------------------------------------------------------
 
 
+def graph_pass() -> Any:
+    """The class of passes over compiled graphs; ``object`` if absent."""
+    return private("torch._inductor.custom_graph_pass.CustomGraphPass", object)
+
+
+def inductor_config() -> Any:
+    """The settings of torch's compiler."""
+    return importlib.import_module("torch._inductor.config")
+
+
 def tensor_guards() -> Any:
     """The compiler's class that checks tensors against those it was made from; None if absent."""
     return getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
