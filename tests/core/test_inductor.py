@@ -65,6 +65,7 @@ def fresh() -> Iterator[None]:
 def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = None) -> Any:
     """The result of a function whose graphs went through Inductor's stages up to the pass, and are
     then run as they are: compiling C++ would take seconds for each."""
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -75,7 +76,7 @@ def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = No
         view_to_reshape(gm)
         seen(gm.graph)
         gm.recompile()
-        return gm
+        return make_boxed_func(gm)
 
     backend = aot_autograd(fw_compiler=compile_graph, decompositions=select_decomp_table())
     return torch.compile(function, backend=backend, dynamic=False)(*inputs)
