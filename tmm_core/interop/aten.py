@@ -7,10 +7,7 @@ removes them.
 
 from __future__ import annotations
 
-import functools
-import math
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,7 +20,9 @@ import torch
 from tmm_core import compat, settings
 from tmm_core.errors import SettingsError, UnknownNameError, warn
 from tmm_core.interop import aten_answers
-from tmm_core.interop.aten_answers import ENTRY, Operator, entry_of
+from tmm_core.interop.aten_answers import Operator
+from tmm_core.interop.aten_entries import ENTRY, entry_of
+from tmm_core.interop.aten_report import EnabledReport, OperatorReport, overhead_us
 from tmm_core.launch import warm
 from tmm_core.launch.nesting import NESTING
 from tmm_core.spec.launcher import BASELINE
@@ -69,8 +68,12 @@ class Enabled:
     compile: bool
     key: str
     answered: dict[str, _Answered] = field(default_factory=dict, repr=False)
+    _set_pass: bool = field(default=False, repr=False)
 
     def __enter__(self) -> Enabled:
+        with _lock:
+            if self not in _stack:
+                _change([*_stack, self])
         return self
 
     def __exit__(
@@ -96,21 +99,26 @@ class Enabled:
             except RuntimeError:  # this torch has none
                 continue
             operator = Operator(name, torchs, self.only, self.on_cache_miss, self.review)
+            if (known := self.answered.get(name)) is not None:  # another block was inside this one
+                if known.left:
+                    continue
+                operator, known.operator.torchs = known.operator, operator.torchs
             library = _registered(name, entry_of(operator), self.key)
             _recent.append(compat.aten_kernel(f"aten::{name}", self.key))
             self.answered[name] = _Answered(operator, library)
         if self.compile:
             from tmm_core.interop import inductor  # imports parts of torch's compiler
 
-            inductor.install()
+            self._set_pass = inductor.install()
 
     def uninstall(self) -> None:
         for each in self.answered.values():
             each.leave(each.left)
-        if self.compile:
+        if self._set_pass:
             from tmm_core.interop import inductor
 
             inductor.uninstall()
+            self._set_pass = False
 
     def review(self, operator: Operator) -> None:
         """Leave an operator to torch if its host cost is more than what it saved."""
@@ -222,106 +230,6 @@ def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
         warnings.filterwarnings("ignore", ".*Warning only once", UserWarning)
         library.impl(name, entry, key, with_keyset=True)
     return library
-
-
-# -- what it costs and saves ---------------------------------------------------------------------
-
-#: The repetitions of a batch, and batches, that :func:`overhead_us` times.
-_REPEATS, _BATCHES = 40, 5
-
-
-@functools.cache
-def overhead_us(name: str) -> float:
-    """Microseconds of the host by which a call of this operator takes longer if torch's kernel
-    answers it after all; measured once, on tiny products on the CPU, in some milliseconds.
-
-    The entry is timed under another name, so that aten's operators on the CPU stay as they are.
-    """
-    if name.startswith("_"):
-        return overhead_us("addmm.out")  # which has as many arguments
-    base, _, overload = name.partition(".")
-    aten = getattr(getattr(torch.ops.aten, base), overload or "default")
-    kernel = compat.aten_kernel(f"aten::{name}", "CPU")
-    operator = Operator(name, kernel, lambda problem: False, "heuristic", lambda operator: None)
-    _, _, signature = str(aten._schema).partition("(")
-    probe = f"probe_{base}{overload}"
-    library = torch.library.Library("tmm", "FRAGMENT")
-    try:
-        with compat.without_modes(), torch.inference_mode():
-            library.define(f"{probe}({signature}")
-            library.impl(probe, entry_of(operator), "CPU", with_keyset=True)
-            shape = (1, 8, 8) if "bmm" in base else (8, 8)
-            given = [torch.ones(shape, device="cpu", dtype=torch.float32) for _ in range(4)]
-            tensors = given[: 3 if base in ("addmm", "baddbmm") else 2]
-            named = {"out": given[3]} if overload else {}
-            functions = aten, getattr(torch.ops.tmm, probe).default
-            best = [math.inf, math.inf]
-            for _ in range(_BATCHES):
-                for number, function in enumerate(functions):
-                    start = time.perf_counter()
-                    for _ in range(_REPEATS):
-                        function(*tensors, **named)
-                    best[number] = min(best[number], time.perf_counter() - start)
-            usual, probed = best
-            return max(0.0, probed - usual) * 1e6 / _REPEATS
-    finally:
-        library._destroy()
-
-
-@dataclass(frozen=True)
-class OperatorReport:
-    """Who answered the calls of one operator.
-
-    Attributes:
-        calls: By kernel's name; torch's own kernel is ``"torch"``.
-        saved_us: µs of GPU time that the others saved, by records or estimates.
-        host_us: µs by which a call that torch answers takes the host longer; None: not measured,
-            as it answered too few.
-        left: Why the operator was left to torch; empty if it was not.
-    """
-
-    name: str
-    calls: dict[str, int]
-    saved_us: float
-    host_us: float | None
-    left: str
-
-    def __str__(self) -> str:
-        calls = ", ".join(f"{kernel} {n}" for kernel, n in self.calls.items() if n) or "none"
-        cost = (
-            "" if self.host_us is None else f"; {self.host_us:.1f} µs of the host per call passed"
-        )
-        left = f"; left to torch: {self.left}" if self.left else ""
-        return f"{self.name}: {calls}; saved {self.saved_us / 1e3:.3g} ms{cost}{left}"
-
-
-@dataclass(frozen=True)
-class EnabledReport:
-    """What :func:`enable` answered since it was called, by operator. ``print()`` it."""
-
-    operators: dict[str, OperatorReport]
-    active: bool
-
-    @property
-    def calls(self) -> int:
-        """Calls that tmm's kernels answered."""
-        return sum(
-            n for each in self.operators.values() for k, n in each.calls.items() if k != "torch"
-        )
-
-    @property
-    def saved_us(self) -> float:
-        """µs of GPU time saved, by records or estimates."""
-        return sum(each.saved_us for each in self.operators.values())
-
-    def __str__(self) -> str:
-        if not self.operators:
-            return "tmm_core.enable() answers nothing in this process"
-        head = f"tmm_core.enable(), {'in force' if self.active else 'ended'}"
-        lines = [str(each) for each in self.operators.values() if any(each.calls.values())]
-        return "\n  ".join([head, *(lines or ["no product was called"])])
-
-    __repr__ = __str__
 
 
 def enabled_report() -> EnabledReport:

@@ -1,11 +1,5 @@
-"""The host path of torch's own products while :func:`tmm_core.enable` is in force.
-
-Each entry below takes the place of one aten operator's kernel for one dispatch key. It looks the
-call up by a key of a few properties, and either launches the kernel that was chosen for it or calls
-torch's own kernel, which was captured before. Autograd, autocast, vmap and modes have been dealt
-with by torch's dispatcher when an entry runs, although grad mode and ``requires_grad`` still look
-as the caller left them: nothing here asks for them.
-"""
+"""Who answers torch's own products while :func:`tmm_core.enable` is in force: chosen at the first
+call of a key, and replayed by :mod:`tmm_core.interop.aten_entries`."""
 
 from __future__ import annotations
 
@@ -14,21 +8,12 @@ from typing import Any
 
 import torch
 
-from tmm_core import compat, dispatch, settings
+from tmm_core import dispatch, settings
 from tmm_core.errors import CacheMissError, TmmError, error_text, reraise, warn
-from tmm_core.interop.aten_calls import (
-    call_with_summand,
-    grouped_call,
-    grouped_launch,
-    plain_call,
-    scaled_call,
-    scaled_launch,
-)
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
-from tmm_core.launch.check import PLAIN, ranges_meet
 from tmm_core.launch.collector import collector_off
-from tmm_core.launch.nesting import ENTRIES, launching
+from tmm_core.launch.nesting import launching
 from tmm_core.launch.plan import Choice, Plan
 from tmm_core.settings import overridden
 from tmm_core.spec.arguments import Arguments, GroupedArguments
@@ -36,8 +21,6 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
-
-deterministic, float32 = compat.deterministic, torch.float32
 
 #: Calls of an operator that torch's kernel answers before their host cost is first compared with
 #: what the others saved; then after twice as many, and so on.
@@ -84,7 +67,7 @@ class Answer:
 
 THROUGH = Answer()
 
-#: Answers by keys, which begin with the operator's name.
+#: Answers by keys, which begin with the operator.
 answers: dict[tuple[Any, ...], Answer] = {}
 warm.TABLES.append(answers)
 
@@ -220,188 +203,3 @@ def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:
         answers.clear()
     answers[key] = answer
     return answer
-
-
-def _tf32() -> bool:
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-
-# -- the entries: what every product of a user's model passes --------------------------------------
-
-
-def product(op: Operator) -> Callable[..., Any]:
-    """Of ``mm`` and ``bmm``."""
-    name, through, first = op.name, op.through, op.first
-
-    def entry(keys: Any, a: Tensor, b: Tensor) -> Any:
-        if type(a) not in PLAIN or type(b) not in PLAIN:
-            return through(keys, a, b)
-        key = (
-            name, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype,
-            (a.data_ptr() | b.data_ptr()) & 15, a.get_device(), b.get_device(),
-            overridden(), deterministic(), a.dtype is float32 and _tf32(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, plain_call(key[7], a, b))
-        if plan.launch is not None:
-            try:
-                y = plan.launch(a, b, None, None, 1.0, None)
-                plan.count()
-                return y
-            except BaseException as error:  # a kernel may call sys.exit
-                op.failed(key, plan, error)
-                plan = THROUGH
-        return through(keys, a, b)
-
-    return entry
-
-
-def product_out(op: Operator) -> Callable[..., Any]:
-    """Of ``mm.out`` and ``bmm.out``, which compiled graphs call."""
-    name, through, first = op.name, op.through, op.first
-
-    def entry(keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
-        if type(a) not in PLAIN or type(b) not in PLAIN or type(out) not in PLAIN:
-            return through(keys, a, b, out=out)
-        key = (
-            name, a.shape, b.shape, out.shape, a.stride(), b.stride(), out.stride(), a.dtype,
-            b.dtype, out.dtype, (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15,
-            a.get_device(), b.get_device(), out.get_device(),
-            overridden(), deterministic(), a.dtype is float32 and _tf32(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, plain_call(key[10], a, b, out=out))
-        if plan.launch is not None and not (ranges_meet(out, a) or ranges_meet(out, b)):
-            try:
-                plan.launch(a, b, None, None, 1.0, out)
-                plan.count()
-                return out
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        return through(keys, a, b, out=out)
-
-    return entry
-
-
-def sum_with(op: Operator) -> Callable[..., Any]:
-    """Of ``addmm`` and ``baddbmm``: ``beta · c + alpha · (a @ b)``."""
-    name, through, first = op.name, op.through, op.first
-
-    def entry(keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        if type(a) not in PLAIN or type(b) not in PLAIN or type(c) not in PLAIN or beta != 1:
-            return through(keys, c, a, b, beta=beta, alpha=alpha)
-        key = (
-            name, a.shape, b.shape, c.shape, a.stride(), b.stride(), c.stride(), a.dtype, b.dtype,
-            c.dtype, (a.data_ptr() | b.data_ptr() | c.data_ptr()) & 15,
-            a.get_device(), b.get_device(), c.get_device(), alpha == 1 or type(alpha),
-            overridden(), deterministic(), a.dtype is float32 and _tf32(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, *call_with_summand(key[10], a, b, c, alpha))
-        if plan.launch is not None:
-            try:
-                terms = (c, None) if plan.as_bias else (None, c)
-                y = plan.launch(a, b, *terms, float(alpha), None)
-                plan.count()
-                return y
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        # Keyword arguments take longer to pass on.
-        return through(keys, c, a, b) if alpha == 1 else through(keys, c, a, b, alpha=alpha)
-
-    return entry
-
-
-def sum_with_out(op: Operator) -> Callable[..., Any]:
-    """Of ``addmm.out`` and ``baddbmm.out``."""
-    name, through, first = op.name, op.through, op.first
-
-    def entry(
-        keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Tensor
-    ) -> Any:
-        given = c, a, b, out
-        if any(type(t) not in PLAIN for t in given) or beta != 1:
-            return through(keys, c, a, b, beta=beta, alpha=alpha, out=out)
-        aligned = (a.data_ptr() | b.data_ptr() | c.data_ptr() | out.data_ptr()) & 15
-        key = (
-            name, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in given], aligned,
-            alpha == 1 or type(alpha), overridden(), deterministic(),
-            a.dtype is float32 and _tf32(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, *call_with_summand(aligned, a, b, c, alpha, out=out))
-        if plan.launch is not None and not any(ranges_meet(out, t) for t in (a, b, c)):
-            try:
-                terms = (c, None) if plan.as_bias else (None, c)
-                plan.launch(a, b, *terms, float(alpha), out)
-                plan.count()
-                return out
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        return through(keys, c, a, b, beta=beta, alpha=alpha, out=out)
-
-    return entry
-
-
-def scaled(op: Operator) -> Callable[..., Any]:
-    """Of ``_scaled_mm``, with scales of 32 bits per tensor or per row."""
-    return _with_parts(op, scaled_call, scaled_launch)
-
-
-def grouped(op: Operator) -> Callable[..., Any]:
-    """Of ``_grouped_mm`` with ``offs``."""
-    return _with_parts(op, grouped_call, grouped_launch)
-
-
-def _with_parts(op: Operator, call_of: Any, launch_of: Any) -> Callable[..., Any]:
-    name, through, first = op.name, op.through, op.first
-
-    def entry(keys: Any, *given: Any, **named: Any) -> Any:
-        tensors = [t for t in given if isinstance(t, Tensor)]
-        if any(type(t) not in PLAIN for t in tensors) or any(
-            isinstance(t, Tensor) for t in named.values()
-        ):
-            return through(keys, *given, **named)
-        key = (
-            name,
-            *[
-                (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
-                if isinstance(t, Tensor)
-                else t
-                for t in given
-            ],
-            tuple(named.items()), overridden(), deterministic(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, call_of(*given, **named), launch_of)
-        if plan.launch is not None:
-            try:
-                y = plan.launch(*given)
-                plan.count()
-                return y
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        return through(keys, *given, **named)
-
-    return entry
-
-
-#: The operators that can be answered, by name with overload.
-ENTRY: dict[str, Callable[[Operator], Callable[..., Any]]] = {
-    "mm": product,
-    "mm.out": product_out,
-    "bmm": product,
-    "bmm.out": product_out,
-    "addmm": sum_with,
-    "addmm.out": sum_with_out,
-    "baddbmm": sum_with,
-    "baddbmm.out": sum_with_out,
-    "_scaled_mm": scaled,
-    "_grouped_mm": grouped,
-}
-
-
-def entry_of(op: Operator) -> Callable[..., Any]:
-    """The function that takes the place of the operator's kernel."""
-    entry = ENTRY[op.name](op)
-    ENTRIES.add(entry.__code__)
-    return entry

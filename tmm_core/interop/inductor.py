@@ -130,12 +130,14 @@ def _has_pass(before: Any) -> bool:
     return any(isinstance(one, Rewrite) for one in each)
 
 
-def install() -> None:
-    """Set the pass for all graphs compiled from now on in this process."""
+def install() -> bool:
+    """Set the pass for all graphs compiled from now on in this process; false if it was set."""
     config = compat.inductor_config()
     before = getattr(config, OPTION)
-    if not _has_pass(before):
-        setattr(config, OPTION, Rewrite("records", before))
+    if _has_pass(before):
+        return False
+    setattr(config, OPTION, Rewrite("records", before))
+    return True
 
 
 def uninstall() -> None:
