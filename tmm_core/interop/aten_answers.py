@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch, settings
-from tmm_core.errors import CacheMissError, TmmError, error_text, reraise, warn
+from tmm_core.errors import CacheMissError, SettingsError, TmmError, error_text, reraise, warn
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
@@ -138,7 +138,7 @@ class Operator:
             return self._chosen(key, call, pose, wrap, as_bias)
         except BaseException as error:
             reraise(error)
-            if issubclass(type(error), (CacheMissError, settings.SettingsError)):
+            if issubclass(type(error), (CacheMissError, SettingsError)):
                 raise
             # What tmm or torch refuses is torch's to answer or to refuse, in its own words.
             if not issubclass(type(error), (TmmError, RuntimeError, ValueError, TypeError)):

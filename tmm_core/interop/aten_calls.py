@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.launch.grouped_call import GROUPED_EXTRAS, each_bias
-from tmm_core.spec.arguments import Arguments, GroupedArguments
+from tmm_core.launch.grouped_call import each_bias
+from tmm_core.spec.arguments import GROUPED_EXTRAS, Arguments, GroupedArguments
 
 Tensor = torch.Tensor
 

@@ -79,8 +79,8 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
         a, b, bias, residual, alpha = found
         dtype = tail.product.meta["val"].dtype
         given = [a, b, *(t for t in (bias, residual, tail.residual) if t is not None)]
-        vals = [node.meta.get("val") for node in given]
-        if dtype not in DTYPES or any(type(v) is None or v.dtype is not dtype for v in vals):
+        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in given}
+        if dtype not in DTYPES or dtypes != {dtype}:
             return
         if residual is not None and tail.epilogue:
             return  # it is added before the activation
