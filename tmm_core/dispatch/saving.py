@@ -14,8 +14,8 @@ from tmm_core.tuning.ranking import times_around
 def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
     """Microseconds of GPU time that one launch of ``choice`` saves; 0 if nothing is known.
 
-    By the record that chose it, at the measured M nearest to this one; else by the kernels'
-    estimates.
+    The record that chose it gives both times, at the measured M nearest to this one; without a
+    record, the kernels' estimates do.
     """
     candidate = choice.candidate
     if candidate.kernel.name == BASELINE:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import SettingsError, UnknownNameError, warn
+from tmm_core.errors import SettingsError, UnknownNameError
 from tmm_core.interop import aten_answers
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import ENTRY, entry_of
@@ -28,7 +28,7 @@ from tmm_core.launch.nesting import NESTING
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
-#: What a miss does here, where a call must not wait: a model has hundreds of products.
+#: The default on a miss: no call waits, since a model has hundreds of products.
 ON_CACHE_MISS: settings.OnCacheMiss = "heuristic"
 if "background" in get_args(settings.OnCacheMiss):
     ON_CACHE_MISS = "background"  # type: ignore[assignment,unused-ignore]
@@ -136,12 +136,12 @@ class Enabled:
 
 
 _lock = threading.RLock()
-#: What was enabled, the innermost last, which alone is in force.
+#: All that is enabled; only the last, the innermost, is in force.
 _stack: list[Enabled] = []
 #: Entries as torch's dispatcher holds them, for some time after their libraries are destroyed: a
 #: thread may be about to call one, and would find its memory freed.
 _recent: deque[Any] = deque(maxlen=1024)
-#: What was in force last, for a report after it ended.
+#: The last that was in force, for a report after its end.
 _last: Enabled | None = None
 
 
@@ -160,8 +160,9 @@ def enable(
     >>> with tmm_core.enable(ops=["mm", "addmm"]):            # doctest: +SKIP
     ...     model(x).sum().backward()
 
-    A product of bf16, fp16, fp32 or scaled 8-bit operands is answered by a kernel that a record (or
-    without one, an estimate) says is faster; every other by torch's own kernel, as before.
+    A kernel answers a product of bf16, fp16, fp32 or scaled 8-bit operands if a record says that it
+    is faster, or an estimate where there is no record. Torch's own kernel answers all others. On a
+    torch without CUDA nothing changes.
 
     Args:
         ops: Operators to answer, by default all of ``mm``, ``addmm``, ``bmm``, ``baddbmm``,
@@ -192,8 +193,7 @@ def enable(
         raise RuntimeError(f"torch {torch.__version__} has no torch.library.get_kernel")
     enabled = Enabled(selected, only, mode, compile, _key)
     if _key == "CUDA" and not torch.backends.cuda.is_built():
-        warn("enable() answers products on CUDA only, and this torch has no CUDA")
-        enabled.ops = ()
+        enabled.ops = ()  # the report says so
     with _lock:
         _change([*_stack, enabled])
     return enabled

@@ -96,7 +96,7 @@ class Operator:
         self.torchs: Callable[..., Any] = torchs.call_boxed
         self.review = review
         self.review_at = FIRST_REVIEW
-        #: By the kernels' names.
+        #: Keyed by the kernels' names.
         self.tallies: dict[str, Tally] = {}
         self.passed = 0
         #: Whether a choice was made since the last review that another one will replace.
@@ -140,7 +140,7 @@ class Operator:
             reraise(error)
             if issubclass(type(error), (CacheMissError, SettingsError)):
                 raise
-            # What tmm or torch refuses is torch's to answer or to refuse, in its own words.
+            # Torch answers, or refuses in its own words.
             if not issubclass(type(error), (TmmError, RuntimeError, ValueError, TypeError)):
                 warn(f"torch answers {self.name}: choosing a kernel raised {error_text(error)}")
         return _keep(key, THROUGH)

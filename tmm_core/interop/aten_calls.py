@@ -1,7 +1,7 @@
 """Calls of aten's products as calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
 
-A call is None where tmm does not answer it: a dtype that kernels do not take, an address that is
-not a multiple of 16 bytes, an empty result, or what torch would refuse.
+A call is None where tmm does not answer it: other dtypes, addresses that are not multiples of 16
+bytes, empty operands, and whatever torch would refuse.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each entry below takes the place of one aten operator's kernel for one dispatch key. It looks the
 call up by a key of a few properties, and either launches the kernel that was chosen for it or calls
-torch's own, which was captured before. Autograd, autocast, vmap and modes have been dealt with by
-torch's dispatcher when an entry runs, although grad mode and ``requires_grad`` still look as the
-caller left them: nothing here asks for them.
+torch's own, which was captured before. Torch's dispatcher has dealt with autograd, autocast, vmap
+and modes when an entry runs. Grad mode and ``requires_grad`` still look as the caller left them, so
+nothing here reads them.
 
 Measured with a ``mm`` of 8×8 on a CPU, a call that is passed on takes 3 µs longer.
 """
@@ -40,7 +40,7 @@ def _tf32() -> bool:
 
 
 def product(op: Operator) -> Callable[..., Any]:
-    """Of ``mm`` and ``bmm``."""
+    """The entry of ``mm`` and ``bmm``."""
     through, first = op.through, op.first
 
     def entry(keys: Any, a: Tensor, b: Tensor) -> Any:
@@ -66,7 +66,7 @@ def product(op: Operator) -> Callable[..., Any]:
 
 
 def product_out(op: Operator) -> Callable[..., Any]:
-    """Of ``mm.out`` and ``bmm.out``, which compiled graphs call."""
+    """The entry of ``mm.out`` and ``bmm.out``, which compiled graphs call."""
     through, first = op.through, op.first
 
     def entry(keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
@@ -93,7 +93,7 @@ def product_out(op: Operator) -> Callable[..., Any]:
 
 
 def sum_with(op: Operator) -> Callable[..., Any]:
-    """Of ``addmm`` and ``baddbmm``: ``beta · c + alpha · (a @ b)``."""
+    """The entry of ``addmm`` and ``baddbmm``: ``beta · c + alpha · (a @ b)``."""
     through, first = op.through, op.first
 
     def entry(keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -122,7 +122,7 @@ def sum_with(op: Operator) -> Callable[..., Any]:
 
 
 def sum_with_out(op: Operator) -> Callable[..., Any]:
-    """Of ``addmm.out`` and ``baddbmm.out``."""
+    """The entry of ``addmm.out`` and ``baddbmm.out``."""
     through, first = op.through, op.first
 
     def entry(
@@ -153,12 +153,12 @@ def sum_with_out(op: Operator) -> Callable[..., Any]:
 
 
 def scaled(op: Operator) -> Callable[..., Any]:
-    """Of ``_scaled_mm``, with scales of 32 bits per tensor or per row."""
+    """The entry of ``_scaled_mm``, with scales of 32 bits per tensor or per row."""
     return _with_parts(op, scaled_call, scaled_launch)
 
 
 def grouped(op: Operator) -> Callable[..., Any]:
-    """Of ``_grouped_mm`` with ``offs``."""
+    """The entry of ``_grouped_mm`` with ``offs``."""
     return _with_parts(op, grouped_call, grouped_launch)
 
 

@@ -1,4 +1,4 @@
-"""What :func:`tmm_core.enable` costs and saves."""
+"""The cost and the gain of :func:`tmm_core.enable`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OperatorReport:
 
 @dataclass(frozen=True)
 class EnabledReport:
-    """What :func:`enable` answered since it was called, by operator. ``print()`` it."""
+    """Who answered since :func:`enable` was called, by operator. ``print()`` it."""
 
     operators: dict[str, OperatorReport]
     active: bool
@@ -103,7 +103,7 @@ class EnabledReport:
 
     def __str__(self) -> str:
         if not self.operators:
-            return "tmm_core.enable() answers nothing in this process"
+            return "tmm_core.enable(): no operator of this torch is answered in this process"
         head = f"tmm_core.enable(), {'in force' if self.active else 'ended'}"
         lines = [str(each) for each in self.operators.values() if any(each.calls.values())]
         return "\n  ".join([head, *(lines or ["no product was called"])])

@@ -111,8 +111,8 @@ def inductor_options(*, when: When = "records", **options: Any) -> dict[str, Any
     >>> model = torch.compile(model, options=tmm_core.inductor_options())  # doctest: +SKIP
 
     Args:
-        when: ``"records"``: where records of this GPU say that it is faster, which for a size that
-            varies is asked at the size of the first call; ``"always"``: wherever it can be done.
+        when: ``"records"``: where records of this GPU say that it is faster; a size that varies
+            counts as it is in the first call. ``"always"``: wherever it can be done.
         options: Other options. A pass given here, or set in ``torch._inductor.config``, runs
             before tmm's.
 
@@ -153,9 +153,11 @@ def uninstall() -> None:
 
 
 def pays(tail: Tail, terms: Any) -> bool:
-    """Whether a kernel on record for the whole takes less time than BLAS on record for the product,
-    and a pass over the result for the tail; without a record of the product alone, whether the
-    whole's record has another winner than BLAS."""
+    """Whether records say that one call for the whole is faster.
+
+    The kernel's time for the whole is compared with BLAS's for the product plus a pass over the
+    result. Without a record of the product alone, a kernel that wins the whole's record pays.
+    """
     problem = problem_of(tail, terms)
     chooser = dispatch.default_dispatcher()
     current = settings.changed(settings.current(), on_cache_miss="heuristic")
@@ -178,7 +180,7 @@ def pays(tail: Tail, terms: Any) -> bool:
 
 
 def problem_of(tail: Tail, terms: Any) -> Problem:
-    """The problem that the rewritten call poses, a size that varies being that of the example."""
+    """The problem of the rewritten call, with the example's value of each size that varies."""
     a, b, bias, residual, alpha = terms
     device, fp32 = a.meta["val"].device, a.meta["val"].dtype is torch.float32
     added = residual

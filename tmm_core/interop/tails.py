@@ -172,7 +172,7 @@ def _closed(nodes: list[Node], root: Node) -> bool:
 
 
 def _summand_of(product: Node) -> tuple[Node | None, Node | None]:
-    """The bias and the residual of ``addmm``, of which it has one."""
+    """The summand of ``addmm``, as a bias or as a residual."""
     if product.target is not aten.addmm.default:
         return None, None
     c: Any = product.args[0]
