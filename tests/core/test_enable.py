@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes import FakeBlas, FakeKernel, dispatcher, installed
 from torch import nn
 
@@ -282,6 +285,55 @@ def test_dispatch_modes_and_subclasses_see_what_they_saw(sums: Sums) -> None:
         assert type(a.as_subclass(Own) @ b) is Own
     assert names == ["aten.mm.default"]
     assert counter.get_total_flops() == 2 * 3 * 4 * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_graphs_are_traced_as_before_and_answered(sums: Sums) -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    expected = torch.relu(layer(x))
+    with enable(), torch.no_grad():
+        torch._dynamo.reset()
+        y = torch.compile(lambda x: torch.relu(layer(x)), backend="aot_eager", fullgraph=True)(x)
+        assert calls("addmm") == {"sums": 1, "torch": 0}
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "dtensor"])
+def test_distributed_models(sums: Sums, one_rank: None, how: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(5, 8)
+    expected = _step(model, x)
+    other: Any = copy.deepcopy(model)
+    if how == "ddp":
+        other = nn.parallel.DistributedDataParallel(other)
+    elif how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        other = fully_shard(other, mesh=mesh)
+    else:
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        other = parallelize_module(other, mesh, plan)
+    with enable():
+        got = _step(other, x)
+        assert tmm_core.enabled_report().calls == 5
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
+    torch.testing.assert_close(whole, expected)
 
 
 # -- on and off ------------------------------------------------------------------------------------

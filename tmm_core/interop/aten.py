@@ -228,7 +228,7 @@ def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
         # Torch says once per process that a kernel is overridden, which is the purpose.
         warnings.filterwarnings("ignore", ".*previously registered kernel", UserWarning)
         warnings.filterwarnings("ignore", ".*Warning only once", UserWarning)
-        library.impl(name, entry, key, with_keyset=True)
+        library.impl(name, entry, key, with_keyset=True, allow_override=True)
     return library
 
 
