@@ -19,6 +19,7 @@ RUN = (
     ("docs/train.md",),
     ("docs/serve.md",),
     ("docs/shard.md",),
+    ("docs/enable.md", "docs/compile.md"),
 )
 #: Run by tests of their own: tests/test_learn.py, and tests/plugins/test_readme.py, since
 #: docs/plugins/reference.md is a plugin.

@@ -14,6 +14,7 @@
 ``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: a
                         quarter each of a GPU's free memory, at most 8 and 4 GiB)
 ``TMM_TUNE_SHARE``      share of the time that tuning in the background takes (default 0.1)
+``TMM_ENABLE``          ``1``: ``import tmm_core`` calls :func:`tmm_core.enable`
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: even without a terminal
 ======================  =========================================================
 
@@ -227,13 +228,26 @@ def nested() -> Iterator[None]:
 
 @functools.lru_cache(256)
 def changed(base: Settings, **changes: Any) -> Settings:
-    """``base`` with these fields."""
+    """``base`` with these fields changed, as one object however often it is asked for."""
     return _intern(dataclasses.replace(base, **changes))
 
 
 def _intern(settings: Settings) -> Settings:
     key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings))
     return _interned.setdefault(key, settings)
+
+
+def enabled_by_environment() -> bool:
+    """Whether ``TMM_ENABLE`` is set; read when tmm is imported.
+
+    Raises:
+        SettingsError: It has a value that is not accepted.
+    """
+    text = os.environ.get("TMM_ENABLE", "")
+    try:
+        return _flag(text)
+    except ValueError as error:
+        raise SettingsError(f"TMM_ENABLE={text!r}: {error}") from None
 
 
 @functools.cache
