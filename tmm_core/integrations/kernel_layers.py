@@ -1,7 +1,7 @@
 """Layers for the ``kernels`` package, whose ``kernelize`` gives a module another layer's forward.
 
-``kernelize`` never looks at the module itself, so a forward here checks at each call that the module
-computes what the layer stands for. Otherwise it runs the forward of the module's own class.
+``kernelize`` never looks at the module itself. A forward here checks at each call that the module
+computes what the layer stands for; otherwise it runs the forward of the module's own class.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 >>> tmm.unregister(model)                                   # doctest: +SKIP
 
 ``kernelize`` replaces the forward of modules whose class has a layer name. Transformers names no
-linear layer and no MLP, so :func:`register` wraps its ``kernelize``: while a model is kernelized, its
-classes of linear layers and gated MLPs have the names of :func:`kernel_mapping`.
+linear layer and no MLP, so :func:`register` wraps its ``kernelize``: while a model is kernelized,
+its classes of linear layers and gated MLPs have the names of :func:`kernel_mapping`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _kernelized: WeakSet[nn.Module] = WeakSet()
 def register() -> None:
     """Add ``experts_implementation="tmm"``, and let ``use_kernels=True`` choose tmm's layers.
 
-    ``use_kernels=True`` needs the package ``kernels`` in a version that Transformers accepts. A second
-    call does nothing. Call it before a model is kernelized.
+    ``use_kernels=True`` needs the package ``kernels`` in a version that Transformers accepts. Call
+    it before a model is kernelized. A second call does nothing.
 
     Raises:
         ImportError: No Transformers with expert implementations (5.0 or later) is installed.
@@ -86,9 +86,9 @@ def restore(model: nn.Module) -> None:
 def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
     """A mapping for ``kernels.use_kernel_mapping`` and ``kernels.register_kernel_mapping``.
 
-    Its names are ``Linear``, ``Conv1D``, ``SwiGLUMLP``, ``GeGLUMLP`` and ``GatedMLP``, on ``"cpu"`` and
-    ``"cuda"``, for inference and training, with and without ``torch.compile``. A class takes part if
-    ``kernels.replace_kernel_forward_from_hub`` gave it one of these names.
+    Its names are ``Linear``, ``Conv1D``, ``SwiGLUMLP``, ``GeGLUMLP`` and ``GatedMLP``, on ``"cpu"``
+    and ``"cuda"``, for inference and training, with and without ``torch.compile``. A class takes
+    part if ``kernels.replace_kernel_forward_from_hub`` gave it one of these names.
 
     Raises:
         ImportError: The package ``kernels`` is not installed.

@@ -60,8 +60,8 @@ def interposed(module: nn.Module) -> bool:
 
 
 def _is_its_own(module: nn.Module, forward: Any) -> bool:
-    """Whether an attribute ``forward`` is what the class defines: the package ``kernels`` assigns it
-    to modules for which it has no kernel."""
+    """Whether an attribute ``forward`` is what the class defines: the package ``kernels`` assigns
+    it to modules for which it has no kernel."""
     return (
         isinstance(forward, types.MethodType)
         and forward.__self__ is module
