@@ -49,8 +49,8 @@ def convert(
       a product that holds gate and up.
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
-    * Layers whose weights are quantised already become layers that multiply by the stored numbers:
-      ``nn.Linear`` with torchao's weight-only int8 and 8-bit floats, and Transformers' ``FP8Linear``.
+    * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
+      weights of torchao (int8 or 8-bit floats, weight only), and Transformers' ``FP8Linear``.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 

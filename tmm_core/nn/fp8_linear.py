@@ -1,5 +1,5 @@
-"""Transformers' ``FP8Linear``: weights in 8-bit floats with a scale for each block of them, or one in
-all, as in DeepSeek-V3's checkpoints."""
+"""Transformers' ``FP8Linear``: weights in 8-bit floats with a scale for each block, or one in all, as
+in DeepSeek-V3's checkpoints."""
 
 from __future__ import annotations
 
