@@ -73,7 +73,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "GPTNeoX": ("ForCausalLM", SIZES, "text"),
     "OPT": ("ForCausalLM", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}, "text"),
-    "Bloom": ("ForCausalLM", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "text"),
+    "Bloom": (
+        "ForCausalLM",
+        {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "text",
+    ),
     "Falcon": ("ForCausalLM", SIZES, "text"),
     "Mamba": ("ForCausalLM", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "text"),
     "Mixtral": ("ForCausalLM", {**GROUPED, "num_local_experts": 4}, "text"),
@@ -149,7 +153,8 @@ class Row:
     why: str
 
     def __str__(self) -> str:
-        return f"| {self.model} | {self.products} | {self.tmm} | {self.fused} | {self.torch} | {self.why} |"
+        cells = self.model, self.products, self.tmm, self.fused, self.torch, self.why
+        return f"| {' | '.join(map(str, cells))} |"
 
 
 def inputs(kind: str) -> dict[str, torch.Tensor]:
@@ -173,13 +178,11 @@ def row(family: str) -> Row:
         config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**sizes)
         torch.manual_seed(0)
         model = getattr(transformers, f"{family}{suffix}")(config).eval()
-        counts = []
-        for _ in range(2):
-            with torch.no_grad(), _Counted() as counted:
-                model(**inputs(kind))
-            counts.append(counted)
-            report = convert(model) if len(counts) == 1 else report
-    before, after = counts
+        with torch.no_grad(), _Counted() as before:
+            model(**inputs(kind))
+        report = convert(model)
+        with torch.no_grad(), _Counted() as after:
+            model(**inputs(kind))
     fused = sum(change.kind in ("epilogue", "gated", "experts") for change in report.changes)
     name = f"{family}{suffix}"
     return Row(name, before.torch, after.tmm, fused, after.torch, _why(report))
@@ -198,17 +201,17 @@ def _why(report: Report) -> str:
 HEAD = """\
 # Which models convert covers
 
-`python docs/coverage_page.py` writes this page. It converts a tiny random model of each family of Transformers
-{version} and counts its products while it runs, in evaluation mode on a CPU.
+`python docs/coverage_page.py` writes this page. It converts a tiny random model of each family of
+Transformers {version} and counts its products while it runs, in evaluation mode on a CPU.
 
 - **products**: calls of torch that multiply matrices, in the model as it is. One call of
   `scaled_dot_product_attention` counts as one. Convolutions do not count.
-- **tmm**: products that tmm computes after `tmm_core.nn.convert(model)`. A gated MLP has one less, because its gate
-  and up projections become one product.
-- **fused**: activations, gated MLPs and mixtures of experts that are computed inside these products.
+- **tmm**: products that tmm computes after `tmm_core.nn.convert(model)`. A gated MLP has one
+  product less, because its gate and up projections become one.
+- **fused**: activations, gated MLPs and mixtures of experts, computed inside these products.
 - **torch**: products that torch still computes.
-- **what stays torch's**: modules whose own code multiplies, with the functions that the code names, whether or not
-  this configuration calls them; and activations that stay apart, with the reason.
+- **what stays torch's**: modules whose own code multiplies, with the functions that the code names,
+  whether or not this configuration calls them; and activations that stay apart, with the reason.
 
 `print(convert(model))` gives the same for any model, with the path of every module.
 

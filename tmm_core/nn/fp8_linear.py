@@ -1,5 +1,5 @@
-"""Transformers' ``FP8Linear``: weights in 8-bit floats with a scale for each block, or one in all, as
-in DeepSeek-V3's checkpoints."""
+"""Transformers' ``FP8Linear``: a weight in 8-bit floats, with a scale for each block, as in
+DeepSeek-V3's checkpoints, or one in all."""
 
 from __future__ import annotations
 
