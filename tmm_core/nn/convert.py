@@ -75,17 +75,17 @@ def convert(
             :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
             is called writes its weight (docs/serve.md). For inference. A compiled graph uses
             the setting in force when it runs instead.
-        weights: ``"int8"`` or ``"fp8"``, or another format with a scale for each row: round the
-            weights of layers to it, to nearest. For inference: such weights have no gradient. A
-            weight that is used elsewhere too, as a tied embedding, stays as it is. ``undo()`` gives
-            weights of the original dtype with the rounded values.
+        weights: ``"int8"``, ``"fp8"`` or ``"int4"``: round the weights of layers to it, to
+            nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. For inference:
+            such weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
+            stays as it is. ``undo()`` gives the original dtype with the rounded values.
 
     Returns:
         A :class:`Report`, with ``undo()``.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: ``weights`` names no format, or one without a scale for each row.
+        ValueError: ``weights`` names no format, or one that weights cannot be rounded to.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
@@ -236,7 +236,11 @@ class _Conversion:
                 self._leave(layer, f"its weight is used elsewhere too, and not rounded to {format}")
                 continue
             columns = not isinstance(layer, nn.Linear)  # a Conv1D's is [K, N]
-            stored = stored_weights.quantised(weight.t() if columns else weight, format)
+            try:
+                stored = stored_weights.quantised(weight.t() if columns else weight, format)
+            except ValueError as error:
+                self._leave(layer, f"its weight is not rounded: {error}")
+                continue
             rounded = stored_weights.parameter(stored.t() if columns else stored)
             layer._parameters["weight"] = rounded
             self._report.rounded.append(Rounded(layer, rounded, weight.dtype, weight.requires_grad))

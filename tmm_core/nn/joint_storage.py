@@ -46,13 +46,17 @@ def join(first: Tensor, second: Tensor) -> None:
 
 
 def _alike(first: Quantized, second: Quantized) -> bool:
-    """Whether both have a scale for each row, of the same format, and no zero points."""
+    """Whether both have the same format and scales, for each row or parts of it, and no zero
+    points."""
+    rows = len(first.stored)
     return (
-        first.format == second.format
+        first._how == second._how
+        and first.along == -1
+        and first.block[0] == 1
         and first.shape == second.shape
         and first.zero is None
         and second.zero is None
-        and all(t.scale.shape == (t.stored.shape[0], 1) for t in (first, second))
+        and first.scale.shape[:1] == second.scale.shape[:1] == (rows,)
     )
 
 
@@ -64,7 +68,7 @@ def _joined_parts(first: Tensor, second: Tensor) -> Quantized | None:
     stored, scale = joined(first.stored, second.stored), joined(first.scale, second.scale)
     if stored is None or scale is None:
         return None
-    return Quantized(stored, scale, format=first.format)
+    return Quantized._of(stored, scale, None, first._how)
 
 
 def _join_parts(first: Quantized, second: Quantized) -> None:

@@ -22,21 +22,37 @@ _read: Any = WeakIdKeyDictionary()
 
 
 def quantised(weight: Tensor, format: str) -> Quantized:
-    """``weight`` ``[N, K]`` rounded to the nearest numbers of a format, with a scale for each row.
+    """``weight`` ``[N, K]`` rounded to the nearest numbers of a format.
 
-    A row's largest magnitude becomes the format's largest number. A row of zeros has the scale 1.
+    Numbers of 8 bits have a scale for each row. Smaller ones have one for each group along K, the
+    longest of 128, 64 and 32 that divides K; if none does, one for each row. The largest magnitude
+    of a row or group becomes the format's largest number; one of zeros has the scale 1.
 
     Raises:
-        ValueError: No such format.
+        ValueError: No such format; or scales or a K that it cannot have.
     """
     form = formats.named(format)
+    if torch.float32 not in form.scale_dtypes:
+        raise ValueError(f"convert(): weights cannot be rounded to format {format}")
+    n, k = weight.shape
+    if k % form.pack:
+        raise ValueError(f"format {format} stores {form.pack} numbers in one, and K = {k}")
     storage = form.storage[0]
     limit = form.limit or torch.finfo(storage).max
-    numbers = weight.detach().float()
-    scale = numbers.abs().amax(-1, keepdim=True) / limit
+    group = _group(form, k)
+    numbers = weight.detach().float().view(n, k // group, group)
+    scale = numbers.abs().amax(-1) / limit
     scale = torch.where(scale > 0, scale, 1)
-    stored = form.quantize((numbers / scale).clamp(-limit, limit), storage)
-    return Quantized(stored, scale, format=format).to(weight.dtype)  # type: ignore[return-value]
+    codes = form.quantize((numbers / scale[..., None]).clamp(-limit, limit), storage).view(n, k)
+    stored = form.packed(codes)
+    found = Quantized(stored, scale, format=format, group=None if group == k else group)
+    return found.to(weight.dtype)  # type: ignore[return-value]
+
+
+def _group(form: formats.Format, k: int) -> int:
+    """The values of a row that share a scale."""
+    fit = (g for g in (128, 64, 32) if k % g == 0 and (1, g) in form.grids)
+    return next(fit, k) if form.pack > 1 else k
 
 
 def read(weight: Any) -> Quantized | None:
