@@ -17,6 +17,7 @@ RUN = (
     ("README.md", "docs/index.md", "docs/models.md", "docs/grouped.md", "docs/plugins/hello.md"),
     ("docs/records.md",),
     ("docs/train.md",),
+    ("docs/transformers.md",),
     ("docs/serve.md",),
     ("docs/shard.md",),
     ("docs/enable.md", "docs/compile.md"),
