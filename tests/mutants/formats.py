@@ -17,7 +17,7 @@ TEXTS = (f"{SCALES}::test_what_a_record_says",)
 EXPONENTS = (f"{SCALES}::test_exponents_have_torchs_values",)
 GRIDS_REFUSED = (f"{SCALES}::test_what_is_refused",)
 BINDING = "tmm_blas/dequantized.py"
-GRIDS = "tmm_core/grids.py"
+GRIDS = "formats/grids.py"
 CHECK = "launch/check.py"
 OPERAND = "spec/operand.py"
 
