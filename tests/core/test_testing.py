@@ -43,7 +43,10 @@ class Right(Kernel[Tile]):
     def declines(self, problem: Problem) -> list[str]:
         operands = (problem.a, problem.b, problem.out)
         plain = [o for o in operands if o.form is None]
-        return [f"{o.dtype} operand" for o in plain if o.dtype not in FLOATS]
+        reasons = [f"{o.dtype} operand" for o in plain if o.dtype not in FLOATS]
+        if any(o.grid or o.zero or o.pack != 1 for o in operands):
+            reasons.append("multiplies stored numbers, with scales by row")
+        return reasons
 
     def configs(self, problem: Problem) -> Iterable[Tile]:
         return [Tile(rows=16), Tile(rows=32), Tile(rows=64)]
