@@ -71,7 +71,7 @@ FLOORS = (
     {"errors", "version", "formats"},
     {"compat", "settings", "spec"},
     {"epilogues", "launch", "quantized"},
-    {"registry", "triton"},
+    {"foreign", "registry", "rounding", "triton"},
     {"verify"},
     {"tuning"},
     {"dispatch"},
