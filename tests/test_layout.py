@@ -30,6 +30,7 @@ ALLOWED = {
 EXTRA = {
     # For type checkers alone, which then know what ``tl`` is in a device function.
     "tmm_core/epilogues": {"triton"},
+    "tmm_core/formats": {"triton"},
     "tmm_core/spec/epilogue.py": {"triton"},
     "tmm_core/triton": {"triton", "numpy"},  # numpy only where Triton interprets, which needs it
     "tmm_core/testing": {"triton", "pytest", "numpy"},
@@ -70,7 +71,7 @@ FLOORS = (
     {"errors", "version", "formats"},
     {"compat", "settings", "spec"},
     {"epilogues", "launch", "quantized"},
-    {"registry", "triton"},
+    {"foreign", "registry", "rounding", "triton"},
     {"verify"},
     {"tuning"},
     {"dispatch"},

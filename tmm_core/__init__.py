@@ -27,6 +27,7 @@ from tmm_core.formats import Format
 from tmm_core.grouped import grouped_linear, grouped_matmul
 from tmm_core.launch.plan import Plan
 from tmm_core.quantized import Quantized
+from tmm_core.rounding import quantize
 from tmm_core.settings import Settings, override
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
@@ -114,6 +115,7 @@ __all__ = [
     "override",
     "plan",
     "problem",
+    "quantize",
     "tune",
 ]
 

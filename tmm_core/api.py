@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tmm_core import dispatch, settings
+from tmm_core import dispatch, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
@@ -130,7 +130,7 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         tensors = {name: getattr(call, name) for name in (*TENSORS, "out")}
         more = {"alpha": call.alpha, "epilogue": epilogue, "out_dtype": call.out_dtype}
         return fallbacks.by_override(matmul, tensors, **more)
-    call = unpacked(call)
+    call = unpacked(foreign.read_operands(call))
     if type(call.alpha) is not float:
         alpha = call.alpha
         if not isinstance(alpha, Tensor):
@@ -241,6 +241,7 @@ def linear(
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return fallbacks.by_override(linear, tensors, **more)
     forced: dict[str, Any] = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
+    weight = foreign.read(weight)
     call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
     try:
         with settings.override(**forced) if any(forced.values()) else nullcontext():
@@ -273,7 +274,8 @@ def plan(
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
     alpha = number("plan", alpha)
-    call = unpacked(Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b))
+    given = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    call = unpacked(foreign.read_operands(given))
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
@@ -304,6 +306,7 @@ def problem(
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
     alpha = number("problem", alpha)
+    a, b = foreign.read(a), foreign.read(b)
     given = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     rows = {"a_index": a_index, "out_index": out_index, "out_weights": out_weights}
     check_tensors("problem", **dict(zip(TENSORS, given.tensors, strict=True)), **rows)

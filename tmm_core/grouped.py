@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tmm_core import settings
+from tmm_core import foreign, settings
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_tensors, number
@@ -114,7 +114,7 @@ def grouped_matmul(
         return run(*call)
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
-    call = unpacked(call, grouped=True)
+    call = unpacked(foreign.read_operands(call), grouped=True)
     if out is not None:
         return grouped_operator.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling():
@@ -127,7 +127,7 @@ def _batched(call: GroupedArguments) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
     check_tensors("grouped_matmul", **named)
-    call = unpacked(call, grouped=True)
+    call = unpacked(foreign.read_operands(call), grouped=True)
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
     shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     count = shape[0]
@@ -199,6 +199,7 @@ def grouped_linear(
         RuntimeError: ``x`` is not 2-D or ``weight`` not 3-D; else as :func:`grouped_matmul`.
     """
     check_tensors("grouped_linear", x=x, weight=weight)
+    weight = foreign.read(weight)
     if x.dim() != 2 or weight.dim() != 3:
         raise RuntimeError(
             "grouped_linear(): x must be 2-D [T, K] and weight 3-D [G, N, K], got "

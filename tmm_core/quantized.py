@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from tmm_core import compat, formats, grids
-from tmm_core.grids import EXPONENT, ROW, TENSOR, Block
+from tmm_core import compat, formats
+from tmm_core.formats import grids
+from tmm_core.formats.grids import EXPONENT, ROW, TENSOR, Block
 from tmm_core.spec.arguments import PART
 
 Tensor = torch.Tensor

@@ -20,3 +20,7 @@ class TestInt4(FormatConformance):
 
 class TestMxfp4(FormatConformance):
     format = FORMATS["mxfp4"]
+
+
+class TestInt4Signed(FormatConformance):
+    format = FORMATS["int4_signed"]

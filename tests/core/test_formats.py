@@ -95,7 +95,8 @@ def test_a_format_is_its_file(files: dict[str, str], code: str, tmp_path: Path) 
         if path.name not in ("formats", "__pycache__"):
             (copy / path.name).symlink_to(path)
     (copy / "formats").mkdir()
-    (copy / "formats" / "__init__.py").symlink_to(PACKAGE / "formats" / "__init__.py")
+    for shared in ("__init__.py", "grids.py"):
+        (copy / "formats" / shared).symlink_to(PACKAGE / "formats" / shared)
     for name, text in files.items():
         (copy / "formats" / name).write_text(text)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"

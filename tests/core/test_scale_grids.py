@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tmm_core
-from tmm_core import Operand, Quantized, Scale, formats, grids
+from tmm_core import Operand, Quantized, Scale, formats
+from tmm_core.formats import grids
 from tmm_core.verify import compare
 from tmm_core.verify.verifier import Verifier
 

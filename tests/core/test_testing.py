@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
-from tmm_core.spec.operand import Scale
+from tmm_core.spec.operand import Operand, Scale
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
 from tmm_core.verify.guard_bands import Checksums, GuardedTensor
@@ -30,6 +30,19 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 @dataclass(frozen=True, kw_only=True)
 class Tile(Config):
     rows: int = 16
+
+
+def values(
+    problem: Problem, of: str, t: Tensor, scale: Tensor | None, zero: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """An operand, dequantised where stored numbers will not do, and the scale that is left."""
+    spec: Operand = getattr(problem, of)
+    if spec.form is None or not (spec.grid or spec.zero or spec.pack != 1):
+        return t, scale
+    along = -1 if of == "a" else -2
+    own = scale if spec.grid else None
+    found = spec.form.values(t, own, zero, torch.float64, spec.block, along)
+    return found, None if spec.grid else scale
 
 
 class Right(Kernel[Tile]):
@@ -70,8 +83,11 @@ class Right(Kernel[Tile]):
             out: Tensor | None,
             a_scale: Tensor | None = None,
             b_scale: Tensor | None = None,
+            b_zero: Tensor | None = None,
             outputs: tuple[Tensor, ...] = (),
         ) -> Tensor:
+            a, a_scale = values(problem, "a", a, a_scale)
+            b, b_scale = values(problem, "b", b, b_scale, b_zero)
             z = self.rescale(self.product(a, b), a_scale, b_scale)
             z = self.finish(problem, alpha * z, bias)
             if residual is not None:
@@ -103,6 +119,8 @@ class Right(Kernel[Tile]):
             a_scale: Tensor | None = None,
             b_scale: Tensor | None = None,
         ) -> Tensor:
+            a, a_scale = values(problem, "a", a, a_scale)
+            b, b_scale = values(problem, "b", b, b_scale)
             whole = a.new_zeros(problem.out_shape, dtype=torch.float64)
             for group, (start, end) in enumerate(self.ranges(offs)):
                 part = at = slice(start, end)

@@ -118,12 +118,12 @@ SPEC = [
     Mutant("settings-config", "settings.py", '        changes["config"] = None\n', "",
            "a nested kernel is given the outer one's config", (SETTINGS,)),
     Mutant("fold-scale-a", "fold.py",
-           "return t.reshape(-1, 1) if self.batch is None else self._stack(t).contiguous()",
-           "return t.reshape(-1, 1) if self.batch is None else self._stack(t)",
+           "return t if t.numel() == 1 else self._parts(t, t.shape[-1])",
+           "return t if t.numel() == 1 else self._stack(t)",
            "scales of another matrix are read", ("tests/core/test_fp8.py",)),
     Mutant("fold-scale-b", "fold.py",
-           "t if t.numel() == 1 or self.batch is None else self._stack(t).contiguous()",
-           "t if t.numel() == 1 or self.batch is None else self._stack(t)",
+           "return t if t.numel() == 1 else self._parts(t, t.shape[-2])",
+           "return t if t.numel() == 1 else self._stack(t)",
            "scales of another matrix are read", ("tests/core/test_fp8.py",)),
 ]  # fmt: skip
 

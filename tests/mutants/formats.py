@@ -12,7 +12,12 @@ REFUSED = (f"{QUANTIZED}::test_what_does_not_fit",)
 VALUES = (f"{QUANTIZED}::test_values_of_either_operand",)
 EXPERTS = (f"{QUANTIZED}::test_values_of_experts",)
 PAIRS = (f"{QUANTIZED}::test_a_named_format_allows_what_an_implied_one_does_not",)
-BINDING = "tmm_blas/blas.py"
+SCALES = "tests/core/test_scale_grids.py"
+TEXTS = (f"{SCALES}::test_what_a_record_says",)
+EXPONENTS = (f"{SCALES}::test_exponents_have_torchs_values",)
+GRIDS_REFUSED = (f"{SCALES}::test_what_is_refused",)
+BINDING = "tmm_blas/dequantized.py"
+GRIDS = "formats/grids.py"
 CHECK = "launch/check.py"
 OPERAND = "spec/operand.py"
 
@@ -35,8 +40,33 @@ FORMATS = [
     Mutant("operand-read-format", OPERAND,
            'formats.named(doc["format"]).name if doc.get("format") else ""',
            'doc.get("format", "")', "a record of a format that is gone is read", RECORDS),
-    Mutant("operand-read-scale", OPERAND, '        if kind not in ("tensor", "row"):\n',
-           "        if False:\n", "a record of scales of no kind is read", RECORDS),
+    Mutant("operand-read-scale", GRIDS, "if not (outer.isdecimal() and k.isdecimal()):",
+           "if False:", "a record of scales of no kind is read",
+           ("tests/core/test_fp8.py::test_other_problems_keep_their_keys",)),
+    Mutant("grid-simplest", GRIDS, "return ROW if (rows, width) == ROW else block", "return block",
+           "a weight with one group has another record than one with scales by row", TEXTS),
+    Mutant("grid-exponent-nan", GRIDS, "torch.where(bits == 255, 0x7FC00000, power)", "power",
+           "a scale that is NaN is infinite", EXPONENTS),
+    Mutant("grid-exponent-zero", GRIDS, "torch.where(bits == 0, 0x400000, bits << 23)",
+           "bits << 23", "the smallest scale is zero", EXPONENTS),
+    Mutant("format-groups", "formats/__init__.py",
+           "if own[1] and k % own[1] and not self.short:", "if False:",
+           "a last group is short in a format that has none", GRIDS_REFUSED),
+    Mutant("format-pack", "formats/__init__.py", "stored |= part << (self.bits * place)",
+           "stored |= part << (self.bits * (self.pack - place))",
+           "packed numbers lose some of their bits", (f"{CONFORMANCE}::TestInt4",)),
+    Mutant("format-origin", "formats/__init__.py", "zero = zero.to(numbers.dtype) - self.origin",
+           "zero = zero.to(numbers.dtype)", "zero points of int4 are 8 too large",
+           (f"{CONFORMANCE}::TestInt4",)),
+    Mutant("parted-groups", "launch/grouped_call.py",
+           'if along == "k" and (pair.packs', 'if False and (pair.packs',
+           "groups start inside a byte", GRIDS_REFUSED),
+    Mutant("quantized-direction", "tmm_core/quantized.py",
+           "if t.dim() > 1 and t.along != along_k and t.is_directed:", "if False:",
+           "rows of packed numbers are read as columns", GRIDS_REFUSED),
+    Mutant("reference-rows", "verify/compare.py", "parts[name] = t[..., wide // of_b]",
+           "parts[name] = t[..., wide]", "columns have the scales of other blocks",
+           (f"{SCALES}::test_verification_knows_the_values",)),
     Mutant("parts-no-scale", CHECK,
            'if role.part == "scale" and form is not None and not form.implied:', "if False:",
            "int8 weights are multiplied without their scale", REFUSED),
@@ -56,7 +86,7 @@ FORMATS = [
            "a scale that a caller gives is dropped",
            (f"{QUANTIZED}::test_a_scale_is_not_given_twice",)),
     Mutant("unpacked-along-k", "tmm_core/quantized.py",
-           "if grouped and value is not None and value.numel() != 1:", "if False:",
+           "if grouped and value is not None and t.block == ROW:", "if False:",
            "experts' weights are refused for the shape of their scales", EXPERTS),
     Mutant("unpacked-zero", "tmm_core/quantized.py",
            '{"scale": t.scale, "zero": t.zero}', '{"scale": t.scale}',
@@ -64,9 +94,11 @@ FORMATS = [
     Mutant("step-stored", "triton/device_functions.py",
            "    if form is None or problem.a.form is not None:\n        return plain\n",
            "    return plain\n", "the bits of weights are multiplied", (f"{CONFORMANCE}::TestInt8",)),
-    Mutant("blas-zero", BINDING, "form.values(operands[name], None, zero, exact)",
-           "form.values(operands[name], None, None, exact)", "zero points are ignored", VALUES),
-    Mutant("blas-scale", BINDING, 'if name.endswith("_scale"):', 'if name == "a_scale":',
+    Mutant("blas-zero", BINDING, "form.values(t, scale, zero, ", "form.values(t, scale, None, ",
+           "zero points are ignored", VALUES),
+    Mutant("blas-grid", BINDING, "form.values(t, scale, zero, ", "form.values(t, None, zero, ",
+           "the scales of groups are ignored", (f"{SCALES}::test_a_weight",)),
+    Mutant("blas-scale", "tmm_blas/blas.py", "z = rescaled(z, parts.get(name))", "pass",
            "the scales of weights are ignored", VALUES),
     Mutant("experts-zero", "grouped_mm.py", "zero[:, :, None] if name == \"a\" else zero[:, None]",
            "zero[:, :1, None] if name == \"a\" else zero[:, None, :1]",

@@ -103,7 +103,7 @@ GROUPED = [
     Mutant(
         "grouped-soiled-scales",
         "verify/ragged_inputs.py",
-        "[(given.b, 1), *((t, 0) for t in of_b), (residual, 1)]",
+        "[(given.b, 1), *((t, -1) for t in of_b), (residual, 1)]",
         "[(given.b, 1), (residual, 1)]",
         "a kernel that reads scales of no group is not found",
         (f"{EIGHT}::test_inputs_to_measure_with",),

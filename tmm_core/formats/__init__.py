@@ -1,8 +1,8 @@
 """Operand formats: how stored numbers map to values, where that takes more than a dtype.
 
-Each other module of this package defines one format as its ``FORMAT`` and is discovered
-automatically: a new format is one file, and removing the file removes the format. Plugins add
-formats through the hook ``tmm_formats``.
+Each module of this package that defines a ``FORMAT`` is one format and is discovered automatically:
+a new format is one file, and removing the file removes the format. Plugins add formats through the
+hook ``tmm_formats``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tmm_core import grids
-from tmm_core.grids import ROW, TENSOR, Block
+from tmm_core.formats import grids
+from tmm_core.formats.grids import ROW, TENSOR, Block
 
 Tensor = torch.Tensor
 
@@ -126,7 +126,7 @@ class Format:
 
     def block(self, block: Block, outer: int, k: int, stack: int = 1) -> Block:
         """The simplest block like ``block`` in matrices of these sizes
-        (:func:`tmm_core.grids.simplest`).
+        (:func:`tmm_core.formats.grids.simplest`).
 
         Raises:
             ValueError: The format has no such scales, or K has no whole groups.
@@ -216,7 +216,9 @@ def remove(form: Format) -> None:
 
 
 for _module in pkgutil.iter_modules(__path__):
-    add(importlib.import_module(f"{__name__}.{_module.name}").FORMAT)
+    _found = importlib.import_module(f"{__name__}.{_module.name}")
+    if hasattr(_found, "FORMAT"):
+        add(_found.FORMAT)
 
 
 def discover() -> None:

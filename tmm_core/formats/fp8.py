@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from tmm_core.formats import Format
-from tmm_core.grids import ROW, TENSOR
+from tmm_core.formats.grids import ROW, TENSOR
 
 
 def decode(block, dtype):  # compiled by Triton

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tmm_core.formats import Format
-from tmm_core.grids import EXPONENT
+from tmm_core.formats.grids import EXPONENT
 
 if TYPE_CHECKING:
     import triton.language as tl

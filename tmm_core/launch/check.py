@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from tmm_core import compat, formats, grids
+from tmm_core import compat, formats
 from tmm_core.errors import warn
-from tmm_core.formats import Format, Pair
+from tmm_core.formats import Format, Pair, grids
 from tmm_core.launch.output_memory import check_outputs
 from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tmm_core import formats, grids
-from tmm_core.formats import Format
-from tmm_core.grids import ROW, TENSOR, Block, Kind
+from tmm_core import formats
+from tmm_core.formats import Format, grids
+from tmm_core.formats.grids import ROW, TENSOR, Block, Kind
 
 Layout = Literal["row", "col", "strided"]
 
@@ -47,7 +47,7 @@ class Scale(NamedTuple):
 
     @staticmethod
     def numbers(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Scales as numbers of a floating dtype (:func:`tmm_core.grids.factors`)."""
+        """Scales as numbers of a floating dtype (:func:`tmm_core.formats.grids.factors`)."""
         return grids.factors(t, dtype)
 
     def __str__(self) -> str:

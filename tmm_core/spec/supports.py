@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tmm_core import grids
 from tmm_core.errors import UnsupportedProblemError
+from tmm_core.formats import grids
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import ALIGNMENT, Operand, dtype_name

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import tmm_core
-from tmm_core import Quantized, Scale, dispatch, formats, grids
+from tmm_core import Quantized, Scale, dispatch, formats
 from tmm_core.epilogues import parse
-from tmm_core.formats import Format
+from tmm_core.formats import Format, grids
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.epilogue import IDENTITY
 from tmm_core.spec.problem import Problem

@@ -14,7 +14,7 @@ import torch
 
 from tmm_core import formats
 from tmm_core.formats import Format
-from tmm_core.grids import ROW
+from tmm_core.formats.grids import ROW
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.launcher import Launcher

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tmm_core import grids
+from tmm_core.formats import grids
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.ragged_inputs import Inputs

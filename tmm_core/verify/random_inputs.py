@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core import grids
-from tmm_core.formats import Format
+from tmm_core.formats import Format, grids
 from tmm_core.spec.arguments import PARTS
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem

@@ -1,0 +1,168 @@
+"""``tmm_core.quantize``, and weights that torchao quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core import Quantized, formats
+from tmm_core.formats import grids
+from tmm_core.verify import compare
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+#: The largest error of a value, relative to the largest of its group: half the distance of codes.
+ERROR = {"int4": 0.5 / 7, "int4_signed": 0.5 / 7, "int8": 0.5 / 127, "fp8": 2**-4, "mxfp4": 0.25}
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert compare.error(found, expected) <= compare.TOLERANCE[found.dtype]
+
+
+@pytest.mark.parametrize("name", ERROR)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_values_are_near(name: str, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
+    """To within half the distance of two codes of their group."""
+    form = formats.named(name)
+    weight = torch.randn(*lead, 67, 512).to(dtype)
+    weight[..., 3, :] = 0
+    for block in form.grids:
+        found = tmm_core.quantize(weight, name, block=block)
+        assert (found.shape, found.block) == (weight.shape, block)
+        assert found.scale.dtype is (dtype if dtype in form.scale_dtypes else form.scale_dtypes[0])
+        rows, columns = block[0] or 67, block[1] or 512
+        padded = torch.nn.functional.pad(weight.double(), (0, 0, 0, -67 % rows))
+        apart = padded.abs().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+        most = apart.amax(dim=(-3, -1)) if block[0] else padded.abs().amax()
+        each = most.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :67, :] \
+            if block[0] else most  # fmt: skip
+        error = (found.dequantize().double() - weight.double()).abs()
+        # Scales, and the values that are returned, are rounded to 16 bits.
+        assert (error <= (ERROR[name] + 2.0**-7) * each + 1e-12).all()
+        assert (found.dequantize()[..., 3, :] == 0).all()
+
+
+def test_defaults_and_products() -> None:
+    weight, x = torch.randn(24, 256, dtype=BF16), torch.randn(5, 256, dtype=BF16)
+    found = tmm_core.quantize(weight)
+    assert (found.format, found.block) == ("int4", (1, 128))
+    assert tmm_core.quantize(weight, group=32).block == (1, 32)
+    assert tmm_core.quantize(weight, "int8", group=0).block == grids.ROW
+    assert tmm_core.quantize(weight, "mxfp4").block == (1, 32)
+    close(tmm_core.linear(x, found), x.double() @ found.dequantize().double().T)
+    parameter = torch.nn.Parameter(weight)
+    assert not tmm_core.quantize(parameter).requires_grad
+
+
+def test_what_is_refused() -> None:
+    weight = torch.randn(24, 192, dtype=BF16)
+    for call, error, text in (
+        (lambda: tmm_core.quantize(weight), ValueError, "groups of 128 do not divide K = 192"),
+        (lambda: tmm_core.quantize(weight, group=48), ValueError, "not 1x48"),
+        (lambda: tmm_core.quantize(weight, group=32, block=(1, 32)), ValueError, "or the block"),
+        (lambda: tmm_core.quantize(weight.int()), TypeError, "floating tensor"),
+        (lambda: tmm_core.quantize(weight[0]), TypeError, "two dimensions"),
+        (lambda: tmm_core.quantize(weight[:, :7], group=0), ValueError, "stores 2 values together"),
+        (lambda: tmm_core.quantize(weight, "int3"), ValueError, "unknown format"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+
+
+# -- torchao ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torchao() -> Any:
+    return pytest.importorskip("torchao.quantization")
+
+
+def _weight(torchao: Any, config: Any, n: int = 64, k: int = 256) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=BF16))
+    torchao.quantize_(model, config)
+    return model[0].weight
+
+
+@pytest.mark.parametrize("case", ["int8", "int8 groups", "float8", "float8 tensor"])
+def test_weights_that_torchao_wrote(torchao: Any, case: str) -> None:
+    """They are read where they are, and multiply as torchao's values do."""
+    from tmm_core import foreign
+
+    config = {
+        "int8": lambda: torchao.Int8WeightOnlyConfig(version=2),
+        "int8 groups": lambda: torchao.Int8WeightOnlyConfig(
+            version=2, granularity=torchao.PerGroup(32)
+        ),
+        "float8": lambda: torchao.Float8WeightOnlyConfig(version=2),
+        "float8 tensor": lambda: torchao.Float8WeightOnlyConfig(version=2),
+    }[case]()
+    weight = _weight(torchao, config)
+    if case == "float8 tensor":
+        kind = type(weight)
+        weight = kind.from_hp(
+            torch.randn(64, 256, dtype=BF16), torch.float8_e4m3fn,
+            granularity=torchao.PerTensor(),
+        )  # fmt: skip
+    x = torch.randn(5, 256, dtype=BF16)
+    expected = x.double() @ weight.dequantize().double().T
+    own = foreign.read(weight)
+    assert isinstance(own, Quantized)
+    assert own.zero is None
+    assert own.stored.data_ptr() == weight.qdata.data_ptr()
+    assert own.scale.data_ptr() == weight.scale.data_ptr()
+    close(tmm_core.linear(x, weight), expected)
+    close(tmm_core.linear(x, weight, epilogue="silu"), torch.nn.functional.silu(expected))
+    close(tmm_core.matmul(x, own.t()), expected)
+    if case.startswith("float8"):
+        close(tmm_core.matmul(x, weight.t()), expected)
+    assert tmm_core.explain(x, own.t()).problem.b.form is formats.named(own.format)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_int4_that_torchao_wrote(torchao: Any, symmetric: bool) -> None:
+    """Its rounding and its values are torchao's; its packing needs a package that no CPU has."""
+    from tmm_core import foreign
+
+    gptq = pytest.importorskip("torchao.prototype.gptq.api")
+    n, k, group = 24, 256, 64
+    numbers = torch.randn(n, k)
+    apart = numbers.unflatten(-1, (-1, group))
+    low, high = apart.amin(-1), apart.amax(-1)
+    scale = ((high - low) / 15).to(BF16)
+    zero = (low + 8 * scale.float()).to(BF16)
+    if symmetric:
+        scale, zero = (apart.abs().amax(-1) / 7).to(BF16), torch.zeros(n, k // group, dtype=BF16)
+    scale, zero = scale.t().contiguous(), zero.t().contiguous()
+    codes = gptq._int4_row_quantize_zp_precomputed_qparams(numbers, scale, zero, group)
+    values = gptq._int4_row_dequantize_zp(codes, scale, zero, group)
+    stored = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    weight = torchao.Int4Tensor(stored, scale, zero, [1, group], torch.Size((n, k)))
+    own = foreign.read(weight)
+    assert own.stored.data_ptr() == stored.data_ptr()
+    assert own.scale.data_ptr() == scale.data_ptr()
+    assert (own.zero is None) is symmetric
+    x = torch.randn(5, k, dtype=BF16)
+    close(tmm_core.linear(x, weight), x.double() @ values.double().T)
+
+
+def test_zero_points_are_read_again_when_they_change(torchao: Any) -> None:
+    from tmm_core import foreign
+
+    weight = _weight(torchao, torchao.Int8WeightOnlyConfig(version=2))
+    assert foreign.read(weight).zero is None
+    weight.zero_point.fill_(3)
+    own = foreign.read(weight)
+    x = torch.randn(5, 256, dtype=BF16)
+    values = (weight.qdata.double() - 3) * weight.scale.double()
+    close(tmm_core.linear(x, own), x.double() @ values.T)
+
+
+def test_quantised_activations_stay_torchaos(torchao: Any) -> None:
+    from tmm_core import foreign
+
+    weight = _weight(torchao, torchao.Int8DynamicActivationInt8WeightConfig(version=2))
+    assert foreign.read(weight) is weight

@@ -1,0 +1,81 @@
+"""``quantize``: a weight rounded to a format, by the simplest scheme."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tmm_core import formats
+from tmm_core.formats import grids
+from tmm_core.formats.grids import EXPONENT, Block
+from tmm_core.quantized import Quantized
+
+Tensor = torch.Tensor
+
+
+def quantize(
+    weight: Tensor,
+    format: str = "int4",  # the field's word
+    *,
+    group: int | None = None,
+    block: Block | None = None,
+) -> Quantized:
+    """Round a weight to the nearest numbers of a format, with the scale of each group that its
+    largest value needs.
+
+    >>> w4 = tmm_core.quantize(layer.weight, "int4", group=128)  # doctest: +SKIP
+
+    This is the simplest scheme: no calibration, no search, no zero points. GPTQ, AWQ and HQQ lose
+    less; their checkpoints are read as they are (:class:`Quantized`).
+
+    Args:
+        weight: ``[..., N, K]``, of a floating dtype.
+        format: As of :class:`Quantized`.
+        group: The number of values along K that share a scale; by default the most that the format
+            has; 0: all of K.
+        block: The rows, and the values along K, that share a scale.
+
+    Returns:
+        The weight, in new memory and without a gradient. Its scales have the weight's dtype, or
+        the format's first one if it lacks that.
+
+    Raises:
+        ValueError: No such format, group or block; or the groups do not divide K.
+        TypeError: ``weight`` is no floating tensor.
+    """
+    if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() > 1):
+        raise TypeError("quantize() takes a floating tensor of two dimensions or more")
+    if group is not None and block is not None:
+        raise ValueError("give the group or the block: a group is a block of one row")
+    form = formats.named(format)
+    if block is None:
+        along_k = [each for each in form.grids if each[0] == 1 and each[1]]
+        usual = max(along_k or form.grids, key=lambda each: each[1])
+        block = usual if group is None else (1, group)
+    *lead, n, k = weight.shape
+    own = form.block(block, n, k, math.prod(lead))
+    if k % form.pack:
+        raise ValueError(f"format {format} stores {form.pack} values together, K is {k}")
+    numbers = weight.detach().float()
+    # By whole blocks, of which the last ones are padded with zeros.
+    rows, columns = grids.sizes(own, n, k)
+    height, width = own[0] or n, own[1] or k
+    padded = torch.nn.functional.pad(numbers, (0, columns * width - k, 0, rows * height - n))
+    apart = padded.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
+    largest = apart.abs().amax(dim=(-3, -1))
+    largest = largest.amax() if own == grids.TENSOR else largest
+    limit = form.limit or torch.finfo(form.storage[0]).max
+    if EXPONENT in form.scale_dtypes:
+        # The power of two of the largest code, as OCP Microscaling Formats 1.0 has it.
+        scale = grids.exponents(largest / 2 ** math.floor(math.log2(limit)))
+    else:
+        same = weight.dtype in form.scale_dtypes
+        scale = (largest / limit).to(weight.dtype if same else form.scale_dtypes[0])
+    factor = grids.factors(scale, torch.float32)
+    divisor = torch.where(factor == 0, 1.0, factor)
+    scaled = grids.combined(torch.div, numbers, divisor, own, -1)
+    if form.limit is None:
+        scaled = scaled.clamp(-limit, limit)  # a scale that was rounded down
+    stored = form.packed(form.quantize(scaled, form.storage[0]))
+    return Quantized(stored, scale, format=format, block=None if own == grids.TENSOR else own)
