@@ -1,5 +1,5 @@
-"""Quantised weights compile, without a GPU, for Ampere, Hopper, Blackwell and an MI300; on Hopper tiles
-of 64 rows or more are multiplied by ``wgmma``."""
+"""Quantised weights compile, without a GPU, for Ampere, Hopper, Blackwell and an MI300; on Hopper
+tiles of 64 rows or more are multiplied by ``wgmma``."""
 
 from __future__ import annotations
 
