@@ -2,9 +2,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-OLDEST ?= .venv-oldest
 
-.PHONY: demo test check oldest release-check mutants docs format clean
+.PHONY: demo test check oldest newest release-check mutants docs format clean
 
 demo: $(STAMP)
 	@$(PY) -m tmm_core.tools.demo
@@ -16,26 +15,29 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layout.py
+	$(VENV)/bin/codespell
+	$(PY) -m pytest -q tests/test_layout.py tests/test_words.py
 
-# The oldest torch and Triton that are supported, in an environment of their own, and the tests that tell
-# most of them. Without a GPU nothing else tells whether its Gluon compiles the Hopper kernel. This torch has
-# no build for CPUs on the index: 3 GB to fetch, 7 on disk.
-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
-		-W "ignore:Conversion of an array:DeprecationWarning" \
-		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
-		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_ports.py \
-		tests/plugins/test_triton_kernels.py -k "not slow"
-	$(OLDEST)/bin/python -m pytest -q -n 2 -p no:cacheprovider \
+# The oldest torch and Triton that are supported, and the newest, each in an environment of its own, and the tests
+# that tell most of them. Without a GPU nothing else tells whether their Gluon compiles the Hopper kernel. These
+# torches have no build for CPUs on the index: 3 GB to fetch, 7 on disk.
+oldest newest: %: .venv-%/.installed
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
+		-W "ignore:Conversion of an array:DeprecationWarning" $(TESTS) $(TESTS_$*) -k "not slow"
+	.venv-$*/bin/python -m pytest -q -n 2 -p no:cacheprovider \
 		-k "fused_work_compiles and (silu or scales) or groups_compile" \
 		tests/plugins/test_warp_specialized.py tests/plugins/test_ragged_hopper.py
 
-$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
-	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch triton numpy pluggy \
+TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.py tests/core/test_releases.py \
+	tests/plugins/test_triton_kernels.py
+TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/test_ports.py
+TESTS_newest = tests/core/test_operator.py
+
+.venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q -c constraints-$*.txt torch triton numpy pluggy \
 		platformdirs filelock pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
-	$(OLDEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	.venv-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 # Builds what would be released and runs the quick tests against the wheel alone.
@@ -66,4 +68,4 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) dist build site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest dist build site .mypy_cache .ruff_cache .pytest_cache

@@ -14,7 +14,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from tmm_cache import CLOCK, CacheStore, TuningRecord
+from tmm_cache import CacheStore, TuningRecord
 
 
 def ahead(record: TuningRecord) -> float | None:
@@ -34,8 +34,7 @@ def main(folders: list[str]) -> None:
         stores = [CacheStore(Path(folder), layers=()) for folder in folders]
         for store in stores or [CacheStore(Path(empty))]:
             for entry in store.entries():
-                if entry.record.clock == CLOCK:
-                    found[entry.gpu, entry.record.best.kernel].append(ahead(entry.record))
+                found[entry.gpu, entry.record.best.kernel].append(ahead(entry.record))
     print("| GPU | kernel | records won | without it, mean | worst | alone |")
     print("|---|---|---:|---:|---:|---:|")
     for (gpu, kernel), each in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]))):

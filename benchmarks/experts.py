@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tmm_core
-import tmm_core.nn.experts
+import tmm_core.integrations.transformers
 from tmm_core.tuning.timing import timer_for
 
 Tensor = torch.Tensor
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tmm_core.nn.experts.register()
+    tmm_core.integrations.transformers.register()
     found = []
     with tmm_core.override(tune_budget=options.budget):
         for name in options.layers:

@@ -15,13 +15,14 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("benchmarks", "examples", "plugins")
-_SUFFIXES = (".md", ".png", ".txt", ".json", ".py", ".toml")
+_FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+_SUFFIXES = (".md", ".png", ".txt", ".json", ".jsonl", ".py", ".toml")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     found = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*")]
-    for path in (ROOT / "CHANGELOG.md", ROOT / "LICENSE", *found):
+    for path in (*(ROOT / name for name in _FILES), *found):
         if path.is_file() and path.suffix in _SUFFIXES and "__pycache__" not in path.parts:
             files.append(File.generated(config, _on_site(path), abs_src_path=str(path)))
     return files

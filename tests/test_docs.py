@@ -17,17 +17,16 @@ RUN = (
     ("README.md", "docs/index.md", "docs/models.md", "docs/grouped.md", "docs/plugins/hello.md"),
     ("docs/records.md",),
     ("docs/train.md",),
+    ("docs/transformers.md",),
     ("docs/serve.md",),
     ("docs/shard.md",),
+    ("docs/enable.md", "docs/compile.md"),
 )
 #: Run by tests of their own: tests/test_learn.py, and tests/plugins/test_readme.py, since
 #: docs/plugins/reference.md is a plugin.
 ELSEWHERE = ("docs/learn.md", "docs/plugins/reference.md")
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "docs").rglob("*.md")
-    if path.name != "status.md"
-)
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+NOTES = "docs/notes/"
 
 #: torch.compile's default backend wants a C++ compiler, which is no part of what is shown.
 COMPILE = """import functools
@@ -98,9 +97,13 @@ def test_a_page_links_to_what_there_is(page: str) -> None:
 def test_every_page_is_in_the_readme_and_on_the_site() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    notes = (ROOT / NOTES / "index.md").read_text(encoding="utf-8")
     for page in PAGES:
         assert f"- {page.removeprefix('docs/')}\n" in site, page
-        assert page in ("docs/index.md", "docs/api.md") or f"({page})" in readme, page
+        if page.startswith(NOTES) and page != f"{NOTES}index.md":
+            assert f"({page.removeprefix(NOTES)})" in notes, page
+        else:
+            assert page in ("docs/index.md", "docs/api.md") or f"({page})" in readme, page
 
 
 def test_the_readme_takes_two_screens() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tmm_core import settings
 from tmm_core.api import explain, kernels, linear, matmul, plan, problem, tune
 from tmm_core.errors import (
     CacheMissError,
@@ -37,16 +38,20 @@ from tmm_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
+    from tmm_core.interop.aten import disable, enable, enabled_report
+    from tmm_core.interop.inductor import inductor_options
     from tmm_core.spec.anatomy import Anatomy, Resources
     from tmm_core.spec.hookspecs import hookimpl
     from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Traits
     from tmm_core.spec.machine import Machine
     from tmm_core.spec.supports import ANY, Supports
 
-#: Names for authors of kernels and for explanations, by module. A module is imported when one of
-#: its names is used first, which keeps ``import tmm_core`` short.
+#: Names for authors of kernels, for explanations and for use without changing code, by module. A
+#: module is imported when one of its names is used first, which keeps ``import tmm_core`` short.
 _LATER = {
     "dispatch.explanation": ("Explanation", "KernelInfo"),
+    "interop.aten": ("disable", "enable", "enabled_report"),
+    "interop.inductor": ("inductor_options",),
     "spec.anatomy": ("Anatomy", "Resources"),
     "spec.hookspecs": ("hookimpl",),
     "spec.kernel": ("Candidate", "Config", "Deferred", "Kernel", "Traits"),
@@ -95,10 +100,14 @@ __all__ = [
     "Traits",
     "UnknownNameError",
     "UnsupportedProblemError",
+    "disable",
+    "enable",
+    "enabled_report",
     "explain",
     "grouped_linear",
     "grouped_matmul",
     "hookimpl",
+    "inductor_options",
     "kernels",
     "linear",
     "matmul",
@@ -107,3 +116,6 @@ __all__ = [
     "problem",
     "tune",
 ]
+
+if settings.enabled_by_environment():
+    __getattr__("enable")()

@@ -80,7 +80,7 @@ def matmul(
             where gated).
         kernel: Force this kernel; raises if it cannot serve the call.
         config: Force this config of it; omitted fields take the default config's values.
-        on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
+        on_cache_miss: ``"tune"``, ``"background"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
         A tensor of ``torch.matmul(a, b)``'s shape, its last dimension halved where gated. With an

@@ -146,6 +146,12 @@ def autocasts_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+# -- operators of torch that tmm answers (interop.aten) ------------------------------------------
+
+#: The kernel that torch has for an operator and a dispatch key; None: ``enable()`` is not offered.
+aten_kernel: Any = private("torch.library.get_kernel", None)
+
+
 # -- GPUs ------------------------------------------------------------------------------------
 
 
@@ -187,6 +193,16 @@ def end_failed_capture(pool: Any) -> None:
 
 
 # -- rarely used ---------------------------------------------------------------------------------
+
+
+def graph_pass() -> Any:
+    """The class of passes over compiled graphs; ``object`` if absent."""
+    return private("torch._inductor.custom_graph_pass.CustomGraphPass", object)
+
+
+def inductor_config() -> Any:
+    """The settings of torch's compiler."""
+    return importlib.import_module("torch._inductor.config")
 
 
 def tensor_guards() -> Any:

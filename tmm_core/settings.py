@@ -1,7 +1,7 @@
 """Settings of a process (environment variables) or of a ``with`` block: read once, then frozen.
 
 ======================  =========================================================
-``TMM_ON_CACHE_MISS``   ``tune`` (default), ``heuristic`` or ``error``
+``TMM_ON_CACHE_MISS``   ``tune`` (default), ``background``, ``heuristic`` or ``error``
 ``TMM_KERNEL``          force one kernel, e.g. ``triton.split_k``
 ``TMM_VERIFY``          ``0``: a forced kernel is not verified at its first use
 ``TMM_DISABLE``         kernel names not to use, comma-separated
@@ -13,6 +13,8 @@
                         start of the compiling processes, once in a process
 ``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: a
                         quarter each of a GPU's free memory, at most 8 and 4 GiB)
+``TMM_TUNE_SHARE``      share of the time that tuning in the background takes (default 0.1)
+``TMM_ENABLE``          ``1``: ``import tmm_core`` calls :func:`tmm_core.enable`
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: even without a terminal
 ======================  =========================================================
 
@@ -41,7 +43,8 @@ from tmm_core.errors import SettingsError
 
 T = TypeVar("T")
 
-OnCacheMiss = Literal["tune", "heuristic", "error"]
+OnCacheMiss = Literal["tune", "background", "heuristic", "error"]
+_ON_CACHE_MISS = get_args(OnCacheMiss)
 
 _FLAGS = {"1": True, "true": True, "on": True, "yes": True}
 _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
@@ -54,7 +57,10 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
 #: What the fields take. A flag is a bool: 1 would be interned in place of True and change records'
 #: keys, and a text like "off" is true.
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "on_cache_miss": (get_args(OnCacheMiss).__contains__, "one of tune, heuristic, error"),
+    "on_cache_miss": (
+        _ON_CACHE_MISS.__contains__,
+        f"one of {', '.join(get_args(OnCacheMiss))}",
+    ),
     "kernel": (_is(str, NoneType), "a kernel's name"),
     "disable": (lambda given: all(isinstance(name, str) for name in given), "kernels' names"),
     "deterministic": (_is(bool), "True or False"),
@@ -63,6 +69,10 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "arithmetic": (_is(str, NoneType), "an arithmetic's name"),
     "tune_budget": (lambda s: isinstance(s, Real) and 0 < float(s) < math.inf, "positive seconds"),
     "tune_memory": (lambda n: n is None or (type(n) is int and n > 0), "positive bytes"),
+    "tune_share": (
+        lambda s: isinstance(s, Real) and 0 < float(s) <= 1,
+        "a share, above 0, at most 1",
+    ),
     "verify": (_is(bool), "True or False"),
     "progress": (_is(bool, NoneType), "True, False or None"),
 }
@@ -91,6 +101,8 @@ class Settings:
     #: Bytes of tensors that a tuning, or a verification at first use, may hold in total, including
     #: each candidate's scratch memory. None: a share of the free memory.
     tune_memory: int | None = None
+    #: Share of the time that passes which ``on_cache_miss="background"`` spends on tuning.
+    tune_share: float = 0.1
     #: None: show progress if stderr is a terminal.
     progress: bool | None = None
     #: The call is made inside a kernel's or plugin's code (:func:`nested`).
@@ -155,6 +167,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "arithmetic": ("TMM_ARITHMETIC", lambda text: text.strip() or None),
     "tune_budget": ("TMM_TUNE_BUDGET", float),
     "tune_memory": ("TMM_TUNE_MEMORY", _size),
+    "tune_share": ("TMM_TUNE_SHARE", float),
     "progress": ("TMM_PROGRESS", _flag),
 }
 
@@ -174,7 +187,7 @@ def within(settings: Settings | None, function: Callable[..., T], *arguments: An
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     if (settings or _from_environment()).static_weights:
-        settings = _changed(settings or _from_environment(), static_weights=False)
+        settings = changed(settings or _from_environment(), static_weights=False)
     return _under(settings, function, *arguments)
 
 
@@ -183,7 +196,7 @@ def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
     # A compiled graph runs later, under the settings of that time.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
-    return _under(_changed(current(), static_weights=True), function, *arguments)
+    return _under(changed(current(), static_weights=True), function, *arguments)
 
 
 def _under(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
@@ -206,7 +219,7 @@ def nested() -> Iterator[None]:
     if base.nested:
         yield
         return
-    token = _active.set(_changed(base, nested=True, kernel=None, config=None))
+    token = _active.set(changed(base, nested=True, kernel=None, config=None))
     try:
         yield
     finally:
@@ -214,13 +227,27 @@ def nested() -> Iterator[None]:
 
 
 @functools.lru_cache(256)
-def _changed(base: Settings, **changes: Any) -> Settings:
+def changed(base: Settings, **changes: Any) -> Settings:
+    """``base`` with these fields changed, as one object however often it is asked for."""
     return _intern(dataclasses.replace(base, **changes))
 
 
 def _intern(settings: Settings) -> Settings:
     key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings))
     return _interned.setdefault(key, settings)
+
+
+def enabled_by_environment() -> bool:
+    """Whether ``TMM_ENABLE`` is set; read when tmm is imported.
+
+    Raises:
+        SettingsError: It has a value that is not accepted.
+    """
+    text = os.environ.get("TMM_ENABLE", "")
+    try:
+        return _flag(text)
+    except ValueError as error:
+        raise SettingsError(f"TMM_ENABLE={text!r}: {error}") from None
 
 
 @functools.cache
@@ -261,9 +288,9 @@ def override(
         kernel: Force this kernel, which is verified at its first use unless ``verify`` is False.
         config: Force this config of it; a mapping of its fields will do.
         disable: Kernels not to use, in addition to those disabled already.
-        on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``.
-        changes: ``deterministic``, ``batch_invariant``, ``arithmetic``,
-            ``static_weights``, ``tune_budget``, ``tune_memory``, ``verify``, ``progress``.
+        on_cache_miss: ``"tune"``, ``"background"``, ``"heuristic"`` or ``"error"``.
+        changes: ``deterministic``, ``batch_invariant``, ``arithmetic``, ``static_weights``,
+            ``tune_budget``, ``tune_memory``, ``tune_share``, ``verify``, ``progress``.
 
     Raises:
         SettingsError: An unknown name or a value that is not accepted.

@@ -15,14 +15,13 @@ from tmm_cache.miss_log import Miss
 from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.paths import default_root, layer_paths, shipped_layers
-from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
+from tmm_cache.record import CLOCK, SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Located, Summary
 from tmm_cache.store import CacheStore
 
 __all__ = [
     "CLOCK",
     "JSON",
-    "OLD_CLOCK",
     "SCHEMA",
     "CacheStore",
     "CacheWarning",

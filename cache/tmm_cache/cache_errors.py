@@ -6,6 +6,7 @@ silent either: a cache that is never read looks like a slow model.
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import signal
 import sys
@@ -91,22 +92,37 @@ def reraise(error: BaseException) -> None:
     ``-W error``; and a ``BaseException`` that no foreign frame raised, such as one set from another
     thread. ``SystemExit`` passes only from a signal handler: a plugin may call ``sys.exit``.
     """
-    seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    outer: list[FrameType] = []
-    while waiting and len(seen) < _MOST_CAUSES:
-        cause = waiting.pop()
-        if cause is None or any(cause is each for each in seen):
-            continue
-        frames = list(_frames(cause))
-        # An exception that is being handled further out is not this one's cause.
-        if seen and not any(frames[:1] == [each] for each in outer):
-            continue
-        seen.append(cause)
-        outer += frames
-        if _passes(cause, frames):
+    for cause in chain(error, suppressed=True):
+        if _passes(cause, frames_of(cause)):
             raise cause
-        waiting += _CAUSE(cause), _CONTEXT(cause)
+
+
+def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or while they were handled, except by the
+    caller of the code that raised it. Runs no code of an exception's class.
+
+    Args:
+        suppressed: Also those that ``raise … from None`` hides.
+    """
+    seen: list[BaseException] = []
+    frames: list[FrameType] = []
+    waiting: list[tuple[BaseException | None, bool]] = [(error, True)]
+    while waiting and len(seen) < _MOST_CAUSES:
+        each, explicit = waiting.pop(0)
+        if each is None or any(each is other for other in seen):
+            continue
+        mine = frames_of(each)
+        outside = mine[0] not in frames if mine else suppressed
+        if outside and not explicit:
+            continue  # handled further out
+        seen.append(each)
+        frames += mine
+        yield each
+        waiting.append((_CAUSE(each), not suppressed))
+        if suppressed or not _SUPPRESSED(each):
+            waiting.append((_CONTEXT(each), False))
+        if _GROUP is not None and issubclass(type(each), _GROUP):
+            waiting += [(one, True) for one in _GROUP.exceptions.__get__(each)]
 
 
 def _passes(error: BaseException, frames: Sequence[FrameType]) -> bool:
@@ -152,6 +168,9 @@ class suppress:  # noqa: N801  # used like contextlib.suppress
 _TRACEBACK: Final = BaseException.__dict__["__traceback__"].__get__
 _CAUSE: Final = BaseException.__dict__["__cause__"].__get__
 _CONTEXT: Final = BaseException.__dict__["__context__"].__get__
+_SUPPRESSED: Final = BaseException.__dict__["__suppress_context__"].__get__
+#: Absent before Python 3.11.
+_GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", None)
 #: How many exceptions of a chain are looked at.
 _MOST_CAUSES: Final = 16
 #: Without the conversion to enums, which takes most of 100 µs for all signals.
@@ -167,12 +186,13 @@ def trace_of(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
+def frames_of(error: BaseException) -> list[FrameType]:
     """The frames of an exception's traceback, outermost first."""
-    trace = trace_of(error)
+    frames, trace = [], trace_of(error)
     while trace is not None:
-        yield trace.tb_frame
+        frames.append(trace.tb_frame)
         trace = trace.tb_next
+    return frames
 
 
 def _is_interruption(frame: FrameType) -> bool:

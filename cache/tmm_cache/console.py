@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import Any, Final, NoReturn, TypeVar
@@ -213,9 +213,10 @@ def print_table(
     rows: Sequence[Sequence[str] | str],
     right: Sequence[str] = (),
     optional: Sequence[str] = (),
+    last: Sequence[str] = (),
 ) -> None:
     """Print a table on stdout, as `table` lays it out for the terminal or a pipe."""
-    print("\n".join(table(columns, rows, width(), right=right, optional=optional)))
+    print("\n".join(table(columns, rows, width(), right=right, optional=optional, last=last)))
 
 
 def table(
@@ -225,12 +226,13 @@ def table(
     *,
     right: Sequence[str] = (),
     optional: Sequence[str] = (),
+    last: Sequence[str] = (),
 ) -> list[str]:
     """The lines of a table, none longer than `width`.
 
     A row that is a string is a paragraph across all columns, which continues the row above. Columns
     in `right` are right-aligned. Columns in `optional` are dropped, first to last, while a row is
-    too long; then cells are folded, between words where possible.
+    too long, and columns in `last` while a word would have to be broken; then cells are folded.
     """
     import rich.box
     import rich.console
@@ -244,6 +246,9 @@ def table(
             del widths[columns.index(name)]
     # Narrow the widest column that has room: first words stay whole, then the longest are folded.
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
+    for name in last:
+        if _total({index: words[index] for index in widths}) > width:
+            del widths[columns.index(name)]
     for least in (words, [1] * len(words)):
         while _total(widths) > width and any(widths[index] > least[index] for index in widths):
             widest = max(widths, key=lambda index: (widths[index] > least[index], widths[index]))
@@ -296,6 +301,27 @@ def paragraph(text: str, width: int, *, indent: int = 0, hanging: int | None = N
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], Sequence[str]]]:
+    """Names that have the same texts, together, in the order of the first of each."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, texts in pairs:
+        groups.setdefault(tuple(texts), []).append(name)
+    return [(names, texts) for texts, names in groups.items()]
+
+
+def styled(text: str, style: str) -> str:
+    """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
+    import rich.color
+    import rich.console
+    import rich.style
+
+    terminal = rich.console.Console(file=sys.stdout)
+    if terminal.color_system is None or terminal.no_color:
+        return text
+    standard = rich.color.ColorSystem.STANDARD
+    return rich.style.Style.parse(style).render(text, color_system=standard)
 
 
 def html(lines: Sequence[str]) -> str:

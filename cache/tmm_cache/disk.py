@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tmm_cache.cache_errors import UsageError, suppress
-from tmm_cache.paths import ENVIRONMENT, temporary_name
+from tmm_cache.paths import ENVIRONMENT, LOCK_SUFFIX, temporary_name
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -165,6 +165,15 @@ def write_for_all(file: Path, data: bytes) -> None:
     except OSError as error:
         # Its own file name is that of the temporary file.
         raise OSError(f"{file}: cannot be written ({error.strerror or error})") from error
+
+
+def remove_with_lock(path: Path) -> None:
+    """Remove a file, and a record's lock with the record. Raises OSError.
+
+    A process that holds the lock goes on; another may then tune the same problem beside it.
+    """
+    path.unlink(missing_ok=True)
+    path.with_name(path.name + LOCK_SUFFIX).unlink(missing_ok=True)
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:

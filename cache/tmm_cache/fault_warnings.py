@@ -7,29 +7,29 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.cache_errors import has_warned, warn_once
-from tmm_cache.files import Fault, set_aside
+from tmm_cache.files import Fault
 from tmm_cache.ownership import REPLACED, UNCHECKED, foreign
-from tmm_cache.paths import RECORD, VERSIONS, is_nowhere
+from tmm_cache.paths import VERSION, is_nowhere
 
 # Errors of the whole root rather than of one file: the next attempt would fail the same way.
 _UNWRITABLE: Final = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 
 
-def passed_over(fault: Fault, outcome: str = "passed over") -> None:
+def passed_over(fault: Fault) -> None:
     """Warn of a fault; one that all files of a folder share is reported once per root."""
     if is_nowhere(fault.path):
         return
     if fault.place:
-        text = f"{fault.reason}; {outcome}, and records that exist only there are tuned again"
+        text = f"{fault.reason}; passed over, and records that exist only there are tuned again"
         parents = (fault.path, *fault.path.parents)[:3]
-        root = next((path.parent for path in parents if path.name in VERSIONS), fault.path)
+        root = next((path.parent for path in parents if path.name == VERSION), fault.path)
         warn_once(root, text, about="place")
     else:
-        warn_once(fault.path, f"{fault.reason}; {outcome}")
+        warn_once(fault.path, f"{fault.reason}; passed over")
 
 
 class FaultWarnings:
-    """The warnings of one root: its ownership, and files that could not be read or written."""
+    """The warnings of one root: its ownership, and files that could not be written."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -61,15 +61,6 @@ class FaultWarnings:
                 f"(TMM_CACHE_SHARED=1 if they are shared on purpose)",
                 about="untrusted",
             )
-
-    def fault(self, fault: Fault) -> None:
-        """Warn of a fault; a damaged record in the user's own root is also set aside."""
-        outcome = "passed over"
-        mine = self.is_own and self._root in fault.path.parents
-        if mine and fault.damaged and RECORD.fullmatch(fault.path.name):
-            aside = set_aside(fault.path)
-            outcome = outcome if aside is None else f"set aside as {aside.name}"
-        passed_over(fault, outcome)
 
     def unwritable(self, error: OSError) -> None:
         """Warn that records of this process stay in memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -27,7 +27,7 @@ from tmm_cache.fields import at, flag
 from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.ownership import REPLACED, foreign_file, is_shared
-from tmm_cache.paths import BROKEN_SUFFIX, ENVIRONMENT
+from tmm_cache.paths import ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
 #: A thousand candidates with a hundred samples each take 2 MB; a larger file is not a record.
@@ -69,6 +69,14 @@ def parse(data: bytes) -> object:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     return value
+
+
+def json_lines(data: bytes) -> Iterator[object]:
+    """The JSON values of a file to which processes append lines. A line that a killed process left
+    torn is passed over."""
+    for line in data.split(b"\n"):
+        with suppress(ValueError):
+            yield parse(line)
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -154,25 +162,18 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
 @dataclass(frozen=True, slots=True)
 class Read:
     """The content of a file, and why others than this user may have written it; None: they can't
-    have."""
+    have, or it was not asked."""
 
     data: bytes
     foreign: str | None
 
 
-def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
-    """A regular file's content; None if it is absent."""
-    read = _read(path, most, None)
-    return read.data if isinstance(read, Read) else read
-
-
-def read_own(root: Path, path: Path, most: int = MAX_BYTES) -> Read | Fault | None:
-    """A regular file's content, and whether it is this user's own: whether nobody else may write
-    the file, the root, or a folder between them. None if the file is absent."""
-    return _read(path, most, None if is_shared() else root)
-
-
-def _read(path: Path, most: int, root: Path | None) -> Read | Fault | None:
+def read_file(
+    path: Path, root: Path | None = None, *, most: int = MAX_BYTES
+) -> Read | Fault | None:
+    """A regular file's content; None if it is absent. With a `root`, also whether nobody else may
+    write the file, the root, or a folder between them."""
+    root = None if is_shared() else root
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -211,12 +212,11 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
 def read_stored(path: Path, root: Path | None = None) -> Stored | Fault | None:
     """The record in a file with its origin; None if the file is absent. With `root`, which is the
     user's own, it is also checked whether others may have written the file."""
-    read = read_bytes(path) if root is None else read_own(root, path)
-    if read is None or isinstance(read, Fault):
+    read = read_file(path, root)
+    if not isinstance(read, Read):
         return read
-    data, foreign = (read.data, read.foreign) if isinstance(read, Read) else (read, None)
     try:
-        return replace(parse_stored(data, path.stem), foreign=foreign)
+        return replace(parse_stored(read.data, path.stem), foreign=read.foreign)
     except ValueError as error:
         return Fault(path, f"is not a valid record: {error}", damaged=True)
 
@@ -225,36 +225,14 @@ def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
     """The environment of a folder of records; None if its file is absent, or has a fault, which is
     reported."""
     path = folder / ENVIRONMENT
-    data = read_bytes(path)
+    read = read_file(path)
     try:
-        if isinstance(data, bytes):
-            return parse_environment(data, folder.name)
+        if isinstance(read, Read):
+            return parse_environment(read.data, folder.name)
     except ValueError as error:
-        data = Fault(path, f"is not a valid environment: {error}", damaged=True)
-    if data is not None:
-        report(data)
-    return None
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a damaged record, so that it is not read again; returns its new path, None if it
-    stays.
-
-    If another process has saved a good record since the damaged one was read, that is put back.
-    """
-    aside = path.with_name(path.name + BROKEN_SUFFIX)
-    try:
-        os.replace(path, aside)
-        data = read_bytes(aside)
-        try:
-            parse_stored(data if isinstance(data, bytes) else b"", path.stem)
-        except ValueError:
-            return aside
-        with suppress(FileExistsError):  # an even newer one is in place
-            os.link(aside, path)
-        os.unlink(aside)
-    except OSError as error:
-        reraise(error)
+        read = Fault(path, f"is not a valid environment: {error}", damaged=True)
+    if isinstance(read, Fault):
+        report(read)
     return None
 
 

@@ -19,7 +19,7 @@ from tmm_cache.cache_errors import reraise
 from tmm_cache.disk import closing, opened
 from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import Document
-from tmm_cache.record import SCHEMA, TuningRecord, utc_time
+from tmm_cache.record import CLOCK, SCHEMA, TuningRecord, utc_time
 from tmm_cache.record import blas_us as blas_us
 
 #: A problem and a config take about 900 bytes.
@@ -54,13 +54,12 @@ class Header(NamedTuple):
     """The parsed header. Of `problem` only the sizes are checked."""
 
     problem: Document
-    clock: str
     created_at: datetime
     best: Best
 
     @classmethod
     def of(cls, record: TuningRecord) -> Header:
-        return cls(record.problem, record.clock, record.created_at, Best.of(record))
+        return cls(record.problem, record.created_at, Best.of(record))
 
 
 def with_header(document: dict[str, Any], record: TuningRecord) -> dict[str, Any]:
@@ -83,15 +82,15 @@ def read_header(path: Path) -> Header | None:
         return None
     try:
         document: Any = json.loads(data[:end].rstrip(b", \n").decode() + "}")
-        problem, clock, best = document["problem"], document["clock"], Best(**document["best"])
+        problem, best = document["problem"], Best(**document["best"])
         usable = (
             document["schema"] == SCHEMA
+            and document["clock"] == CLOCK
             and all(is_size(problem[size]) for size in SIZES)
-            and isinstance(clock, str)
             and isinstance(best.kernel, str)
             and isinstance(best.config, dict)
             and all(time is None or 0 <= time < math.inf for time in (best.us, best.blas_us))
         )
-        return Header(problem, clock, utc_time(document["created"]), best) if usable else None
+        return Header(problem, utc_time(document["created"]), best) if usable else None
     except (LookupError, ValueError, TypeError, RecursionError):
         return None

@@ -5,10 +5,7 @@ The OS releases it when its holder dies.
 
 from __future__ import annotations
 
-import errno
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -54,20 +51,3 @@ def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
         return lock
     except Timeout:
         return None
-
-
-@contextmanager
-def held_at_once(path: Path) -> Iterator[bool]:
-    """Hold the lock at `path` if its file is there; yields whether it is.
-
-    Raises OSError if another process holds it.
-    """
-    if not path.is_file():
-        yield False
-        return
-    if (lock := acquire(path)) is None:
-        raise OSError(errno.EWOULDBLOCK, "another process holds it")
-    try:
-        yield True
-    finally:
-        lock.release()

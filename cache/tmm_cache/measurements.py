@@ -49,7 +49,7 @@ def _words(result: Result) -> str:
                 problem_fields.config(result.config),
                 " ".join(name for name, has in traits.items() if has),
                 f"version {problem_fields.printable(result.version)}",
-                None if result.steady_us is None else f"{result.steady_us:.2f} µs without pause",
+                None if result.steady_us is None else f"{result.steady_us:.2f} µs in steady state",
                 None if result.reason is None else problem_fields.printable(result.reason),
             ),
         )

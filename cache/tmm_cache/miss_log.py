@@ -17,14 +17,16 @@ from tmm_cache.disk import append_line, remove_if_empty
 from tmm_cache.files import (
     MAX_BYTES,
     Fault,
+    Read,
     Report,
-    read_bytes,
+    json_lines,
     read_environment,
+    read_file,
     write_environment,
 )
 from tmm_cache.keys import Document, canonical
 from tmm_cache.paths import MISSES
-from tmm_cache.scan import Folder, folders
+from tmm_cache.scan import folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ def log_miss(log: Path, environment: Document, problem: Document) -> None:
 def logged_misses(root: Path, report: Report) -> list[Miss]:
     """The problems logged in a root, each once per GPU and environment."""
     found = []
-    for folder in _folders(root, report):
-        problems = read_misses(folder.path, report)
+    for folder in folders(root, report):
+        problems = _read(folder.path, report)
         environment = read_environment(folder.path, report) if problems else None
         found += [
             Miss(folder.gpu, folder.environment_digest, environment, problem, count)
@@ -64,7 +66,7 @@ def logged_misses(root: Path, report: Report) -> list[Miss]:
 def clear_misses(root: Path, report: Report) -> int:
     """Remove the logs of a root; returns how many."""
     removed = 0
-    for folder in _folders(root, report):
+    for folder in folders(root, report):
         path = folder.path / MISSES
         try:
             path.unlink()
@@ -79,33 +81,12 @@ def clear_misses(root: Path, report: Report) -> int:
     return removed
 
 
-def _folders(root: Path, report: Report) -> list[Folder]:
-    """The folders in which problems are logged."""
-    return [folder for folder in folders(root, report) if not folder.is_old]
-
-
-def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
-    """The problems of a folder's log, each once, with its count.
-
-    A torn last line comes from a killed process and is not a fault.
-    """
-    path = folder / MISSES
-    data = read_bytes(path)
-    if not isinstance(data, bytes):
-        if data is not None:
-            report(data)
-        return []
-    counts: Counter[str] = Counter()
-    fault: Fault | None = None
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            counts[canonical({**json.loads(line)["problem"]})] += 1
-        except (KeyError, TypeError, ValueError, RecursionError):
-            if number < len(lines):
-                fault = fault or Fault(path, f"line {number} is not a miss")
-    if fault is not None:
-        report(fault)
+def _read(folder: Path, report: Report) -> list[tuple[Document, int]]:
+    """The problems of a folder's log, each once, with its count."""
+    read = read_file(folder / MISSES)
+    if isinstance(read, Fault):
+        report(read)
+    lines = json_lines(read.data) if isinstance(read, Read) else ()
+    problems = (line.get("problem") for line in lines if isinstance(line, dict))
+    counts = Counter(canonical(each) for each in problems if isinstance(each, dict))
     return [(json.loads(text), count) for text, count in counts.items()]

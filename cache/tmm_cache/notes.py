@@ -10,7 +10,6 @@ folder or root, is neither read nor written. Nothing here warns or raises OSErro
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Final
 
 from tmm_cache.cache_errors import reraise, suppress
 from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import Read, read_own
+from tmm_cache.files import Read, json_lines, read_file
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.ownership import foreign
 from tmm_cache.paths import NOTES, default_root
@@ -67,18 +66,16 @@ class Notes:
             append_line(self.path, line, MAX_BYTES)
 
     def _lines(self) -> dict[str, JSON]:
-        read = read_own(self._root, self.path)
+        read = read_file(self.path, self._root)
         notes: dict[str, JSON] = {}
         if not isinstance(read, Read):
             return notes
         if read.foreign is not None:
             self._kept = False
             return notes
-        for line in read.data.split(b"\n"):
-            with suppress(ValueError, TypeError, RecursionError):
-                about, value = json.loads(line)
-                if isinstance(about, str):
-                    notes[about] = value
+        for line in json_lines(read.data):
+            if isinstance(line, list) and len(line) == 2 and isinstance(line[0], str):
+                notes[line[0]] = line[1]
         return notes
 
 

@@ -18,17 +18,13 @@ from typing import Final
 from tmm_cache.cache_errors import UsageError, reraise, warn_once
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
 from tmm_cache.ownership import foreign
-from tmm_cache.record import OLD_SCHEMA, SCHEMA
+from tmm_cache.record import SCHEMA
 
 ENVIRONMENT: Final = "environment.json"
 MISSES: Final = "misses.jsonl"
 NOTES: Final = "notes"
 LOCK_SUFFIX: Final = ".lock"
-BROKEN_SUFFIX: Final = ".broken"
 VERSION: Final = f"v{SCHEMA}"
-#: Folders that are read; only `VERSION` is written. Records in an older one are hints: `entries`
-#: lists them, `load` never answers from them.
-VERSIONS: Final = (VERSION, f"v{OLD_SCHEMA}")
 SHIPPED_GROUP: Final = "tmm_core.records"
 OWN_PACKAGE: Final = "tmm_core"
 
@@ -37,7 +33,6 @@ DIGEST: Final = re.compile(_HEX)
 RECORD: Final = re.compile(rf"{_HEX}\.json")
 NOTE_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{64}\.jsonl")
 LOCK: Final = re.compile(rf"{_HEX}\.json{re.escape(LOCK_SUFFIX)}")
-BROKEN: Final = re.compile(rf"{_HEX}\.json{re.escape(BROKEN_SUFFIX)}")
 TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}}\.tmp")
 
 

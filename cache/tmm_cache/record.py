@@ -2,8 +2,7 @@
 
 A record keeps the evidence (every candidate's samples, errors and refusals), not just the winner:
 upgrading a plugin retimes only its own candidates, and a wrong choice can be explained a year
-later. The clock is part of the evidence: a time from another clock is a hint for tuning, never an
-answer.
+later.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ from tmm_cache.keys import JSON, Document, plain
 
 #: Version of the document below and of the folder layout.
 SCHEMA: Final = 2
-#: The first version: no clock, no field left out. Still read, as hints.
-OLD_SCHEMA: Final = 1
 
-#: The clock whose times decide: back-to-back launches, as a program makes them.
+#: The clock of the times: back-to-back launches, as a program makes them.
 CLOCK: Final = "in use"
-#: The clock of the first schema: one launch after an L2 flush.
-OLD_CLOCK: Final = "flushed"
 
 Status: TypeAlias = Literal["ok", "slow", "wrong", "failed"]
 _STATUSES: tuple[Status, ...] = get_args(Status)
@@ -56,8 +51,8 @@ class CandidateResult:
     `version` is the kernel's, opaque here, as is `config`. `error` is the relative error that
     verification measured, None if it was not measured or is not finite (`reason` tells which).
     `samples_us` are at the record's own M; `inside_us` are medians at other M of its bucket.
-    `steady_us` is the mean without pause, measured for BLAS and kernels ahead of it, if the product
-    is large.
+    `steady_us` is the mean time in steady state (back to back), measured for BLAS and kernels ahead
+    of it if the product is large.
     """
 
     kernel: str
@@ -151,8 +146,7 @@ class TuningRecord:
     """The result of tuning one problem.
 
     `problem` is the readable key, opaque except for the fields that the command shows and filters
-    by. `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning. All times
-    were taken with `clock`.
+    by. `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning.
     """
 
     problem: Document
@@ -161,12 +155,6 @@ class TuningRecord:
     created: str
     tuning_seconds: float
     note: str | None = None
-    clock: str = CLOCK
-
-    @property
-    def is_hint(self) -> bool:
-        """Whether its times are from another clock: a hint for tuning, never an answer."""
-        return self.clock != CLOCK
 
     @property
     def along(self) -> str:
@@ -222,8 +210,7 @@ class TuningRecord:
         """The JSON document of this record. Raises RecordError if problem or a config is not."""
         document: dict[str, JSON] = {
             "schema": SCHEMA,
-            # Always written, although it has a default: the default may change with the clock.
-            "clock": self.clock,
+            "clock": CLOCK,
             "problem": _plain(self.problem, "problem"),
             "winner": self.winner,
             "created": self.created,
@@ -242,12 +229,11 @@ class TuningRecord:
         schema, a field that is missing, unknown, ill-typed or out of bounds, a time that is NaN or
         negative, a winner that is out of range or not "ok".
         """
-        # First, or a later schema would be rejected for its fields.
+        # First, or another schema would be rejected for its fields.
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
-        fields.at(".schema", _OLD_RECORD["schema"], schema)
-        readers = _RECORD if schema == SCHEMA else _OLD_RECORD
-        values = {"clock": OLD_CLOCK} | fields.fields(document, readers, {"note"})
-        del values["schema"]
+        fields.at(".schema", _RECORD["schema"], schema)
+        values = fields.fields(document, _RECORD, {"note"})
+        del values["schema"], values["clock"]
         record = cls(**values)
         winner, candidates = record.winner, record.candidates
         if winner >= len(candidates):
@@ -281,12 +267,11 @@ def _is_utc_time(value: object) -> bool:
     return False
 
 
-def _is_schema(value: object) -> bool:
-    return type(value) is int and value in (SCHEMA, OLD_SCHEMA)  # True == 1
-
-
-_OLD_RECORD: Final = {
-    "schema": fields.kind(f"{SCHEMA}, the version of this tmm", _is_schema),
+_RECORD: Final = {
+    "schema": fields.kind(
+        f"{SCHEMA}, the version of this tmm", lambda v: type(v) is int and v == SCHEMA
+    ),
+    "clock": fields.kind(repr(CLOCK), lambda value: value == CLOCK),
     "problem": fields.problem,
     "winner": fields.count,
     "candidates": fields.items(CandidateResult.from_json),
@@ -294,4 +279,3 @@ _OLD_RECORD: Final = {
     "tuning_seconds": fields.measure,
     "note": fields.optional(fields.text),
 }
-_RECORD: Final = _OLD_RECORD | {"clock": fields.name}

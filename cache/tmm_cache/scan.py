@@ -18,7 +18,7 @@ from tmm_cache.fault_warnings import passed_over
 from tmm_cache.files import Fault, Report, read_environment, read_record
 from tmm_cache.header import Header, read_header
 from tmm_cache.keys import Document, is_slug
-from tmm_cache.paths import DIGEST, RECORD, VERSION, VERSIONS
+from tmm_cache.paths import DIGEST, RECORD, VERSION
 from tmm_cache.record import TuningRecord
 
 #: GPU, digest of the environment, digest of the problem.
@@ -32,11 +32,6 @@ class Folder:
     path: Path
     gpu: str
     environment_digest: str
-
-    @property
-    def is_old(self) -> bool:
-        """Whether its schema is older, so that its records are hints."""
-        return self.path.parts[-3] != VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +66,6 @@ class Summary:
         return self.header.problem
 
     @property
-    def clock(self) -> str:
-        """The clock that the times were taken with."""
-        return self.header.clock
-
-    @property
     def record(self) -> TuningRecord:
         """The record, of a summary that was made from all of it, as `entries` makes them."""
         assert self._record is not None
@@ -106,17 +96,13 @@ class Located:
 
 
 def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Folder]:
-    """The folders of records under a root, the current schema's first, then by name; an absent root
-    has none."""
-    for top in (root / version for version in VERSIONS):
-        names = _names(top, report)
-        if names is None:
-            return  # usually the root is at fault, and with it the older folder
-        slugs = [name for name in names if is_slug(name) and gpu in (None, name)]
-        for of_gpu in _subfolders(top, slugs, report):
-            digests = filter(DIGEST.fullmatch, _names(of_gpu, report) or ())
-            for path in _subfolders(of_gpu, digests, report):
-                yield Folder(path, of_gpu.name, path.name)
+    """The folders of records under a root, by name; an absent root has none."""
+    top = root / VERSION
+    slugs = [name for name in _names(top, report) or () if is_slug(name) and gpu in (None, name)]
+    for of_gpu in _subfolders(top, slugs, report):
+        digests = filter(DIGEST.fullmatch, _names(of_gpu, report) or ())
+        for path in _subfolders(of_gpu, digests, report):
+            yield Folder(path, of_gpu.name, path.name)
 
 
 def summaries(

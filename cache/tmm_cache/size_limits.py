@@ -2,7 +2,7 @@
 
 A save cleans its own folder and, now and then, the whole root. Only the least recently used records
 and notes of the root are removed: never a layer, a record that this process holds, or one that
-another process is tuning or has just written. The last use of a record is its file's mtime: an
+was just written. The last use of a record is its file's mtime: an
 index could be torn, and every process would write to it.
 """
 
@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tmm_cache.cache_errors import reraise, suppress, warn_once
-from tmm_cache.disk import remove_if_empty
+from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.keys import SLUG
-from tmm_cache.locks import held_at_once
-from tmm_cache.paths import BROKEN, DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
+from tmm_cache.paths import DIGEST, NOTE_FILE, NOTES, RECORD, TEMPORARY
 
 T = TypeVar("T")
 
@@ -45,7 +44,6 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", re.ASCII)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SCHEMA, _GPU = re.compile(r"v[0-9]+"), re.compile(SLUG)
-_EVICTABLE = re.compile(f"{RECORD.pattern}|{BROKEN.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,7 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
         for version in _entries(root, _SCHEMA)
         for gpu in _entries(version, _GPU)
         for environment in _entries(gpu, DIGEST)
-        for record in _entries(environment, _EVICTABLE)
+        for record in _entries(environment, RECORD)
     ]
     for entry in (*found, *_entries(root / NOTES, NOTE_FILE)):
         with suppress(OSError):
@@ -210,15 +208,11 @@ def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator
 
 
 def _drop(file: _File) -> bool:
-    """Remove a file that is not in use, and its lock."""
-    beside = file.path.with_name(file.path.name + LOCK_SUFFIX)
+    """Remove a file, unless it was used or rewritten since the listing, and its lock."""
     try:
-        with held_at_once(beside) as held:
-            if os.stat(file.path).st_mtime_ns != file.changed_ns:
-                return False  # used or rewritten since the listing
-            file.path.unlink()
-            if held:
-                beside.unlink()
+        if os.stat(file.path).st_mtime_ns != file.changed_ns:
+            return False
+        remove_with_lock(file.path)
     except OSError as error:
         reraise(error)
         return False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
-from tmm_cache.fault_warnings import FaultWarnings
+from tmm_cache.fault_warnings import FaultWarnings, passed_over
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
@@ -32,7 +32,7 @@ from tmm_cache.paths import (
     real,
     record_path,
 )
-from tmm_cache.record import CLOCK, TuningRecord
+from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Located, Summary, summaries
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class CacheStore:
         """The problem's record as `load` finds it, and its origin.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
-        skipped with a `CacheWarning`, and in the user's own root set aside. Hints are skipped
-        silently.
+        skipped with a `CacheWarning`.
         """
         if self.locked:
             return self._locate_locked(gpu, environment, problem)
@@ -112,8 +111,8 @@ class CacheStore:
             path = record_path(root, *key)
             stored = read_stored(path, root if root == self.root else None)
             if isinstance(stored, Fault):
-                self._warnings.fault(stored)
-            elif stored is None or stored.record.is_hint:
+                passed_over(stored)
+            elif stored is None:
                 continue
             elif canonical(stored.record.problem) == asked:
                 mine = root == self.root and self._warnings.may_write()
@@ -122,7 +121,7 @@ class CacheStore:
                     self._warnings.untrusted(stored.foreign)
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
-                self._warnings.fault(Fault(path, "records another problem of the same digest"))
+                passed_over(Fault(path, "records another problem of the same digest"))
         return None
 
     def nearest_key(self, gpu: str, environment: Document, problem: Document) -> NearestKey | None:
@@ -133,11 +132,7 @@ class CacheStore:
         if self.locked:
             lock = self._locked_file()
             return None if lock is None else nearest((gpu, environment, problem), lock.keys())
-        keys = (
-            (each.gpu, each.environment or {}, each.problem)
-            for each in self.summaries()
-            if each.clock == CLOCK
-        )
+        keys = ((each.gpu, each.environment or {}, each.problem) for each in self.summaries())
         return nearest((gpu, environment, problem), keys)
 
     def is_verified(self, gpu: str, environment: Document, key: str) -> bool:
@@ -213,7 +208,7 @@ class CacheStore:
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
-            for summary in summaries(root, self._warnings.fault, gpu, full=full):
+            for summary in summaries(root, passed_over, gpu, full=full):
                 if summary.path not in held:
                     yield summary
 
@@ -268,19 +263,19 @@ class CacheStore:
 
     def misses(self) -> list[Miss]:
         """The problems logged in the user's own root, each once per GPU and environment."""
-        return logged_misses(self.root, self._warnings.fault)
+        return logged_misses(self.root, passed_over)
 
     def clear_misses(self) -> int:
         """Clear the logs of problems; returns how many were removed."""
         self._logged.clear()
-        return clear_misses(self.root, self._warnings.fault)
+        return clear_misses(self.root, passed_over)
 
     def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         lock = self._locked_file()
         key = gpu, digest(environment), digest(problem)
         record = None if lock is None else lock.record(key)
         if isinstance(record, Fault):
-            self._warnings.fault(record)
+            passed_over(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
             return None
         # It may have been verified where it was frozen, but not here.

@@ -9,6 +9,7 @@ before memory is used, its checksum detects damage, and each record is checked w
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -21,10 +22,11 @@ from tmm_cache.cache_errors import RecordError, UsageError
 from tmm_cache.disk import write_for_all
 from tmm_cache.files import (
     Fault,
+    Read,
     Stored,
     has_checksum,
     parse,
-    read_bytes,
+    read_file,
     read_stored,
     record_bytes,
     sealed,
@@ -48,15 +50,14 @@ CLOCK_SKEW: Final = timedelta(days=1)
 def write_transport(file: Path, found: Iterable[Summary]) -> int:
     """Write these records to a file, without most of their samples; returns their number.
 
-    The first of several records of a problem is written; of no record, nothing. Records of
-    another clock, which never
-    answer, and records whose environment is unknown are left out. Raises UsageError for more than
-    `MAX_BYTES`, OSError like `write_for_all`.
+    The first of several records of a problem is written; of no record, nothing. Records whose
+    environment is unknown are left out. Raises UsageError for more than `MAX_BYTES`, OSError like
+    `write_for_all`.
     """
     written: dict[Key, JSON] = {}
     for summary in found:
         key, record = summary.key, summary.record
-        if not record.is_hint and summary.environment is not None and key not in written:
+        if summary.environment is not None and key not in written:
             written[key] = {
                 "gpu": summary.gpu,
                 "environment": json.loads(canonical(summary.environment)),  # sorted
@@ -78,11 +79,11 @@ class Transport:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        data = read_bytes(path, MAX_BYTES)
-        if not isinstance(data, bytes):
-            raise UsageError(f"{path}: {data.reason if data else 'there is no such file'}")
+        read = read_file(path, most=MAX_BYTES)
+        if not isinstance(read, Read):
+            raise UsageError(f"{path}: {read.reason if read else 'there is no such file'}")
         try:
-            self._items = dict(_items(_unpacked(data)))
+            self._items = dict(_items(_unpacked(read.data)))
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"{path}: is not a file of records: {error}") from error
 
@@ -91,35 +92,33 @@ class Transport:
         for (gpu, _, _), (environment, document) in self._items.items():
             yield gpu, environment, document["problem"]
 
-    def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault | None]]:
-        """Every record as `record` returns it, with its key and environment."""
-        for key, (environment, _) in self._items.items():
-            yield key, environment, self.record(key)
+    def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault]]:
+        """Every record, checked, with its key and environment."""
+        for key, (environment, document) in self._items.items():
+            yield key, environment, self._checked(key, document)
 
     def record(self, key: Key) -> TuningRecord | Fault | None:
-        """The record of a problem, checked; None if there is none that answers."""
-        if key not in self._items:
-            return None
+        """The record of a problem, checked; None if there is none."""
+        return self._checked(key, self._items[key][1]) if key in self._items else None
+
+    def _checked(self, key: Key, document: dict[str, Any]) -> TuningRecord | Fault:
         try:
-            record = TuningRecord.from_json(self._items[key][1])
+            return TuningRecord.from_json(document)
         except RecordError as error:
             return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
-        return None if record.is_hint else record
 
 
 def _unpacked(data: bytes) -> bytes:
     """The uncompressed bytes. Raises ValueError if they are torn or exceed `MAX_BYTES`."""
     if not data.startswith(b"\x1f\x8b"):
         return data
-    stream = zlib.decompressobj(wbits=31)
     try:
-        data = stream.decompress(data, MAX_BYTES + 1)
-    except zlib.error as error:
+        with gzip.open(io.BytesIO(data)) as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(str(error)) from error
     if len(data) > MAX_BYTES:
         raise ValueError(f"unpacks to more than {MAX_BYTES} bytes")
-    if not stream.eof or stream.unused_data:
-        raise ValueError("its compressed data is torn")
     return data
 
 
@@ -169,8 +168,6 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
     for key, environment, record in Transport(file).records():
         if isinstance(record, Fault):
             imported.faults.append(record.reason)
-        elif record is None:
-            imported.faults.append(f"{key[2]} was timed with another clock")
         elif record.created_at > latest:
             imported.faults.append(f"{key[2]} was created in the future: {record.created}")
         else:
@@ -181,13 +178,9 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
                 if present.place:
                     raise OSError(f"{present.path} {present.reason}")
                 imported.faults.append(f"{key[2]}: {present.path} {present.reason}")
-            elif isinstance(present, Stored) and _is_as_new(present.record, record):
+            elif isinstance(present, Stored) and present.record.created_at >= record.created_at:
                 imported.kept += 1
             else:
                 write_record(path, record_bytes(record, imported=True, checked=True), environment)
                 imported.written += 1
     return imported
-
-
-def _is_as_new(present: TuningRecord, other: TuningRecord) -> bool:
-    return not present.is_hint and present.created_at >= other.created_at

@@ -1,4 +1,4 @@
-"""Outputs beside the result: each tile's part of them, and the kernel that reduces the parts.
+"""Auxiliary outputs: each tile's part of them, and the kernel that reduces the parts.
 
 An output of kind tile is stored directly. For the others each tile reduces its elements to a row,
 a column or a number in a workspace, and a second launch reduces these parts in a fixed order. So

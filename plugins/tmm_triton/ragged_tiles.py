@@ -12,21 +12,12 @@ from __future__ import annotations
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tmm_core import Problem
+from tmm_core.triton.releases import barrier
 
 #: How each matrix is described: alone, as one of a stack, or clipped where groups end.
 Kinds = dict[str, str]
-
-#: The barrier of all threads of a partition; Triton 3.7 renamed it.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-#: Bulk copies from and to global memory, and other views of shared memory; later releases than 3.7
-#: renamed them.
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_shared = gl.shared_memory_descriptor
-reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 
 def kinds(ragged: str | None, batched: bool) -> Kinds:

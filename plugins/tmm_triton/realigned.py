@@ -13,7 +13,7 @@ copy is row-major.
 * Eight bytes are loaded, shifted into place and stored at once: wherever a row starts and ends,
   the aligned words it starts and ends in can be read. Where nothing is contiguous, elements
   are loaded one by one.
-* Of a batch every matrix is copied, by the same launch; one that the whole batch shares, once.
+* One launch copies all matrices of a batch; a matrix that the whole batch shares is copied once.
 * Zeros follow each row's end, so that a vector or a box that reaches past it reads zeros.
 * The inner kernel, part of the config, is given a problem with aligned operands and the output
   as it is, and stores by pointers what TMA cannot write. One that can is launched while the
@@ -52,9 +52,9 @@ from tmm_triton.operands import VECTOR, Build
 from tmm_triton.plugin import load
 from tmm_triton.triton_kernel import POINTERS, Built, hopper_or_later, version_with
 
-#: The kernels that may multiply the realigned operands, the last with the fewest requirements; and
-#: factors on their estimates for ranking them against each other: at 4096³ on an H200 the first
-#: reaches 1.0 of cuBLAS, the second 0.9, with equal estimates.
+#: The kernels that may multiply the realigned operands, the least demanding last, with factors on
+#: their estimates that make them comparable. At 4096³ on an H200 the first reaches 1.0 of cuBLAS's
+#: speed and the second 0.9, with equal estimates.
 _INNER = {
     "triton.warp_specialized": 1.0,
     "triton.persistent": 1.1,
@@ -277,8 +277,8 @@ def _overlapping(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Misaligned:
-    """An operand to copy, as contiguous rows: those of its transpose if it is column-major. For a
-    batch it describes one matrix."""
+    """An operand to copy, as contiguous rows; the rows of its transpose if it is column-major. It
+    describes one matrix of a batch."""
 
     #: 0: a, 1: b.
     place: int
@@ -376,7 +376,7 @@ def copy_build(problem: Problem) -> Build:
 def bind_copy(
     problem: Problem,
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """A function from a and b to aligned a and b, one of which may be unchanged.
+    """A function from a and b to aligned a and b; one operand may be unchanged.
 
     The copies share one allocation per call: torch reuses its memory in stream order, and for a
     graph takes it from the graph's pool.

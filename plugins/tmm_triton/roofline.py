@@ -7,8 +7,9 @@ import math
 from tmm_core import Machine, Problem
 from tmm_triton.operands import TileConfig
 
-#: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy: that of 128×128, measured
-#: on an H200. Below it, time is proportional to the bytes that each SM loads.
+#: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy. The value is that of a
+#: 128×128 tile, measured on an H200. Below it, time is proportional to the bytes that each SM
+#: loads.
 _FULL_INTENSITY = 128 * 128 / (128 + 128)
 #: Factor on the reach for each operand that has to pass through registers: 4096³ with one odd
 #: leading stride took 2.3 times as long on an H200, with two 4.7 times.
@@ -30,12 +31,13 @@ _READ_LATENCY, _STEP_US = 1.3, 0.1
 def times_us(
     problem: Problem, config: TileConfig, *, splits: int, reach: float
 ) -> dict[str, float]:
-    """The times of three components alone, after wave quantisation: besides an empty launch, a
-    kernel is expected to take the longest.
+    """The µs of three components alone, after wave quantisation. A kernel is expected to take the
+    longest of them and an empty launch.
 
-    Arithmetic at ``reach`` of peak (slower if the tile's intensity is too low), memory latency
-    along K with ``num_stages - 1`` tiles in flight (one, if an operand passes through registers),
-    and moving every byte once. Split-K's partial sums count as traffic, written and read.
+    The components are arithmetic at ``reach`` of peak (slower if the tile's intensity is too low),
+    memory latency along K with ``num_stages - 1`` tiles in flight (one, if an operand passes
+    through registers), and moving every byte once. Split-K's partial sums count as traffic, written
+    and read.
     """
     machine = Machine.of(problem.device)
     sms = machine.sms

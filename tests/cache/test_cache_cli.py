@@ -111,7 +111,7 @@ def test_what_stands_around_the_epilogue_is_shown(store: CacheStore, capsys: Cap
     asked = problem() | {"bias": {"kind": "row"}, "residual": {"kind": "tile"}}
     store.save(GPU, ENVIRONMENT, record(asked))
     assert main(["show"]) == 0
-    assert " bias+silu+residual  " in capsys.readouterr().out
+    assert " bias + silu + residual  " in capsys.readouterr().out
 
 
 def test_show_lists_own_records_and_with_all_those_of_layers(
@@ -328,14 +328,12 @@ def test_verify(filled: CacheStore, capsys: Captured) -> None:
     broken.write_text("{")
     environment = broken.with_name("environment.json")
     environment.write_text("{}")
-    log = broken.with_name("misses.jsonl")
-    log.write_text("torn\n{}\n")
     assert main(["verify"]) == 1
     captured = capsys.readouterr()
-    assert captured.err == "tmm-cache: 3 good records, 4 faults\n"
+    assert captured.err == "tmm-cache: 3 good records, 3 faults\n"
     lines = captured.out.splitlines()
     assert sorted(line.split(": ")[0] for line in lines) == sorted(
-        map(str, (broken, copied, environment, log))
+        map(str, (broken, copied, environment))
     )
     assert main(["verify", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -344,7 +342,6 @@ def test_verify(filled: CacheStore, capsys: Captured) -> None:
         str(broken): True,
         str(copied): True,
         str(environment): True,
-        str(log): False,
     }
 
 
@@ -460,10 +457,11 @@ def test_show_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
     assert max(len(line) for line in lines) <= columns
     text = "\n".join(lines)
     digests = [digest(asked)[:6] for asked in (long, problem(m=2048))]
-    for word in ("triton.split_k", *digests, "1.83x"):
+    for word in ("triton.split_k", "triton.warp_specialized", "1.83x"):
         assert columns < 80 or word in text
+    # The digests make way where a name would have to be broken.
+    assert columns < 100 or all(word in text for word in digests)
     assert (columns >= 240) == ("BLOCK_M=64 SPLIT_K=4" in text)
-    assert columns < 100 or "triton.warp_specialized" in text
 
 
 @pytest.mark.parametrize("columns", [80, 120])

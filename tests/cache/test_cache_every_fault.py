@@ -151,7 +151,7 @@ def check(name: str, root: Path, said: list[str]) -> None:
         assert all(isinstance(each, TuningRecord) for each in locked)
         assert frozen is None or len(locked) == len(BEFORE) + 1
         for path in root.rglob("*.json"):
-            assert not isinstance(files.read_bytes(path), files.Fault)
+            assert not isinstance(files.read_file(path), files.Fault)
 
 
 @pytest.fixture(scope="module")

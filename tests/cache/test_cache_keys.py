@@ -26,7 +26,6 @@ def test_the_public_names_are_these() -> None:
         "Miss",
         "NearestKey",
         "Notes",
-        "OLD_CLOCK",
         "RecordError",
         "SCHEMA",
         "Summary",

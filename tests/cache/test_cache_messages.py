@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, child, problem, record
-from tmm_cache import CacheStore, CandidateResult, TuningRecord, disk, problem_fields, tmm
+from tmm_cache import (
+    CacheStore,
+    CandidateResult,
+    TuningRecord,
+    console,
+    disk,
+    problem_fields,
+    tmm,
+)
 from tmm_cache.cache_errors import UsageError
 from tmm_cache.cli import main
 from tmm_cache.disk import require_target
@@ -248,3 +256,9 @@ def test_tmm_starts_at_once() -> None:
 def test_tmm_with_a_closed_stdout_is_silent() -> None:
     for arguments in ("--version", "--help"):
         assert run_closed(">&-", arguments, module="tmm_cache.tmm") == (0, "")
+
+
+def test_without_an_input_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a service, or under pythonw."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert console.can_ask() is False

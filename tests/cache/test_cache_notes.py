@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tmm_cache import Notes, stamp
+from tmm_cache import Notes, disk, stamp
 
 
 def test_a_note_is_found_in_its_own_state_only(tmp_path: Path) -> None:
@@ -62,3 +62,15 @@ def test_a_stamp_tells_a_change_whose_size_and_time_are_restored(tmp_path: Path)
     path.write_text("b")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert stamp([path]) != before
+
+
+def test_all_notes_are_read_before_any_is_asked_for(tmp_path: Path) -> None:
+    Notes("kind", "state", tmp_path).add("one", 1)
+    assert Notes("kind", "state", tmp_path).values() == [1]
+
+
+@pytest.mark.parametrize(("room", "fits"), [(-1, False), (0, True), (1, True)])
+def test_a_line_may_fill_a_file_to_its_limit(tmp_path: Path, room: int, fits: bool) -> None:
+    path, line = tmp_path / "lines", b"a line"
+    assert disk.append_line(path, line, len(line) + 1 + room) is fits
+    assert path.read_bytes() == (b"\n" + line if fits else b"")

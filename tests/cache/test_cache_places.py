@@ -302,14 +302,14 @@ def test_a_fifo_that_takes_the_place_of_a_file_after_the_look_does_not_hang(
         disk.append_line(path, b"{}", 100)
     path.unlink()
     path.write_text("")
-    assert isinstance(files.read_bytes(path), files.Fault)
+    assert isinstance(files.read_file(path), files.Fault)
 
 
 def test_a_link_is_read_and_never_written(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("text")
     link.symlink_to(target)
-    assert files.read_bytes(link) == b"text"
+    assert files.read_file(link) == files.Read(b"text", None)
     with pytest.raises(OSError, match="symbolic links"):
         disk.append_line(link, b"{}", 100)
     assert target.read_text() == "text"

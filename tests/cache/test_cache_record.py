@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -84,7 +85,6 @@ def records(draw: st.DrawFn) -> TuningRecord:
         ),
         tuning_seconds=draw(MEASURES),
         note=draw(st.none() | NAMES),
-        clock=draw(NAMES),
     )
 
 
@@ -319,3 +319,32 @@ def test_parse_refuses_constants_that_are_not_json() -> None:
     for text in (b"NaN", b"[Infinity]", b'{"a": -Infinity}'):
         with pytest.raises(ValueError, match="is not JSON"):
             parse(text)
+
+
+@pytest.mark.parametrize("change", [{"schema": 1}, {"schema": 3}, {"clock": "flushed"}])
+def test_another_schema_or_clock_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RecordError, match=next(iter(change))):
+        TuningRecord.from_json(record().to_json() | change)
+
+
+def test_times_inside_the_bucket_are_kept_and_found() -> None:
+    blas = replace(BLAS, inside_us={100: 18.5})
+    split = replace(SPLIT_K, inside_us={100: 9.0, 77: 8.0})
+    measured = record(candidates=(blas, split))
+    document = json.loads(json.dumps(measured.to_json()))
+    assert document["candidates"][1]["inside_us"] == {"77": 8.0, "100": 9.0}
+    assert "inside_us" not in record().to_json()["candidates"][1]  # type: ignore[index,operator,call-overload]
+    assert TuningRecord.from_json(document) == measured
+    assert measured.measured_at == (77, 100, 128)
+    assert record().measured_at == (128,)
+    assert [split.us_at(m, 128) for m in (77, 100, 128, 99)] == [8.0, 9.0, 11.5, None]
+    assert CandidateResult("k", "v", {}, "failed").us_at(128, 128) is None
+
+
+def test_three_samples_or_fewer_are_kept_as_they_are() -> None:
+    for samples in ((3.0,), (3.0, 1.0), (3.0, 1.0, 2.0)):
+        few = CandidateResult("k", "1", {}, "ok", samples_us=samples)
+        assert few.thinned() is few
+    many = CandidateResult("k", "1", {}, "ok", samples_us=(3.0, 1.0, 2.0, 5.0))
+    assert many.thinned().samples_us == (1.0, 2.5, 5.0)
+    assert many.thinned(raced=False).samples_us == (2.5,)

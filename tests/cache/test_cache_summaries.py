@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
-from tmm_cache import CacheStore, scan
-from tmm_cache.header import HEADER_BYTES, Header, read_header
+from tmm_cache import CacheStore, measurements, scan
+from tmm_cache.header import HEADER_BYTES, Best, Header, read_header
 from tmm_cache.record import TuningRecord
 
 
@@ -20,7 +20,7 @@ def test_summaries_say_in_brief_what_entries_say(
     below = CacheStore(tmp_path / "below", [])
     for m in (3, 1, 2):
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
-    below.save("nvidia-a100", ENVIRONMENT, record(problem(m=9), clock="alone"))
+    below.save("nvidia-a100", ENVIRONMENT, record(problem(m=9)))
     store = CacheStore(layers=[below.root])
     store.hold(GPU, ENVIRONMENT, record(problem(m=2), note="held", winner=0))
     entries = list(store.entries())
@@ -34,7 +34,6 @@ def test_summaries_say_in_brief_what_entries_say(
     assert [each.load() for each in summaries] == [entry.record for entry in entries]
     assert summaries[0].problem["m"] == 2
     assert summaries[0].header.best.kernel == "blas"
-    assert summaries[-1].clock == "alone"
 
 
 def test_the_winner_in_the_head_is_the_winner(store: CacheStore) -> None:
@@ -123,3 +122,27 @@ def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore
     made = store.summary(GPU, ENVIRONMENT, record())
     assert [made] == list(store.summaries())
     assert isinstance(made.load(), TuningRecord)
+
+
+def test_counts_of_bytes_have_the_unit_that_fits() -> None:
+    told = {
+        0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 2**20 - 2**10: "1023.0 KiB",
+        2**20: "1.0 MiB", 2**30: "1.0 GiB", 2**40: "1024.0 GiB",
+    }  # fmt: skip
+    assert {count: measurements.bytes_text(count) for count in told} == told
+
+
+@pytest.mark.parametrize(
+    ("us", "blas_us", "speedup"),
+    [
+        (2.0, 5.0, 2.5),
+        (0.0, 5.0, None),
+        (None, 5.0, None),
+        (2.0, None, None),
+        (1e-300, 1e300, None),
+    ],
+)
+def test_a_winner_that_was_not_timed_has_no_speedup(
+    us: float | None, blas_us: float | None, speedup: float | None
+) -> None:
+    assert Best("k", {}, us, blas_us).speedup == speedup

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, made, problem, record, warned
-from tmm_cache import OLD_CLOCK, CacheStore, Difference, TuningRecord, files, transport
+from tmm_cache import CacheStore, Difference, TuningRecord, files, transport
 from tmm_cache.cli import main
 from tmm_cache.files import sealed
 
@@ -40,7 +40,6 @@ def test_what_is_frozen_answers_alone(
     store.save(GPU, ENVIRONMENT, record(note="own"))
     below.save(GPU, ENVIRONMENT, record(note="below"))
     below.save(GPU, ENVIRONMENT, record(problem(m=2)))
-    below.save(GPU, ENVIRONMENT, record(problem(m=3), clock="alone"))
     assert main(["freeze"]) == 0
     assert "2 records written to" in capsys.readouterr().err
     below.save(GPU, ENVIRONMENT, record(problem(m=4)))
@@ -51,9 +50,9 @@ def test_what_is_frozen_answers_alone(
     assert found.record == record(note="own").thinned()
     assert (found.path, found.own, found.sealed) == (store.root / "tmm.lock.json", False, True)
     assert deployed.load(GPU, ENVIRONMENT, problem(m=2)) is not None
-    # Neither what was added since, nor a hint, nor what this process holds.
+    # Neither what was added since, nor what this process holds.
     deployed.hold(GPU, ENVIRONMENT, record(problem(m=5)))
-    assert [deployed.load(GPU, ENVIRONMENT, problem(m=m)) for m in (3, 4, 5)] == [None] * 3
+    assert [deployed.load(GPU, ENVIRONMENT, problem(m=m)) for m in (4, 5)] == [None] * 2
     assert deployed.load(GPU, OLDER_ENVIRONMENT, problem()) is None
 
 
@@ -278,13 +277,6 @@ def test_export_takes_filters_and_leaves_layers_out(
     assert [each["gpu"] for each in document(file)["records"]] == ["nvidia-a100"]
 
 
-def test_records_of_another_clock_are_not_carried(store: CacheStore, file: Path) -> None:
-    store.save(GPU, ENVIRONMENT, record(clock=OLD_CLOCK))
-    store.save(GPU, ENVIRONMENT, record(problem(m=2)))
-    assert main(["export", str(file)]) == 0
-    assert [each["record"]["problem"]["m"] for each in document(file)["records"]] == [2]
-
-
 def test_export_of_nothing_writes_nothing(file: Path, capsys: Captured) -> None:
     assert main(["export", str(file)]) == 1
     assert "0 records written" in capsys.readouterr().err
@@ -351,13 +343,6 @@ def test_import_keeps_newer_records_unless_forced(
     assert note_after("2026-01-06T00:00:00Z", "--force") == "theirs"
 
 
-def test_a_record_that_answers_replaces_a_newer_hint(target: CacheStore, file: Path) -> None:
-    target.save(GPU, ENVIRONMENT, record(clock=OLD_CLOCK, created="2026-05-01T12:00:00Z"))
-    write(file, item(record()))
-    assert import_into(target, file) == 0
-    assert target.load(GPU, ENVIRONMENT, problem()) == record()
-
-
 def test_import_mends_a_damaged_record(target: CacheStore, file: Path) -> None:
     path = target.save(GPU, ENVIRONMENT, record(created="2030-01-01T00:00:00Z"))
     assert path is not None
@@ -406,13 +391,11 @@ def test_records_that_are_invalid_or_of_the_future_are_left_out(
         item(record(problem(m=2), created=made(timedelta(days=-2)))),
         item(record(problem(m=3), created=made(timedelta(hours=-2)))),  # a clock that is ahead
         bad,
-        item(record(problem(m=5), clock=OLD_CLOCK)),
     )
     assert import_into(target, file, "--force") == 1
     error = capsys.readouterr().err
     assert error.count("was created in the future") == 2
     assert error.count("winner: found 99") == 1
-    assert error.count("another clock") == 1
     mine = target.load(GPU, ENVIRONMENT, problem(m=1))
     assert mine is not None
     assert mine.note == "mine"
@@ -508,14 +491,14 @@ def test_what_cannot_be_read_this_time_is_not_replaced(
     newer = record(problem(m=2), created="2026-03-03T00:00:00Z", note="newer")
     mine = store.save(GPU, ENVIRONMENT, newer)
     assert mine is not None
-    real = files.read_bytes
+    real = files.read_file
 
-    def failing(path: Path, *more: int) -> bytes | files.Fault | None:
+    def failing(path: Path, *more: Path | None) -> files.Read | files.Fault | None:
         fault = files.Fault(path, "cannot be read: Input/output error", damaged=False)
         return fault if path == mine else real(path, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "read_bytes", failing)
+        patch.setattr(files, "read_file", failing)
         assert main(["import", str(file)]) == 1
         assert "cannot be read: Input/output error" in capsys.readouterr().err
         # No document is whole without it.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record, warned
-from tmm_cache import CacheStore, files
+from tmm_cache import CacheStore
 from tmm_cache.cli import main
 from tmm_cache.transport import import_records, write_transport
 
@@ -86,51 +86,17 @@ def test_spaces_do_not_break_a_seal(store: CacheStore) -> None:
         lambda document: document["candidates"][3].update(status="ok"),
     ],
 )
-def test_a_wrong_checksum_is_a_miss_and_the_file_is_set_aside(
+def test_a_wrong_checksum_is_a_miss_until_the_record_is_saved_again(
     store: CacheStore, change: Callable[[dict[str, Any]], None]
 ) -> None:
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     edit(path, change)
-    with warned(r"checksum: found another than .*; set aside as .*\.broken"):
+    with warned(r"checksum: found another than .*; passed over"):
         assert store.load(GPU, ENVIRONMENT, problem()) is None
-    aside = path.with_name(path.name + ".broken")
-    assert aside.exists()
-    assert not path.exists()
     assert store.load(GPU, ENVIRONMENT, problem()) is None
     assert store.save(GPU, ENVIRONMENT, record()) == path
     assert located(store) == (True, True, True)
-
-
-def test_nothing_is_set_aside_in_a_layer(store: CacheStore, tmp_path: Path) -> None:
-    below = CacheStore(tmp_path / "below", [])
-    path = below.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    path.write_text("{")
-    with warned("passed over"):
-        assert CacheStore(layers=[below.root]).load(GPU, ENVIRONMENT, problem()) is None
-    assert path.read_text() == "{"
-
-
-def test_a_record_saved_while_a_damaged_one_is_set_aside_stays(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
-    good = path.read_bytes()
-    path.write_text("{")
-    replace = os.replace
-
-    def late(source: Path, target: Path) -> None:
-        path.write_bytes(good)  # by another process, between the read and the rename
-        replace(source, target)
-
-    monkeypatch.setattr(files.os, "replace", late)
-    with warned("passed over"):
-        assert store.load(GPU, ENVIRONMENT, problem()) is None
-    monkeypatch.undo()
-    assert located(store) == (True, True, True)
-    assert not path.with_name(path.name + ".broken").exists()
 
 
 def made_writable(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,22 @@ def test_mapped_residuals_of_fp32_leave_a_products_dtype(epilogue: str | None) -
     torch.testing.assert_close(got, torch.stack([ours(term) for term in terms]))
 
 
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (3, 2, 4, 5)], ids=str)
+def test_mapped_residuals_meet_the_last_dimensions_of_a_result(shape: tuple[int, ...]) -> None:
+    """They have fewer dimensions than it: ours are added as torch adds them, call by call."""
+    a, b, terms = double(3, *shape), double(5, 6), double(3, 4, 6)
+    for dims, given in ((0, a), (None, a[0])):
+
+        def ours(a: Tensor, term: Tensor) -> Tensor:
+            return tmm_core.matmul(a, b, residual=term, epilogue="silu")
+
+        def by_torch(a: Tensor, term: Tensor) -> Tensor:
+            return torch.nn.functional.silu(a @ b) + term
+
+        got = torch.vmap(ours, (dims, 0))(given, terms)
+        torch.testing.assert_close(got, torch.vmap(by_torch, (dims, 0))(given, terms))
+
+
 OFFS = torch.tensor([3, 3, 10], dtype=torch.int32)
 
 

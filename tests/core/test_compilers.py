@@ -479,8 +479,9 @@ def test_the_start_of_the_server_costs_no_budget(own: Compilers, installed: Any)
     tuner = Tuner(FakeTimer({"compiled.one": 5.0, "blas": 10.0}), compilers=own)
     record = tuner.tune(problem(), [FakeBlas(), kernel], settings(tune_budget=0.5))
     assert {c.kernel: c.status for c in record.candidates} == {"blas": "ok", "compiled.one": "ok"}
-    assert own.await_start([futures.Future()], 60.0) < 1.0  # it has started
-    assert Compilers().await_start([futures.Future()], 60.0) == 0.0  # nothing starts
+    assert not own.are_starting([futures.Future()])
+    assert not Compilers().are_starting([futures.Future()])
+    assert record.tuning_seconds > 0.0
 
 
 # -- processes of many kinds ----------------------------------------------------------------

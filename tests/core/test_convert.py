@@ -735,6 +735,33 @@ def test_halves_that_are_no_gate_and_up_stay_apart(kind: Any, products: list[str
     assert found == ({"act": reasons[kind]} if kind in reasons else {})
 
 
+def _part_of_more(layer: nn.Linear) -> None:
+    """Its weight is all that is seen of a larger memory."""
+    layer.weight = nn.Parameter(torch.randn(20, 12)[:16])
+
+
+@pytest.mark.parametrize("change", [_part_of_more, nn.Linear.double, nn.Linear.half], ids=str)
+def test_a_gate_and_up_that_cannot_lie_side_by_side_stay_apart(change: Any) -> None:
+    for name in ("fc1", "up"):
+        model = Gated()
+        change(getattr(model, name))
+        weights = [model.fc1.weight.clone(), model.up.weight.clone()]
+        found = {item.path: item.reason for item in convert(model).not_fused}
+        why = "their weights share memory with others, or differ in dtype or device"
+        assert why in found.values()
+        assert torch.equal(model.fc1.weight, weights[0])
+        assert torch.equal(model.up.weight, weights[1])
+
+
+@pytest.mark.parametrize("name", ["fc1", "up"])
+def test_a_gate_whose_memory_another_layer_has_too_stays_apart(name: str) -> None:
+    model = nn.ModuleDict({"mlp": Gated(), "tied": nn.Linear(12, 16)})
+    model["tied"].weight = nn.Parameter(getattr(model["mlp"], name).weight.data)
+    found = {item.path: item.reason for item in convert(model).not_fused}
+    assert "their weights share memory with others, or differ in dtype or device" in found.values()
+    assert model["tied"].weight.data_ptr() == getattr(model["mlp"], name).weight.data_ptr()
+
+
 # -- the report --------------------------------------------------------------------------
 
 

@@ -522,7 +522,7 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     lines = [line.split() for line in text.splitlines()]
     assert ["clock", "in", "use,", "at", "M=33,", "49,", "64"] in lines
     assert ["measured", "at", "M=64,", "whose", "bucket", "M=40", "is", "in"] in lines
-    assert "kernel µs at M=64 vs blas at M=33 at M=49 error" in " ".join(text.split())
+    assert "kernel µs at M=64 vs blas µs at M=33 µs at M=49 error" in " ".join(text.split())
     rows = {line[0]: line[1:] for line in lines}
     assert rows["fast"][:4] == ["10.0", "2.00×", "7.2", "8.5"]
     assert rows["blas"][:4] == ["20.0", "1.00×", "20.0", "20.0"]
@@ -552,13 +552,13 @@ def test_explain_tells_what_is_slower_than_blas_in_steady_state(tmp_path: Path) 
     blas = [c.kernel for c in candidates].index("blas")
     record = replace(explained.record, candidates=tuple(candidates), winner=blas)
     text = str(replace(explained, record=record))
-    assert "vs blas steady state" in " ".join(text.split())
+    assert "vs blas µs in steady state" in " ".join(text.split())
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
     assert rows["fast"][:3] == ["10.0", "2.00×", "205.0"]
     assert "tile=1; slower than blas in steady state" in text
     assert "steady state" not in str(explained)
     cells = [said for _, said in measurements.rows(record.candidates, record.winner)]
-    assert ["200.00 µs without pause" in said for said in cells] == [True, False]
+    assert ["200.00 µs in steady state" in said for said in cells] == [True, False]
 
 
 def test_bucket_edges_are_edges_of_their_own_bucket() -> None:

@@ -490,6 +490,8 @@ def test_verdicts_on_record_stay() -> None:
     assert verdicts(own) == own
     late = [BLAS, failed("fast", BUDGET_ENDED)]
     assert verdicts(late) == late  # a call does not wait for it again
+    silent = [BLAS, replace(failed("fast", ""), reason=None)]
+    assert verdicts(silent) == silent
     assert not alike([BLAS])
     assert not alike([BLAS, failed("one", "x")])
     assert not alike([failed("one", "x"), failed("two", "y")])

@@ -115,3 +115,16 @@ def test_fp8_is_dequantised_exactly() -> None:
         assert torch.equal(form.quantize(numbers[kept], dtype).double(), numbers[kept])
     assert formats.pair(*form.storage)[:2] == (form, form)
     assert formats.pair(form.storage[0], torch.bfloat16).result is None
+
+
+def test_operands_of_two_formats_have_a_result_if_both_are_named() -> None:
+    eight, five = torch.float8_e4m3fn, torch.float8_e5m2
+    of = formats.IMPLIED
+    if of[eight] is of[five]:
+        pairs = {"int8,": (torch.int8, eight), ",int8": (eight, torch.int8)}
+    else:
+        pairs = {"": (eight, five), "int8,": (torch.int8, eight), ",int8": (eight, torch.int8)}
+    for names, dtypes in pairs.items():
+        assert formats.pair(*dtypes, names).result is None, names
+    named = f"int8,{of[eight].name}"
+    assert formats.pair(torch.int8, eight, named).result is formats.named("int8").result

@@ -166,6 +166,15 @@ def test_a_function_without_hookimpl_is_reported_by_name() -> None:
         Registry().register(Unmarked(), "p")
 
 
+def test_what_has_no_hooks_is_no_plugin() -> None:
+    class Other:
+        def kernels(self) -> list[Any]:
+            return []
+
+    with pytest.raises(PluginError, match=r"it is no plugin: .* has no hooks; hooks are tmm_"):
+        Registry().register(Other(), "other")
+
+
 def test_what_returns_none_is_reported() -> None:
     class Forgot:
         @hookimpl

@@ -38,17 +38,84 @@ class Noted:
         self.current = 0
 
     def arguments(self, release: str) -> list[list[Any]]:
-        """The kernel's own of each launch: the last of all for 3.7, spread out for 3.6."""
-        if release == "3.7":
+        """The kernel's own of each launch: the last of all since 3.7, spread out by 3.6."""
+        if release != "3.6":
             return [list(args[-1]) for args in self.launches]
         return [list(args[13:]) for args in self.launches]
+
+
+class Launcher36:
+    """A launcher object whose call passes its arguments on as Triton 3.6's does."""
+
+    launch_cooperative_grid, launch_pdl, scratch = 0, 1, 0
+
+    def __init__(self, launch: Any, scratch: int = 0) -> None:
+        self.launch, self.scratch = launch, scratch
+        self.launch_cooperative_grid, self.launch_pdl = 0, 1
+
+    def __call__(
+        self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any, *args: Any
+    ) -> None:
+        memory = gridX * gridY * gridZ * self.scratch if self.scratch else None
+        flags = self.launch_cooperative_grid, self.launch_pdl
+        self.launch(gridX, gridY, gridZ, stream, function, *flags, memory, None, *args)
+
+
+class Launcher37(Launcher36):
+    """As Triton 3.7, 3.8 and 3.9 do."""
+
+    def __init__(self, launch: Any, scratch: int = 0) -> None:
+        super().__init__(launch, scratch)
+        self.kernel_signature, self.arg_annotations = b"signature", ["annotations"]
+
+    def __call__(
+        self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any, kernel_metadata: Any,
+        launch_metadata: Any, launch_enter_hook: Any, launch_exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        memory = gridX * gridY * gridZ * self.scratch if self.scratch else None
+        flags = self.launch_cooperative_grid, self.launch_pdl
+        hooks = launch_metadata, launch_enter_hook, launch_exit_hook
+        self.launch(gridX, gridY, gridZ, stream, function, *flags, kernel_metadata, *hooks, memory,
+                    None, self.arg_annotations, self.kernel_signature, args)  # fmt: skip
+
+
+class LauncherLater(Launcher37):
+    """As a later release might: in another order, with more."""
+
+    def __init__(self, launch: Any, scratch: int = 0) -> None:
+        super().__init__(launch, scratch)
+        self.cluster = (2, 1, 1)
+
+    def __call__(
+        self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any, kernel_metadata: Any,
+        launch_metadata: Any, launch_enter_hook: Any, launch_exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid,
+                    self.launch_pdl, self.cluster, kernel_metadata, list(args))  # fmt: skip
+
+
+class LauncherCounting(Launcher37):
+    """One that passes a number of each launch."""
+
+    launches = 1000
+
+    def __call__(
+        self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any, kernel_metadata: Any,
+        launch_metadata: Any, launch_enter_hook: Any, launch_exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        LauncherCounting.launches += 1
+        self.launch(gridX, gridY, gridZ, stream, function, LauncherCounting.launches,
+                    kernel_metadata, args)  # fmt: skip
+
+
+LAUNCHERS = {"3.6": Launcher36, "3.7": Launcher37, "later": LauncherLater}
 
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     notes = Noted()
 
-    def encode(descriptor: Any, meta: Any) -> list[Any]:
+    def encode(descriptor: Any, meta: Any, *more: Any) -> list[Any]:
         notes.encoded.append(descriptor)
         return ["map", 1, 2]
 
@@ -75,18 +142,13 @@ def compiled(
     notes: Noted, signature: dict[str, str], release: str, device: int = 0
 ) -> launch.Launch:
     """A launch whose kernel is compiled, as far as the host can tell."""
-    run = types.SimpleNamespace(
-        launch=None, launch_cooperative_grid=0, launch_pdl=1,
-        global_scratch_size=0, profile_scratch_size=0,
-    )  # fmt: skip
-    if release == "3.7":
-        run.kernel_signature, run.arg_annotations = b"signature", ["annotations"]
     described = [n for n, t in signature.items() if t.startswith("tensordesc")]
     wrapped = driver.wrap_handle_tensordesc(
         lambda *args: notes.launches.append(args), signature, [{}] * len(described)
     )
-    run.launch = wrapped
-    low = launch._low_level(run, described=bool(described))
+    run = LAUNCHERS[release](wrapped)
+    low = releases.c_call(run, described=bool(described))
+    assert low is not None
     handle = types.SimpleNamespace(run=run, function=FUNCTION, packed_metadata=METADATA)
     bound = launch.Launch.__new__(launch.Launch)
     bound.compiled = handle  # type: ignore[assignment]
@@ -98,25 +160,37 @@ def compiled(
     return bound
 
 
-@pytest.fixture(params=["3.6", "3.7"])
-def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "3.6":
-        monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+@pytest.fixture(params=list(LAUNCHERS))
+def release(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_release_that_was_not_tested_is_launched_by_its_own_call(
-    noted: Noted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch.triton, "__version__", "3.8.1")
-    assert not releases.tested()
-    signature = {"out": "*bf16", "a": "*bf16", "C": "constexpr", "n": "i32"}
-    run = types.SimpleNamespace(
-        launch=print, launch_cooperative_grid=0, launch_pdl=1, kernel_signature=b"",
-        global_scratch_size=0, profile_scratch_size=0,
-    )  # fmt: skip
-    assert launch._low_level(run, described=False) is None
-    launches = []
+def bound_to(run: Any, low: Any, handle: Any = None) -> launch.Launch:
+    """A launch of a kernel of three arguments and a constant."""
+    handle = handle or types.SimpleNamespace(run=run, function=FUNCTION, packed_metadata=METADATA)
+    bound = launch.Launch.__new__(launch.Launch)
+    bound.compiled = handle
+    bound._given, bound._parameters, bound._maps = ["out", "a", "n"], ["out", "a", "C", "n"], {}
+    bound._template, bound.namespace = launch._direct(handle, low, 0)
+    bound.call = bound._write_call()
+    return bound
+
+
+def launched(bound: launch.Launch) -> tuple[Any, ...]:
+    """The kernel's arguments of a call that launches it once."""
+    run = launcher([Step(bound, (2, 3, 1), {"out": "out", "a": "a", "n": 9})], (4, 4), BF16)
+    a, b = torch.zeros(4, 4, dtype=BF16), torch.zeros(4, 4, dtype=BF16)
+    out = run(a, b, None, None, 1.0, None)
+    return (out.data_ptr(), a.data_ptr(), None, 9)
+
+
+def test_a_launcher_object_that_is_called_otherwise_is_left_to_triton(noted: Noted) -> None:
+    class Unlike(Launcher37):
+        def __call__(self, stream: Any, grid: Any, *args: Any) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    run, launches = Unlike(noted.launches.append), []
+    assert releases.c_call(run, described=False) is None
 
     class Handle:
         def __init__(self) -> None:
@@ -125,16 +199,50 @@ def test_a_release_that_was_not_tested_is_launched_by_its_own_call(
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args: launches.append((grid, args))
 
-    bound = launch.Launch.__new__(launch.Launch)
-    bound.compiled = Handle()  # type: ignore[assignment]
-    bound._given, bound._parameters, bound._maps = ["out", "a", "n"], list(signature), {}
-    bound._template, bound.namespace = launch._direct(bound.compiled, None, 0)  # type: ignore[arg-type]
-    bound.call = bound._write_call()
-    step = Step(bound, (2, 3, 1), {"out": "out", "a": "a", "n": 9})
-    run_it = launcher([step], (4, 4), BF16)
-    a, b = torch.zeros(4, 4, dtype=BF16), torch.zeros(4, 4, dtype=BF16)
-    y = run_it(a, b, None, None, 1.0, None)
-    assert launches == [((2, 3, 1), (y.data_ptr(), a.data_ptr(), None, 9))]
+    arguments = launched(bound_to(run, None, Handle()))
+    assert launches == [((2, 3, 1), arguments)]
+
+
+@pytest.mark.parametrize("needs", ["scratch memory", "a number of its own"])
+def test_a_launch_that_needs_more_goes_through_its_launcher_object(
+    noted: Noted, needs: str
+) -> None:
+    def launch_function(*args: Any) -> None:
+        noted.launches.append(args)
+
+    counting = needs != "scratch memory"
+    run = LauncherCounting(launch_function) if counting else Launcher37(launch_function, scratch=8)
+    low = releases.c_call(run, described=False)
+    assert low is None
+    assert noted.launches == []
+    arguments = launched(bound_to(run, low))
+    assert noted.arguments("3.7") == [list(arguments)]
+    assert noted.launches[0][:5] == (2, 3, 1, STREAM, FUNCTION)
+    assert (6 * 8 in noted.launches[0]) is not counting
+
+
+def test_the_installed_triton_is_called_as_tmm_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = types.SimpleNamespace(active=types.SimpleNamespace())
+    monkeypatch.setattr(driver.triton.runtime, "driver", active)
+    run: Any = object.__new__(driver.CudaLauncher)
+    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    aligns = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
+    vars(run).update(
+        **sizes, **aligns, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True,
+        launch=print, arg_annotations=[], kernel_signature=b"signature", gsan_enabled=False,
+    )  # fmt: skip
+    found = releases.c_call(run, described=False)
+    assert found is not None
+    assert found.low is print
+    assert {True, False} <= {each for each in found.values.values() if isinstance(each, bool)}
+    assert found.arguments.startswith("{grid}, {_}stream_of({_}device), {_}function, ")
+    assert found.arguments.endswith(
+        "({arguments},)" if b"signature" in found.values.values() else "{arguments}"
+    )
+    for name in sizes:
+        vars(run)[name] = 8
+        assert releases.c_call(run, described=False) is None
+        vars(run)[name] = 0
 
 
 def test_a_launcher_passes_what_each_argument_is(noted: Noted, release: str) -> None:
@@ -429,7 +537,7 @@ def test_tensor_maps_are_kept_by_threads_at_once(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("triton")
     from tmm_core.triton import launch
 
-    monkeypatch.setattr(launch, "_encode", lambda described, meta: (described,))
+    monkeypatch.setattr(launch, "encode", lambda described, meta: (described,))
 
     class Shared(OrderedDict[Any, Any]):
         def __iter__(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
-from tmm_cache import OLD_CLOCK, CacheStore, CacheWarning, CandidateResult, TuningRecord, scan
+from tmm_cache import CacheStore, CacheWarning, CandidateResult, TuningRecord, scan
 
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.spec.problem import Problem
@@ -78,22 +78,6 @@ def test_what_a_dispatcher_tunes_is_a_neighbour_at_once(
     monkeypatch.setattr(CacheStore, "summaries", lambda *_: pytest.fail("listed again"))
     d.tune(problem(m=128), settings())
     assert d.choose(problem(m=100), untuned).origin == "neighbour"
-
-
-def test_old_times_come_after_those_that_decide(store: CacheStore) -> None:
-    path = save(store, problem(m=64), note="new")
-    old = store.root / "v1" / path.relative_to(store.root / "v2")
-    old.parent.mkdir(parents=True)
-    document = json.loads(path.read_text()) | {"schema": 1, "note": "old"}
-    for name in ("checksum", "clock", "best"):
-        del document[name]
-    for result in document["candidates"]:
-        result |= {"error": None, "tolerance": None, "workspace_bytes": 0}
-    old.write_text(json.dumps(document))
-    old.with_name("environment.json").write_text(json.dumps(DEVICE.environment))
-    found = list(Neighbours(store).nearest(problem(m=64)))
-    assert [near.record.note for near in found] == ["new", "old"]
-    assert found[1].record.clock == OLD_CLOCK
 
 
 @pytest.mark.parametrize("nonsense", ["64", None, True, 0, -1, 1.5, 10**400, [], {}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,23 @@ import torch
 import tmm_core
 from tmm_core import Operand, Problem
 from tmm_core.bench.case import Case
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint
 from tmm_core.testing.memory import STACKINGS, operand
 from tmm_core.testing.probe import Probe
-from tmm_core.verify import random_inputs
+from tmm_core.verify import ragged_inputs, random_inputs
 from tmm_core.verify.data_sets import DataSets
+from tmm_core.verify.further_inputs import planned
+from tmm_core.verify.guard_bands import memory_layout
 
 CPU = torch.device("cpu")
+
+
+def test_vectors_and_empty_tensors_are_filled() -> None:
+    """Also those whose elements share an address."""
+    for t in (torch.zeros(64), torch.zeros(1).expand(64), torch.zeros(0), torch.zeros(0, 4)):
+        assert random_inputs.fill("bias", t, 16, random_inputs.seeded(CPU, 0)) is t
+        assert not t.numel() or t.abs().min() > 0
 
 
 @pytest.mark.parametrize(
@@ -101,3 +112,34 @@ def test_shapes_of_a_problem_are_those_of_its_tensors() -> None:
     assert {name: posed.shape(name) for name in shapes} == {n: t.shape for n, t in shapes.items()}
     assert posed.shape("a_scale") == (4, 12, 1)
     assert posed.shape("b_scale") == (4, 1, 32)
+
+
+@pytest.mark.parametrize("sizes", ["single", "one", "even", "skewed", "sparse"])
+@pytest.mark.parametrize(("count", "total"), [(1, 0), (1, 9), (4, 0), (4, 3), (4, 4), (4, 11)])
+def test_groups_end_where_the_rows_do(sizes: Any, count: int, total: int) -> None:
+    ends = ragged_inputs.ends_of(count, total, random_inputs.seeded(CPU, 3), sizes)
+    assert len(ends) == count
+    assert ends == sorted(ends)
+    assert ends[-1] == total
+
+
+def test_a_single_row_that_is_not_aligned_begins_off_16_bytes() -> None:
+    """It has no stride that could be misaligned."""
+    loose = Operand(torch.float16, aligned=False)
+    for cols, padded in ((16, False), (16, True), (7, False)):
+        placed = memory_layout(loose, (1, cols), padded=padded)
+        assert placed.offset * 2 % 16 or cols % 8, (cols, padded)
+    assert memory_layout(loose, (2, 16)).offset == 0
+    assert memory_layout(loose, (2, 16)).strides[0] % 8
+
+
+def test_subnormal_results_are_of_plain_fp16_products() -> None:
+    half = Operand(torch.float16)
+    plain = Problem(16, 16, 16, half, half, half, fingerprint(CPU))
+    single = Operand(torch.float32)
+    for asked, has in (
+        (plain, True), (replace(plain, epilogue=parse("gelu")), False),
+        (replace(plain, out=single), False), (replace(plain, a=single, b=single), False),
+    ):  # fmt: skip
+        names = {plan.name for plan in planned(asked)}
+        assert ("subnormal results" in names) is has

@@ -155,22 +155,6 @@ def test_environment_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "a"})) == ["b.k", "blas", "c.k"]
 
 
-def test_a_plugin_in_the_former_group_is_told_what_to_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    late = EntryPoint("late", plugin(FakeKernel("late.k")), "late-kernels", group="tmm")
-    both = [EntryPoint("both", plugin(FakeKernel("both.k")), group=g) for g in ("tmm", "tmm_core")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", by_group(late, *both))
-    change = r"'late' \(late-kernels 1.2\).*'tmm', .*\[project.entry-points.tmm_core\]"
-    r = Registry.from_environment({})
-    with pytest.warns(TmmWarning, match=change) as told:
-        assert names(r) == ["blas", "both.k"]
-    assert len(told) == 1
-    (listed,) = (info for info in kernel_infos(r, settings()) if info.plugin == "late")
-    assert "entry-points.tmm_core" in str(listed.disabled)
-    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "late"})) == ["blas", "both.k"]
-
-
 def test_declines_that_raises_is_a_reason() -> None:
     def explode(_: Any) -> list[str]:
         raise KeyError("sm")

@@ -24,6 +24,7 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
     "arithmetic": [("sm90-k16", "sm90-k16"), ("other", "other")],
     "tune_budget": [(3.25, 3.25), (3.5, 3.5)],
     "tune_memory": [(1 << 20, 1 << 20), (1 << 30, 1 << 30)],
+    "tune_share": [(0.25, 0.25), (1, 1)],
     "progress": [(True, True), (False, False)],
 }
 TEXTS = {
@@ -36,6 +37,7 @@ TEXTS = {
     "arithmetic": (" sm90-k16 ", "sm90-k16"),
     "tune_budget": ("7.5", 7.5),
     "tune_memory": ("1.5GiB", 3 << 29),
+    "tune_share": ("0.25", 0.25),
     "progress": ("0", False),
 }
 

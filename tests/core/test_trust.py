@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -360,6 +361,29 @@ def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:
             first_use._key(problem(), Candidate(FakeKernel("k", version="2"), one.config), sized),
         ]
         assert len({key, *others}) == 6
+
+
+@pytest.mark.parametrize("height", [192, 256, 320, 384, 512])
+def test_sizes_of_one_class_fill_a_tall_tile_alike(height: int) -> None:
+    """Whatever the config's field is called; other numbers add no classes."""
+    filled: dict[str, set[int]] = {}
+    for m in range(1025, 8193):
+        key = first_use.size_class(m, {"rows": height, "on": True, "name": "x", "K": 1024})
+        filled.setdefault(key, set()).add(m % height)
+    assert all(len(rows) == 1 for rows in filled.values())
+    assert len(filled) == math.lcm(128, height)
+    for config in ({"m": 128}, {"m": 200}, {"m": 576}, {"m": True}, {"m": "256"}, {"m": 256.0}):
+        assert first_use.size_class(2312, config) == "8 of 128"
+
+
+def test_the_tile_of_a_candidate_decides_the_class_of_its_size() -> None:
+    def key(m: int, tile: int) -> str:
+        candidate = Candidate(FakeKernel("k"), FakeConfig(tile=tile))
+        return first_use._key(problem(m=m), candidate, True)
+
+    assert key(2072, 128) == key(2200, 128)  # the bucket of 2560
+    assert key(2072, 256) != key(2200, 256)
+    assert key(2072, 256) == key(2328, 256)
 
 
 def test_classes_of_sizes() -> None:

@@ -22,7 +22,7 @@ from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
 from tmm_core.tuning.tuner import Tuner
-from tmm_core.verify import compare, ways_of_use
+from tmm_core.verify import compare, data_sets, ways_of_use
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, memory_layout, with_guard_bands
 from tmm_core.verify.nonfinite import AXES, Axis, nonfinite_inputs, planted
@@ -343,8 +343,8 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = DataSets(problem(), CPU, 1 << 28, sampled=False)
-    poison, soiled = compare.poison, []
-    monkeypatch.setattr(compare, "poison", lambda t: (soiled.append(t), poison(t)))
+    poison, soiled = data_sets.poison, []
+    monkeypatch.setattr(data_sets, "poison", lambda t: (soiled.append(t), poison(t)))
     data.poison_free_memory()
     assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
     assert all(t.isnan().all() for t in soiled)
@@ -728,7 +728,35 @@ def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
         assert found.ok, found.reason
 
 
-@pytest.mark.parametrize(("ms", "launches"), [(100.0, 2), (0.75, 10), (0.001, 128)])
+class Subclass(torch.Tensor):
+    pass
+
+
+RESULTS: dict[str, tuple[Any, str]] = {
+    "subclass": (lambda y: y.as_subclass(Subclass), "returned Subclass and not a tensor"),
+    "parameter": (lambda y: torch.nn.Parameter(y), "returned Parameter and not a tensor"),
+    "grad": (lambda y: y.requires_grad_(), "requires a gradient"),
+    "recorded": (lambda y: y.requires_grad_() * 1, "requires a gradient"),
+    "negation": (lambda y: torch._neg_view(y.neg()), "lazy negation"),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_that_is_more_than_its_values_is_wrong(name: str) -> None:
+    """A call with plain operands returns a plain tensor that records nothing."""
+    change, why = RESULTS[name]
+
+    def fault(right: Any, *given: Any) -> Any:
+        result = right(*given)
+        return change(result) if given[-1] is None and torch.is_grad_enabled() else result
+
+    for extent in ("brief", "whole"):
+        found = verdict(fault, extent=extent)
+        assert found.reason is not None
+        assert why in found.reason
+
+
+@pytest.mark.parametrize(("ms", "launches"), [(100.0, 2), (0.2, 10), (0.001, 32)])
 def test_long_launches_of_two_threads_are_few(
     ms: float, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,12 +106,6 @@ def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[st
     assert summary.endswith("1 verified, 1 for kernels that have changed since, 1 wrong, 1 failed")
 
 
-def test_hints_are_no_answers(fine: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
-    changed = replace(record(fine, 24), clock="another")
-    dispatch.default_dispatcher().store.save(DEVICE.gpu, DEVICE.environment, changed)
-    assert run(capsys, 0) == ([f"0 records for {DEVICE.gpu}"], [])
-
-
 @pytest.mark.filterwarnings("ignore::tmm_core.TmmWarning")  # of what was wrong in tuning
 def test_layers_are_looked_at_where_nothing_hides_them(
     fine: FakeKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -21,6 +21,7 @@ from mutant import Mutant
 from outputs import OUTPUTS
 from path import PATH
 from pool import POOL
+from sampled import SAMPLED
 from verification import VERIFICATION
 
 MUTANTS: list[Mutant] = [
@@ -35,6 +36,7 @@ MUTANTS: list[Mutant] = [
     *OUTPUTS,
     *GROUPED,
     *FRESH,
+    *SAMPLED,
     *FORMATS,
     *KERNELS,
     *LIMITS,

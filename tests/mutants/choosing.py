@@ -10,14 +10,14 @@ VERIFIER = "tests/core/test_verifier.py"
 TUNER = "tests/core/test_tuner.py"
 
 TUNING = [
-    Mutant("poison", "verify/data_sets.py", "            compare.poison(each)\n", "            pass\n",
+    Mutant("poison", "verify/data_sets.py", "            poison(each)\n", "            pass\n",
            "a kernel that writes nothing wins with BLAS's answer", (TUNER, VERIFIER)),
     Mutant("poison-out", "verify/data_sets.py", "        self._outs[which].poison()\n", "",
            "a kernel that writes nothing passes with what was in the output", (TUNER, VERIFIER)),
     Mutant("one-set", "verify/data_sets.py", "+ given + 2 * out <= most else", "+ given + 2 * out <= limit else",
            "operands beyond 4 GiB go to BLAS", (f"{VERIFIER}::test_samples_where_memory_is_short",)),
-    Mutant("start-in-budget", "candidate_launchers.py",
-           "            self.deadline += self.compilers.await_start(compiling, START_PATIENCE)\n", "",
+    Mutant("start-in-budget", "tuning/tuner.py",
+           "waited if rested or starting else 0.0", "waited if rested else 0.0",
            "the first problem's budget ends before a kernel compiles",
            ("tests/core/test_compilers.py::test_the_start_of_the_server_costs_no_budget",)),
     Mutant("compiled-twice", "candidate_launchers.py", "return begun.pop(each) if each in begun else ", "return ",

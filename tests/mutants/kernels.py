@@ -30,8 +30,8 @@ KERNELS = [
     Mutant(
         "epilogue-lasting",
         "dispatch/measuring.py",
-        "if key.epilogue.lasting:",
-        "if True:",
+        "self.store.save if key.epilogue.lasting else self.store.hold",
+        "self.store.save",
         "records that no process can use fill the disk",
         (f"{IDENTITY}::test_no_record_of_an_epilogue_of_one_process_is_saved",),
     ),

@@ -129,6 +129,12 @@ def test_the_grouped_8_bit_product_of_torch_has_its_own_limits(
     assert (not list(grouped_mm.reasons_against(asked))) is able
 
 
+def test_a_torch_without_a_grouped_8_bit_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_scaled_grouped_mm", raising=False)
+    asked = replace(EIGHT, groups=Groups(8, "m"))
+    assert list(grouped_mm.reasons_against(asked)) == ["this torch has no scaled grouped product"]
+
+
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_a_narrow_result_is_of_operands_as_wide_as_they_are(batch: tuple[int, ...]) -> None:
     """1e5 and 1e-5 are not numbers of fp16; their product is."""

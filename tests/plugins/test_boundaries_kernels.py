@@ -18,12 +18,13 @@ from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.partials import MOST_WORKSPACE
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
+from tmm_triton.roofline import times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 from triton.runtime import interpreter
 
 import tmm_core
-from tmm_core import Operand
+from tmm_core import Machine, Operand
 
 FP16 = torch.float16
 #: Elements before and after an operand that nobody may touch.
@@ -120,6 +121,16 @@ def test_a_batch_fills_a_gpu_as_one_product_does() -> None:
     one = Skinny().estimate_us(DECODE, config)
     eight = Skinny().estimate_us(replace(DECODE, n=512, batch=8), config)
     assert one <= eight < 1.1 * one
+
+
+def test_partial_sums_are_traffic_from_two_splits_on() -> None:
+    """Each is written and read in fp32."""
+    asked = ask(4096, 4096, 4096)
+    moving = {n: times_us(asked, AHEAD, splits=n, reach=0.8)["memory"] for n in (1, 2, 3)}
+    assert moving[1] == pytest.approx(Machine.of(asked.device).moving_us(asked.bytes))
+    sums = Machine.of(asked.device).moving_us(asked.bytes + 8 * 2 * asked.m * asked.n)
+    assert moving[2] == pytest.approx(sums)
+    assert moving[3] > moving[2] > moving[1]
 
 
 def test_rows_of_a_box_that_are_not_there_take_time() -> None:

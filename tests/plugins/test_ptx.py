@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tmm_core.triton.ptx import UnknownPTXError, evict_first, joined
+from tmm_core.triton.ptx import UnknownPTXError, _without, evict_first, joined, joined_ahead
 
 LOAD = (
     "@%p7 cp.async.bulk.tensor.{d}d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -63,6 +63,19 @@ def test_two_products_are_one() -> None:
     ]
     # After what sets the second's sums.
     assert out.index("mov.b32") < out.index("mma_async")
+
+
+def test_the_second_product_may_come_first() -> None:
+    out = joined_ahead(products(128) + products(16) + "wgmma.wait_group.sync.aligned 0;")
+    assert [line for line in out.splitlines() if "mma_async" in line] == [
+        "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {%r16,%r116,%r128,%r1128},"
+        " %rd1, %rdb16, %p0, 1, 1, 0, 0;"
+    ]
+
+
+def test_a_kernel_that_is_wrong_without_an_edit_is_not_compiled() -> None:
+    with pytest.raises(UnknownPTXError, match="one: joined_ahead cannot be made: it is old"):
+        _without("one", ["joined_ahead"], "it is old")
 
 
 @pytest.mark.parametrize(

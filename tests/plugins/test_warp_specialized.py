@@ -1126,7 +1126,7 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
         asked.epilogue, outputs=(*asked.epilogue.outputs, Port("more", "row", reduce="sum"))
     )
     reasons = KERNEL.reasons_against(dataclasses.replace(asked, epilogue=two))
-    assert "writes at most one output beside the result" in reasons
+    assert "writes at most one auxiliary output" in reasons
     # A row's sum is of strips, which differ from config to config; its products' sum is not.
     alike = [KERNEL.arithmetic(with_amax(problem(), how), CONFIG) for how in ("max", "sum")]
     assert alike[0] == KERNEL.arithmetic(problem(), CONFIG) != alike[1]

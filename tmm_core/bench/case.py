@@ -30,7 +30,7 @@ from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand, Scale, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import compare
-from tmm_core.verify.ragged_inputs import Inputs, Rows, Sizes
+from tmm_core.verify.ragged_inputs import Inputs, Rows, Sizes, poison
 from tmm_core.verify.random_inputs import make, seeded
 
 Tensor = torch.Tensor
@@ -182,7 +182,7 @@ class Call(Inputs):
     def error(self, **forced: Any) -> float:
         """Largest error of the call's result, written over NaN."""
         problem = self.problem()
-        out = compare.poison(problem.empty_out(self.a.device))
+        out = poison(problem.empty_out(self.a.device))
         self.matmul(**forced, out=out)
         return compare.error(out, compare.reference(problem, self.inputs()))
 
@@ -221,7 +221,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def parse_expression(text: str) -> dict[str, Any]:
-    """The fields of a :class:`Case` for ``"bias+gelu_tanh+residual"``, each part of which may be
+    """The fields of a :class:`Case` for a text like ``"bias+gelu_tanh+residual"``. Each part may be
     left out.
 
     >>> parse_expression("bias+gelu_tanh+softcap(30)")

@@ -1,4 +1,4 @@
-"""Charts of results, drawn by matplotlib: as PNG beside the results, as SVG in the page."""
+"""Charts of results, drawn by matplotlib as PNG."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ MEMORY = int(12e9)
 
 @contextmanager
 def without_records() -> Iterator[None]:
-    """A context in which the process has an empty cache of its own: no record answers or hints,
-    neither the user's nor a site's nor a shipped one, and no kernel is compiled yet."""
+    """A context in which the process has an empty cache of its own. No record answers or serves as
+    a hint, and no kernel is compiled yet."""
     process = dispatch.default_dispatcher
     usual = process()
     with tempfile.TemporaryDirectory(prefix="tmm-bench-", ignore_cleanup_errors=True) as folder:
@@ -158,8 +158,8 @@ def race(
     burst_us: float,
     steady: bool = False,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """µs of each launcher in use, and on request in steady state if all are long enough: medians
-    over fresh captures, because the same product in two graphs differs by up to 4 %."""
+    """The µs of each launcher in use, and on request in steady state if all are long enough. They
+    are medians over fresh captures, because the same product in two graphs differs by up to 4 %."""
     use: dict[str, list[float]] = {name: [] for name in launchers}
     slow: dict[str, list[float]] = {name: [] for name in launchers}
     for _ in range(captures):

@@ -1,4 +1,4 @@
-"""What a measurement was taken with: versions, GPU, driver, commit, command line."""
+"""Describes the environment of a measurement: versions, GPU, driver, commit, command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def driver_version(device: torch.device) -> str | None:
     """The driver's version; None if nvidia-smi does not report it."""
     if device.type != "cuda":
         return None
-    # By UUID: torch's and nvidia-smi's indices differ under CUDA_VISIBLE_DEVICES.
+    # torch's and nvidia-smi's indices differ under CUDA_VISIBLE_DEVICES; UUIDs do not.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     query = "--query-gpu=driver_version"
     return _output(["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader"]) or None

@@ -63,7 +63,7 @@ def expression(call: Call) -> Expression:
     """The eager code of a call as a function of its tensors."""
     # Looked up here, so that the function is pure torch code, which dynamo can trace.
     first, *rest = call.epilogue.stages or (call.epilogue,)
-    # Of alternate columns the product is one, as in a model's code.
+    # With alternate columns there is one product, as in a model's code.
     halved, out_dtype = first.gated and not first.interleaved, call.out_dtype
     products = _products(call, halved)
 

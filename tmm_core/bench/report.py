@@ -1,4 +1,4 @@
-"""A run's results as tables: a summary per class, and the evidence per problem.
+"""A run's results as tables: a summary per class, and the measurements per problem.
 
 Ratios are torch's time over tmm's: above one, tmm was faster. ``±`` is the difference between
 torch's two series in one loop (the median over problems of |ratio − 1|): smaller differences
@@ -112,7 +112,7 @@ def summaries(results: Results) -> list[tuple[str, ...]]:
 
 
 def by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
-    """By class and dtype, in the order they were measured."""
+    """The documents by class and dtype, in the order they were measured."""
     groups: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
         groups.setdefault((document["suite"], document["case"]["dtype"]), []).append(document)

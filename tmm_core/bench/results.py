@@ -17,7 +17,7 @@ Document = dict[str, Any]
 
 SUFFIX = ".jsonl"
 KINDS = ("run", "host", "problem", "regret")
-#: Other clocks than in use: one launch after a flush, replays without pause, and a chain with a
+#: Other clocks than in use: one launch after a flush, replays back to back, and a chain with a
 #: small kernel between its calls.
 OTHER_CLOCKS = ("alone", "steady", "between")
 #: The class of problems with random M, weight and epilogue.

@@ -1,5 +1,4 @@
-"""Times every task's providers against one another, in turn, with the in-use clock of
-:mod:`tmm_core.tuning.timing`.
+"""Times every task's providers interleaved, with the in-use clock of :mod:`tmm_core.tuning.timing`.
 
 torch is timed twice in the same loop: differences between columns that are smaller than the one
 between its two series are noise.
@@ -51,19 +50,19 @@ INDUCTOR = "inductor"
 #: Rounds of the loop: a quartile needs some ten samples; beyond a few hundred, drift of the GPU's
 #: clocks dominates the median's error.
 LEAST_ROUNDS, MOST_ROUNDS = 11, 300
-#: Turns of each column by the clock "steady", and µs of each.
+#: Samples of each column by the clock "steady", and µs of each.
 STEADY_ROUNDS, STEADY_US = 4, 0.15e6
 #: Samples of the clock "alone", which is reported but does not decide.
 ALONE_ROUNDS = 15
 #: Elements that the small kernel between the calls doubles: a norm's worth of work.
 BETWEEN = 8192
-#: What columns are called in which further candidates race against the choice.
+#: Prefix of the columns of further candidates that race against the choice.
 KNOWN = "known "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to measure for each task.
+    """The quantities to measure for each task, and the time to spend on them.
 
     Args:
         tune: Tune the task's problem first, unless it has a record.
@@ -174,8 +173,8 @@ def _times(
     document gets the ratios of torch's time to tmm's and to its own, normalised per round, and if
     it is about regret the time of the best known candidate.
 
-    Columns that do not compete are timed after the others: one that is several times slower draws
-    less power, and what follows it in the same loop would run at a higher clock than in use.
+    Columns that do not compete are timed after the others. A column that is several times slower
+    draws less power, and the columns after it in the same loop would run at a higher GPU clock.
     """
     beside = {name: run for name, run in runs.items() if name == LOOP or name.startswith("kernel ")}
     racing = {name: run for name, run in runs.items() if name not in beside}
@@ -208,8 +207,8 @@ def _times(
 def _other_clocks(
     runs: dict[str, Run], timer: GraphTimer, copies: int, times: Document, device: torch.device
 ) -> Document:
-    """Medians of torch and tmm by the other clocks, in µs; by "steady" of torch again, too, whose
-    noise is several times that of the clock in use."""
+    """Medians of torch and tmm by the other clocks, in µs. By "steady" torch is timed twice, since
+    that clock's noise is several times larger."""
     both = [runs[TORCH], runs[TMM]]
 
     def named(

@@ -16,14 +16,14 @@ from tmm_core.spec.kernel import Kernel
 
 Fields = Mapping[str, Any]
 
-#: For the two kernels of the tutorials, which then differ only in the order of their tiles.
+#: The tile of both kernels of the tutorials, which then differ only in the order of their tiles.
 _TILE: Fields = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 3, "num_warps": 8}
 
 
 @dataclass(frozen=True)
 class Series:
-    """A kernel with some fields of its config. Other fields are those of its default config; if
-    none is given, its best config on record is used."""
+    """A kernel with some fields of its config; the others have the default config's values. Without
+    any field, its best config on record is used."""
 
     label: str
     kernel: str
@@ -49,8 +49,8 @@ ONE_TILE = (
     Series("triton.grouped one tile", "triton.grouped", (*_TILE.items(), ("GROUP_M", 8))),
 )
 
-#: The usual batch-invariant product: a persistent kernel whose one config serves every M, that of
-#: libraries which replace torch's 16-bit products by invariant ones.
+#: The usual batch-invariant product: a persistent kernel with one config for every M, as libraries
+#: use it that replace torch's 16-bit products by invariant ones.
 ONE_CONFIG = Series(
     "one persistent config",
     "triton.persistent",

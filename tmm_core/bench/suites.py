@@ -35,7 +35,7 @@ class Task:
     bucketed: bool = False
 
 
-#: What the names of classes end with whose problems were tuned without any record.
+#: Suffix of the names of classes whose problems were tuned without any record.
 UNRECORDED = " without records"
 
 #: Random problems: the largest M; weights N×K of models (projections of Llama 3 8B, Qwen 2.5 14B

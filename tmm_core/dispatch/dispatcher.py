@@ -19,13 +19,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tmm_cache import CacheStore, TuningRecord
 
-from tmm_core.dispatch.first_use import FirstUse
-from tmm_core.dispatch.measuring import BusyError, Measuring
+from tmm_core.dispatch.deferring import Deferring, Query
+from tmm_core.dispatch.measuring import BusyError
 from tmm_core.errors import (
     ConfigError,
     PluginError,
@@ -81,28 +81,11 @@ class _WrongError(Exception):
     """Verification found a choice wrong at its first use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A problem without a choice."""
-
-    problem: Problem
-    #: The problem of its bucket's record.
-    key: Problem
-    settings: Settings
-    #: The kernels that can serve it.
-    able: list[Kernel[Any]]
-    #: Seconds of the tuning budget that finding these took.
-    spent: float
-    #: Why nothing may be measured for it; None if it may.
-    forbidden: str | None
-
-
-class Dispatcher(Measuring):
+class Dispatcher(Deferring):
     """Chooses candidates, and keeps its choices per bucket for this process."""
 
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         super().__init__(registry, tuner, store)
-        self.first_use = FirstUse(store)
         #: By the bucket's problem, with all that the caller requires.
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
         #: Settings whose names of plugins and kernels were looked up.
@@ -125,6 +108,16 @@ class Dispatcher(Measuring):
         if settings.nested and settings.kernel is None:
             choice = self._fallback(problem, "computed inside a plugin's code")
             return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
+        if settings.on_cache_miss == "background":
+            self.resume(problem, settings)
+            if (answer := self.kept(problem, settings)) is not None:
+                return answer
+        found = self._bound(problem, settings)
+        if settings.on_cache_miss == "background" and not found[0].lasting:
+            self.keep(problem, settings, found)
+        return found
+
+    def _bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
         while True:
             choice = self.choose(problem, settings)
             kernel, config = choice.candidate.kernel, choice.candidate.config
@@ -243,7 +236,10 @@ class Dispatcher(Measuring):
         # capture.
         kept = bucketed(replace(problem, capturing=False)), settings
         choice = self._kept(kept, able) or self._recorded(query)
-        if choice is None and forbidden is None:
+        background = settings.on_cache_miss == "background" and forbidden is None
+        if choice is None and background:
+            choice = self._later(query)
+        elif choice is None and forbidden is None:
             # One measurement at a time, or they would disturb each other; other threads do not
             # wait.
             with self._lock:
@@ -251,7 +247,9 @@ class Dispatcher(Measuring):
         choice = choice or self._unmeasured(query, forbidden or "")
         if choice.lasting and not problem.capturing:
             self._choices[kept] = choice
-        return self.inside(problem, key, choice, settings)
+        waits = forbidden is None and not self.raced(query, choice)
+        choice = self.inside(problem, key, choice, settings)
+        return replace(choice, lasting=False) if waits else choice
 
     # -- sources of a choice, in order ---------------------------------------------------
 
@@ -319,15 +317,35 @@ class Dispatcher(Measuring):
             return self.chosen_by(candidate, key, problem, "tuned")
         return self._unmeasured(query, "tuning gave no usable winner")
 
+    def _later(self, query: Query) -> Choice:
+        """The answer for now, while later calls go on with the tuning; for good if it has ended
+        without a usable winner."""
+        name = query.key, query.settings
+        if (why := self.ended.get(name)) is not None:
+            return self._unmeasured(query, why)
+        if name not in self.background:
+            # Imported and listed once, in a call that loads the kernels anyway.
+            _, _ = self.tuner, self._neighbours.families()
+            able = self.able(query.key, query.settings)
+            steps = self._tuning(query.key, able, query.settings, spent=query.spent)
+            self.defer(name, query, steps, "tuning gave no usable winner")
+        incomplete = self._recorded(replace(query, forbidden="it is being completed"))
+        if incomplete is not None:
+            return replace(incomplete, lasting=False)
+        return self._for_now(query, "later calls tune it in the background")
+
     def _meanwhile(self, query: Query) -> Choice:
         """The answer while another process tunes the problem. It is not kept, so that the record
         answers once it is there; until then this process goes on to its next problem."""
-        why = "another process is tuning it"
         if time.monotonic() - self._logged >= LOG_INTERVAL:
             self._logged = time.monotonic()
             logging.getLogger("tmm_core").warning(
                 "another process is tuning; its products are answered untuned until it is done"
             )
+        return self._for_now(query, "another process is tuning it")
+
+    def _for_now(self, query: Query, why: str) -> Choice:
+        """BLAS, which needs no compiling, if it serves the problem."""
         try:
             choice = self._fallback(query.problem, why)
         except UnsupportedProblemError:
@@ -342,7 +360,7 @@ class Dispatcher(Measuring):
         """
         if query.forbidden is not None:
             self.require_record(query.problem, query.key, query.settings)
-            if query.settings.on_cache_miss == "tune" or query.problem.capturing:
+            if query.settings.on_cache_miss != "heuristic" or query.problem.capturing:
                 self.log_miss(query.key)
         return self._untuned(query, why) or self._fallback(query.problem, why)
 
@@ -454,6 +472,8 @@ class Dispatcher(Measuring):
 
     def _forget(self) -> None:
         self._choices.clear()
+        self.answers.clear()
+        self.ended.clear()
         self._invariance.forget()
 
     @functools.cached_property
@@ -467,6 +487,7 @@ class Dispatcher(Measuring):
         """Replace locks that another thread of the parent process may hold."""
         self._lock = threading.RLock()
         self.registry.after_fork()
+        self.abandon()
 
 
 def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:

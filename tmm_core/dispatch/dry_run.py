@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tmm_cache import TuningRecord
 
+from tmm_core.dispatch.deferring import Query
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.invariant import Invariance
 from tmm_core.errors import CacheMissError
@@ -82,4 +83,13 @@ class _DryRun(Dispatcher):
         before = self.record_of(key)
         names = ", ".join(kernel.name for kernel in self.missing(key, able, before))
         what = "no record" if before is None else "a record without them"
-        raise _Measuring(f"{what} at M={key.m}: {names}, for up to {settings.tune_budget:g} s")
+        when = ", by later calls" * (settings.on_cache_miss == "background")
+        took = f"for up to {settings.tune_budget:g} s{when}"
+        raise _Measuring(f"{what} at M={key.m}: {names}, {took}")
+
+    def _later(self, query: Query) -> Choice:
+        self._tune(query.key, query.able, query.settings)
+        raise AssertionError("unreachable")
+
+    def raced(self, query: Query, choice: Choice) -> bool:
+        return True

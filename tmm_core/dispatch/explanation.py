@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import TuningRecord, console, problem_fields
+from tmm_cache import CLOCK, TuningRecord, console, problem_fields
 from tmm_cache.header import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
@@ -79,7 +79,7 @@ class Records(list[TuningRecord]):
         return console.html(console.table(columns, rows, NOTEBOOK, right=numbers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """Why a kernel serves a problem. ``str()`` is for people, ``to_json()`` for programs."""
 
@@ -129,6 +129,9 @@ class Explanation:
     def __str__(self) -> str:
         return self.text()
 
+    def __repr__(self) -> str:
+        return f"<Explanation {self.problem}: {self.choice.candidate}, {self.origin}>"
+
     def text(self, width: int = console.PIPED) -> str:
         """The text of ``str()``, in lines of at most ``width`` columns."""
         lines = []
@@ -169,17 +172,18 @@ class Explanation:
         else:
             at = ", ".join(map(str, compared_at(self.record)))
             yield "record", f"{self.record.created}, {self.record.tuning_seconds:.1f} s of tuning"
-            yield "clock", f"{self.record.clock}, at {self.record.along.upper()}={at}"
+            yield "clock", f"{CLOCK}, at {self.record.along.upper()}={at}"
 
     def _others(self) -> Iterator[tuple[str, str]]:
         timed = {c.kernel for c in self.record.candidates} if self.record else set()
         for name in self.able:
             if name in self.untried:
                 yield "untried", f"{name}: {self.untried[name]}"
-            elif name not in timed:
-                yield "able", f"{name} (not measured)"
-        for name in sorted(self.rejected):
-            yield "rejected", f"{name}: {'; '.join(self.rejected[name])}"
+        unmeasured = [name for name in self.able if name not in timed | {*self.untried}]
+        if unmeasured:
+            yield "able", f"{', '.join(unmeasured)} (not measured)"
+        for names, reasons in console.alike(sorted(self.rejected.items())):
+            yield "rejected", f"{', '.join(names)}: {'; '.join(reasons)}"
 
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
@@ -222,17 +226,17 @@ def _measurements(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str
     baseline, slower = blas_us(record), slower_in_steady_state(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at {along}={own}", "vs blas"]
-    columns += ["steady state"] if steady else []
-    columns += [f"at {along}={m}" for m in inside]
+    columns += ["µs in steady state"] if steady else []
+    columns += [f"µs at {along}={m}" for m in inside]
     order = ("ok", "slow", "wrong", "failed")
     rows = []
     for result in sorted(
         record.candidates, key=lambda c: (order.index(c.status), c.median_us or float("inf"))
     ):
         time_us = result.median_us
-        ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
+        ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else problem_fields.ABSENT
         others = ([result.steady_us] if steady else []) + [result.inside_us.get(m) for m in inside]
-        error = f"{result.error:.1e}" if result.error is not None else ""
+        error = f"{result.error:.1e}" if result.error is not None else problem_fields.ABSENT
         config = config_text(result.config)
         if result is record.best:
             note = "← winner"
@@ -246,4 +250,4 @@ def _measurements(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str
 
 
 def _shown_us(time_us: float | None) -> str:
-    return f"{time_us:.1f}" if time_us else ""
+    return f"{time_us:.1f}" if time_us else problem_fields.ABSENT

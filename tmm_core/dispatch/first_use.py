@@ -9,7 +9,10 @@ cache tell later processes, for one version of tmm.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,21 +30,30 @@ if TYPE_CHECKING:
     from tmm_core.verify.verifier import Verdict
 
 
-#: Each size up to this one is verified; above it, one of each remainder of :data:`TALLEST`.
+#: Each size up to this one is verified; above it, one of each remainder of a multiple of all tile
+#: heights.
 EACH_SIZE = 1024
-#: Sizes with the same remainder have the same alignment, and fill the last tile of up to this many
-#: rows alike. Tiles of 192 and 256 rows, which few kernels have, may be filled differently.
-TALLEST = 128
+#: Sizes with the same remainder of it have the same alignment, and fill the last tile of up to this
+#: many rows alike.
+TILE = 128
+#: Numbers of a config that may be the height of a taller tile, whatever the field's name.
+_STEP, _TALLEST = 64, 512
 
 
-def size_class(extent: int) -> str:
-    """The class of the sizes within a bucket for which a kernel is verified once: each size by
-    itself, and beyond :data:`EACH_SIZE` those with the same remainder of :data:`TALLEST`.
+def size_class(extent: int, config: Mapping[str, JSON] = MappingProxyType({})) -> str:
+    """The class of the sizes within a bucket for which a kernel of this config is verified once:
+    each size by itself, and beyond :data:`EACH_SIZE` those that fill its last tile alike.
 
     >>> size_class(264), size_class(2056), size_class(2312)
     ('264', '8 of 128', '8 of 128')
+    >>> size_class(2056, {"BLOCK_M": 192}), size_class(2312, {"BLOCK_M": 192})
+    ('136 of 384', '8 of 384')
     """
-    return str(extent) if extent <= EACH_SIZE else f"{extent % TALLEST} of {TALLEST}"
+    if extent <= EACH_SIZE:
+        return str(extent)
+    tall = [v for v in config.values() if type(v) is int and TILE < v <= _TALLEST]
+    every = math.lcm(TILE, *(v for v in tall if v % _STEP == 0))
+    return f"{extent % every} of {every}"
 
 
 class FirstUse:
@@ -140,5 +152,5 @@ def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
         "tmm": __version__,
     }
     if sized:
-        document["size"] = size_class(problem.extent)
+        document["size"] = size_class(problem.extent, candidate.config.to_json())
     return digest(document)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tmm_cache import CLOCK
-
 from tmm_core.dispatch.lookup import Lookup, fits
 from tmm_core.dispatch.neighbour import Near, Neighbours
 from tmm_core.errors import reraise
@@ -65,8 +63,6 @@ def _nearest(
 ) -> tuple[Candidate, Near] | None:
     """The fastest candidate of the nearest record that has one for this problem, and the record."""
     for near in neighbours.nearest(problem):
-        if near.record.clock != CLOCK:
-            continue  # another clock's choice is only a hint
         for result in fastest_first(near.record):
             candidate = host.candidate(result, able, problem, any_version=True)
             if candidate is not None and fits(candidate, problem):

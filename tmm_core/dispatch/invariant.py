@@ -287,7 +287,7 @@ class Invariance:
         offered = self._offered(problem, able).get(wanted)
         if not offered:
             return None
-        if forbidden is not None and (problem.capturing or settings.on_cache_miss == "tune"):
+        if forbidden is not None and (problem.capturing or settings.on_cache_miss != "heuristic"):
             self._host.log_miss(edge)
         best = min(offered, key=lambda c: (offered[c], c.kernel.name, str(c.config)))
         why = forbidden or "no config of its arithmetic was timed"

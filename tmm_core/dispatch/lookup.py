@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from tmm_cache import CacheStore, CandidateResult, RecordError, TuningRecord
 
 from tmm_core.errors import (
@@ -174,8 +175,13 @@ class Lookup:
             return "a CUDA graph is being captured"
         if self.store.locked:
             return "TMM_REQUIRE_LOCKED=1"
-        if settings.on_cache_miss != "tune":
+        background = settings.on_cache_miss == "background"
+        if settings.on_cache_miss != "tune" and not background:
             return f"on_cache_miss={settings.on_cache_miss!r}"
+        if background and (settings.batch_invariant or settings.arithmetic is not None):
+            return "batch-invariant mode: bits may not change when a tuning ends"
+        if background and _ranks() > 1:
+            return "several ranks must agree: tmm_core.tools.ranks.tune measures for all"
         if problem.deterministic:
             return "deterministic mode: a choice by timing may differ from run to run"
         if problem.device.interpreted:
@@ -291,6 +297,11 @@ class Lookup:
         if note not in self._warned:
             self._warned.add(note)
             warn(note)
+
+
+def _ranks() -> int:
+    ranks = torch.distributed
+    return ranks.get_world_size() if ranks.is_available() and ranks.is_initialized() else 1
 
 
 def fits(candidate: Candidate, problem: Problem) -> bool:

@@ -20,6 +20,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.environment_faults import cause_of, verdicts
 from tmm_core.tuning.findings import Findings, warn_of_environment
 from tmm_core.tuning.ranking import fastest_first
@@ -28,8 +29,6 @@ from tmm_core.tuning.untried import Able, Left
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.neighbour import Neighbours
-    from tmm_core.tuning.candidate_launchers import Steps
-    from tmm_core.tuning.progress import Progress
     from tmm_core.tuning.tuner import Tuner
 
 #: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
@@ -120,73 +119,79 @@ class Measuring(Lookup):
         wait: bool = True,
         spent: float = 0.0,
     ) -> TuningRecord:
-        """All of :meth:`_tuning` at once, with a progress bar."""
-        from tmm_core.tuning.progress import Progress
-        from tmm_core.tuning.tuner import drained
+        """All of :meth:`_tuning` at once, with a line of progress.
 
-        with Progress(str(key), settings.progress) as progress:
-            return drained(self._tuning(key, able, settings, force, resume, wait, spent, progress))
+        Args:
+            wait: For another process that is tuning it, rather than raising :class:`BusyError`.
+        """
+        from tmm_core.tuning.progress import LINE
+
+        device, document = key.device, key.to_json()
+        patience = settings.tune_budget * LOCK_PATIENCE if wait else 0.0
+        with (
+            self.store.lock(device.gpu, device.environment, document, patience) as held,
+            self._alone_on(device) as alone,
+            LINE.of(str(key), settings.progress) as tick,
+        ):
+            if not (wait or (held and alone)):
+                raise BusyError
+            return drained(self._tuning(key, able, settings, force, resume, spent), tick)
 
     def _tuning(
         self,
         key: Problem,
         able: list[Kernel[Any]],
         settings: Settings,
-        force: bool,
-        resume: bool,
-        wait: bool,
-        spent: float,
-        progress: Progress,
+        force: bool = False,
+        resume: bool = False,
+        spent: float = 0.0,
     ) -> Steps[TuningRecord]:
         """Measure a problem, unless its record is complete, and store the record.
 
-        It yields between measurements (:meth:`Tuner.steps`), and then holds only locks against
-        other processes.
+        It yields between measurements (:meth:`Tuner.steps`). Its caller is :meth:`_alone_on` the
+        device while it goes on.
 
         Args:
-            wait: For another process that is tuning it, rather than raising :class:`BusyError`.
             spent: Seconds of the budget that finding the kernels took.
         """
-        device, document = key.device, key.to_json()
-        patience = settings.tune_budget * LOCK_PATIENCE if wait else 0.0
         findings = Findings()
-        with (
-            self.store.lock(device.gpu, device.environment, document, patience) as held,
-            self._alone_on(device) as alone,
-        ):
-            if not (wait or (held and alone)):
-                raise BusyError
-            # The lock's previous holder may have stored the record.
-            kept = None if force else self.record_of(key)
-            hints = self.hints(key) if kept is None else NO_HINTS
-            # A record from elsewhere keeps candidates that this machine never verified.
-            found = self.store.locate(device.gpu, device.environment, document)
-            verified = kept is None or (found is not None and found.trusted)
+        # The locks' previous holder may have stored the record.
+        kept = None if force else self.record_of(key)
+        hints = self.hints(key) if kept is None else NO_HINTS
+        yield ()
 
-            def tuned() -> Steps[TuningRecord]:
-                new = self.missing(key, able, kept, resume)
-                options: dict[str, Any] = {
-                    "hints": hints,
-                    "new": new,
-                    "findings": findings,
-                    "spent": spent,
-                }
-                return self.tuner.steps(key, able, settings, kept, progress=progress, **options)
+        def tuned() -> Steps[TuningRecord]:
+            new = self.missing(key, able, kept, resume)
+            options: dict[str, Any] = {
+                "hints": hints,
+                "new": new,
+                "findings": findings,
+                "spent": spent,
+            }
+            return self.tuner.steps(key, able, settings, kept, **options)
 
+        record = yield from tuned()
+        while record is not kept and (bad := self.unstorable(record)):
+            # Others may have left the race because of theirs.
+            able = [kernel for kernel in able if kernel.name not in bad]
             record = yield from tuned()
-            while record is not kept and (bad := self.unstorable(record)):
-                # Others may have left the race because of theirs.
-                able = [kernel for kernel in able if kernel.name not in bad]
-                record = yield from tuned()
-            if record is not kept:
-                if key.epilogue.lasting:
-                    self.store.save(device.gpu, device.environment, record, verified=verified)
-                else:  # no other process can have this epilogue
-                    self.store.hold(device.gpu, device.environment, record, verified=verified)
-                self._neighbours.add(device, record)
-                self.untried.note(key, findings.tried, findings.left)
+        if record is not kept:
+            self._store(key, record, kept is None or self._is_trusted(key))
+            self.untried.note(key, findings.tried, findings.left)
         findings.report(key)
         return record
+
+    def _is_trusted(self, key: Problem) -> bool:
+        """Whether this machine verified the candidates on record; not those from elsewhere."""
+        found = self.store.locate(key.device.gpu, key.device.environment, key.to_json())
+        return found is not None and found.trusted
+
+    def _store(self, key: Problem, record: TuningRecord, verified: bool) -> None:
+        device = key.device
+        # No other process can have an epilogue that does not last.
+        store = self.store.save if key.epilogue.lasting else self.store.hold
+        store(device.gpu, device.environment, record, verified=verified)
+        self._neighbours.add(device, record)
 
     @contextlib.contextmanager
     def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:

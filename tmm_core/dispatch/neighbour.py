@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CLOCK, CacheStore, Summary, TuningRecord
+from tmm_cache import CacheStore, Summary, TuningRecord
 
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.problem import Problem
@@ -51,26 +51,30 @@ class Neighbours:
         others = [each for each in self._families.get(key, ()) if each.path != new.path]
         self._families[key] = [*others, new]
 
-    def nearest(self, problem: Problem) -> Iterator[Near]:
-        """Records of the same kind of problem within :data:`FARTHEST`, best guess first:
-        this environment, then this GPU under other versions, then the architecture's nearest SM
-        count; by distance within each, with times of another clock last. Each is read lazily."""
+    def families(self) -> dict[str | None, list[Summary]]:
+        """The records by family: the store is listed once."""
         families = self._families
         if families is None:
             families = {}
             for summary in self._store.summaries():
                 families.setdefault(_family(summary.problem), []).append(summary)
             self._families = families
+        return families
+
+    def nearest(self, problem: Problem) -> Iterator[Near]:
+        """Records of the same kind of problem within :data:`FARTHEST`, best guess first:
+        this environment, then this GPU under other versions, then the architecture's nearest SM
+        count; by distance within each. Each is read lazily."""
         asked = problem.to_json()
         ranked = []
-        for summary in families.get(_family(asked), ()):
+        for summary in self.families().get(_family(asked), ()):
             rank = _rank(summary, problem.device)
             octaves = _octaves(asked, summary.problem)
             if rank is not None and octaves <= FARTHEST:
-                order = (rank, octaves, summary.clock != CLOCK, str(summary.path))
+                order = (rank, octaves, str(summary.path))
                 ranked.append((order, summary))
         ranked.sort(key=lambda pair: pair[0])
-        for (rank, octaves, _, _), summary in ranked:
+        for (rank, octaves, _), summary in ranked:
             record = summary.load()
             if record is not None:  # None: its file is damaged or gone
                 versions = "" if rank[0] == 0 else " under other versions"

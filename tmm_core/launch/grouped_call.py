@@ -196,7 +196,7 @@ def check_operands(
     return count
 
 
-def _each(bias: Tensor | None, offs: Tensor) -> Tensor | None:
+def each_bias(bias: Tensor | None, offs: Tensor) -> Tensor | None:
     """A bias per group; one shared by all groups is expanded at the same address."""
     return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
 
@@ -237,7 +237,8 @@ undisturbed: Callable[..., bool] = written(
     warm.NAMES,
 )
 _LAUNCH = (
-    f"plan.with_extras(a, b, _each(bias, offs), residual, alpha, out, {', '.join(GROUPED_EXTRAS)})"
+    "plan.with_extras(a, b, each_bias(bias, offs), residual, alpha, out, "
+    f"{', '.join(GROUPED_EXTRAS)})"
 )
 run: Callable[..., Tensor] = written(
     "run",

@@ -52,6 +52,9 @@ MAX_PLANS = 65536
 _POLL = 0.1
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+#: All tables of plans, or of what has a plan's ``kernel``, ``choice`` and ``problem``: this one,
+#: and that of :mod:`tmm_core.interop.aten_answers`.
+TABLES: list[dict[tuple[Any, ...], Any]] = [_plans]
 
 
 class Part(NamedTuple):
@@ -120,7 +123,8 @@ Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
 
 def forget_plans() -> None:
     """Drop all plans, since records, settings or plugins changed: the next call chooses again."""
-    _plans.clear()
+    for table in TABLES:
+        table.clear()
 
 
 def epilogue_of(text: str) -> Epilogue:
@@ -161,7 +165,7 @@ def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose)
 
 def _built(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
     if not settings.current().nested and (outer := launching()) is not None:
-        _nest(outer)
+        nest(outer)
         with settings.nested():
             return _planned(call, pose)
     plan = _planned(call, pose)
@@ -182,12 +186,13 @@ def _planned(call: Arguments | GroupedArguments, pose: Pose) -> Plan:
     return plan
 
 
-def _nest(kernel: str) -> None:
+def nest(kernel: str) -> None:
     """From now on a product that the launch of ``kernel`` computes is answered by BLAS."""
     NESTING.add(kernel)
-    for key, plan in list(_plans.items()):
-        if plan.kernel == kernel:
-            del _plans[key]
+    for table in TABLES:
+        for key, plan in list(table.items()):
+            if plan.kernel == kernel:
+                del table[key]
 
 
 def _product_of(call: Any) -> Any:
@@ -230,13 +235,15 @@ def make_plan(
     Args:
         pose: Checks the call and returns its problem: that of plain calls below, or the one of
             :mod:`tmm_core.launch.grouped_call`.
-        waits: Until a choice can be made for good, if another process is tuning the problem.
+        waits: Until a choice can be made for good: for this tuning, or another process's.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
         TmmError: See :meth:`tmm_core.dispatch.dispatcher.Dispatcher.choose`.
     """
     a = call.a
+    if waits and current.on_cache_miss == "background":
+        current = settings.changed(current, on_cache_miss="tune")
     # Capture, tuning and compilation all use the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
@@ -308,8 +315,11 @@ def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
     return Problem.from_json(document, fingerprint(device), epilogue)
 
 
-def _quarantine(plan: Plan, error: BaseException) -> bool:
+def quarantine(plan: Any, error: BaseException) -> bool:
     """Quarantine a kernel that raised; False if the caller should see the error.
+
+    Args:
+        plan: A :class:`Plan`, or another table's entry.
 
     Raises:
         PluginError: Its exception would end the process.
@@ -317,9 +327,10 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
     reraise(error)
     if issubclass(type(error), RecursionError) and plan.kernel != BASELINE:
         if launching(skipped=1) == plan.kernel:  # it computes its own problem
-            _nest(plan.kernel)
+            nest(plan.kernel)
             return False
-        if plan.kernel in NESTING and not any(each is plan for each in _plans.values()):
+        kept = [each for table in TABLES for each in list(table.values())]
+        if plan.kernel in NESTING and not any(each is plan for each in kept):
             return True  # this plan did not announce it yet
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     # Not isinstance, which asks a stranger's exception for its __class__.
@@ -394,7 +405,7 @@ def _replay(
     yield f"            return {launch}"
     yield f"    return {launch}"
     yield "except BaseException as error:  # a kernel may call sys.exit"
-    yield "    if not _quarantine(plan, error):"
+    yield "    if not quarantine(plan, error):"
     yield "        raise"
     yield "    _plans.pop(key, None)"
     yield "    plan = None  # its launch has ended"

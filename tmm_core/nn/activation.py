@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -54,7 +55,17 @@ def interposed(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or ("forward" in module.__dict__ and not _is_its_own(module, module.__dict__["forward"]))
+    )
+
+
+def _is_its_own(module: nn.Module, forward: Any) -> bool:
+    """Whether an attribute ``forward`` is what the class defines: the package ``kernels`` assigns
+    it to modules for which it has no kernel."""
+    return (
+        isinstance(forward, types.MethodType)
+        and forward.__self__ is module
+        and forward.__func__ is type(module).forward
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from tmm_core.errors import warn
 from tmm_core.nn.gated_layers import GatedMLP
+from tmm_core.quantized import Quantized
 
 #: ``linear``: a layer's product is tmm's. ``epilogue``: with the activation after it in the kernel.
 #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
@@ -56,6 +59,15 @@ class Swap(NamedTuple):
     after: type[nn.Module]
 
 
+class Rounded(NamedTuple):
+    """A weight that was rounded to a format."""
+
+    layer: nn.Module
+    weight: nn.Parameter
+    dtype: torch.dtype
+    requires_grad: bool
+
+
 @dataclass
 class Report:
     """What :func:`convert` did, for ``print()`` and ``undo()``; true if anything changed."""
@@ -67,11 +79,20 @@ class Report:
     #: Further notes, a sentence each.
     notes: list[str] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list, repr=False)
+    #: Weights that were rounded to a format.
+    rounded: list[Rounded] = field(default_factory=list, repr=False)
     #: Modules whose ``static_weights`` was set.
     static: list[nn.Module] = field(default_factory=list, repr=False)
 
+    def __repr__(self) -> str:
+        counts = (
+            f"{len(self.changes)} changes, {len(self.left)} left, {len(self.not_fused)} not fused"
+        )
+        return f"<Report of {type(self.model).__name__}: {counts}>"
+
     def undo(self) -> None:
-        """Give every module its own class again; parameters keep their current values.
+        """Give every module its own class again; parameters keep their current values, and rounded
+        weights the values that they were rounded to.
 
         A module whose class somebody else has changed since is left as it is, with a warning. A
         second call does nothing.
@@ -86,6 +107,11 @@ class Report:
                 module.separate()
                 module._remove_hooks()
             module.__class__ = before
+        for layer, weight, dtype, requires_grad in self.rounded:
+            if layer._parameters.get("weight") is weight:
+                values = cast(Quantized, weight.to(dtype)).dequantize().contiguous()
+                layer._parameters["weight"] = nn.Parameter(values, requires_grad)
+        self.rounded.clear()
         self.static.clear()
         self.swaps.clear()
         self.changes.clear()
@@ -93,15 +119,16 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
+    def _entries(self) -> Iterator[tuple[str, str, str]]:
+        """Each product: its path, what was done, and why."""
+        yield from ((c.path, f"{c.before} → {c.after}", "") for c in self.changes)
+        yield from ((n.path, f"{n.activation} not fused", n.reason) for n in self.not_fused)
+        yield from ((item.path, f"{item.module} left alone", item.reason) for item in self.left)
+
     def _repr_html_(self) -> str:
         from tmm_cache import console
 
-        rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
-        rows += [
-            (item.path, f"{item.activation} not fused", item.reason) for item in self.not_fused
-        ]
-        rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
-        rows += [("", "note", note) for note in self.notes]
+        rows = [*self._entries(), *(("", "note", note) for note in self.notes)]
         return console.html(console.table(("path", "what was done", "because"), rows, 140))
 
     def __str__(self) -> str:
@@ -111,12 +138,12 @@ class Report:
             f"{kinds.count('epilogue')} activations fused, "
             f"{kinds.count('linear')} other linears swapped, {len(self.left)} left alone"
         ]
+        if self.rounded:
+            lines[0] += f", {len(self.rounded)} weights rounded"
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
-        done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
-        apart = [(n.path, f"{n.activation} not fused: {n.reason}") for n in self.not_fused]
-        left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
-        return "\n".join(lines + _folded([*done, *apart, *left]) + [f"  {n}" for n in self.notes])
+        said = [(path, f"{done}: {why}" if why else done) for path, done, why in self._entries()]
+        return "\n".join([*lines, *_folded(said), *(f"  {note}" for note in self.notes)])
 
 
 def _folded(entries: list[tuple[str, str]]) -> list[str]:

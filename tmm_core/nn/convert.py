@@ -17,14 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core.nn import conv1d, experts, fusing, unreached
+from tmm_core.nn import conv1d, experts, fp8_linear, fusing, stored_weights, unreached
 from tmm_core.nn.classes import subclass
-from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Swap
+from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Rounded, Swap
 from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.nn.linear import Linear
+from tmm_core.quantized import Quantized
 
 
-def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = False) -> Report:
+def convert(
+    model: nn.Module,
+    *,
+    inplace: bool = True,
+    static_weights: bool = False,
+    weights: str | None = None,
+) -> Report:
     """Compute the products of ``model`` by tmm, and fuse what can be proven.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("meta")
@@ -42,6 +49,8 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
       a product that holds gate and up.
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
+    * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
+      weights of torchao (int8 or 8-bit floats, weight only), and Transformers' ``FP8Linear``.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 
@@ -66,18 +75,25 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
             :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
             is called writes its weight (docs/serve.md). For inference. A compiled graph uses
             the setting in force when it runs instead.
+        weights: ``"int8"``, ``"fp8"`` or ``"int4"``: round the weights of layers to it, to
+            nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. For inference:
+            such weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
+            stays as it is. ``undo()`` gives the original dtype with the rounded values.
 
     Returns:
         A :class:`Report`, with ``undo()``.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
+        ValueError: ``weights`` names no format, or one that weights cannot be rounded to.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
     if not inplace:
         model = copy.deepcopy(model)
-    return _Conversion(model, static_weights).run()
+    if weights is not None:
+        stored_weights.quantised(torch.ones(1, 128), weights)  # refused before anything changes
+    return _Conversion(model, static_weights, weights).run()
 
 
 #: The note of a report on a model whose weights are all on a CPU.
@@ -88,8 +104,9 @@ _ON_A_CPU = (
 
 
 class _Conversion:
-    def __init__(self, model: nn.Module, static_weights: bool) -> None:
+    def __init__(self, model: nn.Module, static_weights: bool, weights: str | None) -> None:
         self._static_weights = static_weights
+        self._weights = weights
         self._report = Report(model)
         #: Every module, with the first of its paths.
         self._paths = {module: path for path, module in model.named_modules()}
@@ -105,13 +122,15 @@ class _Conversion:
         for module in self._paths:
             if (found := self._layer(module)) is not None:
                 self._layers[module] = found
+        refused = {item.path for item in self._report.left}
         for module in self._paths:
             if experts.is_theirs(module):
                 self._group(module)
             else:
                 self._fuse(module)
             self._leave(module, unreached.out_of_reach(module))
-            if module not in self._layers and not experts.is_theirs(module):
+            known = module in self._layers or self._path(module) in refused
+            if not known and not experts.is_theirs(module):
                 self._leave(module, unreached.products(module))
         # All is decided; from here on the model changes, and is restored if memory runs out.
         try:
@@ -130,6 +149,10 @@ class _Conversion:
         if kind is Linear or getattr(kind, "computes_product", None) is kind:
             return None if layer._text else kind
         theirs = conv1d.theirs()
+        if kind is fp8_linear.theirs():
+            if self._leave(layer, _unfit(layer) or fp8_linear.unfit(layer)):
+                return None
+            return fp8_linear.swapped(kind)
         if not isinstance(layer, nn.Linear) and (theirs is None or not isinstance(layer, theirs)):
             return None
         reason = _unfit(layer, *layer._parameters.values())
@@ -190,10 +213,40 @@ class _Conversion:
                 if isinstance(module, experts.TransformersExperts):
                     after_text = f"TransformersExperts(epilogue={module.epilogue!r})"
                     changes.append(Change("experts", path, before.__name__, after_text))
+        if self._weights is not None:
+            self._quantise(self._weights)
         for module in self._paths if self._static_weights else ():
             if hasattr(type(module), "static_weights") and not module.static_weights:
                 module.static_weights = True
                 self._report.static.append(module)
+
+    def _quantise(self, format: str) -> None:
+        """Round the weights of the layers whose products are tmm's."""
+        uses = Counter(
+            id(parameter)
+            for module in self._paths
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
+        for layer in self._layers:
+            weight: Any = layer._parameters["weight"]
+            if not _is_plain(weight) or not weight.is_floating_point() or weight.itemsize == 1:
+                continue
+            if uses[id(weight)] > 1:
+                self._leave(layer, f"its weight is used elsewhere too, and not rounded to {format}")
+                continue
+            columns = not isinstance(layer, nn.Linear)  # a Conv1D's is [K, N]
+            try:
+                stored = stored_weights.quantised(weight.t() if columns else weight, format)
+            except ValueError as error:
+                self._leave(layer, f"its weight is not rounded: {error}")
+                continue
+            rounded = stored_weights.parameter(stored.t() if columns else stored)
+            layer._parameters["weight"] = rounded
+            self._report.rounded.append(Rounded(layer, rounded, weight.dtype, weight.requires_grad))
+        for module in self._paths:
+            if isinstance(module, GatedMLP):
+                module.merge()
 
     def _swap(self, module: nn.Module, after: Any) -> None:
         before, module.__class__ = type(module), after
@@ -241,7 +294,9 @@ def _unfit(layer: nn.Module, *parameters: torch.Tensor | None) -> str | None:
     if "forward" in vars(layer):
         return "its forward was replaced on the instance"
     for parameter in parameters:
-        if parameter is not None and not _is_plain(parameter):
+        if parameter is None or _is_plain(parameter):
+            continue
+        if type(parameter) is not Quantized and stored_weights.read(parameter) is None:
             return f"its parameters are not plain ones ({type(parameter).__name__})"
     return None
 

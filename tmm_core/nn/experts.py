@@ -9,7 +9,6 @@ once.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import sys
 from typing import Any
@@ -25,8 +24,6 @@ from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
 
-#: The name under which Transformers registers :func:`forward`.
-IMPLEMENTATION = "tmm"
 #: The module of Transformers that defines the forward of its expert layers.
 _THEIRS = "transformers.integrations.moe"
 
@@ -263,13 +260,3 @@ def is_theirs(layer: nn.Module) -> bool:
         and hasattr(layer, "is_transposed")
         and hasattr(layer, "has_gate")
     )
-
-
-def register() -> None:
-    """Register ``experts_implementation="tmm"`` with Transformers.
-
-    Raises:
-        ImportError: No Transformers with expert implementations (5.0 or later) is installed.
-    """
-    theirs = importlib.import_module(_THEIRS)
-    theirs.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from tmm_core import compat
-from tmm_core.interop import fallbacks
+from tmm_core.nn import stored_weights
 from tmm_core.nn.activation import Activation, interposed, unchanged
 from tmm_core.nn.classes import itself, subclass
 from tmm_core.nn.gated_layers import GatedMLP
@@ -67,7 +67,7 @@ def computes_product(layer: Any) -> bool:
     weight = of.get("weight")
     if weight is None or "bias" not in of:
         return False
-    return not fallbacks.foreign(weight) and not interposed(layer)
+    return stored_weights.is_readable(weight) and not interposed(layer)
 
 
 def product(layer: Any, x: Tensor, epilogue: str) -> Tensor:

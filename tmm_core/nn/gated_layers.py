@@ -20,6 +20,7 @@ from tmm_core.interop import autograd_state
 from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
 from tmm_core.nn.joint_storage import join, move_together, seen_alone, whole
 from tmm_core.nn.linear import Linear, leaf
+from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
@@ -147,7 +148,7 @@ class GatedMLP(nn.Module):
             return
         gate, up, _ = self._layers()
         for parameter in (gate.weight, up.weight, gate.bias, up.bias):
-            if parameter is not None:
+            if parameter is not None and not isinstance(parameter, Quantized):
                 with torch.inference_mode(parameter.is_inference()):
                     parameter.data = parameter.data.clone()
 
@@ -162,8 +163,11 @@ class GatedMLP(nn.Module):
                 *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
                 self._text,
             )
+            stored = type(operands[0]) is Quantized  # no gradient, and no operator in a graph
             if autograd_state.recorded(x, *operands[:4]):
-                between = learn(x, *operands)
+                between = None if stored else learn(x, *operands)
+            elif stored and torch.compiler.is_compiling():
+                between = None
             elif torch.compiler.is_compiling():
                 between = gated_linear(x, *operands)
             elif self.static_weights:
@@ -252,7 +256,7 @@ def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) ->
 
 
 #: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
-_PLAIN = (nn.Parameter, Tensor, compat.fake_tensor())
+_PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 
 def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:

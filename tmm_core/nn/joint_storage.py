@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tmm_core.quantized import Quantized
+
 Tensor = torch.Tensor
 
 
@@ -20,6 +22,8 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     are not adjacent in one storage."""
     if first is None or second is None or first.shape != second.shape:
         return None
+    if isinstance(first, Quantized) or isinstance(second, Quantized):
+        return _joined_parts(first, second)
     if first.dtype is not second.dtype or not (first.is_contiguous() and second.is_contiguous()):
         return None
     try:
@@ -34,9 +38,46 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def join(first: Tensor, second: Tensor) -> None:
     """Move two parameters into one storage, if they are :func:`joinable`."""
-    if joinable(first, second):
+    if isinstance(first, Quantized) and isinstance(second, Quantized):
+        _join_parts(first, second)
+    elif joinable(first, second):
         with torch.inference_mode(first.is_inference()), torch.no_grad():
             move_together(first, second)
+
+
+def _alike(first: Quantized, second: Quantized) -> bool:
+    """Whether both have the same format and scales, for each row or parts of it, and no zero
+    points."""
+    rows = len(first.stored)
+    return (
+        first._how == second._how
+        and first.along == -1
+        and first.block[0] == 1
+        and first.shape == second.shape
+        and first.zero is None
+        and second.zero is None
+        and first.scale.shape[:1] == second.scale.shape[:1] == (rows,)
+    )
+
+
+def _joined_parts(first: Tensor, second: Tensor) -> Quantized | None:
+    if not (isinstance(first, Quantized) and isinstance(second, Quantized)):
+        return None
+    if not _alike(first, second):
+        return None
+    stored, scale = joined(first.stored, second.stored), joined(first.scale, second.scale)
+    if stored is None or scale is None:
+        return None
+    return Quantized._of(stored, scale, None, first._how)
+
+
+def _join_parts(first: Quantized, second: Quantized) -> None:
+    if first is not second and _alike(first, second) and _joined_parts(first, second) is None:
+        rows = first.shape[0]
+        for part in ("stored", "scale"):
+            both = torch.cat((getattr(first, part), getattr(second, part)))
+            setattr(first, part, both[:rows])
+            setattr(second, part, both[rows:])
 
 
 def move_together(first: Tensor, second: Tensor) -> None:

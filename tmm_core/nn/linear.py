@@ -10,7 +10,6 @@ from torch import fx, nn
 from tmm_core import api, dispatch
 from tmm_core.interop import fallbacks
 from tmm_core.settings import with_static_weights
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import EpilogueLike
 
 
@@ -89,18 +88,27 @@ class Linear(nn.Linear):
             return leaf(self, input)
         weight = self.weight
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
-            call = Arguments(input, weight, self.bias, epilogue=self._text)
-            return fallbacks.linear(call)
+            return self._by_type(input, weight, self.bias, self._text)
         if self.static_weights:
             return with_static_weights(_linear, input, weight, self.bias, self._text)
         return api.linear(input, weight, self.bias, epilogue=self._text)
 
     def product(self, input: torch.Tensor, epilogue: str) -> torch.Tensor:
-        """``epilogue(input @ weight.T + bias)``, where weight and bias are plain parameters."""
+        """``epilogue(input @ weight.T + bias)`` of a layer's own parameters."""
         of: Any = self._parameters  # not through __getattr__, which costs 0.3 µs each
+        if type(of["weight"]) is not nn.Parameter and fallbacks.foreign(of["weight"]):
+            return self._by_type(input, of["weight"], of["bias"], epilogue)
         if self.static_weights:
             return with_static_weights(_linear, input, of["weight"], of["bias"], epilogue)
         return api.linear(input, of["weight"], of["bias"], epilogue=epilogue)
+
+    def _by_type(self, *call: Any) -> torch.Tensor:
+        """The product with a weight of another library's type."""
+        from tmm_core.nn import stored_weights  # imports what few models need
+
+        if self.static_weights:
+            return with_static_weights(stored_weights.product, *call)
+        return stored_weights.product(*call)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

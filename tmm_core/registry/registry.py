@@ -46,8 +46,8 @@ from tmm_core.version import __version__
 
 #: The distribution of this package.
 DISTRIBUTION = "tmm-core"
-#: The entry-point group of plugins, and its former name.
-GROUP, FORMER_GROUP = "tmm_core", "tmm"
+#: The entry-point group of plugins.
+GROUP = "tmm_core"
 #: The entry point of BLAS; the core registers its kernel without it.
 _BLAS_PLUGIN = "tmm_blas.plugin"
 
@@ -262,12 +262,6 @@ class Registry:
             self._faults.append(Fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True))
         elif self._allow is not None and source.plugin not in self._allow:
             self._faults.append(Fault(source, "not in TMM_PLUGINS", intended=True))
-        elif getattr(entry_point, "group", GROUP) == FORMER_GROUP:
-            reason = (
-                f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
-                f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml"
-            )
-            self._faults.append(Fault(source, reason))
         else:
             with self._costing(source, "import failed"):
                 with watched(lambda: f"the import of {source} does not return{_advice(source)}"):
@@ -479,8 +473,4 @@ def _blas() -> Kernel[Any]:
 
 
 def _installed() -> list[importlib.metadata.EntryPoint]:
-    """The plugins of both groups; one that is in both counts as in the current one."""
-    present = list(importlib.metadata.entry_points(group=GROUP))
-    known = {(entry_point.name, entry_point.value) for entry_point in present}
-    former = importlib.metadata.entry_points(group=FORMER_GROUP)
-    return present + [each for each in former if (each.name, each.value) not in known]
+    return list(importlib.metadata.entry_points(group=GROUP))

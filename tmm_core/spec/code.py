@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import itertools
 import os
 import sys
@@ -80,14 +79,6 @@ def package_digest(module: str) -> str | None:
     return _digest(_package(module), stamps) if stamps else None
 
 
-def files_of(function: Any) -> set[Path]:
-    """The files of the package that a third party's function is in."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return set() if _top(module) in LIBRARIES else {Path(path) for path, _ in _files(module)}
-
-
 def _top(module: str) -> str:
     return module.partition(".")[0]
 
@@ -109,14 +100,9 @@ def _package(module: str) -> str:
 
 
 def _found(module: str) -> tuple[Any, list[str]]:
-    """The file of a module, and the folders of a package, which need not be imported."""
+    """The file of a module, and the folders of a package."""
     loaded = sys.modules.get(module)
-    if loaded is not None:
-        return getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", None) or ())
-    with contextlib.suppress(ImportError, ValueError):
-        if (spec := importlib.util.find_spec(module)) is not None:
-            return spec.origin, list(spec.submodule_search_locations or ())
-    return None, []
+    return getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", None) or ())
 
 
 def _file(module: str) -> str | None:

@@ -80,13 +80,10 @@ def frozen(function: Any) -> Any:
 
 
 def lasting_text(function: Any) -> str | None:
-    """A text that identifies a function, a ``@triton.jit`` function, or one that is named by
-    ``"module:attribute"``, in every process; None if there is none."""
+    """A text that identifies a function, or a ``@triton.jit`` function, in every process; None if
+    there is none."""
     if function is None:
         return ""
-    if isinstance(function, str):
-        files = _files_digest(function.partition(":")[0])
-        return None if files is None else f"{function} {files}"
     if isinstance(function, BuiltinFunctionType):
         name = function.__name__
         return f"torch.{name}" if getattr(torch, name, None) is function else None
@@ -98,17 +95,13 @@ def lasting_text(function: Any) -> str | None:
     if module is None or function.__globals__ is not vars(module):
         return None
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-    files = _files_digest(function.__module__)
+    # A library's version belongs to the environment.
+    library = function.__module__.partition(".")[0] in LIBRARIES
+    files = "" if library else package_digest(function.__module__)
     if files is None or not all(type(each) in _CONSTANTS for each in defaults):
         return None
     code = _code_text(function.__code__)
     return f"{function.__module__}.{function.__qualname__} {files} {defaults!r} {code}"
-
-
-def _files_digest(module: str) -> str | None:
-    """A digest of the files of a module's package, which need not be imported; of a library's,
-    whose version belongs to the environment, the empty text."""
-    return "" if module.partition(".")[0] in LIBRARIES else package_digest(module)
 
 
 def _code_text(code: CodeType) -> str:

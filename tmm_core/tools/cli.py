@@ -102,6 +102,7 @@ def _add_tune(parser: Parser) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
+    parser.flag("--quick", text="the README's table of gains, in two minutes on a GPU")
     _add_suite(parser)
     parser.add_argument(
         "--shapes",
@@ -181,7 +182,6 @@ def _add_bench(parser: Parser) -> None:
         "--seconds-per-problem",
         dest="seconds",
         type=_seconds,
-        default=0.5,
         metavar="S",
         help="seconds of timing, after tuning (default: 0.5)",
     )

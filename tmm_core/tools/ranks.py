@@ -52,9 +52,9 @@ def tune(
     """Measure problems once among all ranks of a group; every rank then makes the same choices.
 
     Call it on every rank with the same problems in the same order, after
-    ``torch.cuda.set_device``: each rank measures its share on its current device and adopts all
-    records, in memory for the life of the process and in its own cache if that is writable.
-    Problems are those of local tensors: pose them with shards, not with DTensors.
+    ``torch.cuda.set_device``. Each rank measures its share on its current device. It adopts all
+    records, in memory for the life of the process, and in its own cache if that is writable.
+    Problems describe local tensors: make them from shards, not from DTensors.
 
     Args:
         problems: From :func:`tmm_core.problem`, one or many.
@@ -219,7 +219,7 @@ class _Board:
             ValueError: This process is not in the group.
         """
         me = dist.get_rank()
-        # For a group without this process, torch passes a placeholder that is not a group.
+        # If this process is not in the group, torch passes a placeholder that is not a group.
         member = dist.get_rank(group) >= 0
         ranks = dist.get_process_group_ranks(group) if member else []
         if me not in ranks:

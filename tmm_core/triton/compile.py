@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.triton.ptx import edited, marked
+from tmm_core.triton.releases import options_for
 
 _DTYPES = {
     torch.float16: "fp16",
@@ -94,7 +95,7 @@ def hash_after_callees(fn: Any, constants: Mapping[str, Any]) -> None:
     """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, each after those
     of its callees; to be called before anything hashes a function of Triton's, as a dict does.
 
-    Triton 3.6 and 3.7 read the constants that a callee uses before they compute its hash, which
+    Triton reads the constants that a callee uses before it computes its hash, which
     finds these. So the hash of silu would depend on whether sigmoid was hashed before, and
     processes that compiled kernels in different orders would not find each other's in the cache.
     """
@@ -125,6 +126,7 @@ def compile_for(
     Args:
         edits: Names of edits of its PTX (:mod:`tmm_core.triton.ptx`).
     """
+    options = options_for(options)
     if not edits:
         return triton.compile(src, target=target, options=options)
     with edited(src.name, edits):

@@ -1,7 +1,7 @@
 """Compiles the device functions of epilogues and formats: jits plain ones, bakes parameters in, and
-combines those of a chain into one.
+combines the functions of a chain into one.
 
-Those of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a
+Functions of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a
 separate kernel.
 """
 

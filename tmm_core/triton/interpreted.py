@@ -1,7 +1,7 @@
 """Launches in Triton's interpreter, with correct products of bf16 and 8-bit blocks.
 
 The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
-blocks is silently off by a factor of 1e6 there. Of 8-bit floats, it multiplies NaN and Inf as the
+blocks is silently off by a factor of 1e6 there. It multiplies NaN and Inf of 8-bit floats as the
 numbers next to the largest. Its loads and stores of bf16 are right, and its casts from and to fp32;
 an integer cast to bf16 keeps its bits.
 """
@@ -64,9 +64,9 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 @functools.cache
 def _mend() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, and cast
-    integers to bf16 by their values; does nothing if this Triton's interpreter is built
-    differently."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast integers to
+    bf16 by their values, and take masks that a Python bool made integers, as 3.9's loads and stores
+    do not; does nothing if this Triton's interpreter is built differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
@@ -94,3 +94,20 @@ def _mend() -> None:
         return multiply(wide(a), wide(b), *rest, **more)
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    load: Any = getattr(builder, "create_masked_load", None)
+    store: Any = getattr(builder, "create_masked_store", None)
+    if load is None or store is None:
+        return
+
+    def boolean(mask: Any) -> Any:
+        if mask.data.dtype.kind == "b":
+            return mask
+        return interpreter.TensorHandle(mask.data != 0, tl.int1)
+
+    def masked_load(at: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        return load(at, boolean(mask), *rest, **more)
+
+    def masked_store(at: Any, block: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        return store(at, block, boolean(mask), *rest, **more)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store

@@ -7,12 +7,11 @@ signature (:mod:`tmm_core.triton.compile`), and the launch keeps the handle.
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from tmm_core.launch.codegen import written
 from tmm_core.spec.device import interpreting
 from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of
-from tmm_core.triton.releases import tested
+from tmm_core.triton.releases import CCall, c_call, called_as_known, encode
 
 Grid = tuple[int, int, int]
 
@@ -105,7 +104,7 @@ class Launch:
             self.compiled = compiled
             # Empty if Triton unpacks descriptors instead of encoding them.
             meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
-            low = _low_level(compiled.run, described=bool(meta))
+            low = c_call(compiled.run, described=bool(meta))
             if low is not None and meta:
                 described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
                 self._maps = dict(zip(described, meta, strict=True))
@@ -120,7 +119,7 @@ class Launch:
         self, src: ASTSource, index: int, edits: tuple[str, ...], options: Mapping[str, Any]
     ) -> CompiledKernel:
         compiled = compile_for(_target(index), src, edits=edits, **options)
-        if tested() and compiled.metadata.target.backend == "cuda":
+        if compiled.metadata.target.backend == "cuda" and called_as_known(_launcher_class()):
             compiled.src = _without_constants(src)
         # Without the shapes of descriptors' boxes, on which the launcher does not depend.
         types = tuple(kind.partition("[")[0] for kind in compiled.src.signature.values())
@@ -174,7 +173,7 @@ class Launch:
             places[name] = (
                 f"*({name} if type({name}) is TensorMap else encode({name}, {name}_meta))"
             )
-        namespace |= {"TensorMap": _TensorMap, "encode": _encode}
+        namespace |= {"TensorMap": _TensorMap, "encode": encode}
         given = ", ".join(("gx", "gy", "gz", *self._given))
         lines = [
             self.guard("_", f"call({given})"),
@@ -198,7 +197,7 @@ class TensorMaps:
     def __init__(self, describe: Callable[[torch.Tensor], Any], meta: Any) -> None:
         self._describe = describe
         self._meta = meta
-        #: By address and strides.
+        #: Tensor maps by address and strides.
         self.kept: OrderedDict[tuple[Any, ...], _TensorMap] = OrderedDict()
 
     def __call__(self, t: torch.Tensor) -> _TensorMap:
@@ -208,91 +207,53 @@ class TensorMaps:
             if len(self.kept) >= _TENSOR_MAPS_KEPT:
                 # In one step: another thread may add a map between two steps of an iterator.
                 self.kept.popitem(last=False)
-            encoded = self.kept[key] = _TensorMap(_encode(self._describe(t), self._meta))
+            encoded = self.kept[key] = _TensorMap(encode(self._describe(t), self._meta))
         return encoded
 
 
 class _TensorMap(tuple[Any, ...]):
-    """An encoded descriptor, as :func:`_encode` returns it."""
+    """An encoded descriptor, as the C launch function takes it."""
 
     __slots__ = ()
 
 
+def _launcher_class() -> type:
+    """The class of the launcher objects of the current driver."""
+    return triton.runtime.driver.active.launcher_cls  # type: ignore[no-any-return]
+
+
 def _without_constants(src: ASTSource) -> Any:
-    """The part of ``src`` that Triton's launcher uses, without constants. Otherwise it would parse
-    a None for each, about 20 per kernel; and it is compiled and cached by its signature, which more
-    kernels then share."""
-    typed = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
-    return SimpleNamespace(fn=src.fn, name=src.name, signature=typed, constants={})
+    """``src`` for Triton's launcher, without constants. Otherwise it would parse a None for each,
+    about 20 per kernel; and 3.6 compiles it and caches it by its signature, which more kernels then
+    share."""
+    reduced = copy.copy(src)
+    reduced.signature = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
+    reduced.constants = {}
+    return reduced
 
 
-def _low_level(run: Any, *, described: bool) -> Any:
-    """Triton's C launch function; None if its argument order, which varies by release, is unknown,
-    or the launch needs more than it."""
-    if not tested():
-        return None
-    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
-        return None
-    if not (hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")):
-        return None
-    if not (hasattr(run, "kernel_signature") or triton.__version__.startswith("3.6.")):
-        return None
-    low = getattr(run, "launch", None)
-    if described and low is not None:
-        # Inside the wrapper that encodes descriptors; ours are already encoded.
-        low = inspect.getclosurevars(low).nonlocals.get("launcher")
-    return low
-
-
-def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[str, Any]]:
+def _direct(compiled: CompiledKernel, low: CCall | None, device: int) -> tuple[str, dict[str, Any]]:
     """Source that only launches the compiled handle, with placeholders for grid, arguments and the
     prefix of its names, and the values of these names.
 
     Args:
-        low: The C function of the installed Triton; without it the launcher object's call is used
-            (0.6 µs more). An untested release uses Triton's public ``compiled[grid]``.
+        low: The call of the C function of the installed Triton; without it the launcher object is
+            called (0.6 µs more), or the handle itself, which is public, if a later release calls
+            its launcher object otherwise.
     """
-    if not tested():
-        return "{_}compiled[({grid})]({arguments})", {
-            "compiled": compiled,
-            "current_device": compat.current_device,
-            "device": device,
-            "guard": torch.cuda.device,
-        }
-    run = compiled.run
-    first = "{grid}, {_}stream_of({_}device), {_}function"
-    flags = "{_}cooperative, {_}pdl"
-    nones = ", ".join(["None"] * 5)
-    if low is None:
-        template = f"{{_}}run({first}, {{_}}metadata, None, None, None, {{arguments}})"
-    elif hasattr(run, "kernel_signature"):  # Triton 3.7
-        template = (
-            f"{{_}}low({first}, {flags}, {{_}}metadata, {nones}, {{_}}annotations, "
-            "{_}kernel_signature, ({arguments},))"
-        )
-    else:  # Triton 3.6
-        template = (
-            f"{{_}}low({first}, {flags}, None, None, {{_}}metadata, None, None, None, "
-            "{arguments})"
-        )
-    return template, {
-        "annotations": getattr(run, "arg_annotations", 0),
-        "cooperative": getattr(run, "launch_cooperative_grid", False),
+    values = {
         "current_device": compat.current_device,
         "device": device,
-        "function": compiled.function,
         "guard": torch.cuda.device,
-        "kernel_signature": getattr(run, "kernel_signature", 0),
-        "low": low,
+    }
+    if not called_as_known(type(compiled.run)):
+        return "{_}compiled[({grid})]({arguments})", {"compiled": compiled, **values}
+    values |= {
+        "function": compiled.function,
         "metadata": compiled.packed_metadata,
-        "pdl": getattr(run, "launch_pdl", False),
-        "run": run,
         "stream_of": compat.current_stream,
     }
-
-
-def _encode(descriptor: Any, meta: Any) -> Any:
-    """The C launcher's arguments for a descriptor: its tensor map, shape and strides."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    return make_tensordesc_arg(descriptor, meta)
+    if low is not None:
+        return f"{{_}}low({low.arguments})", {"low": low.low, **low.values, **values}
+    first = "{grid}, {_}stream_of({_}device), {_}function, {_}metadata"
+    return f"{{_}}run({first}, None, None, None, {{arguments}})", {"run": compiled.run, **values}

@@ -6,13 +6,14 @@ another such line: a cold read of a 4096×14336 weight on an H200 takes 34.9 µs
 Triton has the hint for pointer loads (``eviction_policy``), but for TMA loads only PTX has it.
 
 ``joined`` makes one ``wgmma`` of two that multiply the same ``a`` by neighbouring columns. Triton's
-tensors have powers of two, and so a tile of 144 columns is a product of 128 and one of 16, which
-reads ``a`` from shared memory again, which takes longer than its multiplication; ``wgmma`` itself
-takes any multiple of 8 columns.
+tensors have powers of two, so a tile of 144 columns is a product of 128 and one of 16. The second
+reads ``a`` from shared memory again, which takes longer than its multiplication. ``wgmma`` itself
+takes any multiple of 8 columns. ``joined_ahead`` does so where the second's columns precede the
+first's in memory.
 
-Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``, in
-3.6 and 3.7). A kernel is correct without them: if one cannot be made, it is compiled without it,
-with a warning.
+Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``). If
+one cannot be made, a kernel that is correct without it is compiled without it, with a warning, and
+any other is not compiled.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ def evict_first(ptx: str) -> str:
     return changed
 
 
-def joined(ptx: str) -> str:
+def joined(ptx: str, ahead: bool = False) -> str:
     """``ptx`` with every two groups of ``wgmma`` joined into one.
 
     The kernel's source sees to it that the second group's ``b`` follows the first's in shared
     memory, as rows along K follow one another.
+
+    Args:
+        ahead: The first's follows the second's.
 
     Raises:
         UnknownPTXError: It has other groups than pairs that multiply the same ``a``, or waits for
@@ -84,7 +88,8 @@ def joined(ptx: str) -> str:
             raise UnknownPTXError("does not multiply in pairs")
         # The joint product replaces the second, where the sums of both are in their registers.
         for product, other in zip(products, others, strict=True):
-            second = second.replace(other[0], _one(product, other), 1)
+            one = _one(other, product) if ahead else _one(product, other)
+            second = second.replace(other[0], one, 1)
         pairs.append(_PRODUCT.sub("", first) + second)
     # One group, since ptxas turns an empty one into a small product.
     ptx = _COMMIT.join([*pairs, after])
@@ -92,7 +97,7 @@ def joined(ptx: str) -> str:
 
 
 def _same(product: re.Match[str]) -> tuple[str, ...]:
-    """What two products have in common that can be one."""
+    """The fields that two products must share to be joined."""
     return product["types"], product["a"], product["rest"]
 
 
@@ -104,7 +109,12 @@ def _one(first: re.Match[str], second: re.Match[str]) -> str:
     )
 
 
-#: What a kernel lacks without an edit.
+def joined_ahead(ptx: str) -> str:
+    """:func:`joined` where the second group's ``b`` precedes the first's in shared memory."""
+    return joined(ptx, ahead=True)
+
+
+#: The disadvantage of a kernel without an edit, for the warning; without any other it is wrong.
 _LACKS = {
     "evict_first": "loads are not marked evict_first",
     "joined": "columns beside each other are multiplied apart",
@@ -125,11 +135,11 @@ def edited(name: str, edits: Sequence[str]) -> Iterator[None]:
 
     Args:
         name: The kernel's name, for warnings.
-        edits: ``"evict_first"`` or ``"joined"``, applied in this order.
+        edits: ``"evict_first"``, ``"joined"`` or ``"joined_ahead"``, applied in this order.
     """
     global _users, _before
     if not hasattr(knobs.runtime, _HOOK):
-        _warn(name, edits, "this Triton has no stage inspection hook")
+        _without(name, edits, "this Triton has no stage inspection hook")
         yield
         return
     _looking.name, _looking.edits = name, edits
@@ -176,7 +186,7 @@ def _look(*arguments: Any) -> Any:
     if not edits:
         return None
     if "ptx" not in stages:
-        _warn(name, edits, "Triton compiles it without PTX")
+        _without(name, edits, "Triton compiles it without PTX")
         return None
     make_ptx = stages["ptx"]
 
@@ -184,17 +194,24 @@ def _look(*arguments: Any) -> Any:
         ptx = make_ptx(module, metadata)
         for edit in edits:
             # Not a constant: what a function refers to is part of a kernel's version.
-            change = {"evict_first": evict_first, "joined": joined}[edit]
+            changes = {"evict_first": evict_first, "joined": joined, "joined_ahead": joined_ahead}
             try:
-                ptx = change(ptx)
+                ptx = changes[edit](ptx)
             except UnknownPTXError as error:
-                _warn(name, [edit], f"its PTX {error} as Triton 3.6 and 3.7 write it")
+                _without(name, [edit], f"its PTX {error} as tmm knows it")
         return ptx
 
     stages["ptx"] = make_edited
     return None
 
 
-def _warn(name: str, edits: Sequence[str], why: str) -> None:
+def _without(name: str, edits: Sequence[str], why: str) -> None:
+    """Warn that a kernel lacks these edits.
+
+    Raises:
+        UnknownPTXError: It is wrong without one.
+    """
     for edit in edits:
+        if edit not in _LACKS:
+            raise UnknownPTXError(f"{name}: {edit} cannot be made: {why}")
         warn(f"{name}: {_LACKS[edit]}: {why}")

@@ -7,13 +7,12 @@ hang time out together.
 
 from __future__ import annotations
 
-import functools
-import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +20,7 @@ from tmm_core.errors import reraise
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps
 from tmm_core.tuning.environment_faults import BUDGET_ENDED
 
 #: Seconds one candidate may take to bind.
@@ -31,8 +31,6 @@ STALLED = 5.0
 MOST_HUNG = 2
 #: Maximum number of stalled threads beside which others are started.
 _MOST_STALLED = 16
-#: Seconds between two looks at the time limits.
-_LOOK = 0.05
 
 #: A candidate and the problem to compile it for.
 Posed = tuple[Problem, Candidate]
@@ -40,12 +38,26 @@ Posed = tuple[Problem, Candidate]
 Outcome = Launcher | BaseException
 
 
+@dataclass
+class Deadline:
+    """The end of a tuning's budget, postponed by waits that are not charged to it."""
+
+    #: A ``time.monotonic`` time.
+    at: float
+    #: Seconds for which the tuning rested, by its caller's choice.
+    rested: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() > self.at
+
+
 class Binding:
     """A batch of candidates being bound to launchers, each in a thread of its own.
 
     Args:
         compiled: For each candidate, a future that is done when ``bind`` may be called.
-        deadline: A ``time.monotonic`` time after which none but BLAS is bound.
+        deadline: After it none but BLAS is bound.
         workers: Threads that bind at one time.
     """
 
@@ -54,88 +66,71 @@ class Binding:
         asked: Sequence[Posed],
         compiled: Sequence[Future[None]],
         device: torch.device,
-        deadline: float,
+        deadline: Deadline,
         workers: int,
     ) -> None:
         self._asked, self._compiled, self._device = asked, compiled, device
         self._deadline, self._workers = deadline, workers
         self._stalled = min(STALLED, BIND_LIMIT / 8)
-        #: Places of candidates that are compiled and wait for a thread.
-        self._ready: deque[int] = deque()
-        #: The times at which those in a thread began, unless they were given up.
-        self._begun: dict[int, float] = {}
+        #: By the places of candidates in a thread, unless they were given up: the times at which
+        #: they began, and what the threads will answer.
+        self._begun: dict[int, tuple[float, Future[Outcome]]] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._hung: Counter[str] = Counter()
-        #: From other threads: a place, with None if it is compiled, or with its outcome.
-        self._news: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
 
-    def outcomes(self, late: Callable[[], None], done: Callable[[], None]) -> list[Outcome]:
-        """Each candidate's launcher, or the exception raised instead.
+    def outcomes(self, late: Callable[[], None]) -> Steps[list[Outcome]]:
+        """Each candidate's launcher, or the exception raised instead. Waits for compilations and
+        threads.
 
         Args:
             late: Called after the deadline, once, to end the pending futures.
-            done: Called for each finished candidate.
         """
-        for place, future in enumerate(self._compiled):
-            future.add_done_callback(functools.partial(self._arrived, place))
-        told, is_late = 0, False
+        is_late = False
         while True:
             now = time.monotonic()
+            for place, (_, answer) in list(self._begun.items()):
+                if answer.done():
+                    del self._begun[place]
+                    self._outcomes.setdefault(place, answer.result())
             self._expire(now)
-            self._start(now)
-            for _ in range(told, len(self._outcomes)):
-                done()
-                told += 1
-            if told == len(self._asked):
-                return [self._outcomes[place] for place in range(told)]
-            if not is_late and now > self._deadline:
+            waiting = self._start(now)
+            if len(self._outcomes) == len(self._asked):
+                return [self._outcomes[place] for place in range(len(self._asked))]
+            if not is_late and self._deadline.passed:
                 is_late = True
                 late()
-            self._hear()
+            else:
+                yield [*waiting, *(answer for _, answer in self._begun.values())]
 
-    def _arrived(self, place: int, _: Future[None]) -> None:
-        self._news.put((place, None))
-
-    def _hear(self) -> None:
-        """Wait for the next news, at most until the next look."""
-        try:
-            place, outcome = self._news.get(timeout=_LOOK)
-        except queue.Empty:
-            return
-        if outcome is None:
-            self._ready.append(place)
-        else:
-            self._begun.pop(place, None)
-            self._outcomes.setdefault(place, outcome)
-
-    def _start(self, now: float) -> None:
-        """Start threads for waiting candidates, more while others are stalled; bind one here if no
-        thread can be started."""
-        while self._ready:
-            stalled = sum(now - begun >= self._stalled for begun in self._begun.values())
-            if len(self._begun) >= self._workers + min(stalled, _MOST_STALLED):
-                return
-            place = self._ready.popleft()
-            if place in self._outcomes:
+    def _start(self, now: float) -> list[Future[None]]:
+        """Start threads for compiled candidates, more while others are stalled; bind one here if no
+        thread can be started. Returns the pending compilations."""
+        waiting = []
+        for place, compiled in enumerate(self._compiled):
+            if place in self._outcomes or place in self._begun:
                 continue
-            if now > self._deadline and self._asked[place][1].kernel.name != BASELINE:
+            stalled = sum(now - begun >= self._stalled for begun, _ in self._begun.values())
+            room = self._workers + min(stalled, _MOST_STALLED) - len(self._begun)
+            if not compiled.done():
+                waiting.append(compiled)
+            elif self._deadline.passed and self._asked[place][1].kernel.name != BASELINE:
                 self._outcomes[place] = self._bound(place)  # which binds nothing any more
-                continue
-            try:
-                threading.Thread(
-                    target=self._work, args=(place,), name="tmm-bind", daemon=True
-                ).start()
-                self._begun[place] = time.monotonic()
-            except RuntimeError as error:  # no thread can be started
-                reraise(error)
-                if self._begun:
-                    self._ready.appendleft(place)
-                else:
-                    self._outcomes[place] = self._bound(place)
-                return
+            elif room > 0:
+                answer: Future[Outcome] = Future()
+                thread = threading.Thread(
+                    target=self._work, args=(place, answer), name="tmm-bind", daemon=True
+                )
+                try:
+                    thread.start()
+                    self._begun[place] = time.monotonic(), answer
+                except RuntimeError as error:  # no thread can be started
+                    reraise(error)
+                    if not self._begun:
+                        self._outcomes[place] = self._bound(place)
+        return waiting
 
-    def _work(self, place: int) -> None:
-        self._news.put((place, self._bound(place)))
+    def _work(self, place: int, answer: Future[Outcome]) -> None:
+        answer.set_result(self._bound(place))
 
     def _bound(self, place: int) -> Outcome:
         try:
@@ -143,7 +138,7 @@ class Binding:
                 torch.cuda.set_device(self._device)  # a thread starts on device 0
             self._compiled[place].result()
             problem, candidate = self._asked[place]
-            if time.monotonic() > self._deadline and candidate.kernel.name != BASELINE:
+            if self._deadline.passed and candidate.kernel.name != BASELINE:
                 raise CancelledError
             return candidate.kernel.bind(problem, candidate.config)
         except CancelledError:
@@ -154,7 +149,7 @@ class Binding:
     def _expire(self, now: float) -> None:
         """Give up candidates that have taken too long, with their threads; after the second of a
         kernel, also its waiting ones."""
-        for place, begun in list(self._begun.items()):
+        for place, (begun, _) in list(self._begun.items()):
             if now - begun < BIND_LIMIT:
                 continue
             kernel = self._asked[place][1].kernel.name

@@ -43,6 +43,8 @@ from tmm_core.tuning.pool_host import MOST_HUNG, ending, tail
 COMPILE_LIMIT = 60.0
 #: Seconds the pool may take to import torch, Triton and the plugins.
 START_LIMIT = 60.0
+#: Seconds of its start that are not charged to a tuning: 3 to 6 are usual on an idle machine.
+START_PATIENCE = 20.0
 #: Seconds the pool may take to end before it is killed.
 _END_LIMIT = 2.0
 
@@ -163,15 +165,13 @@ class Compilers:
             _resolve(future)
         return future
 
-    def await_start(self, futures: Iterable[Future[None]], limit: float) -> float:
-        """Wait at most ``limit`` seconds for a pool that is starting and has ``futures`` to answer;
-        returns the seconds it took."""
+    def are_starting(self, futures: Iterable[Future[Any]]) -> bool:
+        """Whether ``futures`` wait for a pool that starts, and has for less than
+        :data:`START_PATIENCE`."""
         host = self._host
-        if host is None or all(future.done() for future in futures):
-            return 0.0
-        started = time.monotonic()
-        host.started.wait(max(0.0, limit))
-        return time.monotonic() - started
+        if host is None or host.started.is_set() or all(future.done() for future in futures):
+            return False
+        return time.monotonic() - host.begun < START_PATIENCE
 
     def cancel_pending(self, futures: Iterable[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``, and kill their workers."""
@@ -240,6 +240,7 @@ class _Host:
     ) -> None:
         self._kind, self._report = kind, report
         self.circumstances = _circumstances()
+        self.begun = time.monotonic()
         #: Set when the pool works, or will not.
         self.started = threading.Event()
         self.ended = self._closing = False

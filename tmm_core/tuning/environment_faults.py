@@ -18,14 +18,13 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import BrokenExecutor
-from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
 from tmm_cache import CandidateResult
-from tmm_cache.cache_errors import trace_of
+from tmm_cache.cache_errors import chain, frames_of, trace_of
 
 from tmm_core.errors import error_text, reraise
 from tmm_core.spec.kernel import Kernel
@@ -118,37 +117,6 @@ def cause_of_text(reason: str) -> Cause | None:
     return next((cause for cause, pattern in _PATTERNS if pattern.search(reason)), None)
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from or while they were handled, except by the
-    caller of the code that raised it. Runs no code of an exception's class."""
-    seen: list[BaseException] = []
-    frames: list[FrameType] = []
-    waiting: list[tuple[BaseException | None, bool]] = [(error, True)]
-    while waiting and len(seen) < _MOST_CAUSES:
-        each, explicit = waiting.pop(0)
-        if each is None or any(each is other for other in seen):
-            continue
-        mine = [frame for frame, _ in traceback.walk_tb(trace_of(each))]
-        if not explicit and mine[:1] and mine[0] not in frames:
-            continue  # handled further out
-        seen.append(each)
-        frames += mine
-        yield each
-        waiting.append((_CAUSE(each), True))
-        if not _SUPPRESSED(each):
-            waiting.append((_CONTEXT(each), False))
-        group = _read(each, "exceptions")  # of an ExceptionGroup
-        waiting += [(one, True) for one in group] if type(group) is tuple else []
-
-
-# A stranger's exception may define attributes of these names that raise.
-_CAUSE = BaseException.__dict__["__cause__"].__get__
-_CONTEXT = BaseException.__dict__["__context__"].__get__
-_SUPPRESSED = BaseException.__dict__["__suppress_context__"].__get__
-#: How many exceptions of a chain are looked at.
-_MOST_CAUSES = 16
-
-
 def _read(error: BaseException, name: str) -> Any:
     """An attribute of an exception; None if it has none, or reading it fails."""
     try:
@@ -174,8 +142,8 @@ def _by_type(error: BaseException) -> Cause | None:
 
 def _raiser(error: BaseException) -> str:
     """The module whose code raised."""
-    frames = list(traceback.walk_tb(trace_of(error)))
-    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    frames = frames_of(error)
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
 def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:

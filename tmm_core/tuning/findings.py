@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tmm_cache.cache_errors import chain
+
 from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
-from tmm_core.tuning.environment_faults import Cause, chain, place_of
+from tmm_core.tuning.environment_faults import Cause, place_of
 from tmm_core.tuning.untried import Able, Left
 
 #: The order of causes in a warning: the first is the one to repair.

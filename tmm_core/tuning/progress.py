@@ -1,76 +1,78 @@
-"""The progress bar of a call that waits for tuning."""
+"""The line that calls show while they wait for tuning: one for a whole step of a model."""
 
 from __future__ import annotations
 
-import importlib.util
-import threading
-from typing import Any
+import functools
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tmm_cache.cache_errors import suppress
 
-#: Seconds before the bar appears.
+#: Seconds that a step waits before the line appears.
 SILENCE = 1.0
+#: Seconds between two changes of the line, and between two lines of a log.
+CHANGES, LOGGED = 0.2, 10.0
+#: Seconds without tuning after which another step begins.
+APART = 2.0
 
 
 class Progress:
-    """A bar on stderr, or in a notebook's cell, once the wait is longer than :data:`SILENCE`.
+    """The time that the tunings of a step take together. In a terminal or a notebook the line is
+    overwritten and at last erased; a log, if it is asked for, gets a line now and then."""
 
-    Args:
-        title: Names the problem being tuned.
-        shown: True: on any stderr; False: never; None: only on a terminal or in a notebook.
-    """
+    def __init__(self) -> None:
+        self._count, self._waited = 0, 0.0
+        #: When the last tuning ended, and when the line may change.
+        self._ended, self._next = -math.inf, -math.inf
+        #: The width of the line that is shown.
+        self._width = 0
 
-    def __init__(self, title: str, shown: bool | None) -> None:
-        self._title, self._shown = title, shown
-        self._done, self._total = 0, 0
-        self._bar: Any = None
-        self._timer = threading.Timer(SILENCE, self._show)
-        self._timer.daemon = True
+    @contextmanager
+    def of(self, title: str, shown: bool | None) -> Iterator[Callable[[], None]]:
+        """A context in which a product is tuned; yields a function to call after each step of the
+        tuning.
 
-    def __enter__(self) -> Progress:
-        return self
+        Args:
+            title: Names the problem.
+            shown: True: on any stderr; False: never; None: only in a terminal or a notebook.
+        """
+        began = time.monotonic()
+        if began - self._ended > APART:
+            self._count, self._waited = 0, 0.0
+        self._count += 1
+        try:
+            yield functools.partial(self._show, title, shown, began)
+        finally:
+            self._ended = time.monotonic()
+            self._waited += self._ended - began
+            self._overwrite("")
 
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        with suppress(Exception):  # stderr is closed or its reader gone
-            self._timer.join()  # the bar may be about to appear
-            if self._bar is not None:
-                self._bar.stop()
+    def _show(self, title: str, shown: bool | None, began: float) -> None:
+        now = time.monotonic()
+        waited = self._waited + now - began
+        if shown is False or waited < SILENCE or now < self._next:
+            return
+        many = f"{self._count} product{'s' * (self._count > 1)}"
+        line = f"tuning {title} ({many} in {waited:.0f} s so far)"
+        with suppress(Exception):  # stderr is closed, or its reader gone
+            overwrites = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
+            self._next = now + (CHANGES if overwrites else LOGGED)
+            if overwrites:
+                self._overwrite(line[: shutil.get_terminal_size().columns - 1])
+            elif shown:
+                print(line, file=sys.stderr, flush=True)
 
-    def total(self, count: int) -> None:
-        """Set the total number of candidates, and begin to wait."""
-        self._total = count
-        if self._shown is not False:
-            with suppress(RuntimeError):  # no thread, or a second tuning: nothing more is shown
-                self._timer.start()
-
-    def advance(self) -> None:
-        """Count one more finished candidate."""
-        self._done += 1
-        self._update()
-
-    def _update(self) -> None:
-        if self._bar is not None:
+    def _overwrite(self, line: str) -> None:
+        if line or self._width:
             with suppress(Exception):
-                self._bar.update(self._bar.task_ids[0], completed=self._done, total=self._total)
+                end = "" if line else "\r"
+                print("\r" + line.ljust(self._width), end=end, file=sys.stderr, flush=True)
+            self._width = len(line)
 
-    def _show(self) -> None:
-        # A display error must cost neither the tuning nor print a traceback of a thread.
-        with suppress(Exception):
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as Bar
 
-            console = Console(stderr=True)
-            if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-                # rich's widget would warn at every refresh if it cannot be shown; a line can be.
-                console = Console(stderr=True, force_jupyter=False, force_terminal=True)
-            if not (self._shown or console.is_terminal or console.is_jupyter):
-                return
-            columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
-            # A log gets the bar once, at the end, so it must not be transient there.
-            bar = Bar(*columns, console=console, transient=console.is_terminal)
-            bar.add_task(self._title)
-            self._bar = bar
-            self._update()
-            bar.start()
+#: This process's own.
+LINE = Progress()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.launcher import BASELINE
 
 #: By how much a winner has to beat BLAS: with as many samples as in the last stage, two medians of
@@ -21,6 +22,13 @@ TIE = 0.005
 #: six kernels on three problems (H100) compare in bursts of 3 and 15 ms within 2 % as they do in
 #: bursts of a second; in steady state, one kernel measured twice differs by up to 3 %.
 CLOSE = 0.02
+
+#: An M that was never measured gets a race of its own where calls take more than this many µs, as a
+#: wrong choice costs more than the race, and the choice is open: candidates within :data:`OPEN`
+#: times the best. Orders of tiles differ by up to 8 % at one M, tiles by 15.
+LONG_CALL_US, OPEN = 100.0, 1.15
+#: Maximum number of kernels of such a race, beside BLAS, and of M that a record keeps of them.
+RACERS, MOST_RACED = 2, 16
 
 #: Kernel, and config as sorted pairs.
 CandidateId = tuple[str, tuple[tuple[str, Any], ...]]
@@ -136,6 +144,26 @@ def compared_at(record: TuningRecord) -> list[int]:
     kernels = [c for c in record.candidates if c.kernel != BASELINE]
     timed = {record.extent, *(m for kernel in kernels for m in kernel.inside_us)}
     return [m for m in record.measured_at if m in timed]
+
+
+def racers(record: TuningRecord, m: int) -> list[int]:
+    """The candidates of a bucket's record to race at ``m``, which was not measured, as indices:
+    BLAS, and the best kernels around it. Empty if a race is not worth its time."""
+    edge = record.extent
+    around = times_around(record.candidates, m, edge)
+    ratios = behind(around)
+    fast = min((us for times in around.values() for us in times.values()), default=0.0)
+    known = compared_at(record)
+    raced = {*known} - {edge, *(probes(edge) if edge == bucket_edge(edge) else ())}
+    if m in known or fast <= LONG_CALL_US or len(raced) >= MOST_RACED:
+        return []
+    near = sorted((name for name in ratios if ratios[name] <= OPEN), key=lambda n: (ratios[n], n))
+    kernels = [name for name in near if name[0] != BASELINE][:RACERS]
+    blas = fastest_blas(around)
+    if not kernels or len({*kernels, *([blas] if blas in near else [])}) < 2:
+        return []
+    names = [identity(result) for result in record.candidates]
+    return [names.index(name) for name in ([blas] if blas else []) + kernels]
 
 
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:

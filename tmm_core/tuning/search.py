@@ -22,6 +22,7 @@ from tmm_core.registry.query import read_config
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.ranking import fastest_first
 
@@ -42,6 +43,9 @@ BATCHES, CLOSE_BATCHES = (12, 24), (8, 12)
 
 #: Kernels whose best estimates differ by at most this factor are interleaved in a batch.
 SIMILAR = 1.1
+
+#: Estimates of one step.
+ASKED = 16
 
 #: After the first batch a config is compiled only if its scaled estimate times this factor is below
 #: the best time so far. Measured on 208 problems on an H200, twelve candidates first and then those
@@ -78,7 +82,17 @@ class Search:
         deadline: A ``time.monotonic`` time after which no kernel but BLAS is queried.
     """
 
-    def __init__(
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        drained(self.asking(*arguments, **named))
+
+    @classmethod
+    def steps(cls, *arguments: Any, **named: Any) -> Steps[Search]:
+        """The search of these arguments, whose kernels are asked in steps."""
+        search = cls.__new__(cls)
+        yield from search.asking(*arguments, **named)
+        return search
+
+    def asking(
         self,
         problem: Problem,
         kernels: Sequence[Kernel[Any]],
@@ -86,7 +100,8 @@ class Search:
         before: TuningRecord | None = None,
         hints: Hints = NO_HINTS,
         deadline: float = math.inf,
-    ) -> None:
+    ) -> Steps[None]:
+        """Ask the kernels for their configs and estimates."""
         self._problem, self._new = problem, new
         self._first, self._most = CLOSE_BATCHES if hints.close else BATCHES
         self._pruning = 1.0 if hints.close else PRUNING
@@ -121,7 +136,8 @@ class Search:
                 reraise(error)
                 self.empty[kernel] = error
                 continue
-            mine = self._estimated(kernel, configs, deadline)
+            yield ()
+            mine = yield from self._estimated(kernel, configs, deadline)
             if not fresh or kernel is baseline:
                 self._anchors += mine
                 continue
@@ -139,7 +155,7 @@ class Search:
 
     def _estimated(
         self, kernel: Kernel[Any], configs: Sequence[Config], deadline: float
-    ) -> list[Candidate]:
+    ) -> Steps[list[Candidate]]:
         """The candidates with these configs; after the deadline only the first has an estimate, and
         the others are dropped."""
         mine: dict[Candidate, None] = {}
@@ -149,6 +165,8 @@ class Search:
             mine[Candidate(kernel, config)] = None
             estimate = _estimate_us(self._problem, kernel, config)
             self._estimates[Candidate(kernel, config)] = estimate
+            if len(mine) % ASKED == 0:
+                yield ()
         return list(mine)
 
     def __len__(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,8 @@ from tmm_core.spec.device import current_device
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.candidate_launchers import CandidateLaunchers, Steps
+from tmm_core.spec.steps import Steps
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import (
     CandidateRun,
     for_the_bucket,
@@ -28,10 +29,9 @@ from tmm_core.tuning.candidate_run import (
 from tmm_core.tuning.cold_operands import Copies, LaunchError, Runner
 from tmm_core.tuning.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.tuning.findings import Findings
-from tmm_core.tuning.progress import Progress
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.search import Search
-from tmm_core.tuning.timing import LONG_US, is_disturbed, normalised
+from tmm_core.tuning.timing import LONG_US, Samples, in_steps, is_disturbed, normalised
 from tmm_core.tuning.untried import Left
 from tmm_core.verify.verifier import Extent, Verifier
 
@@ -82,7 +82,6 @@ class Tuning:
         self,
         problem: Problem,
         settings: Settings,
-        progress: Progress,
         timer: Any,
         launchers: CandidateLaunchers,
         findings: Findings,
@@ -91,16 +90,23 @@ class Tuning:
         self._findings = findings
         self._problem = problem
         self._device = current_device(problem.device)
-        self._timer, self._launchers, self._progress = timer, launchers, progress
+        self._timer, self._launchers = timer, launchers
         self._memory = settings.tune_memory
         #: A third of the memory for each of the sets held at one time: the operands timed here and
         #: at another M, and the tensors for verification.
         self._share = None if self._memory is None else self._memory // 3
-        self._copies = Copies(problem, self._device, self._share)
         self._verifier = Verifier(problem, self._device, memory_limit=self._share)
 
-    def release(self) -> None:
-        """Free the tensors held for measuring, and compile no further."""
+    @functools.cached_property
+    def _copies(self) -> Copies:
+        # Made once kernels are compiled: until then another tuning may hold the memory.
+        return Copies(self._problem, self._device, self._share)
+
+    def release(self, timer: bool) -> None:
+        """Free the tensors held for measuring, and the timer's if it is this tuning's own, and
+        compile no further."""
+        if timer:
+            self._timer.release()
         self._launchers.submit(())
         self._verifier.release()
 
@@ -110,7 +116,6 @@ class Tuning:
         Raises:
             RuntimeError: No candidate runs.
         """
-        self._progress.total(len(search))
         batch = search.first()
         while batch:
             idle = self._launchers.compilers.workers - len(batch)
@@ -127,8 +132,7 @@ class Tuning:
             spare = reserves(self._problem, racing)[: self._most_reserves()]
             for run in dict.fromkeys([*finalists, *spare]):
                 run.status = "ok"
-                self._verify(run, self._verifier, "whole", _repeats(run.time))
-                yield ()
+                yield from self._verify(run, self._verifier, "whole", _repeats(run.time))
             yield from self._measure_inside([run for run in finalists if run.status == "ok"])
             self._require_baseline()
             # A fast but wrong candidate kept others out of the race.
@@ -137,7 +141,7 @@ class Tuning:
                 return
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self._launchers.deadline
+        return self._launchers.deadline.passed
 
     def _most_reserves(self) -> int:
         return LATE_RESERVES if self._is_late() else MOST_RESERVES
@@ -161,7 +165,7 @@ class Tuning:
         self.runs += runs
         asked = [(self._problem, run.candidate) for run in runs]
         ahead = [(self._problem, candidate) for candidate in following]
-        outcomes = yield from self._launchers.bound(asked, ahead, self._progress.advance)
+        outcomes = yield from self._launchers.bound(asked, ahead)
         for run, outcome in zip(runs, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 run.fail(outcome)
@@ -176,7 +180,7 @@ class Tuning:
                     run.fail(BUDGET_ENDED)
                     continue
                 self._weigh(run)
-                self._verify(run, self._verifier)
+                yield from self._verify(run, self._verifier)
                 if run.launcher is not None:
                     run.runner = self._copies.runner(run.launcher)
                 yield ()
@@ -195,18 +199,20 @@ class Tuning:
 
     def _verify(
         self, run: CandidateRun, verifier: Verifier, extent: Extent = "brief", repeats: int = 1
-    ) -> None:
+    ) -> Steps[None]:
         """Fail a candidate whose launcher raises or is wrong, as far as ``extent`` shows."""
         if run.launcher is None:
             return
         try:
-            verdict = verifier.verdict(
+            verdict = yield from verifier.steps(
                 run.launcher,
                 repeats=repeats,
                 deterministic=run.candidate.kernel.traits.deterministic,
                 baseline=run.is_baseline,
                 extent=extent,
             )
+        except GeneratorExit:  # the tuning is closed
+            raise
         except BaseException as error:  # a kernel may call sys.exit
             reraise(error)
             run.fail(error)
@@ -229,18 +235,22 @@ class Tuning:
                 BLAS was disturbed during it.
         """
 
-        def sample(racing: list[CandidateRun], runners: list[Runner]) -> list[list[float]]:
+        def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options: dict[str, Any] = {"copies": len(runners[0].inputs), "burst_us": burst_us}
+
+            def measuring(rounds: int) -> Steps[Samples]:
+                return in_steps(self._timer, "measure", runners, rounds, **options)
+
             if settle:
-                self._timer.measure(runners, settle, **options)
-            samples: list[list[float]] = self._timer.measure(runners, rounds, **options)
+                yield from measuring(settle)
+            samples = yield from measuring(rounds)
             # BLAS is one kernel with a stable time.
             blas = next((i for i, run in enumerate(racing) if run.is_baseline), 0)
             if settle is not None and is_disturbed(samples[blas]):
-                samples = self._timer.measure(runners, rounds, **options)
+                samples = yield from measuring(rounds)
             return normalised(samples)
 
-        for run, mine in self._sampled(racing, sample):
+        for run, mine in (yield from self._sampled(racing, sample)):
             run.samples = mine
         yield ()
 
@@ -248,29 +258,29 @@ class Tuning:
         """Time the candidates back to back, one after the other. The mean counts where one is timed
         again, which happens once at most."""
 
-        def sample(_: list[CandidateRun], runners: list[Runner]) -> list[list[float]]:
+        def sample(_: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options = {"copies": len(runners[0].inputs), "steady_us": STEADY_US}
-            samples: list[list[float]] = self._timer.steady(runners, 1, **options)
-            return samples
+            return in_steps(self._timer, "steady", runners, 1, **options)
 
-        for run, (us,) in self._sampled(racing, sample):
+        for run, (us,) in (yield from self._sampled(racing, sample)):
             run.steady_us = us if run.steady_us is None else (run.steady_us + us) / 2
         yield ()
 
     def _sampled(
         self,
         racing: Sequence[CandidateRun],
-        sample: Callable[[list[CandidateRun], list[Runner]], list[list[float]]],
-    ) -> list[tuple[CandidateRun, list[float]]]:
+        sample: Callable[[list[CandidateRun], list[Runner]], Steps[Samples]],
+    ) -> Steps[list[tuple[CandidateRun, list[float]]]]:
         """The candidates that run, with their samples; none, with a warning, if timing fails. One
         whose launch fails drops out, and the others start over."""
         racing = [run for run in racing if run.runner is not None]
         runners = [run.runner for run in racing if run.runner is not None]
         try:
-            return list(zip(racing, sample(racing, runners), strict=True)) if runners else []
+            samples = (yield from sample(racing, runners)) if runners else []
+            return list(zip(racing, samples, strict=True))
         except LaunchError as raised:
             next(run for run in racing if run.runner is raised.run).fail(raised.error)
-            return self._sampled(racing, sample)
+            return (yield from self._sampled(racing, sample))
         except Exception as error:
             reraise(error)
             warn(f"timing {self._problem} failed: {error}")
@@ -339,6 +349,10 @@ class Tuning:
         if not self._problem.batch_invariant and not all(run.is_baseline for run in finalists):
             baseline = [run for run in finalists if run.is_baseline]
             places |= dict.fromkeys(between(self._problem.extent), baseline)
+        yield from self.measure_at(places)
+
+    def measure_at(self, places: Mapping[int, Sequence[CandidateRun]]) -> Steps[None]:
+        """Time candidates at other M of the record's bucket, and verify them where kernels are."""
         asked = [(m, run) for m, runs in places.items() for run in runs]
         outcomes = yield from self._launchers.bound(
             [(self._problem.at(m), run.candidate) for m, run in asked]
@@ -348,6 +362,7 @@ class Tuning:
         for m, runs in places.items():
             if self._is_late():
                 return
+            kernels = any(not run.is_baseline for run in runs)
             problem = self._problem.at(m)
             verifier = Verifier(problem, self._device, memory_limit=self._share)
             copies = Copies(problem, self._device, self._share)
@@ -358,8 +373,8 @@ class Tuning:
                     self._leave_inside(run, launcher, m)
                     continue
                 guest.launcher = launcher
-                if m in extents:
-                    self._verify(guest, verifier, "repeated")
+                if kernels:
+                    yield from self._verify(guest, verifier, "repeated")
                 where = f"at {problem.along.upper()}={m}: {guest.reason}"
                 if guest.launcher is not None:
                     guest.runner = copies.runner(guest.launcher)

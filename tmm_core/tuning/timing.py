@@ -28,6 +28,7 @@ import torch
 
 from tmm_core import compat
 from tmm_core.errors import reraise
+from tmm_core.spec.steps import Steps, drained
 
 #: Makes the call on the i-th copy of its operands.
 Run = Callable[[int], object]
@@ -46,6 +47,12 @@ FLUSH_BYTES = 256 * 2**20
 
 #: µs of a product from which on it is timed by the clock "steady", too.
 LONG_US = 150.0
+
+#: Maximum µs of one step of a measurement, but for a chain that takes longer.
+STEP_US = 10e3
+
+#: µs per call of each run, one list each.
+Samples = list[list[float]]
 
 
 class Timer(Protocol):
@@ -66,6 +73,19 @@ class Timer(Protocol):
             µs of one call, per sample and run, in the order given.
         """
         ...
+
+
+def in_steps(
+    timer: Any, method: str, runs: Sequence[Run], rounds: int, **options: Any
+) -> Steps[Samples]:
+    """The answer of a timer's ``method``, in steps if it has such."""
+    steps = getattr(timer, f"{method}_steps", None)
+    samples: Samples
+    if steps is None:
+        samples = getattr(timer, method)(runs, rounds, **options)
+    else:
+        samples = yield from steps(runs, rounds, **options)
+    return samples
 
 
 @dataclass
@@ -102,16 +122,25 @@ class GraphTimer:
         self._pool: Any = None
         self._flush: torch.Tensor | None = None
 
-    def measure(
-        self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
-    ) -> list[list[float]]:
+    def measure(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
         with torch.cuda.device(self.device):
-            chains = [self._chain(run, copies) for run in runs]
-            replays = [math.ceil(burst_us / max(chain.takes_us, 1.0)) for chain in chains]
-            spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
-            for i in _interleaved(len(runs), rounds):
-                spans[i].append(chains[i].timed(replays[i]))
-            torch.cuda.synchronize(self.device)
+            return drained(self.measure_steps(runs, rounds, **options))
+
+    def measure_steps(
+        self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
+    ) -> Steps[Samples]:
+        """:meth:`measure`, one sample at a time, on the current device. After a rest a chain is
+        replayed once more, since other work has used the caches."""
+        chains = yield from self._chains_of(runs, copies)
+        replays = [math.ceil(burst_us / max(chain.takes_us, 1.0)) for chain in chains]
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
+        rested: bool | None = None
+        for i in _interleaved(len(runs), rounds):
+            if rested:
+                chains[i].replay()
+            spans[i].append(chains[i].timed(replays[i]))
+            rested = yield ()
+        torch.cuda.synchronize(self.device)
         calls = [count * copies for count in replays]
         return [
             [start.elapsed_time(end) * 1e3 / count for start, end in mine]
@@ -136,24 +165,43 @@ class GraphTimer:
             torch.cuda.synchronize(self.device)
         return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
 
-    def steady(
-        self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
-    ) -> list[list[float]]:
+    def steady(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
         """µs of one call in chains replayed back to back for ``steady_us`` each, in a different
         order every round. Neither a warm-up before the first chain counts nor the first third of
         each, in which a power-limited kernel's clock settles."""
-        spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
-            chains = [self._chain(run, copies) for run in runs]
-            thirds = [math.ceil(steady_us / 3 / max(chain.takes_us, 1.0)) for chain in chains]
-            chains[0].timed(thirds[0])
-            timed = []
-            for i in _interleaved(len(runs), rounds):
-                chains[i].timed(thirds[i])
-                timed.append((i, chains[i].timed(2 * thirds[i])))
-            torch.cuda.synchronize(self.device)
-        for i, (start, end) in timed:
-            spans[i].append(float(start.elapsed_time(end)) * 1e3 / (2 * thirds[i] * copies))
+            return drained(self.steady_steps(runs, rounds, **options))
+
+    def steady_steps(
+        self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
+    ) -> Steps[Samples]:
+        """:meth:`steady` in steps of :data:`STEP_US`. If it rests between them, the state is only
+        as steady as other work keeps it."""
+        samples: Samples = [[] for _ in runs]
+        chains = yield from self._chains_of(runs, copies)
+        thirds = [math.ceil(steady_us / 3 / max(chain.takes_us, 1.0)) for chain in chains]
+        yield from self._replayed(chains[0], thirds[0])
+        timed = []
+        for i in _interleaved(len(runs), rounds):
+            yield from self._replayed(chains[i], thirds[i])
+            spans = yield from self._replayed(chains[i], 2 * thirds[i])
+            timed.append((i, spans))
+        torch.cuda.synchronize(self.device)
+        for i, spans in timed:
+            us = sum(float(start.elapsed_time(end)) for start, end in spans) * 1e3
+            samples[i].append(us / (2 * thirds[i] * copies))
+        return samples
+
+    def _replayed(
+        self, chain: _Chain, replays: int
+    ) -> Steps[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
+        """The spans of as many replays."""
+        at_once = max(1, int(STEP_US / max(chain.takes_us, 1.0)))
+        spans = []
+        for done in range(0, replays, at_once):
+            spans.append(chain.timed(min(at_once, replays - done)))
+            if (yield ()):
+                chain.replay()
         return spans
 
     def release(self) -> None:
@@ -166,18 +214,22 @@ class GraphTimer:
         self._pool = None
         self._flush = None
 
-    def _chain(self, run: Run, copies: int) -> _Chain:
-        # The run is kept with its chain, since an id may be reused.
-        chain = self._chains.get((id(run), copies))
-        if chain is None:
-            chain = self._captured(run, copies) or self._launched(run, copies)
-            torch.cuda.synchronize(self.device)
-            for _ in range(2):  # the first replay of a graph also uploads it
-                start, end = chain.timed(1)
-            end.synchronize()
-            chain.takes_us = start.elapsed_time(end) * 1e3
-            self._chains[id(run), copies] = chain
-        return chain
+    def _chains_of(self, runs: Sequence[Run], copies: int) -> Steps[list[_Chain]]:
+        chains = []
+        for run in runs:
+            # The run is kept with its chain, since an id may be reused.
+            chain = self._chains.get((id(run), copies))
+            if chain is None:
+                chain = self._captured(run, copies) or self._launched(run, copies)
+                torch.cuda.synchronize(self.device)
+                for _ in range(2):  # the first replay of a graph also uploads it
+                    yield ()
+                    start, end = chain.timed(1)
+                end.synchronize()
+                chain.takes_us = start.elapsed_time(end) * 1e3
+                self._chains[id(run), copies] = chain
+            chains.append(chain)
+        return chains
 
     def _captured(self, run: Run, copies: int) -> _Chain | None:
         run(0)  # first-call work cannot be captured
@@ -212,15 +264,19 @@ class GraphTimer:
 class HostTimer:
     """Wall time of calls, for synchronous devices."""
 
-    def measure(
+    def measure(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
+        return drained(self.measure_steps(runs, rounds, **options))
+
+    def measure_steps(
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
-    ) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in runs]
+    ) -> Steps[Samples]:
+        samples: Samples = [[] for _ in runs]
         for i in _interleaved(len(runs), rounds):
             start = time.perf_counter()
             for copy in range(copies):
                 runs[i](copy)
             samples[i].append((time.perf_counter() - start) * 1e6 / copies)
+            yield ()
         return samples
 
     def release(self) -> None:

@@ -10,47 +10,36 @@ states that.
 from __future__ import annotations
 
 import datetime
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tmm_cache import TuningRecord
 
 from tmm_core.errors import error_text
 from tmm_core.settings import Settings
 from tmm_core.spec.device import current_device
-from tmm_core.spec.kernel import Kernel
+from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.bind import Posed
-from tmm_core.tuning.candidate_launchers import CandidateLaunchers, Steps
+from tmm_core.spec.steps import Steps, drained
+from tmm_core.tuning.bind import Deadline, Posed
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.compile_pool import Compilers, compiling_threads
 from tmm_core.tuning.compile_pool import default as default_compilers
 from tmm_core.tuning.environment_faults import verdicts
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.first_launch import FirstLaunches
-from tmm_core.tuning.progress import Progress
 from tmm_core.tuning.ranking import decide
 from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.timing import Timer, timer_for
 from tmm_core.tuning.untried import unmeasured
-
-T = TypeVar("T")
-
-
-def drained(steps: Steps[T]) -> T:
-    """What a tuning returns, after all its steps."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 @dataclass(eq=False)
@@ -77,11 +66,8 @@ class Tuner:
         before: TuningRecord | None = None,
         **options: Any,
     ) -> TuningRecord:
-        """All of :meth:`steps` at once, with a progress bar."""
-        with Progress(str(problem), settings.progress) as progress:
-            return drained(
-                self.steps(problem, kernels, settings, before, progress=progress, **options)
-            )
+        """All of :meth:`steps` at once."""
+        return drained(self.steps(problem, kernels, settings, before, **options))
 
     def steps(
         self,
@@ -94,15 +80,15 @@ class Tuner:
         new: Sequence[Kernel[Any]] | None = None,
         findings: Findings | None = None,
         spent: float = 0.0,
-        progress: Progress | None = None,
     ) -> Steps[TuningRecord]:
         """Time the kernels missing in ``before``, together with BLAS and its winner.
 
         Returns ``before`` itself if it is complete. Kernels have their own versions, so only an
         upgraded plugin's candidates are measured again.
 
-        It yields between measurements. It then holds no lock, no thread and no CUDA capture, only
-        memory, which ``close()`` frees. It is resumed on the device and stream it was started on.
+        It yields between measurements. It then holds no lock and no CUDA capture, only memory,
+        which ``close()`` frees, and threads that bind kernels, which end by themselves. It is
+        resumed on the device and stream it was started on.
 
         Args:
             hints: Winners of near problems, or of this one elsewhere, which are tried first.
@@ -117,7 +103,7 @@ class Tuner:
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
-        deadline = started - spent + settings.tune_budget
+        deadline = Deadline(started - spent + settings.tune_budget)
         findings = Findings() if findings is None else findings
         new = unmeasured(problem, kernels, before) if new is None else new
         if before is not None and not new:
@@ -125,24 +111,10 @@ class Tuner:
         # Torch refuses some ragged products; then there is no baseline.
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
-        search = Search(problem, kernels, new, before, hints, deadline)
-        # The record's BLAS must run at the problem's precision.
-        require_posed(problem)
-        device = current_device(problem.device)
-        timer: Any = self.timer or timer_for(device)
-        launchers = CandidateLaunchers(
-            *(self.compilers, self.workers, self.first_launches, device, settings.tune_memory),
-            deadline,
-            self.prepared.pop(problem, {}),
-        )
-        progress = progress or Progress(str(problem), shown=False)
-        tuning = Tuning(problem, settings, progress, timer, launchers, findings)
-        try:
-            yield from tuning.run(search)
-        finally:
-            if self.timer is None:
-                timer.release()
-            tuning.release()
+        search = yield from Search.steps(problem, kernels, new, before, hints, deadline.at)
+        ahead = self.prepared.pop(problem, {})
+        tuning = self._tuning(problem, settings, deadline, findings, ahead)
+        yield from self._run(tuning, tuning.run(search), deadline)
         for candidate, why in search.untried([run.candidate for run in tuning.runs]):
             tuning.runs.append(CandidateRun(candidate))
             tuning.runs[-1].fail(error_text(why) if isinstance(why, BaseException) else why)
@@ -161,8 +133,70 @@ class Tuner:
             winner=decide(results, before.best if before else None),
             candidates=tuple(results),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            tuning_seconds=round(time.monotonic() - started, 3),
+            tuning_seconds=round(time.monotonic() - started - deadline.rested, 3),
         )
+
+    def race_at(
+        self,
+        key: Problem,
+        record: TuningRecord,
+        m: int,
+        candidates: Mapping[int, Candidate],
+        settings: Settings,
+    ) -> Steps[TuningRecord]:
+        """Time some candidates of the record of ``key``, by their indices, at another M of its
+        bucket; returns the record with these times. One that is wrong there does not win."""
+        deadline = Deadline(time.monotonic() + settings.tune_budget)
+        tuning = self._tuning(key, settings, deadline, Findings(), {})
+        runs = {index: CandidateRun(candidate) for index, candidate in candidates.items()}
+        for run in runs.values():
+            run.status = "ok"
+        yield from self._run(tuning, tuning.measure_at({m: [*runs.values()]}), deadline)
+        results = list(record.candidates)
+        for index, run in runs.items():
+            times = {**results[index].inside_us, **run.inside_us}
+            results[index] = replace(results[index], inside_us=times)
+            if run.status == "wrong":
+                results[index] = replace(results[index], status="wrong", reason=run.reason)
+        winner = record.winner if results[record.winner].status == "ok" else decide(results)
+        return replace(record, candidates=tuple(results), winner=winner)
+
+    def _tuning(
+        self,
+        problem: Problem,
+        settings: Settings,
+        deadline: Deadline,
+        findings: Findings,
+        ahead: dict[Posed, Future[None]],
+    ) -> Tuning:
+        # The record's BLAS must run at the problem's precision.
+        require_posed(problem)
+        device = current_device(problem.device)
+        launchers = CandidateLaunchers(
+            *(self.compilers, self.workers, self.first_launches, device, settings.tune_memory),
+            deadline,
+            ahead,
+        )
+        return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
+
+    def _run(self, tuning: Tuning, steps: Steps[None], deadline: Deadline) -> Steps[None]:
+        """Go on with ``steps``, then free what is held. Neither rests nor the start of compiling
+        processes are charged to the budget."""
+        process, rested = os.getpid(), None
+        try:
+            while True:
+                pending = steps.send(rested)
+                left, starting = time.monotonic(), self.compilers.are_starting(pending)
+                rested = yield pending
+                waited = time.monotonic() - left
+                deadline.rested += waited if rested else 0.0
+                deadline.at += waited if rested or starting else 0.0
+        except StopIteration:
+            pass
+        finally:
+            steps.close()
+            if process == os.getpid():  # a child has no use of its parent's GPU
+                tuning.release(timer=self.timer is None)
 
     def prepare(
         self, problem: Problem, kernels: Sequence[Kernel[Any]], hints: Hints = NO_HINTS

@@ -133,10 +133,14 @@ class CheckedLauncher:
             yield
 
     def _check_form(self, result: object) -> None:
-        """Check type, shape, dtype and device."""
+        """Check type, shape, dtype and device, and that no gradient is recorded."""
         problem, shape = self._data.problem, self._data.problem.out_shape
-        if not isinstance(result, Tensor):
+        if not isinstance(result, Tensor) or type(result) is not Tensor:
             raise WrongError(f"it returned {type(result).__name__} and not a tensor")
+        if result.requires_grad:
+            raise WrongError("its result requires a gradient, although no operand does")
+        if result.is_neg() or result.is_conj():
+            raise WrongError("its result is a lazy negation or conjugate, not memory with values")
         if tuple(result.shape) != shape:
             raise WrongError(f"it returned shape {tuple(result.shape)} and not {shape}")
         if result.dtype != problem.out.dtype:

@@ -216,12 +216,6 @@ def tolerance(problem: Problem) -> float:
     return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
 
 
-def poison(out: torch.Tensor) -> torch.Tensor:
-    """Overwrite with NaN (integers: with zeros), so that an element that is never written cannot
-    pass."""
-    return out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
-
-
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """max |out − expected| / (|expected| + rms(expected)); NaN if ``out`` has one that ``expected``
     has not, zero if there are no elements. The rms keeps elements near zero from dominating, the

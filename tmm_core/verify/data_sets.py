@@ -16,6 +16,7 @@ from tmm_core.spec.arguments import LAUNCHED_PARTS
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps, drained
 from tmm_core.verify import compare, random_inputs
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
@@ -28,7 +29,7 @@ from tmm_core.verify.guard_bands import (
     with_guard_bands,
 )
 from tmm_core.verify.nonfinite import AXES, NonFinite, nonfinite_inputs
-from tmm_core.verify.ragged_inputs import Inputs, rows_read
+from tmm_core.verify.ragged_inputs import Inputs, poison, rows_read
 from tmm_core.verify.random_inputs import Recipe
 
 F = TypeVar("F", bound="DataSets")
@@ -176,10 +177,18 @@ class DataSets:
 
     def sets(self) -> list[InputSet]:
         """Both sets of inputs, or as many as there is memory for: one or none."""
-        if self._sets is None:
-            count, whole = self._affordable()
-            self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
+        drained(self.making())
+        assert self._sets is not None
         return self._sets
+
+    def making(self) -> Steps[None]:
+        """Make the sets, unless they are made."""
+        if self._sets is None:
+            (count, whole), made = self._affordable(), []
+            for place in range(count):
+                made.append(self._set(padded=place == 1, whole=whole))
+                yield ()
+            self._sets = made
 
     def nonfinite(self) -> list[NonFinite]:
         """NonFinite values for the last set of inputs, in rows and in columns."""
@@ -210,7 +219,7 @@ class DataSets:
         """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
         results of an earlier launch could remain where this one writes nothing."""
         for each in [self.problem.empty_out(self.device) for _ in range(2)]:
-            compare.poison(each)
+            poison(each)
 
     def release(self) -> None:
         """Release all tensors; they are made again with other values on the next use."""

@@ -14,7 +14,7 @@ import torch
 
 from tmm_core.launch.check import ranges_meet
 from tmm_core.spec.operand import ALIGNMENT, Operand
-from tmm_core.verify import compare
+from tmm_core.verify.ragged_inputs import poison
 
 #: Filler around an input: NaN in every floating dtype. A kernel that reads out of bounds and relies
 #: on a zero of the other operand to cancel the value returns NaN.
@@ -129,7 +129,7 @@ class GuardedTensor:
     def poison(self) -> torch.Tensor:
         """The tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
         self.words.fill_(_word(self.filler, 8))
-        return compare.poison(self.tensor)
+        return poison(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,11 +223,11 @@ def rows_read(total: int, reads: Reads) -> int:
     return max(LEAST_READ, total // READS)
 
 
-def poison(t: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``t`` with NaN, and integers with a large number, so that a read of it shows."""
-    if t.is_floating_point() or t.is_complex():
-        return t.fill_(torch.nan)
-    return t.fill_(torch.iinfo(t.dtype).max)
+def poison(out: torch.Tensor) -> torch.Tensor:
+    """Overwrite with NaN, and integers with a large number, so that an element shows that is never
+    written or must not be read."""
+    floating = out.is_floating_point() or out.is_complex()
+    return out.fill_(torch.nan if floating else torch.iinfo(out.dtype).max)
 
 
 def _poison_at(t: torch.Tensor, at: torch.Tensor) -> None:

@@ -9,16 +9,20 @@ values, address and strides, and contain NaN and Inf in some launches.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tmm_core.spec.launcher import Bound, Launcher
+from tmm_core.spec.steps import Steps, drained
 from tmm_core.verify.checked_launch import WrongError
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.nonfinite import planted
 from tmm_core.verify.ways_of_use import WaysOfUse
+
+#: Steps of repeated launches.
+STEPS_REPEATED = 8
 
 #: How much is verified. ``brief``: one launch without ``out`` and one with. ``first use``: also the
 #: launcher's other forms, and values that change unseen. ``repeated``: both sets of inputs, NaN and
@@ -51,7 +55,11 @@ class Verifier(DataSets):
     are ``unknown``.
     """
 
-    def verdict(
+    def verdict(self, launcher: Launcher | Bound, **options: Any) -> Verdict:
+        """All of :meth:`steps` at once."""
+        return drained(self.steps(launcher, **options))
+
+    def steps(
         self,
         launcher: Launcher | Bound,
         *,
@@ -60,7 +68,7 @@ class Verifier(DataSets):
         baseline: bool = False,
         extent: Extent = "whole",
         slack: float = 1.0,
-    ) -> Verdict:
+    ) -> Steps[Verdict]:
         """Launch it in every way it is used, on the current stream, and report faults.
 
         Args:
@@ -74,52 +82,74 @@ class Verifier(DataSets):
         Raises:
             Exception: Whatever the launcher raises.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            if not self.sets():
-                why = f"cannot be verified within {self.most / 2**20:.0f} MiB of memory"
-                return Verdict(None, why, unknown=True)
-            checks = _Checks(self, launcher, deterministic, baseline, slack)
-            reason, intact = None, False
-            try:
+        verifying = self._verifying(launcher, deterministic, baseline, slack, extent, repeats)
+        while True:
+            # Not while it rests, in its caller's code.
+            with torch.inference_mode(False), torch.no_grad():
                 try:
-                    checks.run(extent, repeats)
-                except WrongError as wrong:
-                    reason = str(wrong)
-                if changed := self.changed_inputs():
-                    reason = f"it wrote to its input {' and '.join(changed)}, or around it"
-                intact = not changed
-            finally:
-                if not intact:
-                    self.release()  # overwritten inputs are of no use for the next
-            return Verdict(checks.error, reason)
+                    next(verifying)
+                except StopIteration as end:
+                    verdict: Verdict = end.value
+                    return verdict
+            yield ()
+
+    def _verifying(
+        self,
+        launcher: Launcher | Bound,
+        deterministic: bool,
+        baseline: bool,
+        slack: float,
+        extent: Extent,
+        repeats: int,
+    ) -> Steps[Verdict]:
+        yield from self.making()
+        if not self.sets():
+            why = f"cannot be verified within {self.most / 2**20:.0f} MiB of memory"
+            return Verdict(None, why, unknown=True)
+        checks = _Checks(self, launcher, deterministic, baseline, slack)
+        reason, intact = None, False
+        try:
+            try:
+                yield from checks.run(extent, repeats)
+            except WrongError as wrong:
+                reason = str(wrong)
+            if changed := self.changed_inputs():
+                reason = f"it wrote to its input {' and '.join(changed)}, or around it"
+            intact = not changed
+        finally:
+            if not intact:
+                self.release()  # overwritten inputs are of no use for the next
+        return Verdict(checks.error, reason)
 
 
 class _Checks(WaysOfUse):
     """The verification of one launcher; methods raise :class:`WrongError` with the first fault."""
 
-    def run(self, extent: Extent, repeats: int) -> None:
+    def run(self, extent: Extent, repeats: int) -> Steps[None]:
         """Verify to this extent."""
         sets = self._data.sets()
         if extent in ("brief", "first use"):
             if self._data.allocates:
                 self._compare(sets[0], self._launch(sets[0]))
                 self._check_released()
+                yield ()
             self._given_outputs(1)
             if extent == "first use":
                 self.forms(1)
-                self.rounds(1)
+                yield from self.rounds(1)
             return
-        self._repeated(repeats)
+        yield from self._repeated(repeats)
         self._given_outputs(len(sets))
         if not self._baseline:
-            self._nonfinite()
+            yield from self._nonfinite()
         if extent == "whole":
+            yield ()
             self.forms()
             self.autocast()
-            self.together()
-            self.rounds()
+            yield from self.together()
+            yield from self.rounds()
 
-    def _repeated(self, repeats: int) -> None:
+    def _repeated(self, repeats: int) -> Steps[None]:
         """Launch on both sets of inputs, and repeat the first launch."""
         one, other = self._data.sets()[0], self._data.sets()[-1]
         first = self._launch(one)
@@ -129,17 +159,18 @@ class _Checks(WaysOfUse):
             self._compare(other, second, ", on the second launch, on other inputs")
             self._compare(one, first, ", after another launch, which overwrote it")
             del second
-        self._same_again(first, repeats)
+        yield ()
+        yield from self._same_again(first, repeats)
         del first
         self._check_released()
 
-    def _same_again(self, first: torch.Tensor, repeats: int) -> None:
+    def _same_again(self, first: torch.Tensor, repeats: int) -> Steps[None]:
         """Repeat the same launch; one synchronization for all comparisons."""
         of, errors, same = self._data.sets()[0], [], []
         # A ring of buffers shows when more results are in use than it has.
         held, room = [first], self._data.limit // 32
         out = None if self._data.allocates else 1
-        for _ in range(repeats):
+        for made in range(1, repeats + 1):
             result = self._launch(of, out=out, held=held, repeated=True, mode="no_grad")
             if out is None and (room := room - result.untyped_storage().nbytes()) > 0:
                 held.append(result)
@@ -148,6 +179,8 @@ class _Checks(WaysOfUse):
             else:
                 errors.append(of.expected.error(result, self._data.at_once))
             del result
+            if made % max(1, repeats // STEPS_REPEATED) == 0:
+                yield ()
         for error in torch.stack(errors).tolist() if errors else ():
             self._accept(error, f", in one of {repeats} launches on inputs it had before")
         if same and not all(torch.stack(same).tolist()):
@@ -165,9 +198,10 @@ class _Checks(WaysOfUse):
         if not all(self._data.outs_intact(count)):
             raise WrongError("it wrote outside the out it was given")
 
-    def _nonfinite(self) -> None:
+    def _nonfinite(self) -> Steps[None]:
         of = self._data.sets()[-1]
         for values in self._data.nonfinite():
+            yield ()
             with planted(values.changes):
                 result = self._launch(of, nonfinite=True)
             if (fault := values.fault(result)) is not None:

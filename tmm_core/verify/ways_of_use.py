@@ -3,9 +3,6 @@ once, and on further inputs."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import contextvars
 import functools
 import itertools
 import math
@@ -18,31 +15,25 @@ from typing import Any
 
 import torch
 
-from tmm_core import compat
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import PART, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.data_sets import InputSet
 from tmm_core.verify.further_inputs import restoring, rounds_of
 from tmm_core.verify.ragged_inputs import Inputs
+from tmm_core.verify.two_threads import LEAST_TOGETHER, MOST_TOGETHER, Pace, launch_together
 
 Tensor = torch.Tensor
 
-#: Launches of each of two threads, and the seconds that they may take beyond the least number: 32
-#: launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
-LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 128, 0.025
-#: Seconds that a GPU may take for the launches of both threads: 128 of each, of 4096×4096×14336,
-#: take 0.18 s, and a host submits them within :data:`TOGETHER_SECONDS`.
-TOGETHER_ON_GPU = 0.015
-#: Seconds for which a thread goes on until the other one has made its launches.
-LONGEST_TOGETHER = 0.2
-#: GPU cycles for which both threads' streams wait, so that their launches run together.
-_GATHERING = 1_000_000
-#: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
-_SWITCHING = 1e-6
+#: Rounds of free launches by two threads.
+ROUNDS_TOGETHER = 4
+#: Seconds that a GPU may take for the launches of both threads in a round: 128 of each, of
+#: 4096×4096×14336, take 0.18 s, and a host submits them within 25 ms.
+TOGETHER_ON_GPU = 0.004
 
 
 class WaysOfUse(CheckedLauncher):
@@ -102,7 +93,7 @@ class WaysOfUse(CheckedLauncher):
         self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
         self._check_released()
 
-    def rounds(self, limit: int | None = None) -> None:
+    def rounds(self, limit: int | None = None) -> Steps[None]:
         """One launch on each of the data's further inputs, or on ``limit`` of them."""
         if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
@@ -116,38 +107,24 @@ class WaysOfUse(CheckedLauncher):
                 del result
                 self._accept(error, f", with {each.plan.name}", each.slack)
                 self._check_released()
+                yield ()
 
-    def together(self) -> None:
+    def together(self) -> Steps[None]:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
-        sets, device = self._data.sets(), self._data.device
-        if self._baseline or self._outputs or len(sets) < 2:
+        data = self._data
+        if self._baseline or self._outputs or len(data.sets()) < 2:
             return
-        if self._data.problem.device.interpreted:
+        paces: list[Pace] = ["lines", "launches", *["free"] * ROUNDS_TOGETHER]  # type: ignore[list-item]
+        if data.problem.device.interpreted:
             _interpret_one_at_a_time()
-        most = self._most_together() if device.type == "cuda" else MOST_TOGETHER
-        out = max(1, self._data.problem.empty_out("meta").untyped_storage().nbytes())
-        held = max(1, min(most, self._data.limit // (64 * out)))
-        busy = set(range(len(sets)))
-        workers = [_Worker(self, of, place, busy, most, held) for place, of in enumerate(sets)]
-        with _switching():
-            try:
-                for worker in workers:
-                    worker.start()
-            except RuntimeError:  # no thread can be started
-                busy.clear()
-                return
-            finally:
-                for worker in workers:
-                    if worker.ident is not None:
-                        worker.join()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        for worker in workers:
-            if worker.raised is not None:
-                raise worker.raised
-            for result in worker.results:
-                self._check_form(result)
-                self._compare(worker.of, result, ", launched by two threads at once")
+            paces = paces[2:]  # a launch has too many lines
+        most = self._most_together() if data.device.type == "cuda" else MOST_TOGETHER
+        for pace in paces:
+            yield ()
+            for of, results in launch_together(data, self._launcher, pace, most) or ():
+                for result in results:
+                    self._check_form(result)
+                    self._compare(of, result, ", launched by two threads at once")
 
     def _most_together(self) -> int:
         """Launches of each thread that a GPU ends in time. A host submits long ones faster."""
@@ -158,74 +135,6 @@ class WaysOfUse(CheckedLauncher):
         torch.cuda.synchronize(device)
         seconds = 2 * (time.perf_counter() - begun)
         return max(LEAST_TOGETHER, min(MOST_TOGETHER, int(TOGETHER_ON_GPU / seconds)))
-
-
-@functools.cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Two streams for all verifications: torch keeps a stream's freed memory for that stream."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-class _Worker(threading.Thread):
-    """Launches on one set of inputs, on a stream of its own, until no thread is ``busy``: so the
-    slower thread's launches run beside others."""
-
-    def __init__(
-        self, checked: WaysOfUse, of: InputSet, place: int, busy: set[int], most: int, held: int
-    ) -> None:
-        super().__init__(name="tmm-verify", daemon=True)
-        data = checked._data
-        self.of, self._launcher, self._device = of, checked._launcher, data.device
-        self._place, self._busy, self._most = place, busy, most
-        self._out = None if data.allocates else data.out(place).tensor
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            if place == 0:
-                compat.gpu_sleep(_GATHERING)
-            self._stream = _streams(self._device)[place]
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        held = 1 if self._out is not None else held
-        self.results: collections.deque[Any] = collections.deque(maxlen=held)
-        self.raised: BaseException | None = None
-        # A product that the kernel computes knows by it that it is inside a kernel's code.
-        self._variables = contextvars.copy_context()
-
-    def run(self) -> None:
-        self._variables.run(self._run)
-
-    def _run(self) -> None:
-        try:
-            context: Any = contextlib.nullcontext()
-            if self._stream is not None:
-                torch.cuda.set_device(self._device)
-                context = torch.cuda.stream(self._stream)
-            with context:
-                self._launches()
-        except BaseException as error:  # a kernel may call sys.exit
-            self.raised = error
-        finally:
-            self._busy.discard(self._place)
-
-    def _launches(self) -> None:
-        begun = time.monotonic()
-        for made in range(1, 2 * self._most):
-            self.results.append(self.of.inputs.launch(self._launcher, self._out))
-            taken = time.monotonic() - begun
-            if made >= self._most or (made >= LEAST_TOGETHER and taken > TOGETHER_SECONDS):
-                self._busy.discard(self._place)
-            if not self._busy or (taken > LONGEST_TOGETHER and made >= LEAST_TOGETHER):
-                return
-
-
-@contextlib.contextmanager
-def _switching() -> Iterator[None]:
-    """Let threads alternate within a launch."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCHING)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 @functools.cache

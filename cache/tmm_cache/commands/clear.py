@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tmm_cache.cache_errors import UsageError, reraise, suppress
+from tmm_cache.cache_errors import UsageError, reraise
 from tmm_cache.commands.filters import Filter
 from tmm_cache.console import DONE, FOUND, Noted, can_ask, confirmed, counted, note, print_json
-from tmm_cache.disk import remove_if_empty
+from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.files import Report
-from tmm_cache.locks import held_at_once
-from tmm_cache.paths import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
+from tmm_cache.paths import LOCK, MISSES, NOTE_FILE, NOTES, RECORD
 from tmm_cache.problem_fields import printable
 from tmm_cache.scan import folders, summaries
 from tmm_cache.size_limits import files, leftovers
@@ -29,7 +28,6 @@ from tmm_cache.store import CacheStore
 #: The files of a folder by kind, besides temporary ones.
 _KINDS: Final = (
     ("record", RECORD),
-    ("damaged", BROKEN),
     ("misses", re.compile(re.escape(MISSES))),
     ("lock", LOCK),
 )
@@ -72,7 +70,7 @@ def clear(store: CacheStore, options: Namespace) -> int:
     if asks and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
         note("nothing removed")
         return FOUND
-    removed = sum(_remove(store.root, item) for item in removals)
+    removed = sum(_remove(store.root, item.path) for item in removals)
     for folder in {item.path.parent for item in removals}:
         remove_if_empty(folder, store.root)
     note(f"removed {removed} of {counted(len(removals), 'file')}")
@@ -96,29 +94,15 @@ def _wanted(root: Path, wanted: Filter, report: Report) -> Iterator[Removal]:
         yield Removal(path, "notes")
 
 
-def _remove(root: Path, item: Removal) -> bool:
-    """Remove a file, and a record's lock with the record; notes a fault, such as a held lock."""
-    path = item.path
+def _remove(root: Path, path: Path) -> bool:
+    """Remove a file, and a record's lock with the record; notes a fault."""
     if not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(root)):
         note(f"{path}: lies outside {root}, through a link")
         return False
     try:
-        if item.kind == "lock":
-            _remove_lock(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove_with_lock(path)
     except OSError as error:
         reraise(error)
         note(f"{path}: cannot be removed: {error.strerror or error}")
         return False
-    if item.kind == "record":
-        # Held by a process that is tuning, or not writable: an empty file remains.
-        with suppress(OSError):
-            _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     return True
-
-
-def _remove_lock(path: Path) -> None:
-    with held_at_once(path) as held:
-        if held:
-            path.unlink()

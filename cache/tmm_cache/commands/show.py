@@ -20,11 +20,10 @@ from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.files import Fault
 from tmm_cache.header import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON, Document
-from tmm_cache.miss_log import read_misses
 from tmm_cache.ownership import foreign_below
 from tmm_cache.paths import VERSION
 from tmm_cache.problem_fields import printable
-from tmm_cache.record import CLOCK, TuningRecord
+from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Summary, folders, summaries, summaries_of
 from tmm_cache.size_limits import leftovers
 from tmm_cache.store import CacheStore
@@ -81,7 +80,6 @@ def verify(store: CacheStore, options: Namespace) -> int:
     for root in (store.root, *store.layers):
         for folder in folders(root, faults.append):
             records += len(list(summaries_of(root, folder, faults.append, full=True)))
-            read_misses(folder.path, faults.append)
             left += map(str, leftovers(folder.path))
     if options.json:
         found = [
@@ -122,22 +120,21 @@ def _layer(root: Path, store: CacheStore) -> str:
 
 
 def _print_list(found: Sequence[Summary], store: CacheStore, *, each: bool) -> None:
-    """Print one table per layer, GPU, environment and clock, with a row for each range of M of a
+    """Print one table per layer, GPU and environment, with a row for each range of M of a
     weight, dtype and epilogue that one kernel won, or for each record."""
     # Keyed once: with 10,000 records each pass over the problems takes 10 ms.
     keyed = sorted(map(_keyed, found), key=lambda pair: pair[0])
     before = ""
-    for (root, gpu, environment, clock), members in groupby(keyed, lambda pair: pair[0][0]):
+    for (root, gpu, environment), members in groupby(keyed, lambda pair: pair[0][0]):
         of_table = list(members)
         runs = groupby(of_table, key=lambda pair: pair if each else _run(*pair))
         rows = [_row([summary for _, summary in run]) for _, run in runs]
-        by = "" if clock == CLOCK else f", clock {printable(clock)}"
-        title = f"{counted(len(of_table), 'record')}, {_layer(Path(root), store)}{by}"
+        title = f"{counted(len(of_table), 'record')}, {_layer(Path(root), store)}"
         print(before, end="")
         for text in (title, f"{gpu}, environment {environment}"):
             print("\n".join(console.paragraph(text, console.width())))
         before = "\n"
-        console.print_table((*_COLUMNS, "record"), rows, _NUMBERS, _OPTIONAL)
+        console.print_table((*_COLUMNS, "record"), rows, _NUMBERS, _OPTIONAL, ("record",))
 
 
 def _keyed(summary: Summary) -> tuple[tuple[Any, ...], Summary]:
@@ -146,7 +143,7 @@ def _keyed(summary: Summary) -> tuple[tuple[Any, ...], Summary]:
     m, n, k = problem_fields.sizes(problem)
     dtypes, layouts = problem_fields.dtypes(problem, short=True), problem_fields.layouts(problem)
     shared = (n, k, str(problem.get("batch")), dtypes, layouts, problem_fields.expression(problem))
-    table = (str(summary.root), summary.gpu, summary.environment_digest, summary.header.clock)
+    table = (str(summary.root), summary.gpu, summary.environment_digest)
     return (table, shared, m, summary.digest), summary
 
 
@@ -161,7 +158,7 @@ def _row(members: Sequence[Summary]) -> tuple[str, ...]:
         problem_fields.weight(problem),
         problem_fields.dtypes(problem, short=True),
         problem_fields.layouts(problem),
-        problem_fields.expression(problem),
+        problem_fields.expression(problem).replace("+", " + "),  # so that it folds
         _range([each.problem.get("m") for each in members], problem_fields.text_of),
         printable(best[0].kernel),
         problem_fields.config(best[0].config) if alone else "",
@@ -194,7 +191,6 @@ def _print_record(summary: Summary, record: TuningRecord, store: CacheStore) -> 
         ("problem", problem_fields.shape(record.problem)),
         *_indented(record.problem),
         ("created", f"{record.created} ({problem_fields.age(record.created_at)} ago)"),
-        ("clock", printable(record.clock)),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
         ("speedup", f"{_times(Best.of(record).speedup)} over blas"),
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tmm_core import Config, Operand, Problem
+from tmm_core.triton.releases import views_end_with_boxes
 from tmm_triton.hopper.operand_layout import (
     beside,
     boxed,
@@ -25,8 +26,9 @@ from tmm_triton.ragged_tiles import kinds
 #: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``), and
 #: ranges of K.
 MOST_TAIL_SPLITS, MOST_SPLITS, MOST_RANGES = 4, 256, 8
-#: Maximum accumulator registers per thread by the number of consumers, three of which have 160
-#: registers and fewer 240; and beside the sums of the ranges of K before.
+#: Maximum accumulator registers per thread, by the number of consumers: one or two have 240
+#: registers per thread, three have 160. ``MOST_SUMMED`` is the maximum if sums of earlier ranges of
+#: K are held as well.
 MOST_ACCUMULATORS = {1: 128, 2: 192, 3: 128}
 MOST_SUMMED = {1: 96, 2: 96, 3: 64}
 #: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
@@ -124,7 +126,12 @@ class WarpSpecializedConfig(Config):
     @property
     def edits(self) -> tuple[str, ...]:
         """Edits of the kernel's PTX (:mod:`tmm_core.triton.ptx`)."""
-        wanted = {"evict_first": self.evict_first, "joined": self.narrow}
+        ahead = views_end_with_boxes()
+        wanted = {
+            "evict_first": self.evict_first,
+            "joined": self.narrow and not ahead,
+            "joined_ahead": self.narrow and ahead,
+        }
         return tuple(edit for edit in wanted if wanted[edit])
 
     @property
@@ -197,7 +204,7 @@ class Constants(WarpSpecializedConfig):
     WEIGHTED: bool = False
     #: Elements that a thread stores at once where it stores through pointers.
     STORED: int = 1
-    #: By what rows are reduced to an output beside the result.
+    #: How each row is reduced to an auxiliary output; None if there is none.
     REDUCE: str | None = None
     #: Triton's cache key holds constants' values, not the code of the properties below. This digest
     #: stands for that code.
@@ -307,6 +314,12 @@ class Constants(WarpSpecializedConfig):
         return self.narrow or self.columns
 
     @property
+    def ahead(self) -> int:
+        """Boxes of a stage before those of the first product: the second product's, where Gluon has
+        no view of several boxes as one. Then only ``joined_ahead`` tells wgmma where B is."""
+        return self.second // self.box_columns if self.narrow and views_end_with_boxes() else 0
+
+    @property
     def promoted(self) -> bool:
         """Whether each k-step is summed separately, and the sums are added in fp32
         (``consumer``)."""
@@ -325,9 +338,8 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def second(self) -> int:
-        """Columns of the second product; none if a tile is one. Of a gated tile the second is up,
-        and if two products are beside each other, the columns of up that the first does not
-        have."""
+        """Columns of the second accumulator; 0 if there is none. In a gated tile it belongs to the
+        up projection. In a gated tile of split width it has the up columns that the first lacks."""
         if self.narrow:
             return self.products * self.narrow
         return self.columns if self.GATED or self.halves else 0
@@ -351,7 +363,7 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def groups(self) -> int:
-        """Warpgroups per block, one of which is the producer's."""
+        """Warpgroups per block, the producer's included."""
         return -(-(self.num_warps + sum(self.worker_warps)) // 4)
 
     @property

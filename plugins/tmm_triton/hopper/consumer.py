@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
+from tmm_core.triton.releases import barrier, reinterpret
 from tmm_triton.hopper.scheduler import (
     as_matrix,
     next_stage,
@@ -23,7 +24,6 @@ from tmm_triton.hopper.scheduler import (
     work_of,
 )
 from tmm_triton.hopper.tile_epilogue import bias_of, fetch, store_tile
-from tmm_triton.ragged_tiles import barrier, reinterpret
 
 
 @jit
@@ -50,7 +50,7 @@ def _await_full(full, stage, phase, C: gl.constexpr):
     mbarrier.wait(full.index(stage), phase)
     if C.WORDS is not None:
         # Here, not at the stores: the fence waits for all of a thread's loads, and the loader has
-        # those of the next k-steps in flight.
+        # loads of the next k-steps in flight.
         fence_async_shared()
 
 
@@ -60,8 +60,15 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
     one of all their columns."""
     KIND: gl.constexpr = C.b_kind
     b = as_matrix(b_ring.index(slot), KIND)
-    if C.narrow:
-        SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
+    SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
+    BOXES: gl.constexpr = COLUMNS // C.box_columns
+    if BOXES > 1 and C.ahead == BOXES:
+        RING: gl.constexpr = [C.num_stages * C.b_boxes // BOXES] + SHAPE  # noqa: RUF005
+        b = reinterpret(b_ring, b.dtype, RING, b.layout).index(slot // BOXES)
+    elif BOXES > 1 and C.ahead:
+        # Of the right shape, but of any stage: joined_ahead reads on from the second product's.
+        b = reinterpret(b_ring.slice(0, BOXES), b.dtype, SHAPE, b.layout)
+    elif BOXES > 1:
         b = reinterpret(b, b.dtype, SHAPE, b.layout)
     if C.B_COL:
         b = b.permute((1, 0))
@@ -70,24 +77,24 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """Start this stage's products and wait for those of the previous stage."""
+    """Start this stage's products and wait for the previous stage's."""
     a_ring, b_ring = ring
     KIND: gl.constexpr = C.a_kind
     a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), KIND)
     if C.A_COL:
         a = a.permute((1, 0))
     b = _columns(b_ring, stage * C.b_boxes, C.columns, C)
-    SECOND: gl.constexpr = C.second // C.box_columns
+    AT: gl.constexpr = 0 if C.ahead else C.b_boxes - C.second // C.box_columns
     if C.promoted:
         acc = _promoted(a, b, acc)
         if C.second:
-            b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
+            b = _columns(b_ring, stage * C.b_boxes + AT, C.second, C)
             up = _promoted(a, b, up)
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.second:
-        b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
+        b = _columns(b_ring, stage * C.b_boxes + AT, C.second, C)
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
         acc, up = warpgroup_mma_wait(2, deps=(acc, up))
     else:
@@ -100,8 +107,8 @@ def _multiply_steps(
     begin, end, ring, barriers, stage, phase, reading, acc, up,
     WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the k-steps from ``begin`` up to ``end``, and release the stage before each, at
-    first ``reading``; returns the position after them in the ring, the stage that is still read,
+    """Multiply the k-steps from ``begin`` up to ``end``. After each, release the stage before it,
+    ``reading`` at first. Return the position after them in the ring, the stage that is still read,
     and the sums."""
     full, empty = barriers
     for _ in range(begin, end):

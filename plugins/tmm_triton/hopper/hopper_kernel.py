@@ -1,4 +1,4 @@
-"""What a block of ``triton.warp_specialized`` sets up, and the roles that its warps take."""
+"""The kernel of ``triton.warp_specialized``: sets a block up and starts the roles of its warps."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def warp_specialized_kernel(
     else:
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
     if C.overlaps:
-        # The previous launch may run until here, and may write what this one reads, read what it
+        # The previous launch may run until here. It may write what this launch reads, read what it
         # writes, or use the same flags and workspace. Nothing above touches memory that may be
-        # written, except b if the caller promises that it is not. All threads of the first
-        # partition wait, and it then starts the others through a barrier of the block: so no role
+        # written, except b if the caller promises that b is not being written. All threads of the
+        # first partition wait, and then start the others through a barrier of the block. So no role
         # loads, stores or reads a flag before all earlier launches are complete. Every block waits,
         # so that this grid ends after the previous one: waiting for this one is waiting for all.
         gdc_wait()

@@ -11,6 +11,7 @@ import torch
 
 from tmm_core import Operand, Problem
 from tmm_core.triton import Described, pointer
+from tmm_core.triton.releases import views_end_with_boxes, views_of_any_number
 
 #: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
@@ -63,7 +64,9 @@ def scattered(problem: Problem) -> bool:
 
 def beside(problem: Problem) -> bool:
     """Whether a tile may be two products beside each other."""
-    return not (problem.native or by_words(problem))
+    if problem.native or by_words(problem):
+        return False
+    return views_of_any_number() or not views_end_with_boxes()
 
 
 def residual_by_tma(problem: Problem) -> bool:
@@ -99,15 +102,15 @@ def clipped(columns: int, stride: int) -> tuple[list[int], list[int]]:
     """Shape and strides of a clipped tensor map of rows in memory that are ``stride`` apart.
 
     TMA ends at the end of a tensor, but a tile must end where its group does: what is beyond
-    belongs to another group's result, or may be NaN. Two more dimensions solve that. Of a matrix
-    whose rows are S elements apart they have these strides, in elements of W bytes, and coordinates
+    belongs to another group's result, or may be NaN. Two more dimensions solve that. If rows are S
+    elements of W bytes apart, the dimensions have these strides in elements, and these coordinates
     for row R of a group that ends at row E::
 
         stride      | 2**34 - S | S | S             | 1
         coordinate  | 2**30     | E | 2**30 - E + R | column
 
-    The addresses add up to 2**64 · W, which wraps to 0, and row R. Of the third dimension 2**30
-    exist: row E is the first outside.
+    The addresses add up to 2**64 · W, which wraps to 0, and row R. The third dimension has size
+    2**30, so that row E is the first outside.
     """
     return [_UNLIMITED, _UNLIMITED, MOST_ROWS, columns], [2**34 - stride, stride, stride, 1]
 

@@ -7,6 +7,7 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tmm_core.triton.releases import async_load, barrier, reinterpret
 from tmm_triton.hopper.scheduler import (
     described,
     next_stage,
@@ -15,7 +16,7 @@ from tmm_triton.hopper.scheduler import (
     unit_at,
     work_of,
 )
-from tmm_triton.ragged_tiles import async_load, barrier, bounds, placed, reinterpret
+from tmm_triton.ragged_tiles import bounds, placed
 from tmm_triton.unaligned_loads import box_of, box_rows, box_words
 
 
@@ -67,7 +68,7 @@ def _load(
         for part in gl.static_range(ASKED_B):
             at = column + part // EACH * N + part % EACH * C.box_columns
             where = placed(of_b, end, k, at, C.B_COL, B_KIND)
-            slot = b_ring.index(stage * B_BOXES + part)
+            slot = b_ring.index(stage * B_BOXES + (part + C.ahead) % B_BOXES)
             async_load(b_desc, where, ready, slot)
         stage, phase = next_stage(stage, phase, C)
     return stage, phase

@@ -1,5 +1,5 @@
-"""The order of work in ``triton.warp_specialized``: which tiles a block multiplies, over which
-k-steps, and which stages of the ring these pass through. All roles of a block walk it alike."""
+"""The tile scheduler of ``triton.warp_specialized``: the tiles of a block, their k-steps, and the
+stages of the ring that these use. All roles of a block follow the same schedule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from tmm_triton.ragged_tiles import bounds, located
 
 @jit
 def tile_at(index, sizes, C: gl.constexpr):
-    """A tile's index in the batch, its group or its part of K, its first row and column, the end of
-    its matrix's rows, and the corner in which it would begin if it were not moved. Tiles go matrix
-    by matrix, each in bands of GROUP_M tile rows walked column by column, so that concurrent blocks
-    share operands in L2; those of ragged rows go in bands of the rows of all groups.
+    """A tile's index in the batch, its group or its part of K; its first row and column; the end of
+    its matrix's rows; and the corner in which it would begin if it were not moved.
 
-    The last ones are moved inside, because TMA takes longer to zero-fill elements than to load
-    them. Elements that they then share with the previous ones are stored twice with the same bits,
-    or once by pointers. Ragged rows are not moved, since another group may come before."""
+    Tiles are ordered matrix by matrix, each in bands of GROUP_M tile rows, column by column within
+    a band, so that concurrent blocks share operands in L2. Tiles of ragged rows are ordered in
+    bands of the rows of all groups.
+
+    The last tiles are moved inside, because TMA takes longer to zero-fill elements than to load
+    them. Elements that they share with the previous tiles are stored twice with the same bits, or
+    once by pointers. Ragged rows are not moved, since another group may come before."""
     M, N, _, GROUP_M, COUNT, groups = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0

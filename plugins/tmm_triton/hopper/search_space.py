@@ -43,7 +43,7 @@ _TILES: tuple[_Tile, ...] = (
     ("cooperative", 3, 4, 192, 256, 64),
     # One partition of two warpgroups, in step.
     ("cooperative", 1, 8, 128, 256, 64),
-    # For less than a wave of the above, or to fill the last wave better.
+    # Smaller tiles, if the above make less than a wave, or to fill the last wave better.
     ("cooperative", 3, 4, 192, 128, 64),
     ("cooperative", 2, 4, 128, 128, 64),
     ("pingpong", 2, 4, 64, 256, 64),
@@ -58,10 +58,10 @@ _TILES: tuple[_Tile, ...] = (
     ("cooperative", 1, 4, 64, 32, 128),
 )
 #: Tiles of two products beside each other fill waves that the others do not: 1500×1536 is 132 tiles
-#: of 128×144, one wave. Of 64×192, two by turns, 300×13824 is two waves, with which nothing else
-#: comes near cuBLAS (K = 5120, H200: 76 µs by these, 85 by the next best, 79 by cuBLAS). The first
-#: two are for large products, also where power limits them: 8192³ on an H100 is at 1.089 of
-#: cuBLAS's speed in use and at 1.049 without pause, and at 1.046 and 1.011 in 128×256.
+#: of 128×144, one wave. 300×13824 is two waves of ping-pong 64×192, and no other tile comes near
+#: cuBLAS there (K = 5120, H200: 76 µs, the next best tile 85, cuBLAS 79). The first two are for
+#: large products, also where power limits them: 8192³ on an H100 runs at 1.089 of cuBLAS's speed
+#: in use and 1.049 in steady state; with 128×256 at 1.046 and 1.011.
 _BESIDE_TILES = (
     ("pingpong", 2, 4, 128, 192, 64),
     ("pingpong", 2, 4, 128, 160, 64),
@@ -76,8 +76,9 @@ _BESIDE_TILES = (
     ("cooperative", 3, 4, 192, 96, 64),
     ("cooperative", 1, 4, 64, 96, 64),
 )
-#: For 8-bit operands, whose stages are summed in separate registers, for at most 128 columns at a
-#: time. The consumers must not run in lockstep, nor alternate where multiplying takes the time.
+#: Tiles for 8-bit operands. Their stages are summed in separate registers, for at most 128 columns
+#: at a time. Consumers must not run in lockstep, and must not alternate if the multiplication is
+#: the limit.
 _FP8_TILES = (
     ("cooperative", 2, 4, 128, 256, 128),
     ("cooperative", 3, 4, 192, 128, 128),
@@ -98,12 +99,12 @@ _WORD_TILES = (
     ("cooperative", 1, 4, 64, 64, 128),
     ("cooperative", 1, 4, 64, 32, 128),
 )
-#: How many tiles, and configs in all, are proposed for one problem, and how many tiles if reading
-#: dominates: in 29 such problems the best was among the first five by estimate, in 19 the first.
+#: Tiles and configs proposed for one problem, and tiles if reading dominates. In 29 problems of
+#: that kind the best tile was among the first five by estimate, and in 19 it was the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
-#: How many tiles of two products are tried beyond those, as no estimate is exact enough to rank
-#: both, and how much longer than the best they may take by it: of 22 problems on both GPUs the
-#: fastest of them was among the first four, and took at most 1.11 times the least estimate.
+#: Tiles of two products that are tried in addition, because no estimate is exact enough to rank
+#: both kinds, and the factor on the least estimate up to which they are. In 22 problems on both
+#: GPUs the fastest of them was among the first four, with at most 1.11 times the least estimate.
 _BESIDE_TRIED, _BESIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
@@ -220,7 +221,7 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     # accumulators and the addresses of so wide a strip.
     slim = (problem.native and consumers == 3) or stored_by_pointers(problem)
     widths = (64,) if slim else (128, 64)
-    # Of two products beside each other, each is a whole number of strips.
+    # Each of two products is a whole number of strips.
     lowest, itemsize = block_n & -block_n, problem.out.dtype.itemsize
     for width in widths:
         strip = min(lowest, max(16, width // itemsize, lowest // 8))
@@ -252,9 +253,9 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
 
 
 def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
-    """GROUP_M such that one wave's tiles span about as much of M as of N, and half of it; less if K
-    is short, when the order of output writes matters more than repeated reads (8192×4096×512: 50.2
-    µs at 4, 52.5 at 16)."""
+    """Values of GROUP_M: the one with which a wave's tiles span about as much of M as of N, and
+    half of it. They are less for a short K, where the order of output writes matters more than
+    repeated reads (8192×4096×512: 50.2 µs at 4, 52.5 at 16)."""
     rows = tile_rows(problem, config)
     if config.tail_splits > 1 and problem.m % config.BLOCK_M:
         return [config.GROUP_M]

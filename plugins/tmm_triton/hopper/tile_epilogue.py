@@ -1,5 +1,5 @@
-"""What follows a tile's sums in ``triton.warp_specialized``: scales, bias, epilogue, residual, and
-strip by strip the way through the staging buffers to memory."""
+"""The epilogue of a tile in ``triton.warp_specialized``: scales, bias, epilogue function, residual,
+and the store, strip by strip through the staging buffers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
+from tmm_core.triton.releases import async_load, async_store
 from tmm_triton.hopper.scheduler import as_matrix, described
-from tmm_triton.ragged_tiles import async_load, async_store, placed
+from tmm_triton.ragged_tiles import placed
 
 
 @jit

@@ -54,8 +54,8 @@ def steps(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def tail_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The number of tiles that ``tail_splits`` splits, which come first: those of an incomplete
-    wave, rounded up to whole columns of tiles if rows of tiles overlap."""
+    """The number of tiles that ``tail_splits`` splits, which come first: as many as an incomplete
+    wave has, rounded up to whole columns of tiles if rows of tiles overlap."""
     tail = tile_count(problem, config) % problem.device.sm_count
     rows = tile_rows(problem, config)
     return -(-tail // rows) * rows if _overlaps(problem.m, config.BLOCK_M) else tail
@@ -67,9 +67,9 @@ def _overlaps(size: int, block: int) -> bool:
 
 
 def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedConfig:
-    """A config of another problem, such as another M of the bucket, limited to the parts that this
-    problem's last wave has SMs and room for: a part that no block computes would be waited for
-    forever."""
+    """A config of another problem, such as another M of the bucket, with no more parts than this
+    problem's last wave has SMs and room for. Blocks would wait forever for a part that no block
+    computes."""
     tail_splits = min(config.tail_splits, room_for_splits(problem, config))
     splits = min(config.splits, room_for_parts(problem, config))
     words = by_words(problem) == "b" and config.early in ("l2", "b")
@@ -107,8 +107,9 @@ def _alike(problem: Problem, config: WarpSpecializedConfig) -> bool:
 
 
 def room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """How many parts of every tile may be left to the reducing kernel: those that the workspace
-    holds and that have a k-step; one where TMA could not write them, or it cannot finish them."""
+    """The maximum number of parts per tile for the reducing kernel: as many as the workspace holds
+    and as have a k-step; 1 if TMA could not write them or the reducing kernel cannot finish
+    them."""
     if problem.gated or problem.batch > 1 or problem.n % 4 or problem.epilogue.outputs:
         return 1
     if problem.groups is not None:

@@ -7,7 +7,7 @@ rounds and stores. Here the block is persistent and its warps have roles:
   and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
   for a free stage. The first few are requested before the warps take their roles, which costs
   0.5 µs, in which they arrive. With ``evict_first`` they are loaded with that hint
-  (``tmm_core.triton.ptx``), which saves 2 to 4 µs if a weight is read by few rows.
+  (``tmm_core.triton.ptx``), which saves 2 to 4 µs if few rows multiply a weight.
 * If TMA cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads
   it through registers (``tmm_triton.unaligned_loads``), and arrives at a stage like the producer.
 * Consumers, warpgroups with up to 240 registers per thread, hold the accumulators and issue
@@ -38,25 +38,26 @@ with its own part of K; their sums go to a workspace, and a second kernel adds t
 With ``ranges`` one block sums the parts of a tile one after the other, which gives the same bits:
 in batch-invariant mode parts are split among blocks if there are few rows, else a block sums all.
 
-Layouts have powers of two, but a wave is often filled best by tiles of another width, such as 144
-columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one
-and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
-the other, so that the wide product reads several of them as one operand. An edit of the PTX makes
-one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``). In a gated tile the first
-product has gate's columns and some of up's. In a tile of 128×192, by turns, a thread holds 192
-accumulators; it loads a sixth less than one of 128×128 for as many products.
+Layouts have powers of two, but tiles of another width, such as 144 columns, often fill a wave
+better (cuBLAS has all multiples of 8). Such a tile is computed as a wide and a narrow product. B is
+loaded in boxes as wide as the narrow product. The boxes are consecutive in shared memory, so that
+the wide product reads several of them as one operand. An edit of the PTX makes one ``wgmma`` of
+both, which reads A once (``tmm_core.triton.ptx``). Where Gluon has no view of several boxes as one,
+the narrow product's boxes come first, and only the edit says that the others follow. In a gated tile the first product has gate's
+columns and some of up's. In a ping-pong tile of 128×192 a thread holds 192 accumulators; the tile
+loads a sixth less than one of 128×128 for as many products.
 
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
-wait it may load those of the weight, if that is not being written (``static_weights``), or prefetch
-them into L2, which is always safe.
+wait it may load the weight's first k-steps if the weight is not being written (``static_weights``),
+or prefetch them into L2, which is always safe.
 
-A finished tile goes out strip by strip, through staging buffers and by TMA where that can
-write it, else by pointers. The residual comes in by the same buffers before, under the main
-loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. Of an output
-beside the result each strip leaves a number a row in the workspace, and a second launch reduces
-these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
-different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
+A finished tile is written strip by strip through staging buffers, by TMA where TMA can write it,
+else by pointers. The residual is loaded into the same buffers during the main loop: when it was
+read by pointers after the tile was done, it doubled the time of 8192×4096×512. For an auxiliary
+output each strip stores one number per row in the workspace, and a second launch reduces these
+numbers. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups of
+different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 
 This module has the launch. In this folder, ``hopper_kernel`` sets a block up; ``producer``,
 ``consumer`` and ``tile_epilogue`` are the roles of its warps; ``scheduler`` orders the tiles;
@@ -106,10 +107,6 @@ _GLUON = {
     torch.float8_e5m2: gl.float8e5,
 }
 
-#: Whether this Triton refuses a view of several boxes of shared memory as one, which the narrow one
-#: of two tiles beside each other takes. Triton 3.9 does.
-_VIEWS_END_WITH_BOXES = hasattr(gl.shared_memory_descriptor, "reinterpret")
-
 #: The grid has a multiple of this many blocks. L2 merges the requests of neighbouring SMs for the
 #: same lines while the SMs run in step, which an odd number of blocks ends. In 64×256 tiles an H100
 #: gains up to 17 % (1.2 % on average over 87 random problems). Other tiles, and an H200, differ by
@@ -146,7 +143,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         if len(problem.epilogue.outputs) > 1:
-            yield "writes at most one output beside the result"
+            yield "writes at most one auxiliary output"
         if not problem.device.interpreted:
             yield from missing_toolchain()
         yield from without_gluon(problem)
@@ -186,10 +183,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         return reduction_order.summed(problem, config.splits * config.ranges, config.BLOCK_K)
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
-        configs = search_space.configs(problem)
-        if _VIEWS_END_WITH_BOXES:
-            return [config for config in configs if not config.narrow]
-        return configs
+        return search_space.configs(problem)
 
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
         return estimate.estimate_us(problem, config)

@@ -21,7 +21,7 @@ from tmm_cache.console import (
 )
 
 from tmm_core import dispatch
-from tmm_core.bench import charts, host, page, provenance, report, runner, series, suites
+from tmm_core.bench import charts, host, provenance, quick, report, runner, series, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.tools.commands import options as shared
@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
     device = shared.device(options)
+    if options.quick:
+        options = _quick(options, on_gpu=device.type != "cpu")
     asked, done = _tasks(options), _done(options)
     tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
@@ -66,9 +68,26 @@ def run(options: argparse.Namespace) -> int:
     return INTERRUPTED if interrupted else status
 
 
+def _quick(options: argparse.Namespace, *, on_gpu: bool) -> argparse.Namespace:
+    """The options of a run of two minutes; the user's own limits are kept."""
+    if options.suite or options.shapes or options.squares or options.kernel or options.regret:
+        raise UsageError("--quick chooses its problems: give no suite, shape, kernel or regret")
+    if not on_gpu:
+        note(
+            "no GPU: small problems on the CPU, where torch's own kernels serve every call; "
+            "the ratios show what a call of tmm costs, not what it gains"
+        )
+    limits = {"budget": quick.BUDGET, "seconds": quick.TIMING if on_gpu else 0.02}
+    mine = {name: value for name, value in limits.items() if getattr(options, name) is None}
+    seconds = min(options.max_seconds, quick.SECONDS)
+    return argparse.Namespace(**{**vars(options), **mine, "max_seconds": seconds})
+
+
 def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
     names = ("tune", "records", "budget", "kernels", "inductor", "clocks", "seconds")
     chosen = {name: getattr(options, name) for name in names}
+    if options.seconds is None:
+        del chosen["seconds"]
     return runner.Options(**chosen, series=tuple(_series(options)), deadline=deadline)
 
 
@@ -83,6 +102,8 @@ def _series(options: argparse.Namespace) -> list[series.Series]:
 
 
 def _tasks(options: argparse.Namespace) -> list[suites.Task]:
+    if options.quick:
+        return quick.tasks(on_gpu=shared.device(options).type != "cpu")
     shapes = [*options.shapes, *((1, size, size, size) for size in options.squares)]
     suite = suites.SWEEP if options.kernel else "shapes"
     dtypes = options.dtypes or [options.dtype]
@@ -127,13 +148,14 @@ def _show(results: Results, options: argparse.Namespace) -> int:
         print_json(vars(results))
     elif options.markdown:
         print(report.markdown(results), end="")
+    elif options.quick:
+        print_table(quick.COLUMNS, quick.gains(results), quick.COLUMNS[2:])
     else:
         _print_tables(results, options.metric)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         written = [options.output / "report.md"]
         written[0].write_text(report.markdown(results), "utf-8")
-        written.append(page.save(results, options.output))
         if options.plots:
             with shared.usage("--plots", ModuleNotFoundError):
                 written += charts.save(results, options.output, options.metric)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tmm_cache import CLOCK, console
+from tmm_cache import console
 from tmm_cache.console import DONE, FOUND, print_json
 from tmm_cache.ownership import foreign, foreign_below
 from tmm_cache.paths import VERSION
@@ -62,17 +62,26 @@ class Finding:
     advice: str = ""
 
 
+#: The mark of a line and its style, by the finding's state.
+_MARKS = {"ok": (" ", ""), "note": ("-", "yellow"), "problem": ("!", "bold red")}
+_LEGEND = "! a problem, with advice   - a note: nothing has to be done   no mark: as it should be"
+
+
 def run(options: argparse.Namespace) -> int:
     device = shared.device(options)
     findings: list[Finding] = []
+    if not options.json:
+        print("\n".join(console.paragraph(_LEGEND, console.width())))
     for finding in _examine(device):
         findings.append(finding)
         if not options.json:
             # Printed as it is found, so that earlier findings survive whatever ends the process.
-            mark = {"ok": "  ", "note": "- ", "problem": "! "}[finding.state]
+            mark, style = _MARKS[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
-            line = f"{mark}{finding.about:<18}{finding.text}{advice}"
-            print("\n".join(console.paragraph(line, console.width(), hanging=20)), flush=True)
+            line = f"{mark} {finding.about:<18}{finding.text}{advice}"
+            first, *more = console.paragraph(line, console.width(), hanging=20)
+            first = console.styled(first[:20], style) + first[20:] if style else first
+            print("\n".join([first, *more]), flush=True)
     if options.json:
         print_json([asdict(finding) for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
@@ -226,10 +235,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         else:
             advice = "correct TMM_CACHE_PATH"
             yield Finding("cache layer", "problem", f"{layer} is not a readable folder", advice)
-    same = [
-        each.environment == mine.environment and each.clock == CLOCK
-        for each in store.summaries(mine.gpu)
-    ]
+    same = [each.environment == mine.environment for each in store.summaries(mine.gpu)]
     text = f"{sum(same)} records for {mine.gpu}"
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"
@@ -256,13 +262,22 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
         return
     registry = dispatch.default_dispatcher().registry
     with contextlib.closing(FirstLaunches(device)) as first:
+        declining = []
         for kernel in registry.kernels():
-            yield _tried(registry, kernel, device, first)
+            found = _tried(registry, kernel, device, first)
+            if isinstance(found, Finding):
+                yield found
+            else:
+                declining.append((kernel.name, found))
+    for names, reasons in console.alike(declining):
+        verb = "declines" if len(names) == 1 else "decline"
+        yield Finding("kernel", "note", f"{', '.join(names)} {verb}: {'; '.join(reasons)}")
 
 
 def _tried(
     registry: Registry, kernel: CheckedKernel, device: torch.device, first: FirstLaunches
-) -> Finding:
+) -> Finding | list[str]:
+    """The finding about a kernel, or its reasons if it declines every probe."""
     foreign = kernel.source.distribution not in ("", DISTRIBUTION)
     advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {kernel.source}"
     refused: list[list[str]] = []
@@ -278,7 +293,7 @@ def _tried(
         return Finding("kernel", "problem", kernel.fault, advice)
     if len(refused) < len(PROBES):
         return Finding("kernel", "ok", f"{kernel.name} runs and is correct")
-    return Finding("kernel", "note", f"{kernel.name} declines: {'; '.join(refused[0])}")
+    return refused[0]
 
 
 def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str | None:

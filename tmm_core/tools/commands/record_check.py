@@ -40,11 +40,11 @@ class Winner:
 
 
 def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
-    """The store's records that would answer on ``device``: the user's own, and those of lower
-    layers that no higher one hides."""
+    """The store's records that would answer on ``device``: the user's own, and records of lower
+    layers that no higher layer hides."""
     found: dict[str, Summary] = {}
     for entry in store.entries(device.gpu):
-        if entry.environment == device.environment and not entry.record.is_hint:
+        if entry.environment == device.environment:
             found.setdefault(entry.digest, entry)
     return list(found.values())
 

@@ -33,7 +33,7 @@ from tmm_core.tuning.first_launch import FirstLaunches
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A problem not posed yet, so that the operands of only one problem exist at a time."""
+    """A problem to tune, not built yet: the operands of only one exist at a time."""
 
     name: str
     tf32: bool

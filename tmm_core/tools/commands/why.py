@@ -144,7 +144,7 @@ def _default_anatomy(kernel: Any, problem: Problem) -> bool:
 
 
 def _known(explanation: Explanation, candidate: Candidate) -> dict[str, Any]:
-    """What the model, the record and the compiler say of a candidate."""
+    """Figures of the model, the record and the compiler for a candidate."""
     problem, kernel, config = explanation.problem, candidate.kernel, candidate.config
     found: dict[str, Any] = {
         "expected_us": kernel.estimate_us(problem, config),

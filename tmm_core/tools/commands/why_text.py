@@ -33,7 +33,7 @@ def text(found: dict[str, Any]) -> str:
         topic(
             "reads",
             f"the first wave needs rows of A: {reads['rows']}, columns of B: {reads['columns']}; "
-            f"of {_mb(reads['l2_bytes'])} asked of L2 it has {reads['hits']:.0%}, "
+            f"L2 serves {reads['hits']:.0%} of {_mb(reads['l2_bytes'])}, "
             f"{_mb(reads['memory_bytes'])} come from memory",
         )
     _times(found, topic)

@@ -1,0 +1,223 @@
+"""Measures the delays of calls under ``on_cache_miss="background"``, and whether a tuning in the
+foreground has the same winners.
+
+    python benchmarks/stalls.py [--share 0.3] [--seconds 75] [-o FILE.json]
+
+Weights without records are called in turn until their tunings end. The table shows milliseconds of
+torch's call, of the first call, and of the largest delay of a later one. It also shows seconds
+until the winner, and the foreground's winner with the ratio of both times there. A larger share
+than the default, 0.1, makes the run shorter and slices more frequent, not longer. Writes JSON to
+``$OUT/stalls.json`` unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tmm_cache import CacheStore, TuningRecord
+
+import tmm_core
+from tmm_core import dispatch, settings
+from tmm_core.dispatch.dispatcher import Dispatcher
+from tmm_core.launch import warm
+from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.problem import Problem
+from tmm_core.tuning.ranking import identity
+
+#: M, N, K and the epilogue: decode, prefill and in between, some M inside their buckets.
+SHAPES = [
+    (1, 4096, 4096, ""), (16, 4096, 4096, ""), (16, 14336, 4096, "silu"), (33, 6144, 4096, ""),
+    (64, 4096, 14336, ""), (64, 8192, 1024, "gelu"), (128, 4096, 4096, ""), (200, 5120, 5120, ""),
+    (256, 28672, 4096, ""), (320, 2560, 9728, "relu"), (512, 4096, 4096, "silu"),
+    (640, 12288, 1536, ""), (777, 5120, 5120, ""), (1024, 4096, 4096, ""), (1024, 2048, 8192, ""),
+    (1500, 8960, 1536, "gelu"), (2048, 4096, 4096, ""), (2304, 2304, 2304, ""),
+    (3000, 3584, 2560, "silu"), (4096, 4096, 4096, ""),
+]  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One weight's figures."""
+
+    shape: str
+    torch_ms: float = 0.0
+    first_ms: float = 0.0
+    #: The largest and the 99th percentile of the milliseconds that later calls took beyond torch's.
+    worst_ms: float = 0.0
+    p99_ms: float = 0.0
+    calls: int = 0
+    winner_s: float | None = None
+    winner: str = ""
+    foreground: str = ""
+    #: The winner's time in the foreground's record over the best there; None if it is not there.
+    ratio: float | None = None
+    delays: list[float] = field(default_factory=list, repr=False)
+
+
+@dataclass
+class Case:
+    """One weight, its activation, and its row."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    epilogue: str
+    row: Row
+    problem: Problem
+
+    def call(self) -> torch.Tensor:
+        return tmm_core.linear(self.x, self.w, epilogue=self.epilogue or None)
+
+    def plain(self) -> torch.Tensor:
+        return torch.nn.functional.linear(self.x, self.w)
+
+
+def cases(shapes: Sequence[tuple[int, int, int, str]], device: str) -> list[Case]:
+    made = []
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    for m, n, k, epilogue in shapes:
+        x = torch.randn(m, k, device=device, dtype=dtype)
+        w = torch.randn(n, k, device=device, dtype=dtype)
+        problem = tmm_core.problem(x, w.T, epilogue=epilogue or None)
+        name = f"{m}×{n}×{k}" + f" {epilogue}" * bool(epilogue)
+        made.append(Case(x, w, epilogue, Row(name), problem))
+    return made
+
+
+def without_records(root: Path) -> Dispatcher:
+    """A dispatcher as this process's, whose cache is empty."""
+    mine = dispatch.default_dispatcher()
+    return Dispatcher(mine.registry, mine.tuner, CacheStore(root, layers=[]))
+
+
+def milliseconds(call: Callable[[], object], on_gpu: bool) -> float:
+    began = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def serve(all_cases: Sequence[Case], share: float, seconds: float, on_gpu: bool) -> None:
+    """Call the weights in turn in background mode until their tunings end, or for so long."""
+    chooser = dispatch.default_dispatcher()
+    with settings.override(on_cache_miss="background", tune_share=share, progress=False):
+        for case in all_cases:
+            case.plain()
+            case.row.torch_ms = min(milliseconds(case.plain, on_gpu) for _ in range(5))
+        began = time.perf_counter()
+        for case in all_cases:
+            case.row.first_ms = milliseconds(case.call, on_gpu)
+        open_cases = list(all_cases)
+        while open_cases and time.perf_counter() - began < seconds:
+            for case in open_cases:
+                for _ in range(20):
+                    took = milliseconds(case.call, on_gpu)
+                    case.row.delays.append(took - case.row.torch_ms)
+            now = time.perf_counter() - began
+            for case in open_cases:
+                found = chooser.record(case.problem)
+                if found is not None:
+                    case.row.winner_s, case.row.winner = now, named(found[1])
+            open_cases = [case for case in open_cases if case.row.winner_s is None]
+        for case in all_cases:  # with the winner, which is bound and verified now
+            case.row.delays += [milliseconds(case.call, on_gpu) - case.row.torch_ms]
+    for row in (case.row for case in all_cases):
+        row.calls, row.worst_ms = len(row.delays), max(row.delays)
+        row.p99_ms = sorted(row.delays)[int(0.99 * (len(row.delays) - 1))]
+        row.delays = []
+
+
+def compare(all_cases: Sequence[Case], root: Path, until: float) -> None:
+    """Tune in the foreground, in another cache, and compare the winners."""
+    chooser, other = dispatch.default_dispatcher(), without_records(root)
+    with settings.override(progress=False) as current:
+        for case in all_cases:
+            found = chooser.record(case.problem)
+            if found is None or time.perf_counter() > until:
+                continue
+            record = other.tune(bucketed(case.problem), current)
+            case.row.foreground = named(record)
+            mine = identity(found[1].best)
+            same = [c for c in record.candidates if identity(c) == mine and c.status == "ok"]
+            best = record.best.median_us
+            if same and same[0].median_us and best:
+                case.row.ratio = same[0].median_us / best
+
+
+def named(record: TuningRecord) -> str:
+    config = ",".join(f"{name}={value}" for name, value in record.best.config.items())
+    return f"{record.best.kernel} {config}".strip()
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| M×N×K | torch, ms | first, ms | worst delay, ms | p99, ms | calls | winner after, s "
+        "| winner | in the foreground |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        after = "not ended" if row.winner_s is None else f"{row.winner_s:.1f}"
+        there = "equal" if row.foreground == row.winner else row.foreground
+        if row.ratio is not None and there != "equal":
+            there += f" ({row.ratio:.3f})"
+        lines.append(
+            f"| {row.shape} | {row.torch_ms:.2f} | {row.first_ms:.2f} | {row.worst_ms:.1f} "
+            f"| {row.p99_ms:.2f} | {row.calls} | {after} | {row.winner} "
+            f"| {there if row.winner and row.foreground else 'not measured'} |"
+        )
+    compared = [row for row in rows if row.foreground]
+    equal = sum(row.foreground == row.winner for row in compared)
+    close = sum(row.ratio is not None and row.ratio <= 1.02 for row in compared)
+    lines += [
+        "",
+        f"First call: {max(r.first_ms for r in rows):.1f} ms at most. Later calls: "
+        f"{max(r.worst_ms for r in rows):.1f} ms of delay at most. Of {len(compared)} winners "
+        f"{equal} are the foreground's, {close} within 2 % of it.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[Row]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--share", type=float, default=0.3)
+    parser.add_argument("--seconds", type=float, default=75.0, help="for the background")
+    parser.add_argument("--most", type=float, default=140.0, help="seconds in all")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args(arguments)
+    until = time.perf_counter() + options.most
+    on_gpu = options.device.startswith("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        dispatch.default_dispatcher.made = without_records(root / "background")
+        warm.forget_plans()
+        dispatch.default_dispatcher().registry.kernels()  # once in a process
+        made = cases(shapes, options.device)
+        serve(made, options.share, options.seconds, on_gpu)
+        compare(made, root / "foreground", until)
+    rows = [case.row for case in made]
+    text = table(rows)
+    print(text)
+    output = options.output
+    if output is None and (out := os.environ.get("OUT")):
+        output = Path(out) / "stalls.json"
+    if output is not None:
+        about = torch.cuda.get_device_name() if on_gpu else "CPU"
+        document = {"device": about, "torch": torch.__version__, "share": options.share}
+        rows_out = [{k: v for k, v in asdict(row).items() if k != "delays"} for row in rows]
+        output.write_text(json.dumps({**document, "rows": rows_out}, indent=1) + "\n")
+        output.with_suffix(".md").write_text(text + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

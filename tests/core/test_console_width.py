@@ -1,0 +1,112 @@
+"""What the commands print fits the terminal, breaks no word and follows its colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
+from tmm_cache import console
+
+import tmm_core
+from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.nn import convert
+from tmm_core.tools.cli import main
+
+WIDTHS = (80, 100)
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[\w.]+", text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def explained(tmp_path: Path) -> Any:
+    names = ("quite.long_name_of_a_kernel", "another.kernel_with_a_name")
+    odd = FakeKernel("odd.kernel", against=lambda problem: ["runs on NVIDIA GPUs, not on cpu"])
+    even = FakeKernel("even.kernel", against=lambda problem: ["runs on NVIDIA GPUs, not on cpu"])
+    times = {"blas": 20.0, names[0]: 10.0, (names[0], 1, 33): 7.25, (names[0], 1, 49): 8.5}
+    kernels = [FakeBlas(), *map(FakeKernel, names), odd, even]
+    d, _ = dispatcher(*kernels, times=times, root=tmp_path)
+    d.choose(problem(m=40), settings())
+    found = explain_problem(d, problem(m=40), settings(on_cache_miss="heuristic"))
+    assert found.record is not None
+    candidates = tuple(replace(c, steady_us=200.0) for c in found.record.candidates)
+    return replace(found, record=replace(found.record, candidates=candidates))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_explanation_fits_and_breaks_no_word(explained: Any, width: int) -> None:
+    lines = explained.text(width).splitlines()
+    # A path stays whole, to be copied.
+    assert not [line for line in lines if len(line) > width and " " in line.strip()]
+    assert set(words(explained.text(1000))) == set(words(explained.text(width)))
+    # Kernels that decline for the same reason share a line.
+    assert sum(line.startswith("rejected") for line in lines) == 1
+    assert any("even.kernel, odd.kernel: runs on NVIDIA GPUs" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_shipped_records_fit_and_break_no_word(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tmm_cache.cli import main as cache_main
+
+    monkeypatch.setattr(console, "width", lambda: width)
+    monkeypatch.delenv("TMM_SHIPPED_RECORDS", raising=False)
+    assert cache_main(["show", "--all"]) == 0
+    narrow = capsys.readouterr().out
+    assert len(narrow.splitlines()) > 500
+    assert max(map(len, narrow.splitlines())) <= width
+    monkeypatch.setattr(console, "width", lambda: 400)
+    assert cache_main(["show", "--all"]) == 0
+    assert set(words(narrow)) <= set(words(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_doctor_fits_and_has_a_legend(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "width", lambda: width)
+    assert main(["doctor", "--device", "cpu"]) in (0, 1)
+    legend, *lines = capsys.readouterr().out.splitlines()
+    assert all(mark in legend for mark in ("! a problem", "- a note", "no mark"))
+    long = [line for line in lines if len(line) > width]
+    assert not [line for line in long if " " in line[20:].strip()]  # a path is not divided
+    declining = [line for line in lines if "decline" in line]
+    assert len(declining) <= 3
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colour_follows_the_terminal_and_no_color(
+    no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert console.styled("text", "bold red") == "text"  # a pipe
+    monkeypatch.setattr("sys.stdout", Terminal())
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    styled = console.styled("text", "bold red")
+    assert (styled == "text") == no_color
+    assert "text" in styled
+
+
+def test_reprs_are_short(explained: Any) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    for thing in (explained, tmm_core.explain(x, w), convert(model)):
+        assert len(repr(thing)) <= 200, repr(thing)
+        assert repr(thing).startswith(f"<{type(thing).__name__}")

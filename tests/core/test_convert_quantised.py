@@ -1,0 +1,270 @@
+"""Models with quantised weights, after ``convert``: logits of the same models with the dequantised
+weights."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tmm_core
+from tmm_core import api
+from tmm_core.nn import convert, fp8_linear
+from tmm_core.nn.gated_layers import GatedMLP
+
+Tensor = torch.Tensor
+assert_close = torch.testing.assert_close
+IDS = torch.arange(12).view(2, 6) % 7 + 3
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def their_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for name in ("kernels", "torchao", "transformers"):
+            warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
+        yield
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The weight and epilogue of every product that is asked for."""
+    asked: list[Any] = []
+    for name in ("linear", "matmul"):
+        call = getattr(api, name)
+
+        def spy(x: Tensor, weight: Tensor, *args: Any, call: Any = call, **kwargs: Any) -> Tensor:
+            asked.append((weight, kwargs.get("epilogue")))
+            return call(x, weight, *args, **kwargs)
+
+        monkeypatch.setattr(api, name, spy)
+    return asked
+
+
+def library(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name)
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(70, 96, bias), nn.Linear(70, 96, bias)
+        self.act, self.down = nn.SiLU(), nn.Linear(96, 70, bias)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def plain(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    layers = nn.Linear(70, 50), nn.GELU(), nn.Linear(50, 70), MLP(True), MLP(False)
+    return nn.Sequential(*layers).to(dtype).requires_grad_(False)
+
+
+def values(weight: Any) -> Tensor:
+    """The numbers that a weight stands for, in float64."""
+    if isinstance(weight, tmm_core.Quantized):
+        if weight.along == -2:
+            return values(weight.t()).t()
+        codes = weight.stored.double()
+        if weight.format == "int4":  # the lower of K in the low bits
+            low, high = weight.stored & 15, weight.stored >> 4
+            codes = torch.stack((low, high), -1).flatten(-2).double() - 8
+        scale = weight.scale.double()
+        return codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+    if hasattr(weight, "qdata"):
+        return weight.qdata.double() * weight.scale.double()
+    return weight.double()  # type: ignore[no-any-return]
+
+
+def reference(original: Any, quantised: Any) -> Any:
+    """``original`` in float64, with the values of the weights of ``quantised``."""
+    found = copy.deepcopy(original).double()
+    given = dict(quantised.named_parameters())
+    for name, parameter in found.named_parameters():
+        parameter.data = values(given[name])
+    return found
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    limit = TOLERANCE[dtype] * float(expected.abs().max())
+    assert found.dtype is dtype
+    assert_close(found.double(), expected.double(), rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+def test_weights_are_rounded(weights: str, dtype: torch.dtype, products: list[Any]) -> None:
+    original = plain(dtype)
+    model = copy.deepcopy(original)
+    report = convert(model, weights=weights)
+    assert "8 weights rounded" in str(report)
+    x = torch.randn(5, 70, dtype=dtype)
+    expected = reference(original, model)(x.double())
+    with torch.no_grad():
+        close(model(x), expected, dtype)
+    # Gate and up are one product of the joined weights.
+    assert [epilogue for _, epilogue in products] == ["gelu", "", "swiglu", "", "swiglu", ""]
+    assert all(isinstance(weight, tmm_core.Quantized) for weight, _ in products)
+    assert products[2][0].shape == (192, 70)
+    # To nearest: half a step of the largest number of the row.
+    step = {"int8": 1 / 254, "fp8": 1 / 28, "int4": 1 / 14}[weights]
+    for given, now in zip(original.parameters(), model.parameters(), strict=True):
+        if given.dim() == 2:
+            error = (values(now) - given.double()).abs().amax(-1)
+            assert bool((error <= 1.001 * step * given.double().abs().amax(-1)).all())
+            assert now.dtype is dtype
+            groups = 3 if weights == "int4" and now.shape[1] == 96 else 1
+            assert now.scale.shape == (len(now), groups)
+    report.undo()
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+    assert all(type(p) is nn.Parameter and p.dtype is dtype for p in model.parameters())
+    close(model(x), expected, dtype)
+
+
+def test_a_row_of_zeros_and_an_unknown_format() -> None:
+    layer = nn.Linear(8, 4, bias=False)
+    nn.init.zeros_(layer.weight)
+    model = nn.Sequential(layer)
+    for name in ("int3", "mxfp4"):
+        with pytest.raises(ValueError, match=name):
+            convert(model, weights=name)
+    assert type(layer) is nn.Linear
+    convert(model, weights="int8")
+    assert not model(torch.randn(3, 8)).any()
+    odd = nn.Sequential(nn.Linear(7, 4))
+    assert "stores 2 numbers in one, and K = 7" in str(convert(odd, weights="int4"))
+    assert type(odd[0].weight) is nn.Parameter
+
+
+def test_copies_moves_and_state_dicts() -> None:
+    model = nn.Sequential(MLP(True)).requires_grad_(False)
+    convert(model, weights="int8")
+    x = torch.randn(5, 70)
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = nn.Sequential(MLP(True)).requires_grad_(False)
+    convert(other, weights="int8")
+    other.load_state_dict(torch.load(file, weights_only=False))
+    for each in (other, copy.deepcopy(model)):
+        assert_close(each(x), expected)
+        assert isinstance(each[0], GatedMLP)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_close(compiled(x), expected)
+
+
+def test_a_gradient_is_refused() -> None:
+    model = plain()
+    convert(model, weights="int8")
+    with pytest.raises(RuntimeError, match="no derivative"):
+        model(torch.randn(5, 70, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_models_of_transformers(weights: str) -> None:
+    """A tied head stays as it is; Llama's and GPT-2's layers are rounded."""
+    t = library("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    for config, kind, rounded in (
+        (t.LlamaConfig(**sizes, intermediate_size=48), t.LlamaForCausalLM, 15),
+        (t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50), t.GPT2LMHeadModel, 8),
+    ):
+        torch.manual_seed(0)
+        original = kind(config).eval()
+        model = copy.deepcopy(original)
+        report = convert(model, weights=weights)
+        assert len(report.rounded) == rounded
+        tied = [item.path for item in report.left if "used elsewhere" in item.reason]
+        assert tied == ([] if rounded == 15 else ["lm_head"])
+        expected = reference(original, model)
+        with torch.no_grad():
+            close(model(IDS).logits, expected(IDS).logits, torch.float32)
+            tokens = model.generate(
+                IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+        assert tokens.shape == (2, 10)
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_weights_of_torchao(config: str, dtype: torch.dtype, products: list[Any]) -> None:
+    quantization = library("torchao.quantization")
+    original = plain(dtype)
+    model = copy.deepcopy(original)
+    quantization.quantize_(model, getattr(quantization, config)())
+    report = convert(model)
+    assert not report.left
+    x = torch.randn(5, 70, dtype=dtype)
+    with torch.no_grad():
+        close(model(x), reference(original, model)(x.double()), dtype)
+    assert [epilogue for _, epilogue in products[:2]] == ["gelu", ""]
+    layer = model[0]
+    assert products[0][0].stored.data_ptr() == layer.weight.qdata.data_ptr()
+    # Read again after its parts were replaced.
+    layer.weight.qdata = torch.zeros_like(layer.weight.qdata)
+    assert_close(layer(x), layer.bias.expand(5, -1))
+    # Gradients of the input are torchao's.
+    given = x.clone().requires_grad_()
+    model[2](given[:, :50]).sum().backward()
+    assert_close(given.grad[:, :50].double(), values(model[2].weight).sum(0).expand(5, -1),
+                 rtol=2e-2, atol=2e-2)  # fmt: skip
+    report.undo()
+    assert type(layer) is nn.Linear
+    assert type(layer.weight).__module__.startswith("torchao")
+
+
+def in_blocks(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """A weight in e4m3, and the scales of its blocks."""
+    n, k = weight.shape
+    rows, columns = -(-n // size), -(-k // size)
+    scale = torch.rand(rows, columns) + 0.5
+    each = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[:n, :k]
+    return (weight / each).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_fp8_linear_of_transformers(block: Any, dtype: torch.dtype, products: list[Any]) -> None:
+    library("transformers")
+    theirs = importlib.import_module("transformers.integrations.finegrained_fp8").FP8Linear
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    exact: list[nn.Module] = []
+    for k, n in ((200, 130), (130, 70)):
+        layer = theirs(k, n, block_size=block, has_bias=True)
+        weight = torch.randn(n, k) / k**0.5
+        stored, scale = in_blocks(weight, 128)
+        if block is None:
+            stored, scale = weight.to(torch.float8_e4m3fn), torch.tensor(0.75)
+        layer.weight.data, layer.weight_scale_inv.data = stored, scale
+        layer.bias.data = torch.randn(n).to(dtype)
+        each = scale if block is None else scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        plain = nn.Linear(k, n, dtype=torch.float64)
+        plain.weight.data = stored.double() * (each if block is None else each[:n, :k]).double()
+        plain.bias.data = layer.bias.data.double()
+        layers += [layer, nn.SiLU()]
+        exact += [plain, nn.SiLU()]
+    model = nn.Sequential(*layers)
+    report = convert(model)
+    assert [change.kind for change in report.changes] == ["epilogue", "epilogue"]
+    x = torch.randn(5, 200, dtype=dtype)
+    with torch.no_grad():
+        close(model(x), nn.Sequential(*exact)(x.double()), dtype)
+        close(model[0](x), exact[0](x.double()), dtype)
+    assert [epilogue for _, epilogue in products] == ["silu", "silu", ""]
+    report.undo()
+    assert type(model[0]) is theirs
+    assert fp8_linear.theirs() is theirs

@@ -1,0 +1,624 @@
+"""``enable()``: torch's own products, answered on a CPU as they are on CUDA."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import FakeBlas, FakeKernel, dispatcher, installed
+from torch import nn
+
+import tmm_core
+from tmm_core import Problem, dispatch
+from tmm_core.interop import aten, aten_answers, aten_report
+from tmm_core.launch import nesting
+
+Tensor = torch.Tensor
+
+ENABLED = {"_key": "CPU"}
+
+
+class Sums(FakeKernel):
+    """A product by elementwise operators alone, so that it calls no operator that is answered."""
+
+    def __init__(self, name: str = "sums", estimate: float = 1.0, **fields: Any) -> None:
+        super().__init__(name, estimate=estimate, **fields)
+        self.launched = 0
+
+    def bind(self, problem: Problem, config: Any) -> Any:
+        def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            self.launched += 1
+            wide = torch.float64
+            z = alpha * (a.to(wide)[..., :, :, None] * b.to(wide)[..., None, :, :]).sum(-2)
+            y = problem.epilogue.expression(z, bias, residual).to(problem.out.dtype)
+            y = self.spoil(y)
+            return y if out is None else out.copy_(y)
+
+        launch.cost = (self.name, 1)  # type: ignore[attr-defined]
+        return launch
+
+
+@pytest.fixture
+def sums() -> Sums:
+    kernel = Sums()
+    installed(FakeBlas(estimate=100.0), kernel)
+    return kernel
+
+
+def enable(**options: Any) -> aten.Enabled:
+    return tmm_core.enable(**{"on_cache_miss": "heuristic", **ENABLED, **options})
+
+
+def calls(name: str) -> dict[str, int]:
+    return tmm_core.enabled_report().operators[name].calls
+
+
+def exact(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    return function(*(t.detach().double() for t in tensors))
+
+
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "mm": ((5, 7), (7, 3)),
+    "bmm": ((2, 5, 7), (2, 7, 3)),
+    "addmm": ((3,), (5, 7), (7, 3)),
+    "baddbmm": ((2, 5, 3), (2, 5, 7), (2, 7, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_faster_kernel_answers(sums: Sums, name: str, dtype: torch.dtype) -> None:
+    function = getattr(torch, name)
+    tensors = [torch.randn(shape).to(dtype) for shape in SHAPES[name]]
+    with enable():
+        got = [function(*tensors) for _ in range(3)]
+        out = torch.empty_like(got[0])
+        assert function(*tensors, out=out) is out
+        report = tmm_core.enabled_report()
+    expected = exact(function, *tensors)
+    for y in (*got, out):
+        torch.testing.assert_close(
+            y.double(), expected, rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5
+        )
+    assert report.operators[name].calls == {"sums": 3, "torch": 0}
+    assert report.operators[f"{name}.out"].calls == {"sums": 1, "torch": 0}
+    assert report.calls == 4
+    assert report.saved_us == pytest.approx(4 * 99.0)
+    assert "sums 3" in str(report)
+    assert repr(report) == str(report)
+
+
+@pytest.mark.parametrize("summand", [(), (1,), (3,), (1, 3), (5, 1), (5, 3)])
+@pytest.mark.parametrize("alpha", [1, 1.0, -0.5, 3])
+def test_addmm_takes_any_summand_and_alpha(
+    sums: Sums, summand: tuple[int, ...], alpha: Any
+) -> None:
+    c, a, b = torch.randn(summand), torch.randn(5, 7), torch.randn(7, 3)
+    with enable():
+        y = torch.addmm(c, a, b, alpha=alpha)
+        assert calls("addmm") == {"sums": 1, "torch": 0}
+    torch.testing.assert_close(y, torch.addmm(c, a, b, alpha=alpha))
+
+
+def test_what_tmm_does_not_express_is_torchs(sums: Sums) -> None:
+    a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
+    odd = torch.randn(36)[1:].view(5, 7)  # not on 16 bytes
+    cases: list[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]] = [
+        (torch.addmm, (c, a, b), {"beta": 0}),
+        (torch.addmm, (c, a, b), {"beta": 0.5, "alpha": 2}),
+        (torch.addmm, (c.double(), a.double(), b.double()), {}),
+        (torch.mm, (a.double(), b.double()), {}),
+        (torch.mm, (a.to(torch.complex64), b.to(torch.complex64)), {}),
+        (torch.mm, (a.long(), b.long()), {}),
+        (torch.mm, (odd, b), {}),
+        (torch.mm, (a[:0], b), {}),
+        (torch.mm, (a[:, :0], b[:0]), {}),
+        (torch.baddbmm, (c[None], a[None], b[None]), {"beta": 2}),
+    ]
+    expected = [function(*given, **named) for function, given, named in cases]
+    with enable():
+        for (function, given, named), truth in zip(cases, expected, strict=True):
+            torch.testing.assert_close(function(*given, **named), truth, rtol=0, atol=0)
+        report = tmm_core.enabled_report()
+    assert sums.launched == report.calls == 0
+    assert sum(each.calls["torch"] for each in report.operators.values()) >= len(cases)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (torch.mm, ((2, 3), (4, 5))),
+        (torch.mm, ((2, 3, 4), (4, 5))),
+        (torch.bmm, ((2, 3, 4), (3, 4, 5))),
+    ],
+)
+def test_errors_are_torchs(sums: Sums, function: Any, shapes: Any) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    with pytest.raises(RuntimeError) as torchs:
+        function(*tensors)
+    with enable(), pytest.raises(RuntimeError) as own:
+        function(*tensors)
+    assert str(own.value) == str(torchs.value)
+    with enable(), pytest.raises(RuntimeError, match="same dtype"):
+        torch.mm(torch.randn(2, 2), torch.randn(2, 2).double())
+
+
+def test_out_that_overlaps_or_does_not_fit_is_torchs(sums: Sums) -> None:
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    expected = a @ b
+    with enable():
+        wrong = torch.empty(0)
+        torch.mm(a, b, out=wrong)  # resized
+        strided = torch.empty(4, 4).t()
+        torch.mm(a, b, out=strided)
+        answered, memory = calls("mm.out")["sums"], torch.cat([a, a])
+        torch.mm(memory[:4], b, out=memory[2:6])
+        assert calls("mm.out") == {"sums": answered, "torch": 2}
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(a, b, out=torch.empty(4, 4, dtype=torch.float64))
+    torch.testing.assert_close(wrong, expected)
+    torch.testing.assert_close(strided, expected)
+
+
+# -- as torch's own, in every way of use -----------------------------------------------------------
+
+
+# Torch's own, where it first differentiates forwards.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*`torch.jit.script`:DeprecationWarning")
+def test_gradients_of_both_modes_and_twice(sums: Sums) -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return torch.addmm(b.sum(0), a, b, alpha=0.5).tanh() @ b.t()
+
+    with enable():
+        before = sums.launched
+        first = torch.autograd.grad(function(a, b).sum(), (a, b), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (a, b))
+        _, tangent = torch.func.jvp(function, (a, b), (a.detach(), b.detach()))
+        assert sums.launched > before + 8
+    theirs = torch.autograd.grad(function(a, b).sum(), (a, b), create_graph=True)
+    torch.testing.assert_close(first, theirs)
+    torch.testing.assert_close(
+        second, torch.autograd.grad(sum(g.square().sum() for g in theirs), (a, b))
+    )
+    torch.testing.assert_close(
+        tangent, torch.func.jvp(function, (a, b), (a.detach(), b.detach()))[1]
+    )
+    # float64, for which a kernel has to be declared as torch's.
+    inputs = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    with enable():
+        assert torch.autograd.gradcheck(lambda x, y: torch.mm(x, y.t()), inputs)
+
+
+def test_no_python_node_is_recorded(sums: Sums) -> None:
+    a, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    with enable():
+        y = torch.mm(a, w)
+        assert type(y.grad_fn).__name__ == "MmBackward0"
+        y.sum().backward()
+        assert calls("mm") == {"sums": 3, "torch": 0}
+
+
+def test_vmap_autocast_inference_and_deterministic_mode(sums: Sums) -> None:
+    a, b = torch.randn(6, 3, 4), torch.randn(4, 2)
+    with enable():
+        y = torch.vmap(lambda x: x @ b)(a)
+        torch.testing.assert_close(y, torch.matmul(a.double(), b.double()).float())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = a[0] @ b
+            assert y.dtype is torch.bfloat16
+        with torch.inference_mode():
+            y = a[0] @ b
+            assert y.is_inference()
+            torch.testing.assert_close(y, exact(torch.mm, a[0], b).float())
+        launched = sums.launched
+        torch.use_deterministic_algorithms(True)
+        try:
+            y = a[0] @ b
+        finally:
+            torch.use_deterministic_algorithms(False)
+        torch.testing.assert_close(y, exact(torch.mm, a[0], b).float())
+        assert sums.launched > launched
+
+
+def test_deterministic_mode_leaves_out_what_is_not() -> None:
+    kernel = Sums(traits=tmm_core.Traits(deterministic=False))
+    installed(FakeBlas(estimate=100.0), kernel)
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with enable():
+        a @ b
+        assert kernel.launched
+        launched = kernel.launched
+        torch.use_deterministic_algorithms(True)
+        try:
+            y = a @ b
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert kernel.launched == launched
+    assert torch.equal(y, a @ b)
+
+
+def test_checkpointing_and_hooks(sums: Sums) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    with enable():
+        y = checkpoint(lambda x: layer(layer(x)), x, use_reentrant=False)
+        (own,) = torch.autograd.grad(y.sum(), x)
+    (theirs,) = torch.autograd.grad(layer(layer(x)).sum(), x)
+    torch.testing.assert_close(own, theirs)
+
+
+def test_dispatch_modes_and_subclasses_see_what_they_saw(sums: Sums) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    class Own(Tensor):
+        pass
+
+    names: list[str] = []
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with enable():
+        with Log():
+            a @ b
+        with FlopCounterMode(display=False) as counter:
+            a @ b
+        assert type(a.as_subclass(Own) @ b) is Own
+    assert names == ["aten.mm.default"]
+    assert counter.get_total_flops() == 2 * 3 * 4 * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_graphs_are_traced_as_before_and_answered(sums: Sums) -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    expected = torch.relu(layer(x))
+    with enable(), torch.no_grad():
+        torch._dynamo.reset()
+        y = torch.compile(lambda x: torch.relu(layer(x)), backend="aot_eager", fullgraph=True)(x)
+        assert calls("addmm") == {"sums": 1, "torch": 0}
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "dtensor"])
+def test_distributed_models(sums: Sums, one_rank: None, how: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(5, 8)
+    expected = _step(model, x)
+    other: Any = copy.deepcopy(model)
+    if how == "ddp":
+        other = nn.parallel.DistributedDataParallel(other)
+    elif how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        other = fully_shard(other, mesh=mesh)
+    else:
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        other = parallelize_module(other, mesh, plan)
+    with enable():
+        got = _step(other, x)
+        assert tmm_core.enabled_report().calls == 5
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
+    torch.testing.assert_close(whole, expected)
+
+
+# -- on and off ------------------------------------------------------------------------------------
+
+
+def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_disable_restores_torch_bit_for_bit(sums: Sums) -> None:
+    model = nn.Sequential(nn.Linear(33, 65), nn.GELU(), nn.Linear(65, 17))
+    x = torch.randn(19, 33)
+    before = _step(model, x)
+    enable()
+    during = _step(model, x)
+    tmm_core.disable()
+    after = _step(model, x)
+    assert all(map(torch.equal, before, after))
+    assert not all(map(torch.equal, before, during))  # summed in float64
+    torch.testing.assert_close(during, before)
+    assert not aten_answers.answers
+    assert "blas" not in nesting.NESTING
+    report = tmm_core.enabled_report()
+    assert (report.active, report.calls) == (False, 5)
+    assert "ended" in str(report)
+    tmm_core.disable()
+
+
+def test_blocks_nest_and_restore_what_was_in_force(sums: Sums) -> None:
+    a, b, c = torch.randn(3, 4), torch.randn(4, 2), torch.randn(2)
+    enable(ops=["mm"])
+    a @ b
+    assert sums.launched
+    with enable(ops=["addmm"]):
+        launched = sums.launched
+        a @ b
+        assert sums.launched == launched
+        torch.addmm(c, a, b)
+        assert sums.launched > launched
+    launched = sums.launched
+    torch.addmm(c, a, b)
+    assert sums.launched == launched
+    a @ b
+    assert sums.launched > launched
+    assert calls("mm") == {"sums": 2, "torch": 0}
+    tmm_core.disable()
+    launched = sums.launched
+    a @ b
+    assert sums.launched == launched
+
+
+def test_a_block_is_left_by_an_exception(sums: Sums) -> None:
+    with pytest.raises(ZeroDivisionError), enable():
+        raise ZeroDivisionError
+    torch.randn(2, 2) @ torch.randn(2, 2)
+    assert not sums.launched
+
+
+def test_only_and_ops_and_their_errors(sums: Sums) -> None:
+    asked: list[Problem] = []
+
+    def only(problem: Problem) -> bool:
+        asked.append(problem)
+        return problem.m >= 4
+
+    with enable(only=only):
+        for m in (2, 8, 2, 8):
+            torch.randn(m, 4) @ torch.randn(4, 2)
+        assert calls("mm") == {"sums": 2, "torch": 2}
+    assert sorted(problem.m for problem in asked) == [2, 8]
+    with pytest.raises(tmm_core.UnknownNameError, match="did you mean 'addmm'"):
+        enable(ops=["admm"])
+    with pytest.raises(tmm_core.SettingsError, match="on_cache_miss"):
+        enable(on_cache_miss="never")
+    assert not tmm_core.enabled_report().active
+
+
+def test_settings_are_obeyed(sums: Sums) -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with enable():
+        with tmm_core.override(kernel="blas"):
+            a @ b
+        assert not sums.launched
+        with tmm_core.override(disable="sums"):
+            a @ b
+        assert not sums.launched
+        with (
+            tmm_core.override(on_cache_miss="error"),
+            pytest.raises(tmm_core.CacheMissError),
+        ):
+            a @ b
+
+
+def test_a_record_decides(sums: Sums) -> None:
+    slow, _ = dispatcher(FakeBlas(), sums, times={"blas": 10.0, "sums": 4.0})
+    dispatch.default_dispatcher.made = slow
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    tmm_core.tune(tmm_core.problem(a, b))
+    with enable():
+        a @ b
+        a @ b
+        report = tmm_core.enabled_report()
+    assert report.operators["mm"].calls == {"sums": 2, "torch": 0}
+    assert report.saved_us == pytest.approx(12.0)
+
+
+def test_a_tmm_call_that_blas_answers_stays_blas(sums: Sums) -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with enable():
+        y = tmm_core.matmul(a, b, kernel="blas", epilogue="relu")
+        assert not sums.launched
+    assert torch.equal(y, torch.relu(a @ b))
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)])
+def test_a_kernel_that_raises_is_replaced_by_torch(error: BaseException) -> None:
+    launched: list[int] = []
+
+    def spoil(y: Tensor) -> Tensor:
+        launched.append(1)
+        if len(launched) > broken_from[0]:
+            raise error
+        return y
+
+    broken_from = [10**9]
+    installed(FakeBlas(estimate=100.0), Sums(spoil=spoil))
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    expected = a @ b
+    with enable():
+        a @ b
+        broken_from[0] = 0
+        with pytest.warns(tmm_core.TmmWarning, match="sums failed"):
+            y = a @ b
+        assert torch.equal(y, expected)
+        assert torch.equal(a @ b, expected)
+        assert calls("mm") == {"sums": 1, "torch": 2}
+
+
+def test_a_wrong_kernel_never_answers() -> None:
+    installed(FakeBlas(estimate=100.0), Sums(spoil=lambda y: y + 1))
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    expected = a @ b
+    with enable(), pytest.warns(tmm_core.TmmWarning, match="wrong"):
+        assert torch.equal(a @ b, expected)
+
+
+def test_a_kernel_that_multiplies_itself_gets_torchs_product() -> None:
+    """A fake computes by torch.mm, as a kernel that pads its operands does."""
+    kernel = FakeKernel("padding", estimate=1.0)
+    installed(FakeBlas(estimate=100.0), kernel)
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with enable():
+        for _ in range(3):
+            torch.testing.assert_close(a @ b, exact(torch.mm, a, b).float())
+        assert calls("mm")["padding"] >= 2
+
+
+def test_memory_errors_are_the_callers() -> None:
+    def spoil(y: Tensor) -> Tensor:
+        if broken:
+            raise torch.OutOfMemoryError("full")
+        return y
+
+    broken: list[int] = []
+    installed(FakeBlas(estimate=100.0), Sums(spoil=spoil))
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with enable():
+        a @ b
+        broken.append(1)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            a @ b
+
+
+def test_threads(sums: Sums) -> None:
+    a, b = torch.randn(9, 4), torch.randn(4, 2)
+    expected = exact(torch.mm, a, b).float()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                torch.testing.assert_close(torch.mm(a, b), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    with enable():
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            with enable(ops=["bmm"]):
+                pass
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert calls("mm")["torch"] == 0
+    assert not failures
+
+
+# -- where it does not pay -------------------------------------------------------------------------
+
+
+def test_an_operator_that_costs_more_than_it_saves_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aten, "overhead_us", lambda name: 2.0)
+    monkeypatch.setattr(aten_answers, "FIRST_REVIEW", 8)
+    installed(
+        FakeBlas(estimate=1.5), Sums(estimate=1.0, against=lambda p: ["large"] if p.m > 4 else [])
+    )
+    small, large, b = torch.randn(4, 4), torch.randn(8, 4), torch.randn(4, 2)
+    expected = large @ b
+    with enable():
+        for _ in range(4):
+            small @ b  # saves 0.5 µs
+            torch.addmm(b[0], small, b)
+        for _ in range(20):
+            assert torch.equal(large @ b, expected)
+        report = tmm_core.enabled_report().operators
+        assert "8 calls that torch answered cost the host" in report["mm"].left
+        assert report["mm"].calls == {"sums": 4, "torch": 8}
+        assert report["mm"].host_us == 2.0
+        assert not report["addmm"].left
+        assert "left to torch" in str(tmm_core.enabled_report())
+        small @ b
+        assert calls("mm")["sums"] == 4
+        torch.addmm(b[0], small, b)
+        assert calls("addmm")["sums"] == 5
+    with enable():  # asks again
+        small @ b
+        assert calls("mm")["sums"] == 1
+
+
+def test_an_operator_that_pays_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "overhead_us", lambda name: 2.0)
+    monkeypatch.setattr(aten_answers, "FIRST_REVIEW", 8)
+    installed(FakeBlas(estimate=90.0), Sums(against=lambda p: ["large"] if p.m > 4 else []))
+    with enable():
+        torch.randn(4, 4) @ torch.randn(4, 2)
+        for _ in range(20):
+            torch.randn(8, 4) @ torch.randn(4, 2)
+        assert not tmm_core.enabled_report().operators["mm"].left
+        assert calls("mm") == {"sums": 1, "torch": 20}
+
+
+@pytest.mark.parametrize("name", aten.ENTRY)
+def test_the_cost_of_passing_is_measured_without_touching_aten(name: str) -> None:
+    aten_report.overhead_us.cache_clear()
+    assert 0.0 <= aten_report.overhead_us(name) < 1000.0
+    probe = f"tmm::probe_{name.replace('.', '')}"
+    assert not torch._C._dispatch_has_kernel(probe)
+    after = str(torch.library.get_kernel(f"aten::{name}", "CPU"))
+    assert "RegisterC" in after  # torch's own
+
+
+# -- by the environment ----------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, warnings
+os.environ["TMM_ENABLE"] = {value!r}
+import tmm_core
+print(tmm_core.enabled_report().active, "tmm_core.interop.inductor" in sys.modules)
+"""
+
+
+def _run(value: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM.format(value=value)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+
+
+def test_the_environment_enables() -> None:
+    assert _run("1").stdout == "True False\n"
+    assert _run("0").stdout == "False False\n"
+    assert "TMM_ENABLE='maybe'" in _run("maybe").stderr
+
+
+def test_without_cuda_nothing_is_answered() -> None:
+    if torch.backends.cuda.is_built():
+        pytest.skip("this torch has CUDA")
+    with tmm_core.enable() as enabled:
+        assert not enabled.answered
+        assert "no operator of this torch" in str(tmm_core.enabled_report())

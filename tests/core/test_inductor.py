@@ -1,0 +1,299 @@
+"""The pass over compiled graphs, on a CPU with Inductor's own stages and its C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import FakeBlas, FakeKernel, dispatcher, installed
+from torch import nn
+
+import tmm_core
+from tmm_core import dispatch
+from tmm_core.interop import inductor
+from tmm_core.interop.inductor import OPTION, Rewrite
+
+Tensor = torch.Tensor
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*`torch.jit.script`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Online softmax:UserWarning"),
+]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+class Seen(Rewrite):
+    """The pass, and what it left: compiled no further, since the graph is run as it is."""
+
+    def __init__(self, when: Any = "always") -> None:
+        super().__init__(when)
+        self.calls: list[list[str]] = []
+        self.epilogues: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        graph.lint()
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        self.calls.append([str(node.target) for node in nodes])
+        self.epilogues += [node.args[5] for node in nodes if node.target is MATMUL]
+
+
+MATMUL = torch.ops.tmm.matmul.default
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    installed(FakeBlas())
+    yield
+    torch._dynamo.reset()
+
+
+def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = None) -> Any:
+    """The result of a function whose graphs went through Inductor's stages up to the pass, and are
+    then run as they are: compiling C++ would take seconds for each."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    seen = seen or Seen()
+
+    def compile_graph(gm: Any, example: Any) -> Any:
+        view_to_reshape(gm)
+        seen(gm.graph)
+        gm.recompile()
+        return make_boxed_func(gm)
+
+    backend = aot_autograd(fw_compiler=compile_graph, decompositions=select_decomp_table())
+    return torch.compile(function, backend=backend, dynamic=False)(*inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_becomes_one_call(
+    name: str, dtype: torch.dtype, residual: bool, bias: bool
+) -> None:
+    layer = nn.Linear(24, 40, bias=bias).to(dtype)
+    x, r = torch.randn(3, 5, 24).to(dtype), torch.randn(3, 5, 40).to(dtype)
+
+    def model(x: Tensor, r: Tensor) -> Tensor:
+        y = ACTIVATIONS[name](layer(x))
+        return r + y if residual else y
+
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(model, x, r, seen=seen)
+        assert seen.epilogues == [name]
+        (calls,) = seen.calls
+        assert not {c for c in calls if "reshape" not in c and "permute" not in c} - {str(MATMUL)}
+        expected = model_in_double(layer, x, r, name, residual)
+    assert (y.shape, y.dtype) == ((3, 5, 40), dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def model_in_double(layer: Any, x: Tensor, r: Tensor, name: str, residual: bool) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.double()
+    y = ACTIVATIONS[name](F.linear(x.double(), layer.weight.double(), bias))
+    return y + r.double() if residual else y
+
+
+def test_batches_and_matrices() -> None:
+    a, b, r = torch.randn(3, 5, 7), torch.randn(3, 7, 4), torch.randn(3, 5, 4)
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(lambda a, b, r: F.silu(torch.bmm(a, b)) + r, a, b, r, seen=seen)
+        assert seen.epilogues == ["silu"]
+        torch.testing.assert_close(y, F.silu(a @ b) + r)
+        y = passed(lambda a, b, r: torch.addmm(r, a, b, alpha=0.5), a[0], b[0], r[0], seen=seen)
+        assert seen.epilogues == ["silu", ""]
+        torch.testing.assert_close(y, r[0] + 0.5 * (a[0] @ b[0]))
+
+
+def test_what_is_read_elsewhere_is_kept() -> None:
+    a, b = torch.randn(5, 7), torch.randn(7, 4)
+    seen = Seen()
+
+    def model(a: Tensor, b: Tensor) -> Any:
+        z = a @ b
+        return z, F.silu(z)
+
+    with torch.no_grad():
+        z, y = passed(model, a, b, seen=seen)
+    assert seen.epilogues == [""]
+    torch.testing.assert_close((z, y), model(a, b))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda a, b, r: torch.addmm(r, a, b, beta=0.5),
+        lambda a, b, r: (a.double() @ b.double()).float(),
+        lambda a, b, r: F.silu(torch.addmm(r, a, b)),
+        lambda a, b, r: a @ b + r[:1],
+        lambda a, b, r: torch.add(a @ b, r, alpha=2),
+        lambda a, b, r: F.leaky_relu(a @ b),
+        lambda a, b, r: (a @ b) * torch.sigmoid(r),
+        lambda a, b, r: (a @ b) + (a @ b),
+        lambda a, b, r: torch.relu(a @ b).t() + r.t(),
+        lambda a, b, r: F.silu((a @ b).to(torch.float64)),
+        lambda a, b, r: a[:0] @ b,
+    ],
+)
+def test_other_expressions_keep_their_meaning(model: Any) -> None:
+    a, b, r = torch.randn(5, 7), torch.randn(7, 4), torch.randn(5, 4)
+    with torch.no_grad():
+        y = passed(model, a, b, r)
+    torch.testing.assert_close(y, model(a, b, r))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_training(name: str) -> None:
+    layer, x = nn.Linear(24, 40), torch.randn(3, 5, 24, requires_grad=True)
+
+    def model(x: Tensor) -> Tensor:
+        return ACTIVATIONS[name](layer(x)) + 1
+
+    inputs = (x, *layer.parameters())
+    seen = Seen()
+    got = torch.autograd.grad(passed(model, x, seen=seen).square().sum(), inputs)
+    expected = torch.autograd.grad(model(x).square().sum(), inputs)
+    torch.testing.assert_close(got, expected)
+    assert len(seen.calls) == 2
+    # Forward fuses what backward does not need the product for; backward has two products.
+    fused = name in ("relu", "tanh", "sigmoid")
+    assert seen.epilogues == [name if fused else "", "", ""]
+
+
+# -- where records say that it pays ----------------------------------------------------------------
+
+
+def recorded(times: dict[str, float], *epilogues: str | None) -> tuple[Tensor, Tensor]:
+    """Records of the products of two matrices with each epilogue."""
+    dispatch.default_dispatcher.made, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times)
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    for epilogue in epilogues:
+        tmm_core.tune(tmm_core.problem(a, b, epilogue=epilogue))
+    return a, b
+
+
+@pytest.mark.parametrize(("fast", "rewritten"), [(4.0, True), (20.0, False)])
+def test_records_decide(fast: float, rewritten: bool) -> None:
+    a, b = recorded({"blas": 10.0, "fast": fast}, "silu")
+    seen = Seen("records")
+    with torch.no_grad():
+        passed(lambda a, b: F.silu(a @ b), a, b, seen=seen)
+    assert seen.epilogues == (["silu"] if rewritten else [])
+
+
+def test_without_a_record_nothing_is_rewritten() -> None:
+    installed(FakeBlas(estimate=100.0), FakeKernel("fast", estimate=1.0))
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    seen = Seen("records")
+    with torch.no_grad():
+        passed(lambda a, b: F.silu(a @ b), a, b, seen=seen)
+    assert seen.epilogues == []
+
+
+# -- through torch.compile -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_with_varying_rows_and_the_cache_of_graphs(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layer = nn.Linear(24, 40)
+
+    def model(x: Tensor, r: Tensor) -> Tensor:
+        return r + F.silu(layer(x))
+
+    def check(m: int) -> None:
+        x, r = torch.randn(2, m, 24), torch.randn(2, m, 40)
+        torch.testing.assert_close(compiled(x, r), model(x, r))
+
+    options = tmm_core.inductor_options(when="always")
+    with torch.no_grad():
+        for hits in (0, 1):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = torch.compile(model, dynamic=True, options=options)
+            for m in (5, 7, 16):
+                check(m)
+            assert counters["inductor"]["fxgraph_cache_hit"] == hits
+    assert "tmm" in "".join(p.read_text() for p in tmp_path.rglob("*.py"))
+
+
+def test_enable_sets_and_unsets_the_pass() -> None:
+    config = tmm_core.compat.inductor_config()
+    other = Rewrite("always")
+    assert getattr(config, OPTION) is None
+    with tmm_core.enable(compile=True, _key="CPU"):
+        assert isinstance(getattr(config, OPTION), Rewrite)
+        with tmm_core.enable(compile=True, _key="CPU"):
+            assert isinstance(getattr(config, OPTION), Rewrite)
+        assert isinstance(getattr(config, OPTION), Rewrite)
+    assert getattr(config, OPTION) is None
+    assert other.uuid() is not None
+
+
+def test_a_pass_that_is_set_runs_first() -> None:
+    ran: list[str] = []
+
+    class First(tmm_core.compat.graph_pass()):  # type: ignore[misc]  # a class of torch
+        def __call__(self, graph: Any) -> None:
+            ran.append("first")
+
+        def uuid(self) -> str | None:
+            return key
+
+    key: str | None = "first"
+    options = tmm_core.inductor_options(**{OPTION: First()}, max_autotune=False)
+    own = options[OPTION]
+    assert options["max_autotune"] is False
+    own(torch.fx.Graph())
+    assert ran == ["first"]
+    assert own.uuid() == Rewrite("records", First()).uuid() != Rewrite("records").uuid()
+    assert Rewrite("always").uuid() != Rewrite("records").uuid()
+    key = None
+    assert own.uuid() is None
+    with pytest.raises(ValueError, match="when must be"):
+        tmm_core.inductor_options(when="never")  # type: ignore[arg-type]
+
+
+def test_the_key_changes_with_the_records() -> None:
+    recorded({"blas": 10.0, "fast": 4.0})
+    before = Rewrite("records").uuid()
+    assert Rewrite("records").uuid() == before
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    tmm_core.tune(tmm_core.problem(a, b))
+    assert Rewrite("records").uuid() != before
+
+
+def test_a_fault_of_the_pass_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> bool:
+        raise OSError("disk")
+
+    monkeypatch.setattr(inductor, "pays", fail)
+    a, b = torch.randn(5, 7), torch.randn(7, 4)
+    with torch.no_grad(), pytest.warns(tmm_core.TmmWarning, match="disk"):
+        y = passed(lambda a, b: a @ b, a, b, seen=Seen("records"))
+    torch.testing.assert_close(y, a @ b)

@@ -1,0 +1,272 @@
+"""``enable()`` and the pass over compiled graphs, on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tmm_core
+from tmm_core.interop import aten, aten_answers
+
+Tensor = torch.Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*`torch.jit.script`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Online softmax:UserWarning"),
+    # Torch's, of graphs that its own streams' gradients cross.
+    pytest.mark.filterwarnings(
+        "ignore:The AccumulateGrad node's stream does not match:UserWarning"
+    ),
+]
+
+#: A kernel that serves every product below, so that a test does not depend on records.
+KERNEL = "triton.persistent"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Backward calls in a GPU's own thread otherwise, which no override of this one reaches."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+    tmm_core.disable()
+
+
+@pytest.fixture
+def forced() -> Iterator[None]:
+    with tmm_core.override(kernel=KERNEL):
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def calls(name: str) -> dict[str, int]:
+    return {k: n for k, n in tmm_core.enabled_report().operators[name].calls.items() if n}
+
+
+def close(own: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """At most twice as far from the product in fp64 as torch's."""
+    bound = 2 * (torchs.double() - exact).abs().max() + 1e-3 * exact.abs().max()
+    assert (own.double() - exact).abs().max() <= bound
+
+
+CASES: dict[str, Callable[[torch.dtype], tuple[Tensor, ...]]] = {
+    "mm": lambda t: (randn(200, 264, dtype=t), randn(264, 136, dtype=t)),
+    "bmm": lambda t: (randn(3, 72, 264, dtype=t), randn(3, 264, 136, dtype=t)),
+    "addmm": lambda t: (
+        randn(136, dtype=t),
+        randn(200, 264, dtype=t),
+        randn(136, 264, dtype=t).t(),
+    ),
+    "baddbmm": lambda t: (
+        randn(3, 72, 136, dtype=t),
+        randn(3, 72, 264, dtype=t),
+        randn(3, 264, 136, dtype=t),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_products_and_their_out_forms(forced: None, name: str, dtype: torch.dtype) -> None:
+    function, tensors = getattr(torch, name), CASES[name](dtype)
+    torchs = function(*tensors)
+    exact = function(*(t.double() for t in tensors))
+    with tmm_core.enable():
+        own = [function(*tensors) for _ in range(2)]
+        out = torch.empty_like(torchs)
+        function(*tensors, out=out)
+        assert calls(name) == {KERNEL: 2}
+        assert calls(f"{name}.out") == {KERNEL: 1}
+    for y in (*own, out):
+        assert (y.dtype, y.stride()) == (torchs.dtype, torchs.stride())
+        close(y, torchs, exact)
+    assert torch.equal(function(*tensors), torchs)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scaled_products_of_8_bits(by_row: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("torch multiplies 8-bit floats from sm_89 on")
+    a = (randn(64, 256) / 4).to(torch.float8_e4m3fn)
+    b = (randn(128, 256) / 4).to(torch.float8_e4m3fn).t()
+    shape_a, shape_b = ((64, 1), (1, 128)) if by_row else ((), ())
+    scale_a = torch.rand(shape_a, device="cuda") + 0.5
+    scale_b = torch.rand(shape_b, device="cuda") + 0.5
+
+    def run() -> Tensor:
+        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16)
+
+    torchs = run()
+    with tmm_core.override(kernel=KERNEL), tmm_core.enable():
+        own = run()
+        assert calls("_scaled_mm") == {KERNEL: 1}
+    close(own, torchs, (a.double() @ b.double()) * scale_a.double() * scale_b.double())
+
+
+def test_grouped_products() -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("torch's grouped product waits for the host")
+    a, b = randn(200, 256), randn(4, 256, 128)
+    offs = torch.tensor([10, 90, 90, 200], device="cuda", dtype=torch.int32)
+    exact = torch.cat(
+        [g.double() @ w.double() for g, w in zip(a.tensor_split([10, 90, 90]), b, strict=True)]
+    )
+    torchs = F.grouped_mm(a, b, offs=offs)
+    with tmm_core.override(kernel="triton.ragged"), tmm_core.enable():
+        own = F.grouped_mm(a, b, offs=offs)
+        assert calls("_grouped_mm") == {"triton.ragged": 1}
+    close(own, torchs, exact)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)
+    return nn.Sequential(*layers).to("cuda", torch.bfloat16)
+
+
+def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x)
+    grads = torch.autograd.grad(y.float().square().mean(), [x, *model.parameters()])
+    return [y.detach(), *grads]
+
+
+def test_a_training_step_and_torch_bit_for_bit_after_it(forced: None) -> None:
+    model, x = _model(), randn(512, 256).requires_grad_()
+    before = _step(model, x)
+    with tmm_core.enable():
+        own = _step(model, x)
+        report = tmm_core.enabled_report()
+    assert report.operators["addmm"].calls[KERNEL] == 2
+    assert report.operators["mm"].calls[KERNEL] == 4
+    assert all(map(torch.equal, _step(model, x), before))
+    exact = _step(_model().double(), x.detach().double().requires_grad_())
+    for mine, theirs, truth in zip(own, before, exact, strict=True):
+        close(mine, theirs, truth)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_capture(forced: None, cold: bool) -> None:
+    a, b = randn(64, 256), randn(256, 128)
+    torch.mm(a, b)
+    with tmm_core.override(verify=False), tmm_core.enable():
+        if not cold:
+            torch.mm(a, b)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = torch.mm(a, b)
+        a.copy_(randn(64, 256))
+        graph.replay()
+        close(y, a @ b, a.double() @ b.double())
+
+
+def test_streams(forced: None) -> None:
+    a, b = randn(2048, 2048), randn(2048, 2048)
+    exact = a.double() @ a.double() @ b.double()
+    torchs = a @ a @ b
+    with tmm_core.enable():
+        a @ b
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            z = a @ a
+            y = z @ b
+        torch.cuda.current_stream().wait_stream(stream)
+    close(y, torchs, exact)
+
+
+def test_modes(forced: None) -> None:
+    a, b = randn(3, 64, 256), randn(256, 128)
+    exact = a.double() @ b.double()
+    with tmm_core.enable():
+        close(torch.vmap(lambda x: x @ b)(a), a @ b, exact)
+        with torch.inference_mode():
+            y = a[0] @ b
+            assert y.is_inference()
+        close(y, a[0] @ b, exact[0])
+        with torch.autocast("cuda", torch.bfloat16):
+            y = a[0].float() @ b.float()
+        assert y.dtype is torch.bfloat16
+        close(y, a[0] @ b, exact[0])
+
+
+def test_untuned_products_are_answered_and_never_wrong() -> None:
+    a, b = randn(300, 520), randn(520, 264)
+    with tmm_core.enable():
+        for _ in range(3):
+            y = a @ b
+        assert sum(calls("mm").values()) == 3
+    close(y, a @ b, a.double() @ b.double())
+
+
+def test_what_the_host_pays(forced: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is asserted of times: they are printed, for whoever runs this."""
+    a, b, bias = randn(64, 64), randn(64, 64), randn(64)
+    functions = {"mm": lambda: torch.mm(a, b), "addmm": lambda: torch.addmm(bias, a, b)}
+
+    def host_us(function: Callable[[], Any]) -> float:
+        best = float("inf")
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                function()
+            best = min(best, time.perf_counter() - start)
+        return best * 1e6 / 50
+
+    lines = []
+    for name, function in functions.items():
+        torchs = host_us(function)
+        with tmm_core.enable():
+            answered = host_us(function)
+        with tmm_core.enable(only=lambda problem: False):
+            passed = host_us(function)
+            assert set(calls(name)) == {"torch"}
+        lines.append(
+            f"{name} 64×64×64: torch {torchs:.1f} µs of the host, answered {answered:.1f}, "
+            f"passed on {passed:.1f} (measured on the CPU: +{aten.overhead_us(name):.1f})"
+        )
+    assert set(lines)
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+
+
+def test_the_report_and_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten_answers, "FIRST_REVIEW", 100)
+    a, b = randn(64, 64), randn(64, 64)
+    torchs = a @ b
+    with tmm_core.enable(only=lambda problem: False):
+        for _ in range(150):
+            assert torch.equal(a @ b, torchs)
+        report = tmm_core.enabled_report()
+    assert report.operators["mm"].calls == {"torch": 100}
+    assert "left to torch" in str(report)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_model(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(256, 512).to("cuda", torch.bfloat16)
+
+    def model(x: Tensor, r: Tensor) -> Tensor:
+        return r + F.silu(layer(x))
+
+    options = tmm_core.inductor_options(when="always")
+    compiled = torch.compile(model, dynamic=dynamic, options=options)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        for m in (33, 64, 100):
+            x, r = randn(2, m, 256), randn(2, m, 512)
+            weight, bias = layer.weight.double(), layer.bias.double()
+            exact = F.silu(F.linear(x.double(), weight, bias)) + r.double()
+            close(compiled(x, r), model(x, r), exact)
+    assert any("tmm::matmul" in event.key for event in profile.key_averages())

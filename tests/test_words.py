@@ -1,0 +1,100 @@
+"""Pages, comments and docstrings use the field's words: the private ones of earlier versions do
+not return."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("tmm_core", "plugins", "cache", "docs", "examples")
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(path for name in FOLDERS for path in (ROOT / name).rglob("*")),
+    )
+    if path.suffix in (".py", ".md")
+)
+#: Each private word, and what to write in its place.
+PRIVATE = {
+    r"outlast\w*": "slower than BLAS in steady state",
+    r"without pause": "in steady state, back to back",
+    r"(by|in|take|takes|took|taking) turns": "interleaved",
+    r"held up": "disturbed",
+    r"levelled": "normalised per round",
+    r"rehears\w*": "dry run",
+    r"posed": "a problem instance, a compile job; described",
+    r"(of )?kin": "same architecture",
+    r"soil\w*": "poisoned",
+    r"lets? through": "re-raise",
+    r"beside the result": "auxiliary outputs",
+    r"as (it|they) lies?": "in its memory layout",
+    r"(is|are|was) told": "is reported",
+    r"asked of": "query",
+}
+WORDS = re.compile(rf"\b({'|'.join(PRIVATE)})\b", re.IGNORECASE)
+
+#: Files that still have such words. It only shrinks: a file that has none must leave the list.
+EXEMPT = {
+    "plugins/tmm_triton/tiled.py",
+    "tmm_core/interop/calls.py",
+    "tmm_core/interop/outputs_operator.py",
+    "tmm_core/launch/grouped_call.py",
+    "tmm_core/launch/warm.py",
+    "tmm_core/spec/epilogue.py",
+    "tmm_core/spec/launcher.py",
+    "tmm_core/spec/port.py",
+}
+
+
+def prose(path: Path) -> str:
+    """A page without its code, or a module's comments, docstrings and messages."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    parts = [
+        token.string.lstrip("#: ")
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    constants = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    parts += [node.value for node in constants if isinstance(node.value, str)]
+    return re.sub(r"``.*?``", "", " ".join(parts), flags=re.DOTALL)
+
+
+def found(file: str) -> list[str]:
+    return [match[0] for match in WORDS.finditer(re.sub(r"\s+", " ", prose(ROOT / file)))]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in EXEMPT])
+def test_no_private_word(file: str) -> None:
+    words = found(file)
+    advice = [
+        text for word in words for key, text in PRIVATE.items() if re.fullmatch(key, word, re.I)
+    ]
+    assert not words, f"{file}: {', '.join(words)}; write: {', '.join(advice)}"
+
+
+@pytest.mark.parametrize("file", sorted(EXEMPT))
+def test_an_exempt_file_needs_it(file: str) -> None:
+    assert found(file), f"{file} is clean: remove it from EXEMPT"
+
+
+def test_a_private_word_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("It outlasts BLAS.\n\n```\nwithout pause\n```\n")
+    assert WORDS.findall(prose(path))
+    assert "pause" not in prose(path)
+    module = tmp_path / "module.py"
+    module.write_text(
+        'def f():\n    """They take\n    turns."""\n    # without pause\n    posed = 1\n'
+    )
+    text = re.sub(r"\s+", " ", prose(module))
+    assert sorted(match[0] for match in WORDS.finditer(text)) == ["take turns", "without pause"]

@@ -1,0 +1,183 @@
+"""Layers for the ``kernels`` package, whose ``kernelize`` gives a module another layer's forward.
+
+``kernelize`` never looks at the module itself. A forward here checks at each call that the module
+computes what the layer stands for; otherwise it runs the forward of the module's own class.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core import api, compat
+from tmm_core.epilogues import GATED_BY
+from tmm_core.interop import fallbacks
+from tmm_core.nn import activation, conv1d, fusion_match
+from tmm_core.nn.activation import Activation
+from tmm_core.nn.trace import NotProvenError, trace
+
+Tensor = torch.Tensor
+
+
+# kernelize takes layers without a constructor, methods or attributes of their own.
+class Linear(nn.Module):
+    """``torch.nn.Linear`` over the kernel registry."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _is_product(self, nn.Linear):
+            return own_forward(self, input)
+        return api.linear(input, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+class Conv1D(nn.Module):
+    """Transformers' ``Conv1D``, a linear layer whose weight is ``[in, out]``."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _is_product(self, conv1d.theirs()):
+            return own_forward(self, x)
+        return api.matmul(x, self.weight, bias=self.bias)  # type: ignore[arg-type]
+
+
+class GatedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, with the activation in the kernel of ``gate``.
+
+    kernelize changes no parameter, so gate and up stay two products. ``tmm_core.nn.convert`` joins
+    their weights and computes one.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = _gating(self)
+        if found is None:
+            return own_forward(self, x)
+        (gate, up, down), epilogue = found
+        between = api.linear(x, gate.weight, gate.bias, epilogue=epilogue)
+        return down(between * up(x))  # type: ignore[no-any-return]
+
+
+LAYERS: tuple[type[nn.Module], ...] = (Linear, Conv1D, GatedMLP)
+_FORWARDS = frozenset(layer.forward for layer in LAYERS)
+
+
+def own_forward(module: Any, x: Any) -> Any:
+    """The result of the forward that the class of ``module`` defines."""
+    return type(module).forward(module, x)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether ``kernelize`` gave ``module`` a forward of these layers."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, types.MethodType) and forward.__func__ in _FORWARDS
+
+
+def _is_product(layer: Any, kind: type | None) -> bool:
+    """Whether ``layer`` is of exactly this type and multiplies by a plain weight."""
+    return type(layer) is kind and not fallbacks.foreign(layer.weight)
+
+
+def _does_no_more(layer: Any) -> bool:
+    """Whether calling a linear layer computes its product, and nothing else."""
+    if not _is_product(layer, nn.Linear):
+        return False
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    hooks = hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return not hooks and ("forward" not in layer.__dict__ or is_ours(layer))
+
+
+#: What the forward of a class was proven to compute; None: not a gated MLP.
+_proven: dict[type[nn.Module], tuple[Any, fusion_match.Gating] | None] = {}
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether the class of ``module`` has the forward of a gated MLP of linear layers."""
+    kind = type(module)
+    if kind not in _proven:
+        given = module.__dict__.pop("forward", None) if is_ours(module) else None
+        try:  # the proof is about the forward of the class
+            _proven[kind] = _prove(module)
+        finally:
+            if given is not None:
+                module.__dict__["forward"] = given
+    return _proven[kind] is not None
+
+
+def _prove(module: nn.Module) -> tuple[Any, fusion_match.Gating] | None:
+    if len(module._modules) < 3 or any(child._modules for child in module.children()):
+        return None
+    found = {name: activation.recognise(child) for name, child in module.named_children()}
+    try:
+        traced = trace(module)
+        gating = fusion_match.gating(traced, {n: act for n, act in found.items() if act})
+    except NotProvenError:
+        return None
+    # An attribute that the forward reads may differ from one module of the class to the next.
+    if traced.reads or traced.tensors or gating.activation is None:
+        return None
+    return type(module).forward, gating
+
+
+def _gating_activations() -> tuple[Activation, ...]:
+    """The gating activations of torch and of Transformers, if it is installed."""
+    modules: list[nn.Module] = [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.ReLU()]
+    if importlib.util.find_spec("transformers") is not None:
+        theirs = importlib.import_module("transformers.activations").ACT2FN
+        modules += [theirs[name] for name in ("gelu", "gelu_pytorch_tanh", "gelu_new", "silu")]
+    found = (activation.recognise(module) for module in modules)
+    return tuple(dict.fromkeys(each for each in found if each and each.epilogue in GATED_BY))
+
+
+# Not looked up at a call: a graph being traced could not read a cache.
+_ACTIVATIONS = _gating_activations()
+
+
+def _gating(mlp: nn.Module) -> tuple[list[Any], str] | None:
+    """The layers of a gated MLP and its activation; None if its class must compute it."""
+    kind = type(mlp)
+    if kind not in _proven and not torch.compiler.is_compiling():
+        is_gated_mlp(mlp)
+    proven = _proven.get(kind)
+    if proven is None or kind.forward is not proven[0] or compat.global_hooks():
+        return None
+    gating, children = proven[1], mlp._modules
+    layers = [children.get(name) for name in gating.names]
+    if not (_does_no_more(layers[0]) and _does_no_more(layers[1])):
+        return None
+    act = children.get(str(gating.activation))
+    for known in _ACTIVATIONS:
+        if known.is_(act):
+            return layers, known.epilogue
+    return None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Where ``kernelize`` loads a layer from: this package, not a hub."""
+
+    layer: type[nn.Module]
+
+    def load(self) -> type[nn.Module]:
+        return self.layer
+
+
+#: Names of layers in mappings, with the layer that serves each.
+NAMES: dict[str, type[nn.Module]] = {
+    "Linear": Linear,
+    "Conv1D": Conv1D,
+    "SwiGLUMLP": GatedMLP,
+    "GeGLUMLP": GatedMLP,
+    # Any gating activation: SwiGLUMLP and GeGLUMLP of other mappings stand for one.
+    "GatedMLP": GatedMLP,
+}

@@ -1,0 +1,253 @@
+"""Answers torch's own products (``torch.mm`` and what is computed by it) without changing code.
+
+:func:`enable` registers an entry (:mod:`tmm_core.interop.aten_answers`) in place of torch's kernel
+for each operator, below autograd, so that torch's own derivatives call it again; :func:`disable`
+removes them.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, get_args
+
+import torch
+
+from tmm_core import compat, settings
+from tmm_core.errors import SettingsError, UnknownNameError
+from tmm_core.interop import aten_answers
+from tmm_core.interop.aten_answers import Operator
+from tmm_core.interop.aten_entries import ENTRY, entry_of
+from tmm_core.interop.aten_report import EnabledReport, OperatorReport, overhead_us
+from tmm_core.launch import warm
+from tmm_core.launch.nesting import NESTING
+from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.problem import Problem
+
+#: The default on a miss: no call waits, since a model has hundreds of products.
+ON_CACHE_MISS: settings.OnCacheMiss = "heuristic"
+if "background" in get_args(settings.OnCacheMiss):
+    ON_CACHE_MISS = "background"  # type: ignore[assignment,unused-ignore]
+
+#: The names by which ``ops`` selects operators: without the overload.
+NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
+
+
+@dataclass
+class _Answered:
+    """An operator while it is answered, and what holds it in place.
+
+    Attributes:
+        library: Registers the entry; destroying it restores torch's kernel.
+        left: Why it is not answered any more; empty if it is.
+    """
+
+    operator: Operator
+    library: Any
+    left: str = ""
+
+    def leave(self, why: str = "") -> None:
+        self.left = why
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+
+@dataclass
+class Enabled:
+    """What :func:`enable` did. As a context manager it is undone at the end of the block; whatever
+    was in force before is in force again."""
+
+    ops: tuple[str, ...]
+    only: Callable[[Problem], bool] | None
+    on_cache_miss: settings.OnCacheMiss
+    compile: bool
+    key: str
+    answered: dict[str, _Answered] = field(default_factory=dict, repr=False)
+    _set_pass: bool = field(default=False, repr=False)
+
+    def __enter__(self) -> Enabled:
+        with _lock:
+            if self not in _stack:
+                _change([*_stack, self])
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _lock:
+            if self in _stack:
+                _change([each for each in _stack if each is not self])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def install(self) -> None:
+        names = [name for name in ENTRY if name.partition(".")[0] in self.ops]
+        for name in names:
+            try:
+                torchs = compat.aten_kernel(f"aten::{name}", self.key)
+            except RuntimeError:  # this torch has none
+                continue
+            operator = Operator(name, torchs, self.only, self.on_cache_miss, self.review)
+            if (known := self.answered.get(name)) is not None:  # another block was inside this one
+                if known.left:
+                    continue
+                operator, known.operator.torchs = known.operator, operator.torchs
+            library = _registered(name, entry_of(operator), self.key)
+            _recent.append(compat.aten_kernel(f"aten::{name}", self.key))
+            self.answered[name] = _Answered(operator, library)
+        if self.compile:
+            from tmm_core.interop import inductor  # imports parts of torch's compiler
+
+            self._set_pass = inductor.install()
+
+    def uninstall(self) -> None:
+        for each in self.answered.values():
+            each.leave(each.left)
+        if self._set_pass:
+            from tmm_core.interop import inductor
+
+            inductor.uninstall()
+            self._set_pass = False
+
+    def review(self, operator: Operator) -> None:
+        """Leave an operator to torch if its host cost is more than what it saved."""
+        operator.review_at *= 2
+        if operator.pending:  # choices that are still being measured may save more
+            operator.pending = False
+            return
+        cost = operator.passed * overhead_us(operator.name)
+        saved = sum(tally.saved_us for tally in operator.tallies.values())
+        if cost > saved:
+            self.answered[operator.name].leave(
+                f"{operator.passed} calls that torch answered cost the host {cost / 1e3:.1f} ms, "
+                f"and the others saved {saved / 1e3:.1f}"
+            )
+
+
+_lock = threading.RLock()
+#: All that is enabled; only the last, the innermost, is in force.
+_stack: list[Enabled] = []
+#: Entries as torch's dispatcher holds them, for some time after their libraries are destroyed: a
+#: thread may be about to call one, and would find its memory freed.
+_recent: deque[Any] = deque(maxlen=1024)
+#: The last that was in force, for a report after its end.
+_last: Enabled | None = None
+
+
+def enable(
+    *,
+    ops: Iterable[str] | None = None,
+    only: Callable[[Problem], bool] | None = None,
+    on_cache_miss: settings.OnCacheMiss | None = None,
+    compile: bool = False,
+    _key: str = "CUDA",
+) -> Enabled:
+    """Answer torch's own products on CUDA by tmm's kernels, in this process, until
+    :func:`disable`; or in a ``with`` block.
+
+    >>> tmm_core.enable()                                     # doctest: +SKIP
+    >>> with tmm_core.enable(ops=["mm", "addmm"]):            # doctest: +SKIP
+    ...     model(x).sum().backward()
+
+    A kernel answers a product of bf16, fp16, fp32 or scaled 8-bit operands if a record says that it
+    is faster, or an estimate where there is no record. Torch's own kernel answers all others. On a
+    torch without CUDA nothing changes.
+
+    Args:
+        ops: Operators to answer, by default all of ``mm``, ``addmm``, ``bmm``, ``baddbmm``,
+            ``_scaled_mm`` and ``_grouped_mm``; with the first four also their forms with ``out``.
+        only: Asked once for each new :class:`Problem`; false: torch answers.
+        on_cache_miss: What a product without a record does, where the settings in force say
+            ``"tune"``; ``"background"`` by default, so that no call waits.
+        compile: Also rewrite products in graphs that ``torch.compile`` compiles from now on
+            (:func:`inductor_options`).
+
+    Returns:
+        A context manager. The call is in force at once, with or without ``with``; the innermost of
+        several is.
+
+    Raises:
+        UnknownNameError: An operator in ``ops`` that cannot be answered.
+        SettingsError: ``on_cache_miss`` has no valid value.
+        RuntimeError: This torch cannot give its own kernels (before 2.10).
+    """
+    selected = NAMES if ops is None else tuple([ops] if isinstance(ops, str) else ops)
+    for name in selected:
+        if name not in NAMES:
+            raise UnknownNameError("operator", str(name), NAMES)
+    mode = on_cache_miss or ON_CACHE_MISS
+    if mode not in get_args(settings.OnCacheMiss):
+        raise SettingsError(f"on_cache_miss must be one of tune, heuristic, error, got {mode!r}")
+    if compat.aten_kernel is None:
+        raise RuntimeError(f"torch {torch.__version__} has no torch.library.get_kernel")
+    enabled = Enabled(selected, only, mode, compile, _key)
+    if _key == "CUDA" and not torch.backends.cuda.is_built():
+        enabled.ops = ()  # the report says so
+    with _lock:
+        _change([*_stack, enabled])
+    return enabled
+
+
+def disable() -> None:
+    """Undo every :func:`enable`: torch's own kernels answer, and its graphs are compiled as
+    before."""
+    with _lock:
+        _change([])
+
+
+def _change(stack: list[Enabled]) -> None:
+    """Put the last of ``stack`` in force."""
+    global _last
+    if _stack:
+        _last = _stack[-1]
+        _last.uninstall()
+    NESTING.discard(BASELINE)
+    _stack[:] = stack
+    if stack:
+        # BLAS computes by torch.mm, which then is torch's own.
+        NESTING.add(BASELINE)
+        stack[-1].install()
+        _last = stack[-1]
+    warm.forget_plans()
+
+
+def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # Torch says once per process that a kernel is overridden, which is the purpose.
+        warnings.filterwarnings("ignore", ".*previously registered kernel", UserWarning)
+        warnings.filterwarnings("ignore", ".*Warning only once", UserWarning)
+        library.impl(name, entry, key, with_keyset=True, allow_override=True)
+    return library
+
+
+def enabled_report() -> EnabledReport:
+    """How often each operator was answered by whom, and what that saved: since the :func:`enable`
+    in force, or the last one."""
+    with _lock:
+        enabled, active = (_stack[-1], True) if _stack else (_last, False)
+        answered = dict(enabled.answered) if enabled is not None else {}
+    found = {}
+    for name, each in answered.items():
+        operator = each.operator
+        calls = {kernel: tally.calls for kernel, tally in operator.tallies.items()}
+        measured = operator.review_at > aten_answers.FIRST_REVIEW and not operator.pending
+        found[name] = OperatorReport(
+            name,
+            {**calls, "torch": operator.passed},
+            sum(tally.saved_us for tally in operator.tallies.values()),
+            overhead_us(name) if measured else None,
+            each.left,
+        )
+    return EnabledReport(found, active)

@@ -1,0 +1,205 @@
+"""Who answers torch's own products while :func:`tmm_core.enable` is in force: chosen at the first
+call of a key, and replayed by :mod:`tmm_core.interop.aten_entries`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tmm_core import dispatch, settings
+from tmm_core.errors import CacheMissError, SettingsError, TmmError, error_text, reraise, warn
+from tmm_core.launch import grouped_call as launch_grouped
+from tmm_core.launch import warm
+from tmm_core.launch.collector import collector_off
+from tmm_core.launch.nesting import launching
+from tmm_core.launch.plan import Choice, Plan
+from tmm_core.settings import overridden
+from tmm_core.spec.arguments import Arguments, GroupedArguments
+from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.problem import Problem
+
+Tensor = torch.Tensor
+
+#: Calls of an operator that torch's kernel answers before their host cost is first compared with
+#: what the others saved; then after twice as many, and so on.
+FIRST_REVIEW = 1000
+
+
+class Tally:
+    """How many calls of an operator one kernel answered, and the µs that they saved."""
+
+    __slots__ = ("calls", "saved_us")
+
+    def __init__(self) -> None:
+        self.calls, self.saved_us = 0, 0.0
+
+
+class Answer:
+    """Who answers the calls of one key.
+
+    Attributes:
+        launch: The chosen kernel's launcher; None: torch's own kernel.
+        as_bias: Whether the summand of the product is a bias, else a residual.
+    """
+
+    __slots__ = ("as_bias", "choice", "kernel", "launch", "problem", "saves_us", "tally")
+
+    kernel: str
+    choice: Choice | None
+    problem: Problem | None
+    launch: Callable[..., Tensor] | None
+    as_bias: bool
+    saves_us: float
+    tally: Tally | None
+
+    def __init__(self) -> None:
+        self.kernel, self.choice, self.problem, self.launch = BASELINE, None, None, None
+        self.as_bias, self.saves_us, self.tally = False, 0.0, None
+
+    def count(self) -> None:
+        tally = self.tally
+        assert tally is not None
+        tally.calls += 1
+        tally.saved_us += self.saves_us
+
+
+THROUGH = Answer()
+
+#: Answers by keys, which begin with the operator.
+answers: dict[tuple[Any, ...], Answer] = {}
+warm.TABLES.append(answers)
+
+
+class Operator:
+    """One aten operator that is answered.
+
+    Args:
+        name: With its overload, like ``mm.out``.
+        torchs: Torch's own kernel, as ``torch.library.get_kernel`` returns it.
+        only: Which problems may be answered; all if None.
+        on_cache_miss: What to do without a record, where the settings in force say ``"tune"``,
+            which would make a model wait.
+        review: Called with the operator after so many calls that torch's kernel answered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        torchs: Any,
+        only: Callable[[Problem], bool] | None,
+        on_cache_miss: settings.OnCacheMiss,
+        review: Callable[[Operator], None],
+    ) -> None:
+        self.name, self.only, self.on_cache_miss = name, only, on_cache_miss
+        self.torchs: Callable[..., Any] = torchs.call_boxed
+        self.review = review
+        self.review_at = FIRST_REVIEW
+        #: Keyed by the kernels' names.
+        self.tallies: dict[str, Tally] = {}
+        self.passed = 0
+        #: Whether a choice was made since the last review that another one will replace.
+        self.pending = False
+
+    def through(self, keys: Any, *arguments: Any, **named: Any) -> Any:
+        """The answer of torch's own kernel."""
+        current = overridden()
+        if current is None or not current.nested:  # else a kernel's own product, or a verification
+            self.passed = passed = self.passed + 1
+            if passed == self.review_at:
+                self.review(self)
+        return self.torchs(keys, *arguments, **named)
+
+    def first(
+        self,
+        key: tuple[Any, ...],
+        call: Arguments | GroupedArguments | None,
+        wrap: Callable[[Any], Callable[..., Tensor]] | None = None,
+        as_bias: bool = False,
+    ) -> Answer:
+        """The answer of a key that has none yet, which later calls replay.
+
+        Args:
+            call: As tmm's own operators take it; None: it is for torch.
+            wrap: Makes the launcher of a plan; by default the plan's own.
+
+        Raises:
+            CacheMissError: ``on_cache_miss="error"`` and no record.
+            TmmError: The settings are not usable.
+        """
+        if call is None or settings.current().nested:
+            return _keep(key, THROUGH)
+        pose = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
+        try:
+            if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
+                with collector_off():
+                    return self._chosen(key, call, pose, wrap, as_bias)
+            return self._chosen(key, call, pose, wrap, as_bias)
+        except BaseException as error:
+            reraise(error)
+            if issubclass(type(error), (CacheMissError, SettingsError)):
+                raise
+            # Torch answers, or refuses in its own words.
+            if not issubclass(type(error), (TmmError, RuntimeError, ValueError, TypeError)):
+                warn(f"torch answers {self.name}: choosing a kernel raised {error_text(error)}")
+        return _keep(key, THROUGH)
+
+    def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any, as_bias: bool) -> Answer:
+        if (outer := launching()) is not None:
+            warm.nest(outer)
+            return THROUGH
+        current = settings.current()
+        if current.on_cache_miss == "tune":
+            current = settings.changed(current, on_cache_miss=self.on_cache_miss)
+        plan = warm.make_plan(call, warm.epilogue_of(""), current, self._posed(pose), waits=False)
+        kept = plan.choice.lasting and not plan.problem.capturing
+        self.pending |= not kept
+        if plan.kernel == BASELINE:
+            return _keep(key, THROUGH) if kept else THROUGH
+        answer = Answer()
+        answer.kernel, answer.choice, answer.problem = plan.kernel, plan.choice, plan.problem
+        answer.launch = plan.launcher if wrap is None else wrap(plan)
+        answer.as_bias = as_bias
+        answer.saves_us = self._saved_us(plan)
+        answer.tally = self.tallies.setdefault(plan.kernel, Tally())
+        return _keep(key, answer) if kept else answer
+
+    def _saved_us(self, plan: Plan) -> float:
+        from tmm_core.dispatch.saving import saving_us  # with the dispatcher, which a plan needed
+
+        return saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
+
+    def _posed(self, pose: Any) -> Any:
+        """``pose`` that refuses what ``only`` leaves to torch."""
+        if self.only is None:
+            return pose
+
+        def posed(call: Any, epilogue: Any, current: settings.Settings) -> Any:
+            problem, fold = pose(call, epilogue, current)
+            if not self.only(problem):  # type: ignore[misc]  # not None
+                raise _LeftError
+            return problem, fold
+
+        return posed
+
+    def failed(self, key: tuple[Any, ...], plan: Answer, error: BaseException) -> None:
+        """Quarantine the kernel of an answer that raised, so that torch's answers in its place.
+
+        Raises:
+            BaseException: ``error``, if the caller should see it.
+        """
+        if not warm.quarantine(plan, error):
+            raise error
+        answers.pop(key, None)
+
+
+class _LeftError(TmmError):
+    """``only`` leaves a problem to torch."""
+
+
+def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:
+    if len(answers) >= warm.MAX_PLANS:
+        answers.clear()
+    answers[key] = answer
+    return answer

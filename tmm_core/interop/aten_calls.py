@@ -1,0 +1,114 @@
+"""Calls of aten's products as calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
+
+A call is None where tmm does not answer it: other dtypes, addresses that are not multiples of 16
+bytes, empty operands, and whatever torch would refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tmm_core import compat
+from tmm_core.launch.grouped_call import each_bias
+from tmm_core.spec.arguments import GROUPED_EXTRAS, Arguments, GroupedArguments
+
+Tensor = torch.Tensor
+
+#: The dtypes of operands that tmm answers; others are torch's.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Arguments | None:
+    """A call of ``mm`` or ``bmm``.
+
+    Args:
+        offset: The bits by which an address is no multiple of 16.
+    """
+    one_device = all(t.device == a.device for t in (b, out) if t is not None)
+    if offset or a.dtype not in DTYPES or a.dtype != b.dtype or not one_device:
+        return None
+    if 0 in a.shape or 0 in b.shape or a.dim() != b.dim() or a.shape[-1] != b.shape[-2]:
+        return None
+    if out is not None:
+        shape = (*a.shape[:-1], b.shape[-1])
+        if out.dtype != a.dtype or out.shape != shape or compat.internal_overlap(out):
+            return None
+    return Arguments(a, b, out=out)
+
+
+def call_with_summand(
+    offset: int, a: Tensor, b: Tensor, c: Tensor, alpha: Any, out: Tensor | None = None
+) -> tuple[Arguments | None, None, bool]:
+    """A call of ``addmm`` or ``baddbmm``; the maker of its launcher, by default; and whether ``c``
+    is a bias."""
+    call = plain_call(offset, a, b, out)
+    real = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if call is None or not real or c.dtype != a.dtype or c.device != a.device:
+        return None, None, False
+    call = call._replace(alpha=float(alpha))
+    if c.shape == b.shape[-1:] and a.dim() == 2:
+        return call._replace(bias=c), None, True
+    return call._replace(residual=c), None, False
+
+
+def scaled_call(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Arguments | None:
+    """A call of ``_scaled_mm``, if its scales are one number, or one for each row and column."""
+    wide = out_dtype in DTYPES and scale_result is None
+    if not wide or a.dtype not in EIGHT_BIT or b.dtype not in EIGHT_BIT:
+        return None
+    if {scale_a.dtype, scale_b.dtype} != {torch.float32}:
+        return None
+    one = scale_a.numel() == scale_b.numel() == 1
+    if not one and (scale_a.shape, scale_b.shape) != ((a.shape[0], 1), (1, b.shape[1])):
+        return None
+    return Arguments(a, b, bias, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b)
+
+
+def scaled_launch(plan: Any) -> Callable[..., Tensor]:
+    """The launcher of a plan, called as ``_scaled_mm``."""
+    launch = plan.with_extras
+
+    def run(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, *_: Any
+    ) -> Tensor:
+        return launch(a, b, bias, None, 1.0, None, scale_a, scale_b, None, None)  # type: ignore[no-any-return]
+
+    return run
+
+
+def grouped_call(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> GroupedArguments | None:
+    """A call of ``_grouped_mm`` with ragged groups."""
+    if offs is None or a.dtype not in DTYPES or a.dtype != b.dtype:
+        return None
+    return GroupedArguments(a, b, offs, bias, out_dtype=out_dtype)
+
+
+def grouped_launch(plan: Any) -> Callable[..., Tensor]:
+    """The launcher of a plan, called as ``_grouped_mm``."""
+    launch = plan.with_extras
+    absent = (None,) * (len(GROUPED_EXTRAS) - 1)
+
+    def run(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
+        each = each_bias(bias, offs)
+        return launch(a, b, each, None, 1.0, None, offs, *absent)  # type: ignore[no-any-return]
+
+    return run

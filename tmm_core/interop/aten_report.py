@@ -1,0 +1,111 @@
+"""The cost and the gain of :func:`tmm_core.enable`."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core import compat
+from tmm_core.interop.aten_answers import Operator
+from tmm_core.interop.aten_entries import entry_of
+
+#: The repetitions of a batch, and batches, that :func:`overhead_us` times.
+_REPEATS, _BATCHES = 40, 5
+
+
+@functools.cache
+def overhead_us(name: str) -> float:
+    """Microseconds of the host by which a call of this operator takes longer if torch's kernel
+    answers it after all; measured once, on tiny products on the CPU, in some milliseconds.
+
+    The entry is timed under another name, so that aten's operators on the CPU stay as they are.
+    """
+    if name.startswith("_"):
+        return overhead_us("addmm.out")  # which has as many arguments
+    base, _, overload = name.partition(".")
+    aten = getattr(getattr(torch.ops.aten, base), overload or "default")
+    kernel = compat.aten_kernel(f"aten::{name}", "CPU")
+    operator = Operator(name, kernel, lambda problem: False, "heuristic", lambda operator: None)
+    _, _, signature = str(aten._schema).partition("(")
+    probe = f"probe_{base}{overload}"
+    library = torch.library.Library("tmm", "FRAGMENT")
+    try:
+        with compat.without_modes(), torch.inference_mode():
+            library.define(f"{probe}({signature}")
+            library.impl(probe, entry_of(operator), "CPU", with_keyset=True)
+            shape = (1, 8, 8) if "bmm" in base else (8, 8)
+            given = [torch.ones(shape, device="cpu", dtype=torch.float32) for _ in range(4)]
+            tensors = given[: 3 if base in ("addmm", "baddbmm") else 2]
+            named = {"out": given[3]} if overload else {}
+            functions = aten, getattr(torch.ops.tmm, probe).default
+            best = [math.inf, math.inf]
+            for _ in range(_BATCHES):
+                for number, function in enumerate(functions):
+                    start = time.perf_counter()
+                    for _ in range(_REPEATS):
+                        function(*tensors, **named)
+                    best[number] = min(best[number], time.perf_counter() - start)
+            usual, probed = best
+            return max(0.0, probed - usual) * 1e6 / _REPEATS
+    finally:
+        library._destroy()
+
+
+@dataclass(frozen=True)
+class OperatorReport:
+    """Who answered the calls of one operator.
+
+    Attributes:
+        calls: By kernel's name; torch's own kernel is ``"torch"``.
+        saved_us: µs of GPU time that the others saved, by records or estimates.
+        host_us: µs by which a call that torch answers takes the host longer; None: not measured,
+            as it answered too few.
+        left: Why the operator was left to torch; empty if it was not.
+    """
+
+    name: str
+    calls: dict[str, int]
+    saved_us: float
+    host_us: float | None
+    left: str
+
+    def __str__(self) -> str:
+        calls = ", ".join(f"{kernel} {n}" for kernel, n in self.calls.items() if n) or "none"
+        cost = (
+            "" if self.host_us is None else f"; {self.host_us:.1f} µs of the host per call passed"
+        )
+        left = f"; left to torch: {self.left}" if self.left else ""
+        return f"{self.name}: {calls}; saved {self.saved_us / 1e3:.3g} ms{cost}{left}"
+
+
+@dataclass(frozen=True)
+class EnabledReport:
+    """Who answered since :func:`enable` was called, by operator. ``print()`` it."""
+
+    operators: dict[str, OperatorReport]
+    active: bool
+
+    @property
+    def calls(self) -> int:
+        """Calls that tmm's kernels answered."""
+        return sum(
+            n for each in self.operators.values() for k, n in each.calls.items() if k != "torch"
+        )
+
+    @property
+    def saved_us(self) -> float:
+        """µs of GPU time saved, by records or estimates."""
+        return sum(each.saved_us for each in self.operators.values())
+
+    def __str__(self) -> str:
+        if not self.operators:
+            return "tmm_core.enable(): no operator of this torch is answered in this process"
+        head = f"tmm_core.enable(), {'in force' if self.active else 'ended'}"
+        lines = [str(each) for each in self.operators.values() if any(each.calls.values())]
+        return "\n  ".join([head, *(lines or ["no product was called"])])
+
+    __repr__ = __str__

@@ -1,0 +1,188 @@
+"""Tunings that rest between slices: later calls resume them, for a share of the time that passes.
+
+A tuning consists of short steps (:data:`tmm_core.spec.steps.Steps`), which bound a slice. Each call
+pays for at most one slice, and only if earlier ones have been paid off. If calls stop, tuning
+stops, and only memory is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tmm_core.errors import UnsupportedProblemError
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.precision import require_posed
+from tmm_core.spec.problem import Problem
+from tmm_core.spec.steps import Steps
+
+#: Seconds after whose end a slice begins no further step. A step takes up to 12 ms on an H100.
+SLICE = 0.005
+#: Seconds after which a tuning that waits is resumed all the same, to look at its time limits.
+LOOK = 1.0
+
+
+@dataclass(eq=False)
+class Task:
+    """A tuning, and where it rests."""
+
+    problem: Problem
+    steps: Steps[None]
+    #: Whether it is of no use any more: another process has stored the record.
+    is_done: Callable[[], bool]
+    #: The futures that it waits for; None before its first step.
+    pending: Sequence[Future[Any]] | None = None
+    #: Whether it has ever waited: when it goes on, it takes memory.
+    waited: bool = False
+    #: When it came to rest.
+    left: float = 0.0
+    #: Index of the GPU and the stream that it was started on.
+    gpu: int | None = None
+    stream: Any = None
+
+    def is_ready(self, now: float) -> bool:
+        waiting = self.pending and not any(future.done() for future in self.pending)
+        return not waiting or now - self.left > LOOK
+
+    def may_run(self) -> bool:
+        """Whether it may be resumed on the current device, under the precision that is set."""
+        if self.problem.device.type == "cuda":
+            here = torch.cuda.current_device()
+            started_elsewhere = self.pending is not None and self.gpu != here
+            unlike = fingerprint(torch.device("cuda", here)) != self.problem.device
+            if started_elsewhere or unlike or torch.cuda.is_current_stream_capturing():
+                return False
+        try:
+            require_posed(self.problem)
+        except UnsupportedProblemError:
+            return False
+        return True
+
+
+class Background:
+    """The unfinished tunings of a process, oldest first. One of them measures at a time; while it
+    waits for compilers, the next one starts its own.
+
+    Args:
+        alone: A context in which no other process measures a problem; yields whether that is so.
+        clock: Seconds that pass.
+    """
+
+    def __init__(
+        self,
+        alone: Callable[[Problem], contextlib.AbstractContextManager[bool]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._alone, self._clock = alone, clock
+        self._tasks: dict[Hashable, Task] = {}
+        #: Seconds that slices may take now; negative: that are to be paid off.
+        self._credit, self._seen = 0.0, clock()
+        # Before the interpreter takes its modules apart.
+        self._finalizer = weakref.finalize(self, _close, self._tasks)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def add(self, name: Hashable, task: Task) -> None:
+        """Begin ``task`` in a later slice, unless there is one of this name."""
+        if not self._tasks:
+            self._seen = self._clock()
+        self._tasks.setdefault(name, task)
+
+    def abandon(self) -> None:
+        """Keep what is held for ever, in a child process, which cannot free it."""
+        self._finalizer.detach()
+        _ABANDONED.append(self._tasks)
+
+    def resume(self, share: float) -> None:
+        """Go on with a tuning for a slice, if ``share`` of the time that passed allows one. Called
+        by one thread at a time.
+
+        Raises:
+            BaseException: What interrupts the slice, which ends its tuning.
+        """
+        now = self._clock()
+        self._credit = min(SLICE, self._credit + share * (now - self._seen))
+        self._seen = now
+        name = self._next(now) if self._credit > 0 else None
+        if name is None:
+            return
+        task = self._tasks[name]
+        # Calls that are queued would be waited for, so it is better done in between.
+        if not _is_idle(task.problem) and self._credit < SLICE:
+            return
+        began, ended = now, False
+        try:
+            with self._alone(task.problem) as mine:
+                if mine:
+                    queued = self._clock()
+                    _wait_for_gpu(task.problem)
+                    began += self._clock() - queued  # which is the caller's own time
+                    ended = True
+                    ended = self._go_on(task, began + self._credit)
+        finally:
+            task.left = self._clock()
+            self._credit -= task.left - began
+            if ended:
+                self._tasks.pop(name, None)
+                task.steps.close()
+
+    def _next(self, now: float) -> Hashable | None:
+        """The tuning to go on with; None if all wait."""
+        able = (each for each in [*self._tasks.items()] if each[1].may_run())
+        for place, (name, task) in enumerate(itertools.islice(able, 2)):
+            if (place == 0 or not task.waited) and task.is_ready(now):
+                return name
+        return None
+
+    def _go_on(self, task: Task, until: float) -> bool:
+        """Resume a tuning until that time or until it waits; returns whether it has ended."""
+        if task.is_done():
+            return True
+        on_gpu = task.problem.device.type == "cuda"
+        if task.pending is None and on_gpu:
+            task.gpu, task.stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        rested = None if task.pending is None else True
+        stream: Any = torch.cuda.stream(task.stream) if on_gpu else contextlib.nullcontext()
+        # One slice writes to tensors that another allocated.
+        with stream, torch.inference_mode(False), torch.no_grad():
+            while True:
+                try:
+                    task.pending = task.steps.send(rested)
+                except StopIteration:
+                    return True
+                task.waited |= bool(task.pending)
+                _wait_for_gpu(task.problem)
+                rested, task.left = None, self._clock()
+                if task.left >= until or not task.is_ready(task.left):
+                    return False
+
+
+#: Tunings that a parent process began.
+_ABANDONED: list[object] = []
+
+
+def _close(tasks: dict[Hashable, Task]) -> None:
+    while tasks:
+        tasks.popitem()[1].steps.close()
+
+
+def _is_idle(problem: Problem) -> bool:
+    """Whether the current stream has nothing to do."""
+    return problem.device.type != "cuda" or torch.cuda.current_stream().query()
+
+
+def _wait_for_gpu(problem: Problem) -> None:
+    if problem.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()

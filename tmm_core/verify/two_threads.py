@@ -1,0 +1,248 @@
+"""Launches from two threads at once: line by line in turns, then freely.
+
+A launch takes as little as 20 µs, and on a busy machine chance may let none of hundreds overlap. So
+the threads first take turns inside the launcher's Python code. Code without lines, such as a GPU's,
+overlaps in the free launches that follow.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import functools
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+
+from tmm_core import compat
+from tmm_core.spec.launcher import Launcher
+from tmm_core.verify.data_sets import DataSets, InputSet
+
+Tensor = torch.Tensor
+
+#: How two threads launch. ``lines``: they alternate after each line. ``launches``: after each line
+#: of one, the other makes a whole launch. ``free``: nothing holds them back.
+Pace = Literal["lines", "launches", "free"]
+
+#: Free launches of each thread in a round, and the seconds that they may take beyond the least
+#: number: 32 launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
+LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 32, 0.006
+#: Seconds for which a thread goes on until the other one has made its launches.
+LONGEST_TOGETHER = 0.2
+#: Launches of each thread that alternates line by line.
+_ALTERNATING = 2
+#: Lines after which threads take no more turns; seconds of the process's CPU time, which others do
+#: not take from it; and seconds of the clock.
+_MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
+#: How often a thread waits for its turn, and for how many seconds at a time: on a busy machine each
+#: wait takes longer. The other thread may need a lock that this one holds.
+_WAITS, _WAIT = 20, 0.001
+#: GPU cycles for which both threads' streams wait, so that their launches run together.
+_GATHERING = 1_000_000
+#: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
+_SWITCHING = 1e-6
+
+
+class Turns:
+    """Which of the threads 0 and 1 runs. No wait is without an end."""
+
+    def __init__(self) -> None:
+        self._changed, self._turn = threading.Condition(), 0
+        self._until, self._left = time.monotonic() + _TURNS_SECONDS, _MOST_LINES
+        self._until_cpu = time.process_time() + _TURNS_CPU
+        self._away: set[int] = set()
+        #: How often a thread got its turn from the other.
+        self.taken = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the lines or the time are used up."""
+        late = time.process_time() > self._until_cpu or time.monotonic() > self._until
+        return self._left <= 0 or late
+
+    def pass_on(self, thread: int) -> None:
+        """Let the other thread run, and wait for the next turn."""
+        other = 1 - thread
+        with self._changed:
+            self._away.discard(thread)
+            self._left -= 1
+            self._turn = other
+            self._changed.notify_all()
+            if other in self._away or self.over:
+                return
+            for _ in range(_WAITS):
+                if self._changed.wait_for(lambda: self._turn == thread, _WAIT):
+                    self.taken += 1
+                    return
+            self._away.add(other)  # until it comes here again
+
+    def leave(self, thread: int) -> None:
+        """Let the other thread run alone, for ever."""
+        with self._changed:
+            self._left, self._turn = 0, 1 - thread
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def after_each_line(self, thread: int) -> Iterator[None]:
+        """Pass the turn on after each line of Python code that this thread executes."""
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            if self.over:
+                sys.settrace(None)
+                return None
+            if event == "line":
+                self.pass_on(thread)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+class Launches(threading.Thread):
+    """Launches on one set of inputs, on a stream of its own.
+
+    Args:
+        place: Which of the two threads it is.
+        busy: The threads that have launches to make. Free launches go on until there is none: so
+            the slower thread's launches run beside others.
+        most: Launches that are free, or are made between another's lines.
+        held: Results that are kept.
+    """
+
+    def __init__(
+        self,
+        data: DataSets,
+        launcher: Launcher,
+        place: int,
+        busy: set[int],
+        pace: Pace,
+        turns: Turns,
+        most: int,
+        held: int,
+    ) -> None:
+        super().__init__(name="tmm-verify", daemon=True)
+        self.of: InputSet = data.sets()[place]
+        self._launcher, self._device, self._place = launcher, data.device, place
+        self._busy, self._pace, self._turns, self._most = busy, pace, turns, most
+        self._out = None if data.allocates else data.out(place).tensor
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            if place == 0 and pace == "free":
+                compat.gpu_sleep(_GATHERING)
+            self._stream = _streams(self._device)[place]
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        held = 1 if self._out is not None else held
+        self.results: collections.deque[Any] = collections.deque(maxlen=held)
+        self.raised: BaseException | None = None
+        # A product that the kernel computes knows by it that it is inside a kernel's code.
+        self._variables = contextvars.copy_context()
+
+    def run(self) -> None:
+        self._variables.run(self._run)
+
+    def _run(self) -> None:
+        try:
+            context: Any = contextlib.nullcontext()
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)
+                context = torch.cuda.stream(self._stream)
+            with context:
+                self._free() if self._pace == "free" else self._in_turns()
+        except BaseException as error:  # a kernel may call sys.exit
+            self.raised = error
+        finally:
+            self._turns.leave(self._place)
+            self._busy.discard(self._place)
+
+    def _launch(self) -> None:
+        self.results.append(self.of.inputs.launch(self._launcher, self._out))
+
+    def _in_turns(self) -> None:
+        turns = self._turns
+        if self._pace == "launches" and self._place:
+            for _ in range(self._most):
+                turns.pass_on(self._place)
+                if turns.over:
+                    return
+                self._launch()
+            return
+        for _ in range(_ALTERNATING if self._pace == "lines" else 1):
+            with turns.after_each_line(self._place):
+                self._launch()
+
+    def _free(self) -> None:
+        begun = time.monotonic()
+        for made in range(1, 2 * self._most):
+            self._launch()
+            taken = time.monotonic() - begun
+            if made >= self._most or (made >= LEAST_TOGETHER and taken > TOGETHER_SECONDS):
+                self._busy.discard(self._place)
+            if not self._busy or (taken > LONGEST_TOGETHER and made >= LEAST_TOGETHER):
+                return
+
+
+def launch_together(
+    data: DataSets, launcher: Launcher, pace: Pace, most: int
+) -> list[tuple[InputSet, list[Any]]] | None:
+    """Launch on both sets of inputs from two threads at once, on two streams of a GPU.
+
+    Args:
+        most: Launches of each thread that are free, or are made between another's lines.
+
+    Returns:
+        The results that were kept for each set; None if no thread can be started.
+
+    Raises:
+        BaseException: The first that a launch raised.
+    """
+    device, busy, turns = data.device, {0, 1}, Turns()
+    out = max(1, data.problem.empty_out("meta").untyped_storage().nbytes())
+    held = max(1, min(most, data.limit // (64 * out)))
+    threads = [
+        Launches(data, launcher, place, busy, pace, turns, most, held) for place in sorted(busy)
+    ]
+    with _switching():
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError:  # no thread can be started
+            busy.clear()
+            turns.leave(1)
+            return None
+        finally:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for thread in threads:
+        if thread.raised is not None:
+            raise thread.raised
+    return [(thread.of, list(thread.results)) for thread in threads]
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """Two streams for all verifications: torch keeps a stream's freed memory for that stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _switching() -> Iterator[None]:
+    """Let threads alternate within a launch."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCHING)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
