@@ -28,7 +28,8 @@ from tmm_core.triton import target_of
 
 
 def problems(capability: tuple[int, int]) -> Iterator[Problem]:
-    """One of every kind: small and large, gated, batched, of 8-bit floats, unaligned, ragged."""
+    """One of every kind: small and large, gated, batched, of 8-bit floats, unaligned, ragged, and
+    with a packed weight."""
     device = DeviceFingerprint(
         type="cuda",
         name="none",
@@ -53,6 +54,8 @@ def problems(capability: tuple[int, int]) -> Iterator[Problem]:
         yield replace(large, groups=groups)
     yield replace(large, groups=Groups(8, "m", torch.int64, torch.int32, torch.float32))
     yield replace(large, groups=Groups(8, "m", torch.int64), epilogue=parse("swiglu"))
+    four = Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), torch.bfloat16))
+    yield replace(decode, b=four)
 
 
 def main(capability: tuple[int, int]) -> int:

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton.blocks import finish, load, rescale
+from tmm_triton.blocks import finish, group_step, load, rescale, scales_at, stored_at
 from tmm_triton.operands import Build, TileConfig, build
-from tmm_triton.triton_kernel import TritonKernel, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, tiles
 
 
 @triton.jit
@@ -25,7 +25,8 @@ def naive_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr, stride_sz, stride_sk, stride_sn,
+    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -37,12 +38,14 @@ def naive_kernel(
     a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
     b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
 
+    scales = scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, False)
-        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, False, False)
-        acc = STEP(a, b, acc, PRECISION)
+        at = stored_at(k, BLOCK_K, PACK)
+        b = load(b_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, False, False)
+        acc = group_step(a, b, acc, k, scales, cols < N, stride_sk, STEP, PRECISION, False, GROUP)
 
     acc = rescale(acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
     finish(
@@ -65,6 +68,7 @@ class Naive(TritonKernel[TileConfig]):
     version = "3"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = TileConfig
+    supports = STEPPED
     reach = 0.58
 
     def configs(self, problem: Problem) -> list[TileConfig]:

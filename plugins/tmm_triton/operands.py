@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
-from tmm_core import Config, Operand, Problem
+from tmm_core import Config, ConfigError, Operand, Problem
 from tmm_core.triton import (
     Argument,
     Launch,
@@ -58,8 +58,11 @@ class TileConfig(Config):
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the pipelined operand tiles."""
         width = self.BLOCK_N * (2 if problem.gated else 1)
-        of_a, of_b = problem.a.dtype.itemsize, problem.b.dtype.itemsize
-        return self.num_stages * (self.BLOCK_M * of_a + width * of_b) * self.BLOCK_K
+        of_a, of_b = problem.a.dtype.itemsize, problem.b.dtype.itemsize / problem.b.pack
+        tiles = self.num_stages * (self.BLOCK_M * of_a + width * of_b)
+        if problem.b.form is not None and not problem.native:
+            tiles += width * problem.value.itemsize  # decoded
+        return int(tiles * self.BLOCK_K)
 
     def registers(self, problem: Problem) -> int:
         """Registers per thread for tiles: the accumulators, the part of the residual being added,
@@ -173,6 +176,8 @@ def build(
         indexed: First letters of the operands whose rows an index names, so that they have any
             number of rows.
     """
+    if problem.b.grid and problem.b.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:
+        raise ConfigError(f"{config} has steps of several groups of {problem.b.block[1]} values")
     shared, shared_constants, divisible = _convention(problem, flat, indexed)
     fields = config.to_json()
     shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
@@ -200,8 +205,23 @@ def build(
 
 
 def kind(operand: Operand) -> str | None:
-    """The kind of an operand's scale."""
-    return None if operand.scale is None else operand.scale.kind
+    """The kind of a scale that multiplies the complete sum."""
+    return None if operand.scale is None or operand.grid else operand.scale.kind
+
+
+def grid_arguments(problem: Problem) -> tuple[dict[str, Any], Typed]:
+    """Constants and run-time arguments for the packing of ``b`` and the scales of its groups."""
+    outer, group = problem.b.block if problem.b.grid else (0, 0)
+    constants = {"PACK": problem.b.pack, "OUTER": outer, "GROUP": group}
+    if not group:
+        return constants, {}
+    first = len(problem.shape("b_scale")) - 2
+    strides: Typed = {
+        f"stride_s{dim}": ("i32", ("b_scale", first + i)) for i, dim in enumerate("kn")
+    }
+    if first:
+        return constants, strides | {"stride_sz": ("i64", ("b_scale", 0))}
+    return constants | {"stride_sz": 0}, strides
 
 
 def parts(problem: Problem) -> Typed:
@@ -280,4 +300,7 @@ def _convention(
     if problem.scaled:
         given["alpha"] = "fp32", "alpha"
     given |= parts(problem)
+    more, strides = grid_arguments(problem)
+    constants |= more
+    given |= strides
     return given, constants, divisible

@@ -25,10 +25,10 @@ import triton.language as tl
 
 from tmm_core import Anatomy, Problem, Traits
 from tmm_core.triton import pointer
-from tmm_triton.blocks import affine, load, parts, tile_of
+from tmm_triton.blocks import affine, group_step, load, parts, scales_at, stored_at, tile_of
 from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.tiled import FusedEpilogueConfig
-from tmm_triton.triton_kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
+from tmm_triton.triton_kernel import GRID_LIMIT, STEPPED, TritonKernel, fills_registers
 
 
 @triton.jit
@@ -114,6 +114,7 @@ def rescaled(
 def ragged_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
     offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr, a_scale_ptr, b_scale_ptr,
+    stride_sz, stride_sk, stride_sn,
     M, N, K, G,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
@@ -122,6 +123,7 @@ def ragged_kernel(
     stride_biasz, stride_bias, alpha, GROUP_M,
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
+    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -178,17 +180,24 @@ def ragged_kernel(
         of_b, edge = 2 * first_col + tl.arange(0, 2 * BLOCK_N), 2 * right
     b_cols = b_ptr + group * stride_bz + of_b[None, :] * stride_bn
     up_cols = b_cols + N * stride_bn
+    scales = scales_at(group, of_b, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
+    up_scales = scales_at(group, cols + N, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
 
     gate = tl.zeros((BLOCK_M, 2 * BLOCK_N if INTERLEAVED else BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(first_k, last_k, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
-        b = load(b_cols + ks[:, None] * stride_bk, ks, of_b, last_k, edge, WHOLE_K, False)
-        gate = STEP(a, b, gate, PRECISION)
+        at_b, end = stored_at(k, BLOCK_K, PACK), last_k // PACK
+        b = load(b_cols + at_b[:, None] * stride_bk, at_b, of_b, end, edge, WHOLE_K, False)
+        gate = group_step(
+            a, b, gate, k, scales, of_b < edge, stride_sk, STEP, PRECISION, False, GROUP
+        )
         if GATED and not INTERLEAVED:
-            b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
-            up = STEP(a, b_up, up, PRECISION)
+            b_up = load(up_cols + at_b[:, None] * stride_bk, at_b, cols, end, right, WHOLE_K, False)
+            up = group_step(
+                a, b_up, up, k, up_scales, cols < right, stride_sk, STEP, PRECISION, False, GROUP
+            )
 
     if INTERLEAVED:
         gate, up = gate.reshape(BLOCK_M, BLOCK_N, 2).split()
@@ -271,7 +280,7 @@ class Ragged(TritonKernel[RaggedConfig]):
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = RaggedConfig
     supports = replace(
-        POINTERS,
+        STEPPED,
         gated=True,
         interleaved=True,
         empty=True,
@@ -285,6 +294,8 @@ class Ragged(TritonKernel[RaggedConfig]):
         yield from super().declines(problem)
         if problem.groups is None:
             yield "is for ragged products"
+        elif problem.groups.ragged != "m" and (problem.b.grid or problem.b.pack > 1):
+            yield "takes packed and grouped weights only for groups along M"
         elif problem.groups.ragged == "k" and problem.groups.count > GRID_LIMIT:
             yield f"{problem.groups.count} groups exceed the grid's {GRID_LIMIT}"
 

@@ -25,11 +25,11 @@ import triton.language as tl
 
 from tmm_core import Anatomy, Problem, Traits
 from tmm_triton import reduction_order
-from tmm_triton.blocks import finish, load, rescale
+from tmm_triton.blocks import finish, group_step, load, rescale, scales_at, stored_at
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
 from tmm_triton.pdl import check_early, ways, with_early
-from tmm_triton.triton_kernel import TritonKernel, hopper_or_later, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, hopper_or_later, tiles
 
 
 @triton.jit
@@ -64,7 +64,8 @@ def split_k_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr, stride_sz, stride_sk, stride_sn,
+    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -86,6 +87,7 @@ def split_k_kernel(
     last = tl.minimum(first + tl.where(split < longer, least + 1, least) * BLOCK_K, K)
     a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
     b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
+    scales = scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
 
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -94,8 +96,9 @@ def split_k_kernel(
     if EARLY:
         # Before the previous launch has ended: the caller promises that b is not being written.
         next_b = load_ahead(
-            b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
-        )
+            b_cols, cols, N, first // PACK, last // PACK, K // PACK, stride_bk,
+            BLOCK_K // PACK, WHOLE_K, B_ONCE, False,
+        )  # fmt: skip
     if OVERLAPS:
         # Nothing above touches memory that may be written; all threads wait, and store only after
         # it.
@@ -108,8 +111,9 @@ def split_k_kernel(
         )
         if not EARLY:
             next_b = load_ahead(
-                b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
-            )
+                b_cols, cols, N, first // PACK, last // PACK, K // PACK, stride_bk,
+                BLOCK_K // PACK, WHOLE_K, B_ONCE, False,
+            )  # fmt: skip
     for k in range(first, last, BLOCK_K):
         if THROUGH_REGISTERS:
             a, b = next_a, next_b
@@ -117,13 +121,15 @@ def split_k_kernel(
                 a_rows, rows, M, k + BLOCK_K, last, K, stride_ak, BLOCK_K, WHOLE_K, A_ONCE, True
             )
             next_b = load_ahead(
-                b_cols, cols, N, k + BLOCK_K, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
-            )
+                b_cols, cols, N, (k + BLOCK_K) // PACK, last // PACK, K // PACK, stride_bk,
+                BLOCK_K // PACK, WHOLE_K, B_ONCE, False,
+            )  # fmt: skip
         else:
             ks = k + tl.arange(0, BLOCK_K)
             a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
-            b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-        acc = STEP(a, b, acc, PRECISION, SWAP)
+            at = stored_at(k, BLOCK_K, PACK)
+            b = load(b_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, WHOLE_K, False)
+        acc = group_step(a, b, acc, k, scales, cols < N, stride_sk, STEP, PRECISION, SWAP, GROUP)
     if SWAP:
         acc = tl.trans(acc)
 
@@ -209,6 +215,7 @@ class SplitK(TritonKernel[SplitKConfig]):
     version = "3"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = SplitKConfig
+    supports = STEPPED
     reach = 0.62
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from triton.experimental.gluon import jit
@@ -36,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tmm_core import Problem, Traits
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
-from tmm_triton.operands import Build, TileConfig, Typed, build, check
+from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.pdl import check_early, ways, with_early
 from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
 
@@ -331,19 +330,13 @@ class StreamingConfig(TileConfig):
         return self.BLOCK_N * (2 if problem.gated else 1)
 
 
-def scale_arguments(problem: Problem) -> tuple[dict[str, Any], Typed]:
-    """Constants and run-time arguments of the weight's scale: a grid's strides, or those of one
-    scale for each row."""
-    scale = problem.b.scale
-    if not problem.b.grid:
-        row = scale is not None and scale.kind == "row"
-        apart = problem.width if row and problem.batch > 1 else 0
-        return {"GROUP": 0, "stride_sz": apart, "stride_sk": 0, "stride_sn": int(row)}, {}
-    first = int(problem.batch > 1)
-    own: Typed = {f"stride_s{dim}": ("i32", ("b_scale", first + i)) for i, dim in enumerate("kn")}
-    if first:
-        own["stride_sz"] = "i64", ("b_scale", 0)
-    return {"GROUP": problem.b.block[1]} | ({} if first else {"stride_sz": 0}), own
+def _row_scale(problem: Problem) -> dict[str, int]:
+    """The strides of scales for whole rows, which are in memory one after another."""
+    if problem.b.grid:
+        return {}
+    row = int(problem.b.scale is not None and problem.b.scale.kind == "row")
+    apart = problem.width if row and problem.batch > 1 else 0
+    return {"stride_sz": apart, "stride_sk": 0, "stride_sn": row}
 
 
 #: BLOCK_N, BLOCK_K and num_warps that are tried.
@@ -441,12 +434,11 @@ class Streaming(TritonKernel[StreamingConfig]):
             "EARLY": overlaps and config.early == "b",
         }
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, 1)
-        scale_constants, own = scale_arguments(problem)
         # By default ptxas saves registers for one more resident block by spilling.
         registers = min(255, (config.registers(problem) + 64) // 8 * 8)
         options = {"launch_pdl": overlaps, "maxnreg": registers}
         return [
             build(
-                streaming_kernel, problem, config, grid, constants | scale_constants, own, **options
+                streaming_kernel, problem, config, grid, constants | _row_scale(problem), **options
             )
         ]

@@ -24,10 +24,21 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store, tile_of
+from tmm_triton.blocks import (
+    add_residual,
+    affine,
+    group_step,
+    load,
+    parts,
+    rescale,
+    scales_at,
+    store,
+    stored_at,
+    tile_of,
+)
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put
-from tmm_triton.triton_kernel import POINTERS, TritonKernel, group_sizes, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, tiles
 
 
 @triton.jit
@@ -39,7 +50,8 @@ def tiled_kernel(
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, a_scale_ptr, b_scale_ptr, GROUP_M,
-    port_0_ptr, port_0_at, port_1_ptr, port_1_at,
+    port_0_ptr, port_0_at, port_1_ptr, port_1_at, stride_sz, stride_sk, stride_sn,
+    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -54,17 +66,22 @@ def tiled_kernel(
     a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
     b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
     up_cols = b_cols + N * stride_bn
+    scales = scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
+    up_scales = scales_at(z, cols + N, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
 
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
-        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-        gate = STEP(a, b, gate, PRECISION)
+        at = stored_at(k, BLOCK_K, PACK)
+        b = load(b_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, WHOLE_K, False)
+        gate = group_step(a, b, gate, k, scales, cols < N, stride_sk, STEP, PRECISION, False, GROUP)
         if GATED:
-            b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-            up = STEP(a, b_up, up, PRECISION)
+            b_up = load(up_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, WHOLE_K, False)
+            up = group_step(
+                a, b_up, up, k, up_scales, cols < N, stride_sk, STEP, PRECISION, False, GROUP
+            )
 
     width = 2 * N if GATED else N
     gate = rescale(gate, z, rows, cols, M, width, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
@@ -145,7 +162,7 @@ class Tiled(TritonKernel[C]):
 
     #: Scratch memory is for outputs that are reduced.
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
-    supports = replace(POINTERS, outputs=KINDS, reduces=REDUCES)
+    supports = replace(STEPPED, outputs=KINDS, reduces=REDUCES)
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)

@@ -34,6 +34,8 @@ _MOST_REGISTERS = 200
 _MOST_REGISTERS_MMA = 176
 #: Rows of Blackwell's tensor memory: an accumulator of 256 rows is read back as two, and spills.
 _TENSOR_MEMORY_ROWS = 128
+#: Values along K that may share a scale: a tile has those of one group.
+GROUPS = (16, 32, 64, 128, 256, 512)
 #: Limit of the grid's second and third dimension.
 GRID_LIMIT = 65535
 #: Problems of a kernel over pointers: any strides, and one accumulator.
@@ -54,6 +56,9 @@ POINTERS = Supports(
     alpha=True,
     epilogues=True,
 )
+#: Those of a kernel that decodes weights and scales the sums of their groups at each step
+#: (:func:`tmm_triton.blocks.group_step`).
+STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), packed=True)
 
 
 class Built(Kernel[D]):
@@ -119,6 +124,10 @@ class TritonKernel(Built[C]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         device = problem.device
+        if problem.a.grid or problem.a.pack > 1:
+            yield "has neither groups nor packed values of a"
+        if problem.b.grid and problem.b.block[1] not in GROUPS:
+            yield f"has no groups of {problem.b.block[1]} values along K"
         if device.type != "cuda":
             return
         yield from missing_toolchain()
@@ -190,6 +199,12 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     which pass through registers one by one. Without TF32, fp32 is summed by FMAs from registers,
     where larger tiles spill.
     """
+    if problem.b.grid:
+        # A step has one scale for each column.
+        group = problem.b.block[1]
+        whole = replace(problem, b=replace(problem.b, scale=None))
+        shapes = [(m, n, min(k, group), *rest) for m, n, k, *rest in proposed(whole, shapes)]
+        return list(dict.fromkeys(shapes))
     if problem.device.interpreted:
         return _INTERPRETED
     if problem.native and problem.a.aligned and problem.b.aligned:

@@ -1,5 +1,5 @@
-"""int8 weights compile, without a GPU, for Ampere, Hopper, Blackwell and an MI300; on Hopper tiles
-of 64 rows or more are multiplied by ``wgmma``."""
+"""Quantised weights compile, without a GPU, for Ampere, Hopper, Blackwell and an MI300; on Hopper
+tiles of 64 rows or more are multiplied by ``wgmma``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.triton import target_of
 
-WEIGHT = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
+WEIGHTS = {
+    "int8": Operand(torch.int8, "col", format="int8", scale=Scale((1, 0))),
+    "int4": Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), BF16)),
+    "mxfp4": Operand(torch.uint8, "col", format="mxfp4", scale=Scale((1, 32), torch.uint8)),
+}
 
 
-def compiled(target: str) -> list[bool]:
+def compiled(target: str, form: str) -> list[bool]:
     device = TARGETS[target]
-    decode = Problem(16, 4096, 4096, ROW, WEIGHT, ROW, device, bias=BF16)
+    decode = Problem(16, 4096, 4096, ROW, WEIGHTS[form], ROW, device, bias=BF16)
     gated = replace(decode, m=512, bias=None, epilogue=parse("swiglu"))
     found = []
     for kernel, problem in (
@@ -40,7 +44,8 @@ def compiled(target: str) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("form", WEIGHTS)
 @pytest.mark.parametrize("target", TARGETS)
-def test_int8_weights_compile(target: str, request: pytest.FixtureRequest) -> None:
+def test_weights_compile(target: str, form: str, request: pytest.FixtureRequest) -> None:
     process = "uninterpreted_amd" if target == "gfx942" else "uninterpreted"
-    assert request.getfixturevalue(process)(compiled, target) == [True] * 4
+    assert request.getfixturevalue(process)(compiled, target, form) == [True] * 4

@@ -100,12 +100,27 @@ def step_function(problem: Problem, plain: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _decoding(plain: Any, form: Format) -> Any:
-    lines = [
-        "def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):",
-        "    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)",
-    ]
+    head = "def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):"
+    lines = [head, "    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)"]
+    if form.pack > 1:
+        # [K / pack, N] to [K, N]: each join adds a dimension, whose order is that of the bits.
+        codes = [f"((b >> {form.bits * i}) & {2**form.bits - 1})" for i in range(form.pack)]
+        joins = form.pack.bit_length() - 1
+        order = ", ".join(map(str, (0, *range(2, 2 + joins), 1)))
+        lines[1:] = [
+            f"    codes = {_joined(codes)}",
+            f"    codes = codes.permute({order}).reshape({form.pack} * b.shape[0], b.shape[1])",
+            "    return plain(a, decode(codes, a.dtype), acc, PRECISION, SWAP)",
+        ]
     names = {"plain": plain, "decode": _jitted(form.decode, f"format {form.name!r}")}
     return _generated(lines, names, f"step of {form.name} weights")
+
+
+def _joined(codes: list[str]) -> str:
+    """The expression that joins blocks along new last dimensions, by the bits of their place."""
+    if len(codes) == 1:
+        return codes[0]
+    return f"tl.join({_joined(codes[::2])}, {_joined(codes[1::2])})"
 
 
 def _inputs(epilogue: Epilogue) -> str:

@@ -43,9 +43,9 @@ better (cuBLAS has all multiples of 8). Such a tile is computed as a wide and a 
 loaded in boxes as wide as the narrow product. The boxes are consecutive in shared memory, so that
 the wide product reads several of them as one operand. An edit of the PTX makes one ``wgmma`` of
 both, which reads A once (``tmm_core.triton.ptx``). Where Gluon has no view of several boxes as one,
-the narrow product's boxes come first, and only the edit says that the others follow. In a gated tile the first product has gate's
-columns and some of up's. In a ping-pong tile of 128×192 a thread holds 192 accumulators; the tile
-loads a sixth less than one of 128×128 for as many products.
+the narrow product's boxes come first, and only the edit says that the others follow. In a gated
+tile the first product has gate's columns and some of up's. In a ping-pong tile of 128×192 a thread
+holds 192 accumulators; the tile loads a sixth less than one of 128×128 for as many products.
 
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
