@@ -19,7 +19,8 @@ from typing import Any
 TABLE = Path(__file__).parent / "plugins" / "ptx_digests.json"
 #: The problems of ``compile_for.problems``, in order.
 PROBLEMS = ("decode", "large", "transposed", "gated", "finished", "batched", "long_k", "unaligned",
-            "fp8", "ragged", "zeroed", "ragged_k", "scattered", "ragged_gated", "packed")  # fmt: skip
+            "fp8", "ragged", "zeroed", "ragged_k", "scattered", "ragged_gated",
+            "packed")  # fmt: skip
 #: Representative ones, by compute capability.
 CHOSEN = {
     (8, 0): ("large", "ragged"),

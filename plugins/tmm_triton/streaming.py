@@ -436,7 +436,7 @@ class Streaming(TritonKernel[StreamingConfig]):
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, 1)
         # By default ptxas saves registers for one more resident block by spilling.
         registers = min(255, (config.registers(problem) + 64) // 8 * 8)
-        options = {"launch_pdl": overlaps, "maxnreg": registers}
+        options: dict[str, Any] = {"launch_pdl": overlaps, "maxnreg": registers}
         return [
             build(
                 streaming_kernel, problem, config, grid, constants | _row_scale(problem), **options
