@@ -41,8 +41,9 @@ _ALTERNATING = 2
 #: not take from it; and seconds of the clock.
 _MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
 #: How often a thread waits for its turn, and for how many seconds at a time: on a busy machine each
-#: wait takes longer. The other thread may need a lock that this one holds.
-_WAITS, _WAIT = 20, 0.001
+#: wait takes longer. The other thread may need a lock that this one holds, so after some waits in
+#: vain threads take no more turns.
+_WAITS, _WAIT, _MOST_VAIN = 100, 0.001, 5
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
 _GATHERING = 1_000_000
 #: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
@@ -57,6 +58,7 @@ class Turns:
         self._until, self._left = time.monotonic() + _TURNS_SECONDS, _MOST_LINES
         self._until_cpu = time.process_time() + _TURNS_CPU
         self._away: set[int] = set()
+        self._vain = 0
         #: How often a thread got its turn from the other.
         self.taken = 0
 
@@ -81,6 +83,9 @@ class Turns:
                     self.taken += 1
                     return
             self._away.add(other)  # until it comes here again
+            self._vain += 1
+            if self._vain >= _MOST_VAIN:
+                self._left = 0
 
     def leave(self, thread: int) -> None:
         """Let the other thread run alone, for ever."""
