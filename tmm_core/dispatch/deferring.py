@@ -134,20 +134,21 @@ class Deferring(Measuring):
             if name not in self.background:
                 self.defer(name, query, self._racing(query, candidates), "")
             return False
+        if not self._lock.acquire(blocking=False):
+            return True  # another thread measures, which may take long
         self.ended[name] = ""
         from tmm_core.tuning.progress import LINE
 
         try:
-            with (
-                self._lock,
-                self._alone_on(key.device) as mine,
-                LINE.of(str(problem), settings.progress) as tick,
-            ):
+            line = LINE.of(str(problem), settings.progress)
+            with self._alone_on(key.device) as mine, line as tick:
                 if mine:
                     drained(self._racing(query, candidates), tick)
         except Exception as error:
             reraise(error)
             self.warn_of_tuning(problem, error, f"racing failed: {error_text(error)}")
+        finally:
+            self._lock.release()
         return True
 
     def _racers(self, record: TuningRecord, query: Query) -> dict[int, Candidate]:

@@ -321,17 +321,18 @@ class Dispatcher(Deferring):
         """The answer for now, while later calls go on with the tuning; for good if it has ended
         without a usable winner."""
         name = query.key, query.settings
+        # A record may lack kernels that are to be added.
+        known = self._recorded(replace(query, forbidden="it is being completed"))
         if (why := self.ended.get(name)) is not None:
-            return self._unmeasured(query, why)
+            return known or self._unmeasured(query, why)
         if name not in self.background:
             # Imported and listed once, in a call that loads the kernels anyway.
             _, _ = self.tuner, self._neighbours.families()
             able = self.able(query.key, query.settings)
             steps = self._tuning(query.key, able, query.settings, spent=query.spent)
             self.defer(name, query, steps, "tuning gave no usable winner")
-        incomplete = self._recorded(replace(query, forbidden="it is being completed"))
-        if incomplete is not None:
-            return replace(incomplete, lasting=False)
+        if known is not None:
+            return replace(known, lasting=False)
         return self._for_now(query, "later calls tune it in the background")
 
     def _meanwhile(self, query: Query) -> Choice:
