@@ -14,7 +14,9 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from tmm_core import Problem
-from tmm_core.triton.releases import barrier
+from tmm_core.triton import releases
+
+barrier = releases.barrier
 
 #: How each matrix is described: alone, as one of a stack, or clipped where groups end.
 Kinds = dict[str, str]

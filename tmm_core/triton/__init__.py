@@ -9,6 +9,7 @@ from tmm_core.compat import current_stream
 from tmm_core.errors import reraise
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import SEARCH_LIMITED
+from tmm_core.triton import releases
 from tmm_core.triton.compile import compile_for, pointer, source, supports, target_of
 from tmm_core.triton.device_functions import device_function, port_function, step_function
 from tmm_core.triton.launch import Launch
@@ -27,6 +28,7 @@ __all__ = [
     "launcher",
     "pointer",
     "port_function",
+    "releases",
     "reraise",
     "source",
     "step_function",

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tmm_core import Config, Operand, Problem
-from tmm_core.triton.releases import views_end_with_boxes
+from tmm_core.triton import releases
 from tmm_triton.hopper.operand_layout import (
     beside,
     boxed,
@@ -126,7 +126,7 @@ class WarpSpecializedConfig(Config):
     @property
     def edits(self) -> tuple[str, ...]:
         """Edits of the kernel's PTX (:mod:`tmm_core.triton.ptx`)."""
-        ahead = views_end_with_boxes()
+        ahead = releases.views_end_with_boxes()
         wanted = {
             "evict_first": self.evict_first,
             "joined": self.narrow and not ahead,
@@ -317,7 +317,11 @@ class Constants(WarpSpecializedConfig):
     def ahead(self) -> int:
         """Boxes of a stage before those of the first product: the second product's, where Gluon has
         no view of several boxes as one. Then only ``joined_ahead`` tells wgmma where B is."""
-        return self.second // self.box_columns if self.narrow and views_end_with_boxes() else 0
+        return (
+            self.second // self.box_columns
+            if self.narrow and releases.views_end_with_boxes()
+            else 0
+        )
 
     @property
     def promoted(self) -> bool:

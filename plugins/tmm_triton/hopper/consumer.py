@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from tmm_core.triton.releases import barrier, reinterpret
+from tmm_core.triton import releases
 from tmm_triton.hopper.scheduler import (
     as_matrix,
     next_stage,
@@ -24,6 +24,9 @@ from tmm_triton.hopper.scheduler import (
     work_of,
 )
 from tmm_triton.hopper.tile_epilogue import bias_of, fetch, store_tile
+
+barrier = releases.barrier
+reinterpret = releases.reinterpret
 
 
 @jit

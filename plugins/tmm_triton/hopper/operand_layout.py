@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from tmm_core import Operand, Problem
-from tmm_core.triton import Described, pointer
-from tmm_core.triton.releases import views_end_with_boxes, views_of_any_number
+from tmm_core.triton import Described, pointer, releases
 
 #: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
@@ -66,7 +65,7 @@ def beside(problem: Problem) -> bool:
     """Whether a tile may be two products beside each other."""
     if problem.native or by_words(problem):
         return False
-    return views_of_any_number() or not views_end_with_boxes()
+    return releases.views_of_any_number() or not releases.views_end_with_boxes()
 
 
 def residual_by_tma(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tmm_core.triton.releases import async_load, barrier, reinterpret
+from tmm_core.triton import releases
 from tmm_triton.hopper.scheduler import (
     described,
     next_stage,
@@ -18,6 +18,10 @@ from tmm_triton.hopper.scheduler import (
 )
 from tmm_triton.ragged_tiles import bounds, placed
 from tmm_triton.unaligned_loads import box_of, box_rows, box_words
+
+async_load = releases.async_load
+barrier = releases.barrier
+reinterpret = releases.reinterpret
 
 
 @jit

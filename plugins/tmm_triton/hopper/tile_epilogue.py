@@ -8,9 +8,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from tmm_core.triton.releases import async_load, async_store
+from tmm_core.triton import releases
 from tmm_triton.hopper.scheduler import as_matrix, described
 from tmm_triton.ragged_tiles import placed
+
+async_load = releases.async_load
+async_store = releases.async_store
 
 
 @jit
