@@ -15,7 +15,6 @@ from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
 from tmm_core.launch.nesting import launching
 from tmm_core.launch.plan import Choice, Plan
-from tmm_core.settings import overridden
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
@@ -65,7 +64,9 @@ class Answer:
         tally.saved_us += self.saves_us
 
 
-THROUGH = Answer()
+#: The answers of torch's own kernel: to the model's calls, and to those that a kernel makes, or its
+#: verification, which do not count.
+THROUGH, INSIDE = Answer(), Answer()
 
 #: Answers by keys, which begin with the operator.
 answers: dict[tuple[Any, ...], Answer] = {}
@@ -102,14 +103,11 @@ class Operator:
         #: Whether a choice was made since the last review that another one will replace.
         self.pending = False
 
-    def through(self, keys: Any, *arguments: Any, **named: Any) -> Any:
-        """The answer of torch's own kernel."""
-        current = overridden()
-        if current is None or not current.nested:  # else a kernel's own product, or a verification
-            self.passed = passed = self.passed + 1
-            if passed == self.review_at:
-                self.review(self)
-        return self.torchs(keys, *arguments, **named)
+    def count(self) -> None:
+        """Count a call that torch's kernel answers."""
+        self.passed = passed = self.passed + 1
+        if passed == self.review_at:
+            self.review(self)
 
     def first(
         self,
@@ -128,7 +126,9 @@ class Operator:
             CacheMissError: ``on_cache_miss="error"`` and no record.
             TmmError: The settings are not usable.
         """
-        if call is None or settings.current().nested:
+        if settings.current().nested:
+            return _keep(key, INSIDE)
+        if call is None:
             return _keep(key, THROUGH)
         pose = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
         try:
@@ -148,7 +148,7 @@ class Operator:
     def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any, as_bias: bool) -> Answer:
         if (outer := launching()) is not None:
             warm.nest(outer)
-            return THROUGH
+            return INSIDE
         current = settings.current()
         if current.on_cache_miss == "tune":
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
