@@ -153,7 +153,7 @@ aten_kernel: Any = private("torch.library.get_kernel", None)
 
 
 def _fp32_precision(*_: str) -> str:
-    return torch.backends.cuda.matmul.fp32_precision
+    return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 #: ``("cuda", "matmul")``: in a sixth of the 0.9 µs of torch's property.

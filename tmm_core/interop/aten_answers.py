@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch, settings
-from tmm_core.errors import CacheMissError, SettingsError, TmmError, error_text, reraise, warn
+from tmm_core.errors import (
+    CacheMissError,
+    ConfigError,
+    SettingsError,
+    TmmError,
+    UnknownNameError,
+    UnsupportedProblemError,
+    error_text,
+    reraise,
+    warn,
+)
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
@@ -24,6 +34,10 @@ Tensor = torch.Tensor
 #: Calls of an operator that torch's kernel answers before their host cost is first compared with
 #: what the others saved; then after twice as many, and so on.
 FIRST_REVIEW = 1000
+
+
+#: Errors of settings, which a caller sees.
+USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
 
 
 class Tally:
@@ -102,6 +116,7 @@ class Operator:
         self.passed = 0
         #: Whether a choice was made since the last review that another one will replace.
         self.pending = False
+        self._warned = False
 
     def count(self) -> None:
         """Count a call that torch's kernel answers."""
@@ -124,7 +139,7 @@ class Operator:
 
         Raises:
             CacheMissError: ``on_cache_miss="error"`` and no record.
-            TmmError: The settings are not usable.
+            SettingsError, UnknownNameError, ConfigError: The settings are not usable.
         """
         if settings.current().nested:
             return _keep(key, INSIDE)
@@ -138,12 +153,19 @@ class Operator:
             return self._chosen(key, call, pose, wrap, as_bias)
         except BaseException as error:
             reraise(error)
-            if issubclass(type(error), (CacheMissError, SettingsError)):
+            if issubclass(type(error), USER_ERRORS):
                 raise
-            # Torch answers, or refuses in its own words.
-            if not issubclass(type(error), (TmmError, RuntimeError, ValueError, TypeError)):
-                warn(f"torch answers {self.name}: choosing a kernel raised {error_text(error)}")
+            if not issubclass(type(error), (_LeftError, UnsupportedProblemError)):
+                self._warn(error)
         return _keep(key, THROUGH)
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"torch answers a call of {self.name}, and others that fail likewise: choosing a "
+                f"kernel raised {error_text(error)}"
+            )
 
     def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any, as_bias: bool) -> Answer:
         if (outer := launching()) is not None:
@@ -171,13 +193,16 @@ class Operator:
         return saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
 
     def _posed(self, pose: Any) -> Any:
-        """``pose`` that refuses what ``only`` leaves to torch."""
-        if self.only is None:
-            return pose
+        """``pose`` that also refuses what ``only`` leaves to torch. Torch refuses what tmm does, in
+        its own words."""
 
         def posed(call: Any, epilogue: Any, current: settings.Settings) -> Any:
-            problem, fold = pose(call, epilogue, current)
-            if not self.only(problem):  # type: ignore[misc]  # not None
+            try:
+                problem, fold = pose(call, epilogue, current)
+            except (RuntimeError, ValueError, TypeError) as error:
+                reraise(error)
+                raise _LeftError from error
+            if self.only is not None and not self.only(problem):
                 raise _LeftError
             return problem, fold
 
