@@ -152,6 +152,14 @@ def autocasts_on(device: str) -> bool:
 aten_kernel: Any = private("torch.library.get_kernel", None)
 
 
+def _fp32_precision(*_: str) -> str:
+    return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+#: ``("cuda", "matmul")``: in a sixth of the 0.9 µs of torch's property.
+fp32_precision = private("torch._C._get_fp32_precision_getter", _fp32_precision)
+
+
 # -- GPUs ------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,7 @@ GROUPS = (
     ("torch.autograd.forward_ad._current_level",),
     ("torch._C._AutoDispatchBelowAutograd", "torch._C._get_tracing_state"),
     ("torch.utils._python_dispatch._disable_current_modes",),
+    ("torch.library.get_kernel", "torch._C._get_fp32_precision_getter"),
 )
 
 
@@ -149,7 +150,8 @@ def test_every_name_has_a_test() -> None:
         and getattr(node.func, "id", "") == "private"
         and isinstance(node.args[0], ast.Constant)
     }
-    elsewhere = {  # of GPUs, of exports and of DTensor
+    elsewhere = {  # of GPUs, of exports, of DTensor and of compiled graphs
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._C._dynamo.guards._empty_strided_cuda",
         "torch._C._cuda_getDevice",
         "torch._C._cuda_getCurrentRawStream",

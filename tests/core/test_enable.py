@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -486,6 +487,28 @@ def test_a_wrong_kernel_never_answers() -> None:
         assert torch.equal(a @ b, expected)
 
 
+def test_a_fault_while_choosing_costs_one_warning(
+    sums: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("disk")
+
+    monkeypatch.setattr(dispatch.default_dispatcher.made, "bound", fail)
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    expected = a @ b
+    with enable():
+        with pytest.warns(tmm_core.TmmWarning, match="OSError: disk"):
+            y = a @ b
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(a[:2] @ b, torch.mm(a[:2], b))
+    assert torch.equal(y, expected)
+    with enable(), tmm_core.override(kernel="sum"):
+        monkeypatch.undo()
+        with pytest.raises(tmm_core.UnknownNameError, match="did you mean 'sums'"):
+            a @ b
+
+
 def test_a_kernel_that_multiplies_itself_gets_torchs_product() -> None:
     """A fake computes by torch.mm, as a kernel that pads its operands does."""
     kernel = FakeKernel("padding", estimate=1.0)
@@ -593,6 +616,13 @@ def test_the_cost_of_passing_is_measured_without_touching_aten(name: str) -> Non
     assert not torch._C._dispatch_has_kernel(probe)
     after = str(torch.library.get_kernel(f"aten::{name}", "CPU"))
     assert "RegisterC" in after  # torch's own
+
+
+def test_a_torch_that_gives_no_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tmm_core.compat, "aten_kernel", None)
+    with pytest.raises(RuntimeError, match=r"has no torch\.library\.get_kernel"):
+        tmm_core.enable()
+    assert not tmm_core.enabled_report().active
 
 
 # -- by the environment ----------------------------------------------------------------------------

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch, settings
-from tmm_core.errors import CacheMissError, SettingsError, TmmError, error_text, reraise, warn
+from tmm_core.errors import (
+    CacheMissError,
+    ConfigError,
+    SettingsError,
+    TmmError,
+    UnknownNameError,
+    UnsupportedProblemError,
+    error_text,
+    reraise,
+    warn,
+)
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.collector import collector_off
 from tmm_core.launch.nesting import launching
 from tmm_core.launch.plan import Choice, Plan
-from tmm_core.settings import overridden
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
@@ -25,6 +34,10 @@ Tensor = torch.Tensor
 #: Calls of an operator that torch's kernel answers before their host cost is first compared with
 #: what the others saved; then after twice as many, and so on.
 FIRST_REVIEW = 1000
+
+
+#: Errors of settings, which a caller sees.
+USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
 
 
 class Tally:
@@ -65,7 +78,9 @@ class Answer:
         tally.saved_us += self.saves_us
 
 
-THROUGH = Answer()
+#: The answers of torch's own kernel: to the model's calls, and to those that a kernel makes, or its
+#: verification, which do not count.
+THROUGH, INSIDE = Answer(), Answer()
 
 #: Answers by keys, which begin with the operator.
 answers: dict[tuple[Any, ...], Answer] = {}
@@ -101,15 +116,13 @@ class Operator:
         self.passed = 0
         #: Whether a choice was made since the last review that another one will replace.
         self.pending = False
+        self._warned = False
 
-    def through(self, keys: Any, *arguments: Any, **named: Any) -> Any:
-        """The answer of torch's own kernel."""
-        current = overridden()
-        if current is None or not current.nested:  # else a kernel's own product, or a verification
-            self.passed = passed = self.passed + 1
-            if passed == self.review_at:
-                self.review(self)
-        return self.torchs(keys, *arguments, **named)
+    def count(self) -> None:
+        """Count a call that torch's kernel answers."""
+        self.passed = passed = self.passed + 1
+        if passed == self.review_at:
+            self.review(self)
 
     def first(
         self,
@@ -126,9 +139,11 @@ class Operator:
 
         Raises:
             CacheMissError: ``on_cache_miss="error"`` and no record.
-            TmmError: The settings are not usable.
+            SettingsError, UnknownNameError, ConfigError: The settings are not usable.
         """
-        if call is None or settings.current().nested:
+        if settings.current().nested:
+            return _keep(key, INSIDE)
+        if call is None:
             return _keep(key, THROUGH)
         pose = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
         try:
@@ -138,17 +153,24 @@ class Operator:
             return self._chosen(key, call, pose, wrap, as_bias)
         except BaseException as error:
             reraise(error)
-            if issubclass(type(error), (CacheMissError, SettingsError)):
+            if issubclass(type(error), USER_ERRORS):
                 raise
-            # Torch answers, or refuses in its own words.
-            if not issubclass(type(error), (TmmError, RuntimeError, ValueError, TypeError)):
-                warn(f"torch answers {self.name}: choosing a kernel raised {error_text(error)}")
+            if not issubclass(type(error), (_LeftError, UnsupportedProblemError)):
+                self._warn(error)
         return _keep(key, THROUGH)
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"torch answers a call of {self.name}, and others that fail likewise: choosing a "
+                f"kernel raised {error_text(error)}"
+            )
 
     def _chosen(self, key: Any, call: Any, pose: Any, wrap: Any, as_bias: bool) -> Answer:
         if (outer := launching()) is not None:
             warm.nest(outer)
-            return THROUGH
+            return INSIDE
         current = settings.current()
         if current.on_cache_miss == "tune":
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
@@ -171,13 +193,16 @@ class Operator:
         return saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
 
     def _posed(self, pose: Any) -> Any:
-        """``pose`` that refuses what ``only`` leaves to torch."""
-        if self.only is None:
-            return pose
+        """``pose`` that also refuses what ``only`` leaves to torch. Torch refuses what tmm does, in
+        its own words."""
 
         def posed(call: Any, epilogue: Any, current: settings.Settings) -> Any:
-            problem, fold = pose(call, epilogue, current)
-            if not self.only(problem):  # type: ignore[misc]  # not None
+            try:
+                problem, fold = pose(call, epilogue, current)
+            except (RuntimeError, ValueError, TypeError) as error:
+                reraise(error)
+                raise _LeftError from error
+            if self.only is not None and not self.only(problem):
                 raise _LeftError
             return problem, fold
 

@@ -38,7 +38,7 @@ def overhead_us(name: str) -> float:
             library.define(f"{probe}({signature}")
             library.impl(probe, entry_of(operator), "CPU", with_keyset=True)
             shape = (1, 8, 8) if "bmm" in base else (8, 8)
-            given = [torch.ones(shape, device="cpu", dtype=torch.float32) for _ in range(4)]
+            given = [torch.ones(shape, device="cpu", dtype=torch.bfloat16) for _ in range(4)]
             tensors = given[: 3 if base in ("addmm", "baddbmm") else 2]
             named = {"out": given[3]} if overload else {}
             functions = aten, getattr(torch.ops.tmm, probe).default
