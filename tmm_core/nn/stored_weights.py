@@ -1,4 +1,4 @@
-"""Weights that are stored quantised: rounds those of a layer, and reads torchao's in place."""
+"""Quantised weights: rounds a layer's weight to a format, and reads torchao's weights in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 #: torchao's types whose numbers and scales a format describes, with the format.
 _TORCHAO = {"Int8Tensor": "int8", "Float8Tensor": "fp8"}
-#: What was read of a weight: its parts then, and the operand; None: there is none.
+#: The parts of each weight when it was read, and the operand; None: no format describes it.
 _read: Any = WeakIdKeyDictionary()
 
 
@@ -102,6 +102,6 @@ def is_readable(weight: Any) -> bool:
     return not fallbacks.foreign(weight) or read(weight) is not None
 
 
-def parameter(t: Quantized) -> nn.Parameter:
+def parameter(t: Tensor) -> nn.Parameter:
     """A parameter of quantised numbers, which have no gradient."""
     return nn.Parameter(t, requires_grad=False)
