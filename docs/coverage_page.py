@@ -50,7 +50,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
 }  # fmt: skip
 
-#: Of each family: the suffix of its model class, its config, and the inputs of its forward.
+#: The suffix of each family's model class, its configuration, and the inputs of its forward.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama": ("ForCausalLM", GROUPED, "text"),
     "Mistral": ("ForCausalLM", HEADS, "text"),
@@ -118,7 +118,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "CLIP": ("VisionModel", VISION, "image"),
 }  # fmt: skip
 
-#: What a family calls its configuration, where it is another name.
+#: Configuration classes that have another name than the family.
 CONFIGS = {"Siglip": "SiglipVisionConfig", "CLIP": "CLIPVisionConfig"}
 
 #: Torch's operators that multiply matrices.

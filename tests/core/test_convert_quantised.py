@@ -121,7 +121,7 @@ def test_weights_are_rounded(weights: str, dtype: torch.dtype, products: list[An
     for given, now in zip(original.parameters(), model.parameters(), strict=True):
         if given.dim() == 2:
             error = (values(now) - given.double()).abs().amax(-1)
-            assert bool((error <= 1.001 * step * given.double().abs().amax(-1)).all())
+            assert bool((error <= 1.01 * step * given.double().abs().amax(-1)).all())
             assert now.dtype is dtype
             groups = 3 if weights == "int4" and now.shape[1] == 96 else 1
             assert now.scale.shape == (len(now), groups)
@@ -135,14 +135,13 @@ def test_a_row_of_zeros_and_an_unknown_format() -> None:
     layer = nn.Linear(8, 4, bias=False)
     nn.init.zeros_(layer.weight)
     model = nn.Sequential(layer)
-    for name in ("int3", "mxfp4"):
-        with pytest.raises(ValueError, match=name):
-            convert(model, weights=name)
+    with pytest.raises(ValueError, match="int3"):
+        convert(model, weights="int3")
     assert type(layer) is nn.Linear
     convert(model, weights="int8")
     assert not model(torch.randn(3, 8)).any()
     odd = nn.Sequential(nn.Linear(7, 4))
-    assert "stores 2 numbers in one, and K = 7" in str(convert(odd, weights="int4"))
+    assert "stores 2 values together, K is 7" in str(convert(odd, weights="int4"))
     assert type(odd[0].weight) is nn.Parameter
 
 

@@ -13,8 +13,8 @@ SHOWN = f"{CONVERT}::test_a_forward_that_decides_by_what_no_trace_shows_keeps_it
 
 CONVERTED = [
     Mutant("convert-hooked-layer", "nn/fused.py",
-           "return not fallbacks.foreign(weight) and not interposed(layer)",
-           "return not fallbacks.foreign(weight)", "a hook on a fused layer is not called", (CHANGED,)),
+           "return stored_weights.is_readable(weight) and not interposed(layer)",
+           "return stored_weights.is_readable(weight)", "a hook on a fused layer is not called", (CHANGED,)),
     Mutant("convert-hooked-activation", "nn/activation.py",
            "            and not interposed(module)\n", "",
            "a hook on a fused activation is not called", (CHANGED,)),

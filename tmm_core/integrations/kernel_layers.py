@@ -34,7 +34,8 @@ class Linear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if not _is_product(self, nn.Linear):
             return own_forward(self, input)
-        return api.linear(input, self.weight, self.bias)  # type: ignore[arg-type]
+        own: Any = self
+        return api.linear(input, own.weight, own.bias)
 
 
 class Conv1D(nn.Module):
@@ -46,7 +47,8 @@ class Conv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not _is_product(self, conv1d.theirs()):
             return own_forward(self, x)
-        return api.matmul(x, self.weight, bias=self.bias)  # type: ignore[arg-type]
+        own: Any = self
+        return api.matmul(x, own.weight, bias=own.bias)
 
 
 class GatedMLP(nn.Module):
@@ -72,9 +74,10 @@ LAYERS: tuple[type[nn.Module], ...] = (Linear, Conv1D, GatedMLP)
 _FORWARDS = frozenset(layer.forward for layer in LAYERS)
 
 
-def own_forward(module: Any, x: Any) -> Any:
+def own_forward(module: Any, x: Tensor) -> Tensor:
     """The result of the forward that the class of ``module`` defines."""
-    return type(module).forward(module, x)
+    found: Tensor = type(module).forward(module, x)
+    return found
 
 
 def is_ours(module: nn.Module) -> bool:
@@ -85,7 +88,8 @@ def is_ours(module: nn.Module) -> bool:
 
 def _is_product(layer: Any, kind: type | None) -> bool:
     """Whether ``layer`` is of exactly this type and multiplies by a plain weight."""
-    return type(layer) is kind and not fallbacks.foreign(layer.weight)
+    exact: bool = type(layer) is kind
+    return exact and not fallbacks.foreign(layer.weight)
 
 
 def _does_no_more(layer: Any) -> bool:
@@ -97,7 +101,8 @@ def _does_no_more(layer: Any) -> bool:
     return not hooks and ("forward" not in layer.__dict__ or is_ours(layer))
 
 
-#: What the forward of a class was proven to compute; None: not a gated MLP.
+#: The forward of each class that was looked at, and what it was proven to compute; None: not a
+#: gated MLP.
 _proven: dict[type[nn.Module], tuple[Any, fusion_match.Gating] | None] = {}
 
 
