@@ -75,44 +75,6 @@ def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):
 
 
 @triton.jit
-def stored_at(k, BLOCK_K: tl.constexpr, PACK: tl.constexpr):
-    """Indices along K of the stored elements of a tile, each of which holds ``PACK`` values."""
-    return k // PACK + tl.arange(0, BLOCK_K // PACK)
-
-
-@triton.jit
-def scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER: tl.constexpr, GROUP: tl.constexpr):
-    """Pointers to the first scales along K of these columns of b, if it has scales for groups."""
-    return b_scale_ptr + z * stride_sz + cols // OUTER * stride_sn if GROUP else cols
-
-
-@triton.jit
-def group_step(
-    a, b, acc, k, scales, inside, stride_sk,
-    STEP: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """One step along K, whose sum is multiplied by the scales of its group if b has groups of
-    ``GROUP`` values.
-
-    Args:
-        scales: Of :func:`scales_at`, for columns of which those ``inside`` exist.
-    """
-    if GROUP == 0:
-        return STEP(a, b, acc, PRECISION, SWAP)
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        own = STEP(a, b, tl.zeros(acc.shape, tl.float32), PRECISION, SWAP)
-        scale = tl.load(scales + k // GROUP * stride_sk, mask=inside, other=0)
-        if scale.dtype == tl.uint8:
-            # An exponent (E8M0): 0 is 2^-127, a subnormal number, and 255 NaN.
-            bits = scale.to(tl.int32)
-            bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-            factor = bits.to(tl.float32, bitcast=True)
-        else:
-            factor = scale.to(tl.float32)
-        return acc + own * (factor[:, None] if SWAP else factor[None, :])
-
-
-@triton.jit
 def rescale(
     acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton.blocks import finish, group_step, load, rescale, scales_at, stored_at
+from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, build
+from tmm_triton.scaled_step import advance, stored, stored_range
 from tmm_triton.triton_kernel import STEPPED, TritonKernel, tiles
 
 
@@ -25,11 +26,14 @@ def naive_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, a_scale_ptr, b_scale_ptr, stride_sz, stride_sk, stride_sn,
-    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    b_zero_ptr, stride_asz, stride_asm, stride_ask, stride_bsz, stride_bsk, stride_bsn,
+    stride_0z, stride_0k, stride_0n,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PACK: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_OUTER: tl.constexpr,
+    B_GROUP: tl.constexpr, ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
 ):  # fmt: skip
     tile, z = tl.program_id(0), tl.program_id(1)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -38,14 +42,21 @@ def naive_kernel(
     a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
     b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
 
-    scales = scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
+    a_grid = (a_scale_ptr, stride_asz, stride_asm, stride_ask)
+    b_grid = (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk)
+    zeros = (b_zero_ptr, stride_0z, stride_0n, stride_0k)
+
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, False)
-        at = stored_at(k, BLOCK_K, PACK)
-        b = load(b_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, False, False)
-        acc = group_step(a, b, acc, k, scales, cols < N, stride_sk, STEP, PRECISION, False, GROUP)
+        bs = stored_range(k, ks, BLOCK_K, PACK)
+        ptrs = b_cols + bs[:, None] * stride_bk
+        b = load(ptrs, bs, cols, stored(K, PACK), N, False, False)
+        acc = advance(
+            a, b, acc, k, z, rows, rows, M, cols, N, a_grid, b_grid, zeros,
+            STEP, PRECISION, False, A_OUTER, A_GROUP, B_OUTER, B_GROUP, ZERO_OUTER, ZERO_GROUP,
+        )  # fmt: skip
 
     acc = rescale(acc, z, rows, cols, M, N, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)
     finish(

@@ -26,7 +26,7 @@ from tmm_core.triton import (
     source,
     step_function,
 )
-from tmm_triton import reduction_order
+from tmm_triton import reduction_order, scaled_step
 from tmm_triton.blocks import step as plain_step
 from tmm_triton.flags import Counters
 
@@ -58,11 +58,13 @@ class TileConfig(Config):
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the pipelined operand tiles."""
         width = self.BLOCK_N * (2 if problem.gated else 1)
-        of_a, of_b = problem.a.dtype.itemsize, problem.b.dtype.itemsize / problem.b.pack
-        tiles = self.num_stages * (self.BLOCK_M * of_a + width * of_b)
-        if problem.b.form is not None and not problem.native:
-            tiles += width * problem.value.itemsize  # decoded
-        return int(tiles * self.BLOCK_K)
+        of_a, of_b = problem.a.dtype.itemsize, problem.b.dtype.itemsize
+        unpacked = 0
+        if problem.b.pack != 1:
+            unpacked = width * of_a * self.BLOCK_K  # for the tensor cores
+        of_b_k = self.BLOCK_K // problem.b.pack
+        staged = self.BLOCK_M * of_a * self.BLOCK_K + width * of_b * of_b_k
+        return self.num_stages * staged + unpacked
 
     def registers(self, problem: Problem) -> int:
         """Registers per thread for tiles: the accumulators, the part of the residual being added,
@@ -72,7 +74,9 @@ class TileConfig(Config):
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
         capability = problem.device.capability
-        if problem.native and capability == (9, 0):
+        if problem.a.grid or problem.b.grid:
+            accumulator *= 2  # the sum of a group, and the full one
+        elif problem.native and capability == (9, 0):
             accumulator *= 2  # the low-precision sum, and the full one
         elif kind(problem.b) == "row" and capability >= (10, 0):
             accumulator *= 2  # a thread has a row of the tile and its columns' scales
@@ -176,8 +180,9 @@ def build(
         indexed: First letters of the operands whose rows an index names, so that they have any
             number of rows.
     """
-    if problem.b.grid and problem.b.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:
-        raise ConfigError(f"{config} has steps of several groups of {problem.b.block[1]} values")
+    for operand in (problem.a, problem.b):
+        if operand.grid and operand.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:
+            raise ConfigError(f"{config} has steps of several groups of {operand.block[1]} values")
     shared, shared_constants, divisible = _convention(problem, flat, indexed)
     fields = config.to_json()
     shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
@@ -205,23 +210,8 @@ def build(
 
 
 def kind(operand: Operand) -> str | None:
-    """The kind of a scale that multiplies the complete sum."""
-    return None if operand.scale is None or operand.grid else operand.scale.kind
-
-
-def grid_arguments(problem: Problem) -> tuple[dict[str, Any], Typed]:
-    """Constants and run-time arguments for the packing of ``b`` and the scales of its groups."""
-    outer, group = problem.b.block if problem.b.grid else (0, 0)
-    constants = {"PACK": problem.b.pack, "OUTER": outer, "GROUP": group}
-    if not group:
-        return constants, {}
-    first = len(problem.shape("b_scale")) - 2
-    strides: Typed = {
-        f"stride_s{dim}": ("i32", ("b_scale", first + i)) for i, dim in enumerate("kn")
-    }
-    if first:
-        return constants, strides | {"stride_sz": ("i64", ("b_scale", 0))}
-    return constants | {"stride_sz": 0}, strides
+    """The kind of an operand's scale."""
+    return None if operand.scale is None else operand.scale.kind
 
 
 def parts(problem: Problem) -> Typed:
@@ -237,7 +227,7 @@ def _operands(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str],
     """Each operand's name, class, names of its two dimensions and their extents."""
     m, n, k = problem.m, problem.n, problem.k
     yield "a", problem.a, ("m", "k"), (m, k)
-    yield "b", problem.b, ("k", "n"), (k, 2 * n if problem.gated else n)
+    yield "b", problem.b, ("k", "n"), (k // problem.b.pack, 2 * n if problem.gated else n)
     yield "out", problem.out, ("m", "n"), (m, n)
     if problem.residual is not None:
         yield "residual", problem.residual, ("m", "n"), (m, n)
@@ -300,7 +290,7 @@ def _convention(
     if problem.scaled:
         given["alpha"] = "fp32", "alpha"
     given |= parts(problem)
-    more, strides = grid_arguments(problem)
-    constants |= more
-    given |= strides
+    typed, known = scaled_step.arguments(problem, flat)
+    given |= typed
+    constants |= known
     return given, constants, divisible

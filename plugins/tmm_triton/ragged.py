@@ -25,8 +25,9 @@ import triton.language as tl
 
 from tmm_core import Anatomy, Problem, Traits
 from tmm_core.triton import pointer
-from tmm_triton.blocks import affine, group_step, load, parts, scales_at, stored_at, tile_of
+from tmm_triton.blocks import affine, load, parts, tile_of
 from tmm_triton.operands import Build, TileConfig, Typed, build
+from tmm_triton.scaled_step import advance, stored, stored_range
 from tmm_triton.tiled import FusedEpilogueConfig
 from tmm_triton.triton_kernel import GRID_LIMIT, STEPPED, TritonKernel, fills_registers
 
@@ -114,20 +115,22 @@ def rescaled(
 def ragged_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
     offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr, a_scale_ptr, b_scale_ptr,
-    stride_sz, stride_sk, stride_sn,
     M, N, K, G,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
     stride_biasz, stride_bias, alpha, GROUP_M,
+    b_zero_ptr, stride_asz, stride_asm, stride_ask, stride_bsz, stride_bsk, stride_bsn,
+    stride_0z, stride_0k, stride_0n,
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
-    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
+    PACK: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_OUTER: tl.constexpr,
+    B_GROUP: tl.constexpr, ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     top, right, first_k, last_k = M, N, 0, K
@@ -180,24 +183,29 @@ def ragged_kernel(
         of_b, edge = 2 * first_col + tl.arange(0, 2 * BLOCK_N), 2 * right
     b_cols = b_ptr + group * stride_bz + of_b[None, :] * stride_bn
     up_cols = b_cols + N * stride_bn
-    scales = scales_at(group, of_b, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
-    up_scales = scales_at(group, cols + N, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
+
+    a_grid = (a_scale_ptr, stride_asz, stride_asm, stride_ask)
+    b_grid = (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk)
+    zeros = (b_zero_ptr, stride_0z, stride_0n, stride_0k)
 
     gate = tl.zeros((BLOCK_M, 2 * BLOCK_N if INTERLEAVED else BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(first_k, last_k, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
-        at_b, end = stored_at(k, BLOCK_K, PACK), last_k // PACK
-        b = load(b_cols + at_b[:, None] * stride_bk, at_b, of_b, end, edge, WHOLE_K, False)
-        gate = group_step(
-            a, b, gate, k, scales, of_b < edge, stride_sk, STEP, PRECISION, False, GROUP
-        )
+        bs, stored_k = stored_range(k, ks, BLOCK_K, PACK), stored(last_k, PACK)
+        b = load(b_cols + bs[:, None] * stride_bk, bs, of_b, stored_k, edge, WHOLE_K, False)
+        gate = advance(
+            a, b, gate, k, group, rows, of_a, top, of_b, edge, a_grid, b_grid, zeros,
+            STEP, PRECISION, False, A_OUTER, A_GROUP, B_OUTER, B_GROUP, ZERO_OUTER, ZERO_GROUP,
+        )  # fmt: skip
         if GATED and not INTERLEAVED:
-            b_up = load(up_cols + at_b[:, None] * stride_bk, at_b, cols, end, right, WHOLE_K, False)
-            up = group_step(
-                a, b_up, up, k, up_scales, cols < right, stride_sk, STEP, PRECISION, False, GROUP
-            )
+            ptrs = up_cols + bs[:, None] * stride_bk
+            b_up = load(ptrs, bs, cols, stored_k, right, WHOLE_K, False)
+            up = advance(
+                a, b_up, up, k, group, rows, of_a, top, cols + N, right + N, a_grid, b_grid, zeros,
+                STEP, PRECISION, False, A_OUTER, A_GROUP, B_OUTER, B_GROUP, ZERO_OUTER, ZERO_GROUP,
+            )  # fmt: skip
 
     if INTERLEAVED:
         gate, up = gate.reshape(BLOCK_M, BLOCK_N, 2).split()
@@ -294,8 +302,6 @@ class Ragged(TritonKernel[RaggedConfig]):
         yield from super().declines(problem)
         if problem.groups is None:
             yield "is for ragged products"
-        elif problem.groups.ragged != "m" and (problem.b.grid or problem.b.pack > 1):
-            yield "takes packed and grouped weights only for groups along M"
         elif problem.groups.ragged == "k" and problem.groups.count > GRID_LIMIT:
             yield f"{problem.groups.count} groups exceed the grid's {GRID_LIMIT}"
 

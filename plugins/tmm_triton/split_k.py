@@ -25,10 +25,11 @@ import triton.language as tl
 
 from tmm_core import Anatomy, Problem, Traits
 from tmm_triton import reduction_order
-from tmm_triton.blocks import finish, group_step, load, rescale, scales_at, stored_at
+from tmm_triton.blocks import finish, load, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
 from tmm_triton.pdl import check_early, ways, with_early
+from tmm_triton.scaled_step import advance, stored, stored_range
 from tmm_triton.triton_kernel import STEPPED, TritonKernel, hopper_or_later, tiles
 
 
@@ -64,14 +65,17 @@ def split_k_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, a_scale_ptr, b_scale_ptr, stride_sz, stride_sk, stride_sn,
-    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
+    stride_bias, alpha, a_scale_ptr, b_scale_ptr,
+    b_zero_ptr, stride_asz, stride_asm, stride_ask, stride_bsz, stride_bsk, stride_bsn,
+    stride_0z, stride_0k, stride_0n,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
     THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
+    PACK: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_OUTER: tl.constexpr,
+    B_GROUP: tl.constexpr, ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
 ):  # fmt: skip
     tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = tl.num_programs(2)
@@ -87,7 +91,10 @@ def split_k_kernel(
     last = tl.minimum(first + tl.where(split < longer, least + 1, least) * BLOCK_K, K)
     a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
     b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
-    scales = scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
+
+    a_grid = (a_scale_ptr, stride_asz, stride_asm, stride_ask)
+    b_grid = (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk)
+    zeros = (b_zero_ptr, stride_0z, stride_0n, stride_0k)
 
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -96,9 +103,8 @@ def split_k_kernel(
     if EARLY:
         # Before the previous launch has ended: the caller promises that b is not being written.
         next_b = load_ahead(
-            b_cols, cols, N, first // PACK, last // PACK, K // PACK, stride_bk,
-            BLOCK_K // PACK, WHOLE_K, B_ONCE, False,
-        )  # fmt: skip
+            b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
+        )
     if OVERLAPS:
         # Nothing above touches memory that may be written; all threads wait, and store only after
         # it.
@@ -111,9 +117,8 @@ def split_k_kernel(
         )
         if not EARLY:
             next_b = load_ahead(
-                b_cols, cols, N, first // PACK, last // PACK, K // PACK, stride_bk,
-                BLOCK_K // PACK, WHOLE_K, B_ONCE, False,
-            )  # fmt: skip
+                b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
+            )
     for k in range(first, last, BLOCK_K):
         if THROUGH_REGISTERS:
             a, b = next_a, next_b
@@ -121,15 +126,18 @@ def split_k_kernel(
                 a_rows, rows, M, k + BLOCK_K, last, K, stride_ak, BLOCK_K, WHOLE_K, A_ONCE, True
             )
             next_b = load_ahead(
-                b_cols, cols, N, (k + BLOCK_K) // PACK, last // PACK, K // PACK, stride_bk,
-                BLOCK_K // PACK, WHOLE_K, B_ONCE, False,
-            )  # fmt: skip
+                b_cols, cols, N, k + BLOCK_K, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
+            )
         else:
             ks = k + tl.arange(0, BLOCK_K)
             a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
-            at = stored_at(k, BLOCK_K, PACK)
-            b = load(b_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, WHOLE_K, False)
-        acc = group_step(a, b, acc, k, scales, cols < N, stride_sk, STEP, PRECISION, SWAP, GROUP)
+            bs = stored_range(k, ks, BLOCK_K, PACK)
+            ptrs = b_cols + bs[:, None] * stride_bk
+            b = load(ptrs, bs, cols, stored(K, PACK), N, WHOLE_K, False)
+        acc = advance(
+            a, b, acc, k, z, rows, rows, M, cols, N, a_grid, b_grid, zeros,
+            STEP, PRECISION, SWAP, A_OUTER, A_GROUP, B_OUTER, B_GROUP, ZERO_OUTER, ZERO_GROUP,
+        )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
 
@@ -299,7 +307,8 @@ def _through_registers(problem: Problem, config: SplitKConfig) -> bool:
     contiguous = [problem.k, problem.n if problem.b.layout == "row" else problem.k]
     whole = all(size % 8 == 0 for size in contiguous)
     narrow = config.SWAP and problem.m <= config.BLOCK_M
-    return narrow and whole and problem.a.dtype.itemsize == 2
+    plain = problem.b.pack == 1 and not (problem.a.grid or problem.b.grid)
+    return narrow and whole and plain and problem.a.dtype.itemsize == 2
 
 
 def _splits(problem: Problem, tile: SplitKConfig) -> list[int]:

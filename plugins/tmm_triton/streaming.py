@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from triton.experimental.gluon import jit
@@ -129,10 +130,10 @@ def streaming_kernel(
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, b_scale_ptr, b_zero_ptr,
-    stride_sz, stride_sk, stride_sn,
+    stride_bsz, stride_bsk, stride_bsn, stride_0z, stride_0k, stride_0n,
     EPILOGUE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_K: gl.constexpr, WARPS_N: gl.constexpr,
-    HALVES: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr, PROGRAM: gl.constexpr,
+    HALVES: gl.constexpr, B_GROUP: gl.constexpr, PER: gl.constexpr, PROGRAM: gl.constexpr,
     ORIGIN: gl.constexpr,
     WORDS: gl.constexpr, PAIRS: gl.constexpr,
     WHOLE_N: gl.constexpr, WHOLE_K: gl.constexpr,
@@ -177,7 +178,9 @@ def streaming_kernel(
     a_base = (a_ptr + z * stride_az).to(gl.pointer_type(gl.int32), bitcast=True)
     b_at = (row * (stride_bn // 4) + part * OF_WORD + word).to(gl.uint32)
     a_at = (m * (stride_am // 2) + a_part * 64 + pair).to(gl.uint32)
-    s_at = z * stride_sz + s_row * stride_sn
+    scale_base = z * stride_bsz + s_row * stride_bsn
+    if ZERO:
+        zero_base = z * stride_0z + s_row * stride_0n
     steps = K // 128
     zeros = gl.zeros([WARPS_K, ROWS, BLOCK_M], gl.float32, SUMS)
     acc = zeros
@@ -193,23 +196,24 @@ def streaming_kernel(
     if not EARLY:
         b = _load(b_base + b_at, inside_b & (part < steps), WHOLE_K, "evict_first")
     a = _load(a_base + a_at, inside_a & (a_part < steps), WHOLE_K, "")
-    if GROUP:
-        at = s_at + s_part // (GROUP // 128) * stride_sk
-        scale = _load(b_scale_ptr + at, inside_s & (s_part < steps), False, "")
+    if B_GROUP:
+        group = s_part // (B_GROUP // 128)
+        inside = inside_s & (s_part < steps)
+        scale = _load(b_scale_ptr + scale_base + group * stride_bsk, inside, False, "")
         if ZERO:
-            zero = _load(b_zero_ptr + at, inside_s & (s_part < steps), False, "")
+            zero = _load(b_zero_ptr + zero_base + group * stride_0k, inside, False, "")
     for first_step in range(0, steps, WARPS_K):
         step = first_step + WARPS_K
         next_b = _load(
             b_base + step * OF_WORD + b_at, inside_b & (step + part < steps), WHOLE_K, "evict_first"
         )
         next_a = _load(a_base + step * 64 + a_at, inside_a & (step + a_part < steps), WHOLE_K, "")
-        if GROUP:
-            at = s_at + (step + s_part) // (GROUP // 128) * stride_sk
+        if B_GROUP:
+            group = (step + s_part) // (B_GROUP // 128)
             inside = inside_s & (step + s_part < steps)
-            next_scale = _load(b_scale_ptr + at, inside, False, "")
+            next_scale = _load(b_scale_ptr + scale_base + group * stride_bsk, inside, False, "")
             if ZERO:
-                next_zero = _load(b_zero_ptr + at, inside, False, "")
+                next_zero = _load(b_zero_ptr + zero_base + group * stride_0k, inside, False, "")
             own, of_a = _multiply(
                 b, a, zeros, zeros, PROGRAM, PER, T, ZERO, WARPS_K, ROWS, BLOCK_M, B, A
             )
@@ -224,11 +228,12 @@ def streaming_kernel(
             )
         b = next_b
         a = next_a
-    if not GROUP:
+    if not B_GROUP:
         if ZERO:
-            acc -= of_a * (_load(b_zero_ptr + s_at, inside_s, False, "").to(gl.float32) - ORIGIN)
+            zero = _load(b_zero_ptr + zero_base, inside_s, False, "")
+            acc -= of_a * (zero.to(gl.float32) - ORIGIN)
         if b_scale_ptr is not None:
-            acc *= _load(b_scale_ptr + s_at, inside_s, False, "").to(gl.float32)
+            acc *= _load(b_scale_ptr + scale_base, inside_s, False, "").to(gl.float32)
 
     # One element per thread if there are enough threads; neighbours along N.
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K * WARPS_N, 1], [1, 0])
@@ -336,7 +341,7 @@ def _row_scale(problem: Problem) -> dict[str, int]:
         return {}
     row = int(problem.b.scale is not None and problem.b.scale.kind == "row")
     apart = problem.width if row and problem.batch > 1 else 0
-    return {"stride_sz": apart, "stride_sk": 0, "stride_sn": row}
+    return {"stride_bsz": apart, "stride_bsk": 0, "stride_bsn": row}
 
 
 #: BLOCK_N, BLOCK_K and num_warps that are tried.
@@ -373,6 +378,7 @@ class Streaming(TritonKernel[StreamingConfig]):
         weights=tuple(word_decoders.PER_WORD),
         scales=("tensor", "row", "group"),
         packed=True,
+        zeros=True,
         layouts={**POINTERS.layouts, "a": ("row",), "b": ("col",)},
         unaligned=("out", "residual"),
         wide=False,

@@ -24,20 +24,10 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem, Traits
-from tmm_triton.blocks import (
-    add_residual,
-    affine,
-    group_step,
-    load,
-    parts,
-    rescale,
-    scales_at,
-    store,
-    stored_at,
-    tile_of,
-)
+from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store, tile_of
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put
+from tmm_triton.scaled_step import advance, stored, stored_range
 from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, tiles
 
 
@@ -50,12 +40,15 @@ def tiled_kernel(
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, a_scale_ptr, b_scale_ptr, GROUP_M,
-    port_0_ptr, port_0_at, port_1_ptr, port_1_at, stride_sz, stride_sk, stride_sn,
-    PACK: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr,
+    b_zero_ptr, stride_asz, stride_asm, stride_ask, stride_bsz, stride_bsk, stride_bsn,
+    stride_0z, stride_0k, stride_0n,
+    port_0_ptr, port_0_at, port_1_ptr, port_1_at,
     A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
     STEP: tl.constexpr, EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
+    PACK: tl.constexpr, A_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_OUTER: tl.constexpr,
+    B_GROUP: tl.constexpr, ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
     OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
     OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
 ):  # fmt: skip
@@ -66,22 +59,28 @@ def tiled_kernel(
     a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
     b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
     up_cols = b_cols + N * stride_bn
-    scales = scales_at(z, cols, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
-    up_scales = scales_at(z, cols + N, b_scale_ptr, stride_sz, stride_sn, OUTER, GROUP)
+
+    a_grid = (a_scale_ptr, stride_asz, stride_asm, stride_ask)
+    b_grid = (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk)
+    zeros = (b_zero_ptr, stride_0z, stride_0n, stride_0k)
 
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
-        at = stored_at(k, BLOCK_K, PACK)
-        b = load(b_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, WHOLE_K, False)
-        gate = group_step(a, b, gate, k, scales, cols < N, stride_sk, STEP, PRECISION, False, GROUP)
+        bs, stored_k = stored_range(k, ks, BLOCK_K, PACK), stored(K, PACK)
+        b = load(b_cols + bs[:, None] * stride_bk, bs, cols, stored_k, N, WHOLE_K, False)
+        gate = advance(
+            a, b, gate, k, z, rows, rows, M, cols, N, a_grid, b_grid, zeros,
+            STEP, PRECISION, False, A_OUTER, A_GROUP, B_OUTER, B_GROUP, ZERO_OUTER, ZERO_GROUP,
+        )  # fmt: skip
         if GATED:
-            b_up = load(up_cols + at[:, None] * stride_bk, at, cols, K // PACK, N, WHOLE_K, False)
-            up = group_step(
-                a, b_up, up, k, up_scales, cols < N, stride_sk, STEP, PRECISION, False, GROUP
-            )
+            b_up = load(up_cols + bs[:, None] * stride_bk, bs, cols, stored_k, N, WHOLE_K, False)
+            up = advance(
+                a, b_up, up, k, z, rows, rows, M, cols + N, 2 * N, a_grid, b_grid, zeros,
+                STEP, PRECISION, False, A_OUTER, A_GROUP, B_OUTER, B_GROUP, ZERO_OUTER, ZERO_GROUP,
+            )  # fmt: skip
 
     width = 2 * N if GATED else N
     gate = rescale(gate, z, rows, cols, M, width, a_scale_ptr, b_scale_ptr, A_SCALE, B_SCALE)

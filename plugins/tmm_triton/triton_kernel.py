@@ -10,7 +10,7 @@ import itertools
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -34,8 +34,6 @@ _MOST_REGISTERS = 200
 _MOST_REGISTERS_MMA = 176
 #: Rows of Blackwell's tensor memory: an accumulator of 256 rows is read back as two, and spills.
 _TENSOR_MEMORY_ROWS = 128
-#: Values along K that may share a scale: a tile has those of one group.
-GROUPS = (16, 32, 64, 128, 256, 512)
 #: Limit of the grid's second and third dimension.
 GRID_LIMIT = 65535
 #: Problems of a kernel over pointers: any strides, and one accumulator.
@@ -56,9 +54,9 @@ POINTERS = Supports(
     alpha=True,
     epilogues=True,
 )
-#: Those of a kernel that decodes weights and scales the sums of their groups at each step
-#: (:func:`tmm_triton.blocks.group_step`).
-STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), packed=True)
+
+#: Those of kernels whose step unpacks, and applies scales of groups and zero points.
+STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), zeros=True, packed=True)
 
 
 class Built(Kernel[D]):
@@ -123,11 +121,8 @@ class TritonKernel(Built[C]):
     reach: ClassVar[float] = 0.5
 
     def declines(self, problem: Problem) -> Iterable[str]:
+        yield from unsteppable(problem)
         device = problem.device
-        if problem.a.grid or problem.a.pack > 1:
-            yield "has neither groups nor packed values of a"
-        if problem.b.grid and problem.b.block[1] not in GROUPS:
-            yield f"has no groups of {problem.b.block[1]} values along K"
         if device.type != "cuda":
             return
         yield from missing_toolchain()
@@ -145,6 +140,8 @@ class TritonKernel(Built[C]):
         return tile_anatomy.of_tiles(problem, config, reach=self.reach, splits=self.splits(config))
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
+        if problem.a.grid or problem.b.grid:
+            return self.own_arithmetic(problem, config)  # step by step
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
             return self.own_arithmetic(problem, config)  # tile by tile
         shared = reduction_order.summed(problem, self.splits(config), config.BLOCK_K)
@@ -169,7 +166,11 @@ class TritonKernel(Built[C]):
         parts only if it fills the registers."""
         config_type: Any = self.config_type
         names = [field.name for field in dataclasses.fields(TileConfig)]
-        tiles = [dict(zip(names, shape, strict=True)) for shape in proposed(problem, shapes)]
+        most = step_limit(problem)
+        tiles = [
+            dict(zip(names, (m, n, min(k, most), *rest), strict=True))
+            for m, n, k, *rest in proposed(problem, shapes)
+        ]
         configs = [
             config_type(**dict(zip(values, given, strict=True)), **tile)
             for given in itertools.product(*values.values())
@@ -199,12 +200,6 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     which pass through registers one by one. Without TF32, fp32 is summed by FMAs from registers,
     where larger tiles spill.
     """
-    if problem.b.grid:
-        # A step has one scale for each column.
-        group = problem.b.block[1]
-        whole = replace(problem, b=replace(problem.b, scale=None))
-        shapes = [(m, n, min(k, group), *rest) for m, n, k, *rest in proposed(whole, shapes)]
-        return list(dict.fromkeys(shapes))
     if problem.device.interpreted:
         return _INTERPRETED
     if problem.native and problem.a.aligned and problem.b.aligned:
@@ -214,6 +209,28 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     if not problem.tf32:
         return _FMA
     return [(m, n, max(16, k // 2), *rest) for m, n, k, *rest in shapes]
+
+
+def unsteppable(problem: Problem) -> Iterator[str]:
+    """Why scales or zero points cannot be applied step by step."""
+    for name, operand in (("a", problem.a), ("b", problem.b)):
+        if operand.grid and operand.block[1] not in (16, 32, 64, 128, 256, 512):
+            yield f"has steps of 16 to 512 along K, not groups of {operand.block[1]} of {name}"
+    zero = problem.b.zero
+    if problem.a.zero is not None:
+        yield "has no zero points of a"
+    elif zero is not None and (problem.a.form is not None or problem.b.pack > 2):
+        yield "has no zero points beside a stored a"
+    elif zero is not None and zero.is_floating_point:
+        rounded = problem.a.dtype.itemsize == 2
+        if rounded and problem.out.dtype not in (problem.a.dtype, torch.bfloat16):
+            yield f"rounds values to {problem.a.dtype}, too coarse for {problem.out.dtype}"
+
+
+def step_limit(problem: Problem) -> int:
+    """The longest step along K: it lies inside one group of each operand."""
+    groups = [operand.block[1] for operand in (problem.a, problem.b) if operand.grid]
+    return min(groups, default=512)
 
 
 def fills_registers(problem: Problem, config: TileConfig) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 #: Values in a word, by format.
-PER_WORD = {"int4": 8, "int8": 4, "fp8": 4}
+PER_WORD = {"int4": 8, "int4_signed": 8, "int8": 4, "fp8": 4}
 
 
 def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
@@ -27,8 +27,8 @@ def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
         value: ``torch.bfloat16`` or ``torch.float16``.
     """
     brain = value is torch.bfloat16
-    if form == "int4":
-        lines = _int4(brain)
+    if form in ("int4", "int4_signed"):
+        lines = _int4(brain, signed=form == "int4_signed")
     elif form == "int8":
         lines = _int8(brain)
     else:
@@ -36,8 +36,9 @@ def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-def _int4(brain: bool) -> list[str]:
-    """``q − 8``: ``q`` becomes the lowest bits of 128 in bfloat16, or of 1024 in float16."""
+def _int4(brain: bool, signed: bool) -> list[str]:
+    """``q − 8``, or ``q`` in two's complement: ``q`` (``q + 8``) becomes the lowest bits of 128 in
+    bfloat16, or of 1024 in float16."""
     magic, one, offset, fma = (
         ("0x43004300", "0x3F803F80", "0xC308C308", "fma.rn.bf16x2")
         if brain
@@ -47,6 +48,7 @@ def _int4(brain: bool) -> list[str]:
         ".reg .b32 low, high, t, one, offset;",
         "prmt.b32 low, $8, $9, 0x5410;",
         "prmt.b32 high, $8, $9, 0x7632;",
+        *(f"xor.b32 {half}, {half}, 0x88888888;" for half in ("low", "high") if signed),
         f"mov.b32 one, {one};",
         f"mov.b32 offset, {offset};",
     ]

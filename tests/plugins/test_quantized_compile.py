@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from test_ragged_compile import BF16, ROW, TARGETS
+from tmm_triton.naive import Naive
 from tmm_triton.ragged import Ragged
 from tmm_triton.split_k import SplitK
 from tmm_triton.tiled import FusedEpilogue, Grouped
@@ -19,24 +20,38 @@ from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.triton import target_of
 
-WEIGHTS = {
-    "int8": Operand(torch.int8, "col", format="int8", scale=Scale((1, 0))),
-    "int4": Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), BF16)),
-    "mxfp4": Operand(torch.uint8, "col", format="mxfp4", scale=Scale((1, 32), torch.uint8)),
-}
+E4M3 = torch.float8_e4m3fn
+INT4 = Operand(torch.uint8, "col", format="int4", scale=Scale.parse("1x128 bfloat16"))
+BLOCKS = Operand(E4M3, "col", scale=Scale.parse("128x128"))
+#: Operands by name: a, and b.
+OPERANDS = {
+    "int8": (ROW, Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))),
+    "int8 by 32": (ROW, Operand(torch.int8, "col", format="int8", scale=Scale.parse("1x32"))),
+    "int4": (ROW, INT4),
+    "int4 with zero points": (ROW, replace(INT4, zero=torch.uint8)),
+    "int4_signed": (ROW, replace(INT4, dtype=torch.int8, format="int4_signed", zero=BF16)),
+    "mxfp4": (
+        ROW, Operand(torch.uint8, "col", format="mxfp4", scale=Scale.parse("1x32 uint8")),
+    ),
+    "fp8 weights": (ROW, BLOCKS),
+    "fp8 by blocks": (Operand(E4M3, scale=Scale.parse("1x128")), BLOCKS),
+}  # fmt: skip
 
 
-def compiled(target: str, form: str) -> list[bool]:
+def compiled(target: str, of: str) -> list[bool]:
     device = TARGETS[target]
-    decode = Problem(16, 4096, 4096, ROW, WEIGHTS[form], ROW, device, bias=BF16)
+    a, b = OPERANDS[of]
+    decode = Problem(16, 4096, 4096, a, b, ROW, device, bias=BF16)
     gated = replace(decode, m=512, bias=None, epilogue=parse("swiglu"))
     found = []
     for kernel, problem in (
+        (Naive(), decode),
         (SplitK(), decode),
         (Grouped(), replace(decode, m=2048)),
         (FusedEpilogue(), gated),
         (Ragged(), replace(gated, groups=Groups(8, "m"))),
     ):
+        assert not list(kernel.supports.reasons_against(problem))
         config = kernel.default_config(problem)
         result = kernel.builds(problem, config)[0].compile_for(target_of(device))
         wide = config.BLOCK_M >= 64 or getattr(config, "SWAP", False)
@@ -44,8 +59,11 @@ def compiled(target: str, form: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("form", WEIGHTS)
+@pytest.mark.parametrize("of", OPERANDS)
 @pytest.mark.parametrize("target", TARGETS)
-def test_weights_compile(target: str, form: str, request: pytest.FixtureRequest) -> None:
+def test_quantised_weights_compile(target: str, of: str, request: pytest.FixtureRequest) -> None:
+    device = TARGETS[target]
+    if "fp8" in of and (device.capability < (8, 9) or target == "gfx942"):
+        pytest.skip("8-bit floats need compute capability 8.9")
     process = "uninterpreted_amd" if target == "gfx942" else "uninterpreted"
-    assert request.getfixturevalue(process)(compiled, target, form) == [True] * 4
+    assert request.getfixturevalue(process)(compiled, target, of) == [True] * 5

@@ -230,8 +230,8 @@ def test_arithmetic_addresses_masks(
         "stride_am": a_stride, "stride_bn": b_stride, "stride_rm": n, "stride_om": n + 8,
         "stride_az": m * a_stride, "stride_bz": width * b_stride, "stride_rz": m * n,
         "stride_oz": m * (n + 8), "stride_bias": 1, "alpha": -0.5,
-        "b_scale_ptr": Pointer(scale.ravel()), "stride_sz": width * groups, "stride_sk": 1,
-        "stride_sn": groups,
+        "b_scale_ptr": Pointer(scale.ravel()), "stride_bsz": width * groups, "stride_bsk": 1,
+        "stride_bsn": groups,
     }  # fmt: skip
     epilogue = (lambda gate, up: gate * up) if gated else np.abs
     constants = {**build.constants, "EPILOGUE": epilogue}

@@ -73,7 +73,8 @@ class Operand:
     ``aligned``: base address and leading stride (and batch stride) are multiples of 16 bytes and
     rows (columns) do not overlap, so that TMA can address it. ``wide``: its largest offset does not
     fit in 32 bits. ``format`` is empty for plain numbers and where the dtype implies the format.
-    ``zero``: it has zero points, of the scale's kind.
+    ``zero``: the dtype of its zero points, which have the scale's kind; None, or False: it has
+    none; True: they are stored numbers.
     """
 
     dtype: torch.dtype
@@ -82,7 +83,11 @@ class Operand:
     wide: bool = False
     format: str = ""
     scale: Scale | None = None
-    zero: bool = False
+    zero: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.zero, bool):
+            object.__setattr__(self, "zero", self.dtype if self.zero else None)
 
     @classmethod
     def of(cls, t: torch.Tensor, **stored: Any) -> Operand:
@@ -146,7 +151,7 @@ class Operand:
     @property
     def parts(self) -> tuple[str, ...]:
         """What belongs to it besides the stored numbers: ``"scale"``, ``"zero"``."""
-        return ("scale",) * (self.scale is not None) + ("zero",) * self.zero
+        return ("scale",) * (self.scale is not None) + ("zero",) * (self.zero is not None)
 
     def to_json(self) -> dict[str, Any]:
         """The operand as a part of a record's key, which dense operands share with older records:
@@ -161,15 +166,18 @@ class Operand:
             document["format"] = self.format
         if self.scale is not None:
             document["scale"] = str(self.scale)
-        return document | ({"zero": True} if self.zero else {})
+        if self.zero is not None:
+            document["zero"] = True if self.zero is self.dtype else dtype_name(self.zero)
+        return document
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Operand:
-        scale = dict(doc).get("scale")
+        scale, zero = doc.get("scale"), doc.get("zero")
         return cls(
             dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"],
             formats.named(doc["format"]).name if doc.get("format") else "",
-            None if scale is None else Scale.parse(scale), bool(doc.get("zero", False)),
+            None if scale is None else Scale.parse(scale),
+            dtype_of(zero) if isinstance(zero, str) else zero,
         )  # fmt: skip
 
 

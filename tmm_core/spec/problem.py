@@ -348,5 +348,9 @@ def stored_operands(call: Arguments | GroupedArguments) -> dict[str, dict[str, A
             name = ""  # its dtype tells
         if name or scale is not None:
             of_scale = Scale.of(scale, block)
-            found[operand] = {"format": name, "scale": of_scale, "zero": zero is not None}
+            found[operand] = {
+                "format": name,
+                "scale": of_scale,
+                "zero": None if zero is None else zero.dtype,
+            }
     return found

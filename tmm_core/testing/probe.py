@@ -101,8 +101,8 @@ class Probe:
                 scale=Scale.parse(text) if text else None, zero=zero,
             )
             for dtype, name, text, zero in (
-                (self.dtype, self.a_format, self.a_scale, False),
-                (b_dtype, self.b_format, self.b_scale, self.b_zero),
+                (self.dtype, self.a_format, self.a_scale, None),
+                (b_dtype, self.b_format, self.b_scale, b_dtype if self.b_zero else None),
             )
         )  # fmt: skip
         sizes = Problem(

@@ -1,7 +1,7 @@
 """Compiles the device functions of epilogues and formats: jits plain ones, bakes parameters in, and
-combines the functions of a chain into one.
+combines those of a chain into one.
 
-Functions of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a
+Those of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a
 separate kernel.
 """
 
@@ -89,38 +89,42 @@ def step_function(problem: Problem, plain: Any) -> Any:
         plain: That of plain operands, and of operands that tensor cores multiply as they are
             stored: ``plain(a, b, acc, PRECISION, SWAP=False)``.
 
+    Returns:
+        A function with that signature, whose ``b`` is as it is stored: it unpacks and decodes it.
+        Of a ``b`` with zero points it takes those of its columns, in fp32, as a sixth argument.
+
     Raises:
-        ValueError: The format of ``b`` has no device function.
+        ValueError: The format of ``b`` has no device function, or more than two values in an
+            element.
     """
     form = problem.b.form
     if form is None or problem.a.form is not None:
         return plain
-    return _decoding(plain, form)
+    return _decoding(plain, form, problem.b.zero is not None)
 
 
 @functools.lru_cache(maxsize=64)
-def _decoding(plain: Any, form: Format) -> Any:
-    head = "def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):"
-    lines = [head, "    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)"]
-    if form.pack > 1:
-        # [K / pack, N] to [K, N]: each join adds a dimension, whose order is that of the bits.
-        codes = [f"((b >> {form.bits * i}) & {2**form.bits - 1})" for i in range(form.pack)]
-        joins = form.pack.bit_length() - 1
-        order = ", ".join(map(str, (0, *range(2, 2 + joins), 1)))
-        lines[1:] = [
-            f"    codes = {_joined(codes)}",
-            f"    codes = codes.permute({order}).reshape({form.pack} * b.shape[0], b.shape[1])",
-            "    return plain(a, decode(codes, a.dtype), acc, PRECISION, SWAP)",
+def _decoding(plain: Any, form: Format, zeros: bool) -> Any:
+    if form.pack > 2:
+        raise ValueError(f"format {form.name!r} has {form.pack} values in an element, not two")
+    title = f"step of {form.name} weights" + (" with zero points" if zeros else "")
+    sixth = ", zero=None" if zeros else ""
+    lines = [f"def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False{sixth}):"]
+    if form.pack == 2:
+        mask = (1 << form.bits) - 1
+        lines += [
+            f"    pair = tl.join(b & {mask}, (b >> {form.bits}) & {mask}).permute(0, 2, 1)",
+            "    b = pair.reshape(2 * b.shape[0], b.shape[1])",
         ]
+    if zeros:
+        lines += [
+            f"    b = decode(b, tl.float32) - (zero - {form.origin})[None, :]",
+            "    return plain(a, b.to(a.dtype), acc, PRECISION, SWAP)",
+        ]
+    else:
+        lines.append("    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)")
     names = {"plain": plain, "decode": _jitted(form.decode, f"format {form.name!r}")}
-    return _generated(lines, names, f"step of {form.name} weights")
-
-
-def _joined(codes: list[str]) -> str:
-    """The expression that joins blocks along new last dimensions, by the bits of their place."""
-    if len(codes) == 1:
-        return codes[0]
-    return f"tl.join({_joined(codes[::2])}, {_joined(codes[1::2])})"
+    return _generated(lines, names, title)
 
 
 def _inputs(epilogue: Epilogue) -> str:

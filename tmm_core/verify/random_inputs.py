@@ -181,7 +181,8 @@ def make(
             size = problem.shape(keyword)
             if of == "a" and rows is not None and rows.a_index is not None:
                 size = (rows.read, *size[1:])
-        dtype = operand.scale.dtype if name == "scale" else operand.dtype
+        dtype = operand.scale.dtype if name == "scale" else operand.zero
+        assert dtype is not None
         if operand.grid:
             # As a weight's owner has them; verification also has them the other way.
             return drawn(keyword, Operand(dtype, "row" if of == "a" else "col", False), size)

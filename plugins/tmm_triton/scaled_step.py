@@ -1,0 +1,132 @@
+"""A step along K of operands whose scales or zero points differ along K, and of packed ones.
+
+A step lies inside one group of each operand: its sum is multiplied by the scales of that group, in
+fp32, and added to the others. Zero points are subtracted before the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tmm_core import Operand, Problem
+from tmm_core.triton import pointer
+
+#: A group longer than any K: one number for a whole row or tensor.
+_WHOLE = 1 << 30
+
+
+@triton.jit
+def stored(count, PACK: tl.constexpr):
+    """The number of stored elements of ``count`` values along K."""
+    if PACK == 1:
+        return count
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return count // PACK
+
+
+@triton.jit
+def stored_range(k, ks, BLOCK_K: tl.constexpr, PACK: tl.constexpr):
+    """The stored elements of the values ``ks``, which begin at ``k``."""
+    if PACK == 1:
+        return ks
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return k // PACK + tl.arange(0, BLOCK_K // PACK)
+
+
+@triton.jit
+def numbers(grid, z, outer, inside, k, OUTER: tl.constexpr, GROUP: tl.constexpr):
+    """The scales or zero points at ``k`` of some rows (columns), in fp32; uint8 scales are
+    exponents.
+
+    Args:
+        grid: The pointer, and the strides along the batch, the rows (columns) and K.
+    """
+    at = z.to(tl.int64) * grid[1] + (outer // OUTER) * grid[2] + (k // GROUP) * grid[3]
+    return tl.load(grid[0] + at, mask=inside, other=0)
+
+
+@triton.jit
+def factors(t):
+    """Scales in fp32: powers of two of exponents, NaN for 255."""
+    if t.dtype == tl.uint8:
+        bits = t.to(tl.int32)
+        power = tl.where(bits == 0, 0x400000, bits << 23)
+        return tl.where(bits == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return t.to(tl.float32)
+
+
+@triton.jit
+def advance(
+    a, b, acc, k, z, rows, row_at, M, cols, N, a_grid, b_grid, zeros,
+    STEP: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
+    A_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_OUTER: tl.constexpr, B_GROUP: tl.constexpr,
+    ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
+):  # fmt: skip
+    """``acc`` and the product of one step, with the scales of its groups.
+
+    Args:
+        rows, cols: Of the tile, of which those below M and N exist.
+        row_at: The rows of ``a``, which an index may name.
+        a_grid, b_grid, zeros: As :func:`numbers` takes them.
+    """
+    if A_GROUP is None and B_GROUP is None:
+        if ZERO_GROUP is None:
+            acc = STEP(a, b, acc, PRECISION, SWAP)
+        else:
+            zero = numbers(zeros, z, cols, cols < N, k, ZERO_OUTER, ZERO_GROUP).to(tl.float32)
+            acc = STEP(a, b, acc, PRECISION, SWAP, zero)
+    else:
+        part = tl.zeros(acc.shape, dtype=tl.float32)
+        if ZERO_GROUP is None:
+            part = STEP(a, b, part, PRECISION, SWAP)
+        else:
+            zero = numbers(zeros, z, cols, cols < N, k, ZERO_OUTER, ZERO_GROUP).to(tl.float32)
+            part = STEP(a, b, part, PRECISION, SWAP, zero)
+        if B_GROUP is not None:
+            scale = factors(numbers(b_grid, z, cols, cols < N, k, B_OUTER, B_GROUP))
+            part *= scale[:, None] if SWAP else scale[None, :]
+        if A_GROUP is not None:
+            scale = factors(numbers(a_grid, z, row_at, rows < M, k, A_OUTER, A_GROUP))
+            part *= scale[None, :] if SWAP else scale[:, None]
+        acc += part
+    return acc
+
+
+def arguments(problem: Problem, flat: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run-time arguments and the constants of steps.
+
+    Args:
+        flat: First letters of the operands that a batch does not have one of for each product.
+    """
+    typed: dict[str, Any] = {}
+    constants: dict[str, Any] = {"PACK": problem.b.pack}
+    for name, dims in (("a", ("m", "k")), ("b", ("k", "n"))):
+        spec: Operand = getattr(problem, name)
+        stacked = problem.batch > 1 and name not in flat
+        if spec.grid:
+            prefix = f"stride_{name}s"
+            typed |= {
+                f"{prefix}{dim}": ("i64", (f"{name}_scale", place + stacked))
+                for place, dim in enumerate(dims)
+            }
+            typed[f"{prefix}z"] = ("i64", (f"{name}_scale", 0)) if stacked else ("i64", 0)
+            of = name.upper()
+            constants |= {f"{of}_OUTER": spec.block[0], f"{of}_GROUP": spec.block[1]}
+    if problem.b.zero is not None:
+        spec, stacked = problem.b, problem.batch > 1 and "b" not in flat
+        assert spec.zero is not None
+        typed["b_zero_ptr"] = pointer(spec.zero), "b_zero"
+        constants |= {"ZERO_OUTER": max(1, spec.block[0]), "ZERO_GROUP": spec.block[1] or _WHOLE}
+        if spec.grid:
+            typed["stride_0k"] = "i64", ("b_zero", 0 + stacked)
+            typed["stride_0n"] = "i64", ("b_zero", 1 + stacked)
+            typed["stride_0z"] = ("i64", ("b_zero", 0)) if stacked else ("i64", 0)
+        else:  # packed
+            row = spec.block[0] == 1
+            constants |= {"stride_0k": 0, "stride_0n": int(row)}
+            typed["stride_0z"] = "i64", problem.width if row and stacked else 0
+    return typed, constants
