@@ -19,7 +19,10 @@ Tensor = torch.Tensor
 def read(t: Any) -> Any:
     """The tensor as a :class:`Quantized` that shares its memory; itself if it is of no known
     type."""
-    reader = _READERS.get((type(t).__module__.partition(".")[0], type(t).__name__))
+    kind = type(t)
+    if kind is Tensor or kind is torch.nn.Parameter:  # torch.compile cannot trace the rest
+        return t
+    reader = _READERS.get((kind.__module__.partition(".")[0], kind.__name__))
     found = None if reader is None else reader(t)
     return t if found is None else found
 

@@ -166,3 +166,9 @@ def test_quantised_activations_stay_torchaos(torchao: Any) -> None:
 
     weight = _weight(torchao, torchao.Int8DynamicActivationInt8WeightConfig(version=2))
     assert foreign.read(weight) is weight
+
+
+def test_a_compiled_call_of_a_parameter() -> None:
+    x, weight = torch.randn(5, 16), torch.nn.Parameter(torch.randn(12, 16))
+    compiled = torch.compile(tmm_core.linear, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, weight), x @ weight.T)
