@@ -14,7 +14,7 @@ from formats import FORMATS
 from fresh import FRESH
 from grouped import GROUPED
 from identity import IDENTITY
-from kernels import KERNELS
+from kernel_code import KERNELS
 from limits import LIMITS
 from measure import BENCH
 from mutant import Mutant
