@@ -31,7 +31,6 @@ oldest newest: %: .venv-%/.installed
 TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.py tests/core/test_releases.py \
 	tests/plugins/test_triton_kernels.py
 TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/test_ports.py
-TESTS_newest = tests/core/test_operator.py
 
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
