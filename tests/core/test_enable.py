@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import tmm_core
 from tmm_core import Problem, dispatch
 from tmm_core.interop import aten, aten_answers, aten_report
 from tmm_core.launch import nesting
+from tmm_core.spec.device import fingerprint
 
 Tensor = torch.Tensor
 
@@ -442,6 +444,56 @@ def test_a_record_decides(sums: Sums) -> None:
         report = tmm_core.enabled_report()
     assert report.operators["mm"].calls == {"sums": 2, "torch": 0}
     assert report.saved_us == pytest.approx(12.0)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Times of interpreted kernels mean nothing, and calls do not tune."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    fingerprint.cache_clear()
+    yield
+    monkeypatch.undo()
+    fingerprint.cache_clear()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_miss_is_tuned_in_the_background(monkeypatch: pytest.MonkeyPatch, sums: Sums) -> None:
+    monkeypatch.setattr(aten_answers, "RETRY", 0.0)
+    times = {"blas": 10.0, "sums": 4.0}
+    dispatch.default_dispatcher.made, _ = dispatcher(FakeBlas(), sums, times=times)
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    expected = exact(torch.mm, a, b).float()
+    with enable(on_cache_miss=None), tmm_core.override(tune_share=1.0):
+        torch.testing.assert_close(a @ b, expected)
+        assert calls("mm") == {"torch": 1}
+        deadline = time.monotonic() + 60
+        while not calls("mm").get("sums") and time.monotonic() < deadline:
+            torch.testing.assert_close(a @ b, expected)
+            time.sleep(0.001)
+        answered = calls("mm")
+        assert answered["sums"] == 1
+        a @ b
+        assert calls("mm") == {"torch": answered["torch"], "sums": 2}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_an_answer_that_does_not_last_is_replayed_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, sums: Sums
+) -> None:
+    monkeypatch.setattr(aten_answers, "RETRY", 1e6)
+    made, _ = dispatcher(FakeBlas(), sums, times={"blas": 10.0, "sums": 4.0})
+    dispatch.default_dispatcher.made = made
+    asked = []
+    bound = made.bound
+    monkeypatch.setattr(made, "bound", lambda *given: asked.append(given) or bound(*given))
+    a, b = torch.randn(64, 32), torch.randn(32, 64)
+    with enable(on_cache_miss=None):
+        for _ in range(5):
+            a @ b
+        assert len(asked) == len(aten_answers.passing) == 1
+        tmm_core.tune(tmm_core.problem(a, b))  # which forgets all answers
+        a @ b
+        assert calls("mm") == {"torch": 5, "sums": 1}
 
 
 def test_a_tmm_call_that_blas_answers_stays_blas(sums: Sums) -> None:

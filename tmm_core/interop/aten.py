@@ -29,9 +29,7 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
 #: The default on a miss: no call waits, since a model has hundreds of products.
-ON_CACHE_MISS: settings.OnCacheMiss = "heuristic"
-if "background" in get_args(settings.OnCacheMiss):
-    ON_CACHE_MISS = "background"  # type: ignore[assignment,unused-ignore]
+ON_CACHE_MISS: settings.OnCacheMiss = "background"
 
 #: The names by which ``ops`` selects operators: without the overload.
 NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
@@ -188,7 +186,8 @@ def enable(
             raise UnknownNameError("operator", str(name), NAMES)
     mode = on_cache_miss or ON_CACHE_MISS
     if mode not in get_args(settings.OnCacheMiss):
-        raise SettingsError(f"on_cache_miss must be one of tune, heuristic, error, got {mode!r}")
+        known = ", ".join(get_args(settings.OnCacheMiss))
+        raise SettingsError(f"on_cache_miss must be one of {known}, got {mode!r}")
     if compat.aten_kernel is None:
         raise RuntimeError(f"torch {torch.__version__} has no torch.library.get_kernel")
     enabled = Enabled(selected, only, mode, compile, _key)

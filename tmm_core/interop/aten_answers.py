@@ -3,6 +3,7 @@ call of a key, and replayed by :mod:`tmm_core.interop.aten_entries`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,10 @@ Tensor = torch.Tensor
 #: what the others saved; then after twice as many, and so on.
 FIRST_REVIEW = 1000
 
+#: Seconds for which the answer of a product that is being tuned in the background is replayed: to
+#: ask for it takes some 100 µs, which an eager model would pay in every call.
+RETRY = 0.02
+
 
 #: Errors of settings, which a caller sees.
 USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
@@ -55,9 +60,10 @@ class Answer:
     Attributes:
         launch: The chosen kernel's launcher; None: torch's own kernel.
         as_bias: Whether the summand of the product is a bias, else a residual.
+        until: The time at which it has to be asked for again, if it does not last.
     """
 
-    __slots__ = ("as_bias", "choice", "kernel", "launch", "problem", "saves_us", "tally")
+    __slots__ = ("as_bias", "choice", "kernel", "launch", "problem", "saves_us", "tally", "until")
 
     kernel: str
     choice: Choice | None
@@ -66,10 +72,11 @@ class Answer:
     as_bias: bool
     saves_us: float
     tally: Tally | None
+    until: float
 
     def __init__(self) -> None:
         self.kernel, self.choice, self.problem, self.launch = BASELINE, None, None, None
-        self.as_bias, self.saves_us, self.tally = False, 0.0, None
+        self.as_bias, self.saves_us, self.tally, self.until = False, 0.0, None, 0.0
 
     def count(self) -> None:
         tally = self.tally
@@ -84,7 +91,9 @@ THROUGH, INSIDE = Answer(), Answer()
 
 #: Answers by keys, which begin with the operator.
 answers: dict[tuple[Any, ...], Answer] = {}
-warm.TABLES.append(answers)
+#: Those that do not last.
+passing: dict[tuple[Any, ...], Answer] = {}
+warm.TABLES += answers, passing
 
 
 class Operator:
@@ -145,6 +154,8 @@ class Operator:
             return _keep(key, INSIDE)
         if call is None:
             return _keep(key, THROUGH)
+        if (answer := passing.get(key)) is not None and time.monotonic() < answer.until:
+            return answer
         pose = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
         try:
             if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -175,17 +186,21 @@ class Operator:
         if current.on_cache_miss == "tune":
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
         plan = warm.make_plan(call, warm.epilogue_of(""), current, self._posed(pose), waits=False)
-        kept = plan.choice.lasting and not plan.problem.capturing
-        self.pending |= not kept
-        if plan.kernel == BASELINE:
-            return _keep(key, THROUGH) if kept else THROUGH
+        lasting, capturing = plan.choice.lasting, plan.problem.capturing
+        self.pending |= not lasting
+        if plan.kernel == BASELINE and (lasting or capturing):
+            return THROUGH if capturing else _keep(key, THROUGH)
         answer = Answer()
+        if plan.kernel == BASELINE:
+            return _keep_for_now(key, answer)
         answer.kernel, answer.choice, answer.problem = plan.kernel, plan.choice, plan.problem
         answer.launch = plan.launcher if wrap is None else wrap(plan)
         answer.as_bias = as_bias
         answer.saves_us = self._saved_us(plan)
         answer.tally = self.tallies.setdefault(plan.kernel, Tally())
-        return _keep(key, answer) if kept else answer
+        if capturing:  # which restricts the choice
+            return answer
+        return _keep(key, answer) if lasting else _keep_for_now(key, answer)
 
     def _saved_us(self, plan: Plan) -> float:
         from tmm_core.dispatch.saving import saving_us  # with the dispatcher, which a plan needed
@@ -217,6 +232,7 @@ class Operator:
         if not warm.quarantine(plan, error):
             raise error
         answers.pop(key, None)
+        passing.pop(key, None)
 
 
 class _LeftError(TmmError):
@@ -227,4 +243,12 @@ def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:
     if len(answers) >= warm.MAX_PLANS:
         answers.clear()
     answers[key] = answer
+    return answer
+
+
+def _keep_for_now(key: tuple[Any, ...], answer: Answer) -> Answer:
+    if len(passing) >= warm.MAX_PLANS:
+        passing.clear()
+    answer.until = time.monotonic() + RETRY
+    passing[key] = answer
     return answer
