@@ -160,7 +160,7 @@ def t(*shape: int, **kw: Any) -> torch.Tensor:
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), kernel="blast"), tmm_core.UnknownNameError, "did you mean 'blas'"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), config={"fused": True}), tmm_core.SettingsError, "config needs kernel"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), kernel="blas", config={"fuse": True}), tmm_core.ConfigError, "fuse"),
-        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), on_cache_miss="never"), tmm_core.SettingsError, "one of tune, heuristic, error"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), on_cache_miss="never"), tmm_core.SettingsError, "one of tune, background, heuristic, error"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2, device="meta")), RuntimeError, "same device"),
     ],
 )  # fmt: skip
@@ -413,7 +413,7 @@ def test_override_nests_and_ends() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("TMM_ON_CACHE_MISS", "always", "one of tune, heuristic, error"),
+        ("TMM_ON_CACHE_MISS", "always", "one of tune, background, heuristic, error"),
         ("TMM_TUNE_BUDGET", "-1", "positive seconds"),
         ("TMM_TUNE_BUDGET", "soon", "could not convert"),
         ("TMM_TUNE_MEMORY", "much", "accepted is a size like 64M"),

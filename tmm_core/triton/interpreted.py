@@ -100,9 +100,9 @@ def _mend() -> None:
         return
 
     def boolean(mask: Any) -> Any:
-        if mask.data.dtype.kind == "b":
-            return mask
-        return interpreter.TensorHandle(mask.data != 0, tl.int1)
+        # A descriptor's load passes an array.
+        bits = mask.data if isinstance(mask, interpreter.TensorHandle) else mask
+        return mask if bits.dtype.kind == "b" else interpreter.TensorHandle(bits != 0, tl.int1)
 
     def masked_load(at: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         return load(at, boolean(mask), *rest, **more)
