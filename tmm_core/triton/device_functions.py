@@ -107,7 +107,8 @@ def step_function(problem: Problem, plain: Any) -> Any:
 def _decoding(plain: Any, form: Format, zeros: bool) -> Any:
     if form.pack > 2:
         raise ValueError(f"format {form.name!r} has {form.pack} values in an element, not two")
-    sixth = ", zero" if zeros else ""
+    title = f"step of {form.name} weights" + (" with zero points" if zeros else "")
+    sixth = ", zero=None" if zeros else ""
     lines = [f"def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False{sixth}):"]
     if form.pack == 2:
         mask = (1 << form.bits) - 1
