@@ -78,7 +78,7 @@ FLOORS = (
     {"interop"},
     {"api", "grouped"},
     {"tmm_core", "nn"},
-    {"bench", "testing", "integrations"},
+    {"bench", "integrations", "testing"},
     {"tools"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
