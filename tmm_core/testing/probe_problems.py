@@ -394,7 +394,7 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         for of_a, of_b in itertools.product(scales, repeat=2):
             a, b = Operand(first, format=name), Operand(last, format=name)
             yield replace(plain, a=replace(a, scale=of_a), b=replace(b, scale=of_b))
-            yield replace(plain, b=replace(b, scale=of_b, zero=last if of_b else None))
+            yield replace(plain, b=replace(b, scale=of_b, zero=None if of_b is None else last))
     for along in ("m", "n", "k"):
         for count in (1, 3, 2**20):
             for size in (0, 64, 2**31):
