@@ -78,7 +78,7 @@ FLOORS = (
     {"interop"},
     {"api", "grouped"},
     {"tmm_core", "nn"},
-    {"bench", "integrations", "testing"},
+    {"bench", "testing", "integrations"},
     {"tools"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -62,8 +62,8 @@ def _float8(t: Any) -> Quantized | None:
         return Quantized(stored, scale, format="fp8", block=block)
     if block is not None:
         block = block[1], block[0]
-    columns: Any = Quantized(stored.t(), scale.t(), format="fp8", block=block).t()
-    return columns  # type: ignore[no-any-return]
+    turned_back: Any = Quantized(stored.t(), scale.t(), format="fp8", block=block).t()
+    return turned_back  # type: ignore[no-any-return]  # torch types it as a Tensor
 
 
 def _block(t: Any) -> tuple[int, int] | None:
