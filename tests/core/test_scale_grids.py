@@ -90,7 +90,9 @@ def test_a_weight(case: str, zeros: bool) -> None:
     full = torch.nn.functional.silu(0.5 * expected + bias.double()) + residual.double()
     close(tmm_core.linear(x, weight, bias, alpha=0.5, epilogue="silu", residual=residual), full)
     close(tmm_core.plan(x, weight.t())(x, weight.t().stored, **_parts(weight.t())), expected)
+    torch.compiler.reset()  # so many weights exceed what torch compiles of one function
     close(torch.compile(tmm_core.linear, backend="eager")(x, weight), expected)
+    torch.compiler.reset()
     close(torch.vmap(lambda row: tmm_core.linear(row, weight))(x), expected)
     with torch.autocast("cpu", BF16):
         close(tmm_core.linear(x.float(), weight), expected)
