@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -172,13 +171,13 @@ class Quantized(torch.Tensor):
         weight: Tensor, weight_scale_inv: Tensor, block: Block | None = (128, 128)
     ) -> Quantized:
         """A weight of a block-scaled checkpoint (DeepSeek-V3, Transformers' ``FP8Linear``); see
-        :mod:`tmm_core.integrations.checkpoints.fp8`."""
-        return _read("fp8", weight, weight_scale_inv, block)
+        :mod:`tmm_core.integrations.checkpoints.block_scaled`."""
+        return _read("block_scaled", weight, weight_scale_inv, block)
 
     @staticmethod
     def from_mxfp4(blocks: Tensor, scales: Tensor) -> Quantized:
-        """Weights of gpt-oss's experts; see :mod:`tmm_core.integrations.checkpoints.mxfp4`."""
-        return _read("mxfp4", blocks, scales)
+        """Weights of gpt-oss's experts; see :mod:`tmm_core.integrations.checkpoints.gpt_oss`."""
+        return _read("gpt_oss", blocks, scales)
 
     def _each(
         self,
@@ -221,6 +220,8 @@ class Quantized(torch.Tensor):
 
     #: Torch's functions that multiply, and tmm's in their place; :mod:`tmm_core.api` sets them.
     products: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
+    #: Imports the module that reads a layout of checkpoints; :mod:`tmm_core.api` sets it.
+    layouts: ClassVar[Callable[[str], Any]]
 
     @classmethod
     def __torch_function__(
@@ -306,9 +307,8 @@ def _gridded(
 
 
 def _read(layout: str, *tensors: Any, **more: Any) -> Quantized:
-    """A weight of a checkpoint; the module of its layout is imported now."""
-    module = importlib.import_module(f"tmm_core.integrations.checkpoints.{layout}")
-    found: Quantized = module.read(*tensors, **more)
+    """A weight of a checkpoint of that layout."""
+    found: Quantized = Quantized.layouts(layout).read(*tensors, **more)
     return found
 
 

@@ -174,6 +174,7 @@ class ProbeProblems:
             yield from (replace(weight, b_scale=scale, b_zero=True) for scale in (own, *grids))
         if wide is not narrow:
             yield replace(base, b_dtype=wide, **rows)
+        if wide is not narrow and form.implied:
             yield replace(base, dtype=wide, b_dtype=narrow, **rows)
             yield replace(base, dtype=wide, a_scale="tensor")
         for a, b in (("row", "row"), ("col", "row"), ("col", "col"), ("row_unaligned", "strided")):
