@@ -71,7 +71,7 @@ FLOORS = (
     {"errors", "version", "formats"},
     {"compat", "settings", "spec"},
     {"epilogues", "launch", "quantized"},
-    {"foreign", "registry", "rounding", "triton"},
+    {"foreign", "integrations.checkpoints", "registry", "rounding", "triton"},
     {"verify"},
     {"tuning"},
     {"dispatch"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -385,6 +386,12 @@ def kernels() -> list[KernelInfo]:
     return kernel_infos(dispatch.default_dispatcher().registry, settings.current())
 
 
+def _layout(name: str) -> Any:
+    """The module that reads that layout of checkpoints."""
+    return importlib.import_module(f"tmm_core.integrations.checkpoints.{name}")
+
+
+Quantized.layouts = staticmethod(_layout)
 Quantized.products |= {
     torch.matmul: matmul,
     Tensor.matmul: matmul,

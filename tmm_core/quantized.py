@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -135,6 +135,50 @@ class Quantized(torch.Tensor):
     def _how(self) -> _How:
         return self.format, self.dtype, self.block, self.along
 
+    @staticmethod
+    def from_gptq(
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        group: int = 128,
+        g_idx: Tensor | None = None,
+        *,
+        version: int | None = None,
+    ) -> Quantized:
+        """A weight of a GPTQ checkpoint; see :mod:`tmm_core.integrations.checkpoints.gptq`."""
+        return _read("gptq", qweight, qzeros, scales, group, g_idx, version=version)
+
+    @staticmethod
+    def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int = 128) -> Quantized:
+        """A weight of an AWQ checkpoint; see :mod:`tmm_core.integrations.checkpoints.awq`."""
+        return _read("awq", qweight, qzeros, scales, group)
+
+    @staticmethod
+    def from_compressed(
+        weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None = None
+    ) -> Quantized:
+        """A weight of a compressed-tensors checkpoint, pack-quantized in 4 bits; see
+        :mod:`tmm_core.integrations.checkpoints.compressed`."""
+        return _read("compressed", weight_packed, weight_scale, weight_zero_point)
+
+    @staticmethod
+    def from_hqq(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
+        """A weight of an HQQ layer; see :mod:`tmm_core.integrations.checkpoints.hqq`."""
+        return _read("hqq", w_q, meta)
+
+    @staticmethod
+    def from_fp8(
+        weight: Tensor, weight_scale_inv: Tensor, block: Block | None = (128, 128)
+    ) -> Quantized:
+        """A weight of a block-scaled checkpoint (DeepSeek-V3, Transformers' ``FP8Linear``); see
+        :mod:`tmm_core.integrations.checkpoints.block_scaled`."""
+        return _read("block_scaled", weight, weight_scale_inv, block)
+
+    @staticmethod
+    def from_mxfp4(blocks: Tensor, scales: Tensor) -> Quantized:
+        """Weights of gpt-oss's experts; see :mod:`tmm_core.integrations.checkpoints.gpt_oss`."""
+        return _read("gpt_oss", blocks, scales)
+
     def _each(
         self,
         function: Callable[[Tensor], Tensor],
@@ -176,6 +220,8 @@ class Quantized(torch.Tensor):
 
     #: Torch's functions that multiply, and tmm's in their place; :mod:`tmm_core.api` sets them.
     products: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
+    #: Imports the module that reads a layout of checkpoints; :mod:`tmm_core.api` sets it.
+    layouts: ClassVar[Callable[[str], Any]]
 
     @classmethod
     def __torch_function__(
@@ -258,6 +304,12 @@ def _gridded(
             f"a scale by {grids.text_of(own)} must have {text}, got {tuple(scale.shape)}"
         )
     return scale, own
+
+
+def _read(layout: str, *tensors: Any, **more: Any) -> Quantized:
+    """A weight of a checkpoint of that layout."""
+    found: Quantized = Quantized.layouts(layout).read(*tensors, **more)
+    return found
 
 
 def unpacked(call: Any, grouped: bool = False) -> Any:

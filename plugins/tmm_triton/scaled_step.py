@@ -118,8 +118,7 @@ def arguments(problem: Problem, flat: str) -> tuple[dict[str, Any], dict[str, An
             constants |= {f"{of}_OUTER": spec.block[0], f"{of}_GROUP": spec.block[1]}
     if problem.b.zero is not None:
         spec, stacked = problem.b, problem.batch > 1 and "b" not in flat
-        assert spec.zero is not None
-        typed["b_zero_ptr"] = pointer(spec.zero), "b_zero"
+        typed["b_zero_ptr"] = pointer(problem.b.zero), "b_zero"
         constants |= {"ZERO_OUTER": max(1, spec.block[0]), "ZERO_GROUP": spec.block[1] or _WHOLE}
         if spec.grid:
             typed["stride_0k"] = "i64", ("b_zero", 0 + stacked)

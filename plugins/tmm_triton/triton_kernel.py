@@ -217,11 +217,9 @@ def unsteppable(problem: Problem) -> Iterator[str]:
         if operand.grid and operand.block[1] not in (16, 32, 64, 128, 256, 512):
             yield f"has steps of 16 to 512 along K, not groups of {operand.block[1]} of {name}"
     zero = problem.b.zero
-    if problem.a.zero is not None:
-        yield "has no zero points of a"
-    elif zero is not None and (problem.a.form is not None or problem.b.pack > 2):
-        yield "has no zero points beside a stored a"
-    elif zero is not None and zero.is_floating_point:
+    if problem.b.pack > 2:
+        yield f"unpacks two values of an element, not {problem.b.pack}"
+    if zero is not None and zero.is_floating_point:
         rounded = problem.a.dtype.itemsize == 2
         if rounded and problem.out.dtype not in (problem.a.dtype, torch.bfloat16):
             yield f"rounds values to {problem.a.dtype}, too coarse for {problem.out.dtype}"

@@ -24,3 +24,11 @@ class TestMxfp4(FormatConformance):
 
 class TestInt4Signed(FormatConformance):
     format = FORMATS["int4_signed"]
+
+
+class TestNvfp4(FormatConformance):
+    format = FORMATS["nvfp4"]
+
+
+class TestMxfp8(FormatConformance):
+    format = FORMATS["mxfp8"]

@@ -15,7 +15,15 @@ from tmm_core.verify import compare
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
 #: The largest error of a value, relative to the largest of its group: half the distance of codes.
-ERROR = {"int4": 0.5 / 7, "int4_signed": 0.5 / 7, "int8": 0.5 / 127, "fp8": 2**-4, "mxfp4": 0.25}
+ERROR = {
+    "int4": 0.5 / 7,
+    "int4_signed": 0.5 / 7,
+    "int8": 0.5 / 127,
+    "fp8": 2**-4,
+    "mxfp4": 0.25,
+    "mxfp8": 2**-4 + 2**-3,
+    "nvfp4": 0.25,
+}
 
 
 def close(found: Tensor, expected: Tensor) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
-from tmm_core.spec.operand import Operand, Scale
+from tmm_core.formats.grids import ROW
+from tmm_core.spec.operand import Operand
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
 from tmm_core.verify.guard_bands import Checksums, GuardedTensor
@@ -134,10 +135,10 @@ class Right(Kernel[Tile]):
                 else:
                     left, right, here = a[:, part], b[part], (group,)
                 of_a, of_b = a_scale, b_scale
-                if problem.a.scale == Scale.parse("row") and of_a is not None:
+                if problem.a.block == ROW and of_a is not None:
                     of_a = of_a[rows] if groups.ragged == "m" else of_a[group]
                     of_a = of_a[:, None]
-                if problem.b.scale == Scale.parse("row") and of_b is not None:
+                if problem.b.block == ROW and of_b is not None:
                     of_b = of_b[part] if groups.ragged == "n" else of_b[self.of_group(group)]
                 z = alpha * self.rescale(self.product(left, right), of_a, of_b)
                 z = self.finish(problem, z, None if bias is None else bias[group])

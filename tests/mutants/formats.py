@@ -54,7 +54,7 @@ FORMATS = [
            "if own[1] and k % own[1] and not self.short:", "if False:",
            "a last group is short in a format that has none", GRIDS_REFUSED),
     Mutant("format-pack", "formats/__init__.py", "stored |= part << (self.bits * place)",
-           "stored |= part << (self.bits * (self.pack - place))",
+           "stored |= part << (self.bits * (place - 1))",
            "packed numbers lose some of their bits", (f"{CONFORMANCE}::TestInt4",)),
     Mutant("format-origin", "formats/__init__.py", "zero = zero.to(numbers.dtype) - self.origin",
            "zero = zero.to(numbers.dtype)", "zero points of int4 are 8 too large",

@@ -172,7 +172,7 @@ class Operand:
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Operand:
-        scale, zero = doc.get("scale"), doc.get("zero")
+        scale, zero = map(dict(doc).get, ("scale", "zero"))
         return cls(
             dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"],
             formats.named(doc["format"]).name if doc.get("format") else "",

@@ -41,6 +41,12 @@ def usual_scale(form: Format) -> str:
     return str(Scale(block, form.scale_dtypes[0]))
 
 
+def _is_implied(dtype: torch.dtype, name: str) -> bool:
+    """Whether the format of that name is the one that the dtype implies."""
+    form = formats.IMPLIED.get(dtype)
+    return form is not None and form.name == name
+
+
 def whole_k(k: int, *operands: Operand) -> int:
     """``k``, or the next number of values that has whole groups and stored elements."""
     unit = math.lcm(
@@ -97,8 +103,8 @@ class Probe:
         out_dtype = self.out_dtype or plain
         a, b = (
             Operand(
-                dtype, format="" if dtype in formats.IMPLIED else name,
-                scale=Scale.parse(text) if text else None, zero=zero,
+                dtype, format="" if _is_implied(dtype, name) else name,
+                scale=Scale.parse(text) if text else None, zero=dtype if zero else None,
             )
             for dtype, name, text, zero in (
                 (self.dtype, self.a_format, self.a_scale, None),

@@ -174,6 +174,7 @@ class ProbeProblems:
             yield from (replace(weight, b_scale=scale, b_zero=True) for scale in (own, *grids))
         if wide is not narrow:
             yield replace(base, b_dtype=wide, **rows)
+        if wide is not narrow and form.implied:
             yield replace(base, dtype=wide, b_dtype=narrow, **rows)
             yield replace(base, dtype=wide, a_scale="tensor")
         for a, b in (("row", "row"), ("col", "row"), ("col", "col"), ("row_unaligned", "strided")):
@@ -394,7 +395,7 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         for of_a, of_b in itertools.product(scales, repeat=2):
             a, b = Operand(first, format=name), Operand(last, format=name)
             yield replace(plain, a=replace(a, scale=of_a), b=replace(b, scale=of_b))
-            yield replace(plain, b=replace(b, scale=of_b, zero=last if of_b else None))
+            yield replace(plain, b=replace(b, scale=of_b, zero=None if of_b is None else last))
     for along in ("m", "n", "k"):
         for count in (1, 3, 2**20):
             for size in (0, 64, 2**31):

@@ -1,0 +1,189 @@
+"""Weights of quantised checkpoints, against tensors packed number by number by their layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core import Quantized
+from tmm_core.integrations.checkpoints import awq, compressed, gptq
+from tmm_core.verify import compare
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+N, K, G = 16, 256, 64
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert compare.error(found, expected) <= compare.TOLERANCE[found.dtype]
+
+
+def check(weight: Quantized, values: Tensor) -> None:
+    """The weight has these values, and multiplies with them."""
+    assert weight.shape == values.shape
+    torch.testing.assert_close(weight.dequantize().double(), values, rtol=1e-2, atol=1e-9)
+    x = torch.randn(5, K, dtype=BF16)
+    if values.dim() == 2:
+        close(tmm_core.linear(x, weight), x.double() @ values.T)
+
+
+def word(numbers: list[int]) -> int:
+    """Eight numbers in a signed word of 32 bits, the first in the lowest bits."""
+    value = sum(number << (4 * place) for place, number in enumerate(numbers))
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def drawn(symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [N, K], zero points and scales [N, K/G] of normal weights, and their values."""
+    weight = torch.randn(N, K).unflatten(-1, (-1, G))
+    if symmetric:
+        scale = (weight.abs().amax(-1) / 7).half()
+        zero = torch.full_like(scale, 8).to(torch.int64)
+    else:
+        low, high = weight.amin(-1), weight.amax(-1)
+        scale = ((high - low) / 15).half()
+        zero = (-low / scale.float()).round().clamp(1, 15).to(torch.int64)
+    codes = (weight / scale.float()[..., None]).round() + zero[..., None]
+    codes = codes.clamp(0, 15).to(torch.int64)
+    values = ((codes - zero[..., None]).double() * scale.double()[..., None]).flatten(-2)
+    return codes.flatten(-2), zero, scale, values
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_gptq(symmetric: bool, version: int) -> None:
+    """The version is told by the tensors."""
+    codes, zero, scale, values = drawn(symmetric)
+    qweight = torch.tensor(
+        [[word(codes[n, 8 * i : 8 * i + 8].tolist()) for n in range(N)] for i in range(K // 8)],
+        dtype=torch.int32,
+    )
+    kept = (zero - int(version == 1)) & 15
+    qzeros = torch.tensor(
+        [[word(kept[8 * j : 8 * j + 8, g].tolist()) for j in range(N // 8)] for g in range(K // G)],
+        dtype=torch.int32,
+    )
+    scales = scale.t().contiguous()
+    weight = Quantized.from_gptq(qweight, qzeros, scales, group=G)
+    check(weight, values)
+    assert (weight.zero is None) is symmetric
+    assert weight.scale.data_ptr() == scales.data_ptr()
+    found = gptq.written(weight, version)
+    for own, other in zip(found, (qweight, qzeros, scales), strict=True):
+        assert torch.equal(own, other)
+    in_order = torch.arange(K, dtype=torch.int32) // G
+    check(Quantized.from_gptq(qweight, qzeros, scales, group=G, g_idx=in_order), values)
+    with pytest.raises(ValueError, match="g_idx is not in order"):
+        Quantized.from_gptq(qweight, qzeros, scales, group=G, g_idx=in_order.flip(0))
+    with pytest.raises(ValueError, match="scales must have shape"):
+        Quantized.from_gptq(qweight, qzeros, scales.t(), group=G)
+    with pytest.raises(ValueError, match="qzeros must be int32"):
+        Quantized.from_gptq(qweight, qzeros, scales, group=128)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_awq(symmetric: bool) -> None:
+    codes, zero, scale, values = drawn(symmetric)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def words(numbers: Tensor) -> Tensor:
+        rows = [
+            [word([int(row[8 * j + i]) for i in order]) for j in range(N // 8)] for row in numbers
+        ]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    qweight, qzeros, scales = words(codes.t()), words(zero.t()), scale.t().contiguous()
+    weight = Quantized.from_awq(qweight, qzeros, scales, group=G)
+    check(weight, values)
+    for own, other in zip(awq.written(weight), (qweight, qzeros, scales), strict=True):
+        assert torch.equal(own, other)
+    with pytest.raises(ValueError, match="qweight must be int32"):
+        Quantized.from_awq(qweight.long(), qzeros, scales, group=G)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_compressed_tensors(symmetric: bool) -> None:
+    codes, zero, scale, values = drawn(symmetric)
+    packed = torch.tensor(
+        [[word(codes[n, 8 * i : 8 * i + 8].tolist()) for i in range(K // 8)] for n in range(N)],
+        dtype=torch.int32,
+    )
+    zeros = torch.tensor(
+        [[word(zero[8 * j : 8 * j + 8, g].tolist()) for g in range(K // G)] for j in range(N // 8)],
+        dtype=torch.int32,
+    )
+    weight = Quantized.from_compressed(packed, scale, None if symmetric else zeros)
+    check(weight, values)
+    assert weight.stored.data_ptr() == packed.data_ptr()
+    found = compressed.written(weight)
+    assert torch.equal(found[0], packed)
+    assert found[2] is None if symmetric else torch.equal(found[2], zeros)
+
+
+def test_hqq() -> None:
+    codes, zero, scale, _ = drawn(False)
+    floating = zero.half() + 0.25
+    values = codes.unflatten(-1, (-1, G)).double() - floating.double()[..., None]
+    values = (values * scale.double()[..., None]).flatten(-2)
+    groups = codes.reshape(-1, G)
+    half = len(groups) // 2
+    w_q = (groups[:half] << 4 | groups[half:]).to(torch.uint8)
+    meta: dict[str, Any] = {
+        "nbits": 4, "group_size": G, "shape": torch.Size((N, K)), "axis": 1, "packing": "4bit_u8",
+        "scale": scale.reshape(-1, 1), "zero": floating.reshape(-1, 1),
+    }  # fmt: skip
+    check(Quantized.from_hqq(w_q, meta), values)
+    for change in ({"nbits": 3}, {"axis": 0}, {"packing": "4bit_u32"}):
+        with pytest.raises(ValueError, match="4 bits"):
+            Quantized.from_hqq(w_q, {**meta, **change})
+    with pytest.raises(ValueError, match="16 bits or more"):
+        Quantized.from_hqq(w_q, {**meta, "quant_scale": True})
+
+
+def test_block_scaled_fp8() -> None:
+    stored = torch.randn(200, K).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2) + 0.5
+    each = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    for given in (scale, scale.to(BF16).float()):
+        own = given.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+        check(Quantized.from_fp8(stored, given), stored.double() * own.double())
+    assert Quantized.from_fp8(stored, scale).stored.data_ptr() == stored.data_ptr()
+    exponents = torch.tensor([[126, 127], [128, 120]], dtype=torch.uint8)
+    powers = torch.exp2(exponents.double() - 127)
+    each = powers.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    check(Quantized.from_fp8(stored, exponents), stored.double() * each)
+    one = torch.tensor(0.5)
+    check(Quantized.from_fp8(stored, one, None), stored.double() * 0.5)
+    check(Quantized.from_fp8(stored, one), stored.double() * 0.5)
+
+
+def test_experts_of_gpt_oss() -> None:
+    blocks = torch.randint(0, 256, (3, N, K // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, N, K // 32), dtype=torch.uint8)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    table = torch.cat((table, -table))
+    low, high = table[(blocks & 15).long()], table[(blocks >> 4).long()]
+    values = torch.stack((low, high), -1).flatten(-2) * torch.exp2(scales.double() - 127)[..., None]
+    weight = Quantized.from_mxfp4(blocks, scales)
+    assert weight.stored.data_ptr() == blocks.data_ptr()
+    check(weight, values.flatten(-2))
+    x, offs = torch.randn(6, K, dtype=BF16), torch.tensor([1, 4, 6], dtype=torch.int32)
+    each = [
+        x[s:e].double() @ v.T
+        for s, e, v in zip((0, 1, 4), (1, 4, 6), values.flatten(-2), strict=True)
+    ]
+    close(tmm_core.grouped_linear(x, weight, offs=offs), torch.cat(each))
+    with pytest.raises(ValueError, match="blocks must be"):
+        Quantized.from_mxfp4(blocks.flatten(-2), scales)
+
+
+def test_what_compressed_tensors_wrote() -> None:
+    """The package's own packing, of codes from -8 to 7."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    codes, zero, scale, values = drawn(False)
+    packed = helpers.pack_to_int32((codes - 8).to(torch.int8), 4)
+    zeros = helpers.pack_to_int32((zero - 8).to(torch.int8), 4, packed_dim=0)
+    check(Quantized.from_compressed(packed, scale, zeros), values)

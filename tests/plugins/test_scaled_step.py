@@ -1,0 +1,109 @@
+"""The step along K of Triton kernels with packed weights, scales of groups and blocks, and zero
+points, by the values' product in fp64; and what they decline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton.naive import Naive
+from tmm_triton.ragged import Ragged
+from tmm_triton.split_k import SplitK
+from tmm_triton.tiled import FusedEpilogue, Grouped
+
+from tmm_core import Groups, Operand, Problem, Scale
+from tmm_core.epilogues import parse
+from tmm_core.spec.device import fingerprint, interpreting
+from tmm_core.verify import compare, random_inputs
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+INT4 = Operand(torch.uint8, "col", format="int4", scale=Scale.parse("1x64 bfloat16"))
+#: Operands by name: a, and b.
+OPERANDS = {
+    "zero points": (Operand(FP16), replace(INT4, zero=torch.uint8)),
+    "zero points by row": (
+        Operand(BF16), replace(INT4, scale=Scale.parse("row"), zero=torch.uint8),
+    ),
+    "zero points of int8": (
+        Operand(FP16),
+        Operand(torch.int8, "col", format="int8", scale=Scale.parse("tensor"), zero=torch.int8),
+    ),
+    "signed, zero points in bf16": (
+        Operand(BF16), replace(INT4, dtype=torch.int8, format="int4_signed", zero=BF16),
+    ),
+    "exponents": (
+        Operand(FP16), Operand(torch.uint8, "col", format="mxfp4", scale=Scale.parse("1x32 uint8")),
+    ),
+    "blocks": (Operand(E4M3, scale=Scale.parse("1x128")), Operand(
+        E4M3, "col", scale=Scale.parse("128x128"),
+    )),
+    "rows of a in groups": (
+        Operand(E4M3, scale=Scale.parse("1x32")), Operand(E4M3, "col", scale=Scale.parse("row")),
+    ),
+    "row-major": (Operand(BF16), replace(INT4, layout="row")),
+}  # fmt: skip
+#: A device that the interpreter serves here, or this GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not interpreting() else "cpu")
+KERNELS: dict[str, Any] = {
+    kernel.name: kernel for kernel in (Naive(), SplitK(), Grouped(), FusedEpilogue(), Ragged())
+}
+
+
+def posed(of: str, **changes: Any) -> Problem:
+    a, b = OPERANDS[of]
+    out = Operand(BF16 if a.dtype is E4M3 else a.dtype)
+    k = 300 if of == "blocks" else 256
+    return Problem(19, 35, k, a, b, out, fingerprint(DEVICE), **changes)
+
+
+@pytest.mark.skipif(not interpreting() and DEVICE.type == "cpu", reason="needs the interpreter")
+@pytest.mark.parametrize("of", OPERANDS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_products(of: str, name: str) -> None:
+    kernel, problem = KERNELS[name], posed(of)
+    problems = [problem, replace(problem, batch=2)]
+    if kernel.supports.gated:
+        problems.append(replace(problem, epilogue=parse("swiglu"), bias=problem.out.dtype))
+    if kernel.supports.ragged:
+        groups = Groups(3, "m")
+        indexed = Groups(3, "m", torch.int32, torch.int32, torch.float32, zeroed=True)
+        problems = [
+            replace(each, groups=g, batch=1) for each in problems for g in (groups, indexed)
+        ]
+        if problem.b.scale is None or problem.b.block[0] <= 1:
+            problems.append(replace(problem, groups=Groups(3, "n")))
+    for each in problems:
+        assert not list(kernel.reasons_against(each))
+        inputs = random_inputs.make(each, DEVICE, seed=3)
+        expected = compare.reference(each, inputs)
+        for config in list(kernel.configs(each))[:2]:
+            found = inputs.launch(kernel.bind(each, config), None)
+            assert compare.error(found, expected) <= compare.tolerance(each), (str(each), config)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"b": replace(INT4, scale=Scale.parse("1x24 bfloat16"))}, "not groups of 24 of b"),
+        ({"b": replace(INT4, zero=BF16), "out": Operand(torch.float32)}, "too coarse for"),
+    ],
+)
+def test_what_is_declined(change: dict[str, Any], text: str) -> None:
+    problem = replace(posed("row-major"), **change)
+    for kernel in (Naive(), Grouped()):
+        assert any(text in reason for reason in kernel.reasons_against(problem))
+
+
+def test_a_step_lies_inside_a_group() -> None:
+    for of in OPERANDS:
+        problem = posed(of)
+        groups = [spec.block[1] for spec in (problem.a, problem.b) if spec.grid]
+        for kernel in KERNELS.values():
+            asked = replace(problem, groups=Groups(3, "m")) if kernel.supports.ragged else problem
+            for config in kernel.configs(asked):
+                assert all(group % config.BLOCK_K == 0 for group in groups)

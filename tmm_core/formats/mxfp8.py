@@ -1,0 +1,31 @@
+"""8-bit floats with a power of two for each 32 values along K (OCP Microscaling Formats 1.0).
+
+Tensor cores multiply two such operands from Blackwell on; here they are weights, which kernels
+decode, and BLAS multiplies the values of two.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tmm_core.formats import Format
+from tmm_core.formats.grids import EXPONENT
+
+
+def decode(block, dtype):  # compiled by Triton
+    """A block's values."""
+    return block.to(dtype)
+
+
+FORMAT = Format(
+    name="mxfp8",
+    storage=(torch.float8_e4m3fn, torch.float8_e5m2),
+    grids=((1, 32),),
+    scale_dtypes=(EXPONENT,),
+    quantize=lambda numbers, dtype: numbers.to(dtype),
+    # bf16 holds both exactly.
+    dequantize=lambda stored: stored.to(torch.bfloat16),
+    decode=decode,
+    # The products are exact in fp32: only the result is rounded.
+    tolerance=0.0,
+)

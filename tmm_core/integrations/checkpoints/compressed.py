@@ -1,0 +1,43 @@
+"""compressed-tensors, pack-quantized: words of eight numbers along K, which are bytes of two."""
+
+from __future__ import annotations
+
+import torch
+
+from tmm_core.integrations.checkpoints import words
+from tmm_core.quantized import Quantized
+
+Tensor = torch.Tensor
+
+
+def read(
+    weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None = None
+) -> Quantized:
+    """A weight of 4 bits of a compressed-tensors checkpoint, in the memory of its tensors.
+
+    Args:
+        weight_packed: ``[N, K/8]`` int32, of numbers plus 8.
+        weight_scale: ``[N, K/g]``.
+        weight_zero_point: ``[N/8, K/g]`` int32, of numbers plus 8, packed along N.
+
+    Raises:
+        ValueError: A tensor has another dtype or shape, or K has no such groups.
+    """
+    n, k = weight_packed.shape[0], weight_packed.shape[-1] * 8
+    words.check_words("weight_packed", weight_packed, (n, k // 8))
+    if weight_scale.dim() != 2 or weight_scale.shape[0] != n or k % weight_scale.shape[1]:
+        raise ValueError(f"weight_scale must be [{n}, K/g], got {tuple(weight_scale.shape)}")
+    zero = None
+    if weight_zero_point is not None:
+        words.check_words("weight_zero_point", weight_zero_point, (n // 8, weight_scale.shape[1]))
+        zero = words.unless_symmetric(words.unpacked(weight_zero_point.t()).t())
+    group = k // weight_scale.shape[1]
+    stored = weight_packed.contiguous().view(torch.uint8)
+    return Quantized(stored, weight_scale, zero, format="int4", group=group)
+
+
+def written(weight: Quantized) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(weight_packed, weight_scale, weight_zero_point)`` of a weight."""
+    stored = weight.stored.contiguous().view(torch.int32)
+    zero = weight.zero
+    return stored, weight.scale, None if zero is None else words.packed(zero.t()).t()

@@ -1,0 +1,78 @@
+"""GPTQ: words of eight numbers along K, zero points along N, in 4 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from tmm_core.integrations.checkpoints import words
+from tmm_core.quantized import Quantized
+
+Tensor = torch.Tensor
+
+
+def read(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    group: int = 128,
+    g_idx: Tensor | None = None,
+    *,
+    version: int | None = None,
+) -> Quantized:
+    """A weight of a GPTQ checkpoint, repacked along K.
+
+    Args:
+        qweight: ``[K/8, N]`` int32.
+        qzeros: ``[K/g, N/8]`` int32.
+        scales: ``[K/g, N]``, which is not copied.
+        group: g; -1: all of K.
+        g_idx: ``[K]``, the group of each k: in order, as without activation order.
+        version: Of the zero points, of which 1 stores z − 1 and 2 stores z; None: the one for
+            which the weights' mean is nearer to zero. A checkpoint's own label is often wrong.
+
+    Raises:
+        ValueError: A tensor has another dtype or shape; or the groups are not in order of k: then
+            each product would have to gather its activations.
+    """
+    k, n = qweight.shape[0] * 8, qweight.shape[-1]
+    group = k if group == -1 else group
+    count = -(-k // group)
+    words.check_words("qweight", qweight, (k // 8, n))
+    words.check_words("qzeros", qzeros, (count, n // 8))
+    if tuple(scales.shape) != (count, n):
+        raise ValueError(f"scales must have shape {(count, n)}, got {tuple(scales.shape)}")
+    if g_idx is not None:
+        usual = torch.arange(k, device=g_idx.device, dtype=g_idx.dtype) // group
+        if g_idx.shape != (k,) or not torch.equal(g_idx, usual):
+            raise ValueError(
+                "g_idx is not in order of k (desc_act): a product would have to gather its "
+                "activations; quantise without activation order"
+            )
+    # A word of eight along K is four bytes of two.
+    stored = qweight.t().contiguous().view(torch.uint8)
+    zero = words.unpacked(qzeros)
+    if version is None:
+        version = _version(stored, zero)
+    if version == 1:
+        zero = (zero + 1) & 15
+    zeros = words.unless_symmetric(zero)
+    return Quantized(
+        stored, scales.t(), None if zeros is None else zeros.t(), format="int4", group=group
+    )
+
+
+def written(weight: Quantized, version: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """``(qweight, qzeros, scales)`` of a weight."""
+    scale = weight.scale
+    eight = torch.full(scale.shape, 8, dtype=torch.uint8, device=scale.device)
+    zero = eight if weight.zero is None else weight.zero
+    qweight = weight.stored.contiguous().view(torch.int32).t().contiguous()
+    stored = (zero.t().to(torch.int32) - int(version == 1)) & 15
+    return qweight, words.packed(stored), scale.t().contiguous()
+
+
+def _version(stored: Tensor, zero: Tensor) -> int:
+    """1 if ``zero`` is one below the zero points, else 2. Weights have a mean near zero, in units
+    of the distance of two numbers; the wrong version moves it by one."""
+    mean = words.numbers_of(stored).float().mean() - zero.float().mean()
+    return 1 if float(mean) > 0.5 else 2

@@ -1,0 +1,43 @@
+"""HQQ: two halves of all groups in the high and the low bits, in 4 bits, or a byte a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tmm_core.integrations.checkpoints import words
+from tmm_core.quantized import Quantized
+
+Tensor = torch.Tensor
+
+
+def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
+    """A weight of 4 bits of an HQQ layer, repacked along K.
+
+    Args:
+        w_q: ``HQQLinear.W_q``, ``[N · K/g / 2, g]`` uint8.
+        meta: ``HQQLinear.meta``: ``nbits``, ``group_size``, ``shape``, ``axis``, ``scale`` and
+            ``zero``, both ``[N · K/g, 1]`` and not quantised themselves.
+
+    Raises:
+        ValueError: It has other bits, or groups along N.
+    """
+    if (
+        meta["nbits"] != 4
+        or meta.get("axis", 1) != 1
+        or meta.get("packing", "4bit_u8") != "4bit_u8"
+    ):
+        raise ValueError(
+            "HQQ weights are read of 4 bits (4bit_u8) and with axis=1, groups along K; got "
+            f"nbits={meta['nbits']}, axis={meta.get('axis')}, packing={meta.get('packing')}"
+        )
+    if meta.get("quant_scale") or meta.get("quant_zero"):
+        raise ValueError("HQQ weights are read with scales and zero points of 16 bits or more")
+    n, k = meta["shape"]
+    group = meta["group_size"] or k
+    w_q = w_q.view(torch.uint8)
+    numbers = torch.cat((w_q >> 4, w_q & 15)).reshape(n, k)
+    scale, zero = (meta[name].reshape(n, k // group) for name in ("scale", "zero"))
+    return Quantized(words.pairs(numbers), scale, zero, format="int4", group=group)

@@ -1,0 +1,60 @@
+"""Numbers of 4 bits in 32-bit words, lowest bits first, as bytes of two: the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+#: The order of numbers in a word.
+PLAIN = tuple(range(8))
+
+
+def check_words(name: str, t: Tensor, shape: tuple[int, ...]) -> None:
+    """Check the dtype and the shape of words.
+
+    Raises:
+        ValueError: Others are wanted.
+    """
+    if t.dtype is not torch.int32 or tuple(t.shape) != shape:
+        raise ValueError(
+            f"{name} must be int32 of shape {shape}, got {t.dtype} of shape {tuple(t.shape)}"
+        )
+
+
+def unpacked(words: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
+    """The numbers of words, uint8, eight times as many along the last dimension.
+
+    Args:
+        order: Which of eight numbers each four bits of a word hold, the lowest first.
+    """
+    found = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
+    for place, which in enumerate(order):
+        found[..., which] = (words >> (4 * place)) & 15
+    return found.flatten(-2)
+
+
+def packed(numbers: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
+    """The words of numbers below 16."""
+    apart = numbers.unflatten(-1, (-1, 8)).to(torch.int32)
+    words = torch.zeros(apart.shape[:-1], dtype=torch.int32, device=numbers.device)
+    for place, which in enumerate(order):
+        words |= apart[..., which] << (4 * place)
+    return words
+
+
+def pairs(numbers: Tensor) -> Tensor:
+    """Numbers below 16 as bytes of two."""
+    return numbers[..., ::2] | numbers[..., 1::2] << 4
+
+
+def numbers_of(stored: Tensor) -> Tensor:
+    """The numbers of bytes of two."""
+    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+
+
+def unless_symmetric(zero: Tensor) -> Tensor | None:
+    """Zero points; None if all are 8, which needs none."""
+    return None if bool((zero == 8).all()) else zero
