@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakeBlas, FakeKernel, dispatcher, installed
+from tmm_blas.blas import Blas
 from torch import nn
 
 import tmm_core
@@ -98,6 +99,52 @@ def test_a_faster_kernel_answers(sums: Sums, name: str, dtype: torch.dtype) -> N
     assert report.saved_us == pytest.approx(4 * 99.0)
     assert "sums 3" in str(report)
     assert repr(report) == str(report)
+
+
+class Outright(FakeKernel):
+    """BLAS's launch under another name, with what grouped and 8-bit products take besides."""
+
+    def bind(self, problem: Problem, config: Any) -> Any:
+        right = Blas().bind(problem, Blas.config_type())
+
+        def launch(*given: Any, **extras: Any) -> Tensor:
+            self.launched += 1
+            return right(*given, **extras)
+
+        launch.cost = (self.name, 1)  # type: ignore[attr-defined]
+        return launch
+
+    launched = 0
+
+
+def test_grouped_and_scaled_products() -> None:
+    kernel = Outright("outright", estimate=1.0)
+    installed(FakeBlas(estimate=100.0), kernel)
+    a, b = torch.randn(20, 32).bfloat16(), torch.randn(4, 32, 16).bfloat16()
+    offs = torch.tensor([3, 9, 9, 20], dtype=torch.int32)
+    groups = zip(a.tensor_split([3, 9, 9]), b, strict=True)
+    expected = torch.cat([rows.double() @ weight.double() for rows, weight in groups])
+    a8 = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    b8 = torch.randn(16, 32).to(torch.float8_e4m3fn).t()
+    scale_a, scale_b = torch.rand(32, 1) + 0.5, torch.rand(1, 16) + 0.5
+    one = torch.tensor(0.5)
+    with enable():
+        for _ in range(3):
+            y = torch._grouped_mm(a, b, offs=offs)
+        assert calls("_grouped_mm")["outright"]
+        by_row = torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16)
+        by_tensor = torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
+        assert calls("_scaled_mm") == {"outright": 2, "torch": 0}
+        narrow = torch._scaled_mm(a8, b8, one, one, out_dtype=torch.float8_e4m3fn)
+        assert calls("_scaled_mm") == {"outright": 2, "torch": 1}
+    assert narrow.dtype is torch.float8_e4m3fn
+    product = a8.double() @ b8.double()
+    for got, exactly in (
+        (y, expected),
+        (by_row, product * scale_a.double() * scale_b.double()),
+        (by_tensor, product / 4),
+    ):
+        torch.testing.assert_close(got.double(), exactly, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("summand", [(), (1,), (3,), (1, 3), (5, 1), (5, 3)])
