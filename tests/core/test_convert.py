@@ -740,7 +740,11 @@ def _part_of_more(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.randn(20, 12)[:16])
 
 
-@pytest.mark.parametrize("change", [_part_of_more, nn.Linear.double, nn.Linear.half], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [_part_of_more, nn.Linear.double, nn.Linear.half],
+    ids=["part_of_more", "double", "half"],
+)
 def test_a_gate_and_up_that_cannot_lie_side_by_side_stay_apart(change: Any) -> None:
     for name in ("fc1", "up"):
         model = Gated()

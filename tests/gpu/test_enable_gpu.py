@@ -253,6 +253,7 @@ def test_the_report_and_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert "left to torch" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model(dynamic: bool) -> None:
     torch._dynamo.reset()

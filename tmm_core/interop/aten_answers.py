@@ -23,7 +23,7 @@ from tmm_core.errors import (
 )
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
-from tmm_core.launch.collector import collector_off
+from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.nesting import launching
 from tmm_core.launch.plan import Choice, Plan
 from tmm_core.spec.arguments import Arguments, GroupedArguments
@@ -159,7 +159,7 @@ class Operator:
         pose = warm.pose if isinstance(call, Arguments) else launch_grouped.pose
         try:
             if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
-                with collector_off():
+                with garbage_kept():
                     return self._chosen(key, call, pose, wrap, as_bias)
             return self._chosen(key, call, pose, wrap, as_bias)
         except BaseException as error:

@@ -20,7 +20,7 @@ from tmm_core import compat, settings
 from tmm_core.errors import PluginError, error_text, reraise
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.codegen import written
-from tmm_core.launch.collector import collector_off
+from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.nesting import ENTRIES, NESTING, announced, launching
 from tmm_core.launch.output_memory import delivering
@@ -158,7 +158,7 @@ def _tf32() -> bool:
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
     if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
         # An earlier graph that the cyclic GC destroyed meanwhile would end the capture.
-        with collector_off():
+        with garbage_kept():
             return _built(key, call, pose)
     return _built(key, call, pose)
 

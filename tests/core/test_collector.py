@@ -1,0 +1,66 @@
+"""What the cyclic garbage collector does around a capture."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from tmm_core.launch.collector import garbage_kept
+
+
+class Node:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def churn() -> list[Any]:
+    """Allocate more than any threshold of the young generations."""
+    return [[] for _ in range(50 * max(gc.get_threshold()[0], 100))]
+
+
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    gc.collect()
+
+
+def test_garbage_from_before_outlives_a_first_call() -> None:
+    garbage = weakref.ref(Node())
+    with garbage_kept():
+        assert not gc.isenabled()
+        kept = churn()
+    assert gc.isenabled()
+    kept += churn()
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
+
+
+def test_the_same_garbage_would_not_have_lived() -> None:
+    garbage = weakref.ref(Node())
+    kept = churn()
+    assert garbage() is None
+    del kept
+
+
+def test_objects_that_others_froze_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with garbage_kept():
+            pass
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+def test_a_disabled_collector_stays_disabled() -> None:
+    gc.disable()
+    try:
+        with garbage_kept():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
