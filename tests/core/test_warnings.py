@@ -103,7 +103,7 @@ CAUSES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     timing_fails: "timing .* failed: boom|no candidate was timed",
     a_plugin_is_broken: "broken.* is not used",
     a_kernel_is_misnamed: "unknown kernel 'fats'; did you mean 'fast'",
-    a_record_is_damaged: "set aside as",
+    a_record_is_damaged: "passed over",
     the_root_is_a_file: "cannot be written|cannot be read",
     the_root_is_anybodys: "can be written by others",
     there_is_no_place: "HOME is ''",

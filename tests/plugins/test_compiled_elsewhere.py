@@ -28,7 +28,7 @@ from tmm_triton.plugin import KERNELS
 from tmm_triton.triton_kernel import Built
 from triton.backends.compiler import GPUTarget
 
-from tmm_core import Groups, Operand, Problem
+from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.triton import Launch, launch, target_of
@@ -37,11 +37,13 @@ H100 = DeviceFingerprint("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, c
 MI300 = DeviceFingerprint("cuda", "AMD Instinct MI300X", (9, 4), cuda="hip-6.4", arch="gfx942")
 ROW = Operand(torch.bfloat16)
 LOOSE = Operand(torch.bfloat16, aligned=False)
+INT4 = Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), torch.bfloat16))
 LARGE = Problem(4096, 4096, 4096, ROW, ROW, ROW, H100)
 PROBLEMS = {
     "large": replace(LARGE, epilogue=parse("gelu_tanh+softcap(30)"), bias=torch.bfloat16),
     "decode": replace(LARGE, m=16),
     "skinny": replace(LARGE, m=2, b=Operand(torch.bfloat16, "col")),
+    "packed": replace(LARGE, m=2, b=INT4),
     "large_k": replace(LARGE, m=256, n=256, k=65536, residual=ROW, scaled=True),
     "gated": replace(LARGE, m=2048, n=14336, epilogue=parse("swiglu")),
     "unaligned": replace(LARGE, m=4097, n=4097, k=4097, a=LOOSE, b=LOOSE, out=LOOSE),

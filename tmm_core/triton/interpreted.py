@@ -1,9 +1,9 @@
 """Launches in Triton's interpreter, with correct products of bf16 and 8-bit blocks.
 
 The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
-blocks is silently off by a factor of 1e6 there. It multiplies NaN and Inf of 8-bit floats as the
-numbers next to the largest. Its loads and stores of bf16 are right, and its casts from and to fp32;
-an integer cast to bf16 keeps its bits.
+blocks is silently off by a factor of 1e6 there. It multiplies and casts NaN and Inf of 8-bit
+floats as the numbers next to the largest. Its loads and stores of bf16 are right, and its casts
+from and to fp32; an integer cast to bf16 keeps its bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _AS_INTEGERS = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
+#: Those of 8 bits, whose casts lose NaN and Inf.
+_EIGHT_BITS = (tl.float8e4nv, tl.float8e5)
 
 #: Advice for wrong numbers in the interpreter.
 REMEDY = (
@@ -64,9 +66,9 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 @functools.cache
 def _mend() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast integers to
-    bf16 by their values, and take masks that a Python bool made integers, as 3.9's loads and stores
-    do not; does nothing if this Triton's interpreter is built differently."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast 8-bit floats
+    (and integers to bf16) by their values, and take masks that a Python bool made integers, which
+    3.9's loads and stores refuse. Does nothing if this Triton's interpreter is built differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
@@ -90,10 +92,18 @@ def _mend() -> None:
         numbers = torch.tensor(data, device="cpu").view(stored).float().numpy()
         return interpreter.TensorHandle(numbers, tl.float32)
 
+    def fp_to_fp(block: Any, kind: Any, rounding: Any) -> Any:
+        numbers = wide(block) if block.dtype.scalar in _EIGHT_BITS else block
+        if numbers is block or kind.scalar in _EIGHT_BITS:
+            return convert(block, kind, rounding)
+        return numbers if kind.scalar == tl.float32 else cast(numbers, kind)
+
     def create_dot(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
         return multiply(wide(a), wide(b), *rest, **more)
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    if (convert := getattr(builder, "create_fp_to_fp", None)) is not None:
+        builder.create_fp_to_fp = fp_to_fp
     load: Any = getattr(builder, "create_masked_load", None)
     store: Any = getattr(builder, "create_masked_store", None)
     if load is None or store is None:
