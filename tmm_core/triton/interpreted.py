@@ -66,9 +66,9 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 @functools.cache
 def _mend() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast 8-bit floats
-    (and integers to bf16) by their values, and take masks that a Python bool made integers, which
-    3.9's loads and stores refuse. Does nothing if this Triton's interpreter is built differently."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast 8-bit
+    floats (and integers to bf16) by their values, and take masks that a Python bool made
+    integers, which 3.9 refuses. Does nothing if this Triton's interpreter is built differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
