@@ -397,7 +397,7 @@ def test_a_launch_that_would_end_the_process_is_quarantined(error: BaseException
         chosen = tmm_core.plan(a, b, kernel="test.worse")
     object.__setattr__(chosen.choice, "origin", "heuristic")
     with pytest.warns(TmmWarning, match=f"test.worse failed .*{type(error).__name__}"):
-        assert warm._quarantine(chosen, error)
+        assert warm.quarantine(chosen, error)
 
 
 @pytest.mark.parametrize(
