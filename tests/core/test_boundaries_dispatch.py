@@ -326,7 +326,7 @@ def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
     assert record.measured_at == (33, 49, 64)
     assert compared_at(record) == [33, 64]
     columns, _ = _measurements(record)
-    assert columns[1:4:2] == (f"µs at {along.upper()}=64", f"at {along.upper()}=33")
+    assert columns[1:4:2] == (f"µs at {along.upper()}=64", f"µs at {along.upper()}=33")
 
 
 def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> None:
