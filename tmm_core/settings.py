@@ -134,7 +134,7 @@ class Settings:
         return cls(**fields)
 
 
-def _flag(text: str) -> bool:
+def flag(text: str) -> bool:
     try:
         return _FLAGS[text.strip().lower()]
     except KeyError:
@@ -160,15 +160,15 @@ POINTWISE = "triton.pointwise"
 VARIABLES: dict[str, tuple[str, Any]] = {
     "on_cache_miss": ("TMM_ON_CACHE_MISS", str),
     "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
-    "verify": ("TMM_VERIFY", _flag),
+    "verify": ("TMM_VERIFY", flag),
     "disable": ("TMM_DISABLE", names),
-    "batch_invariant": ("TMM_BATCH_INVARIANT", _flag),
-    "static_weights": ("TMM_STATIC_WEIGHTS", _flag),
+    "batch_invariant": ("TMM_BATCH_INVARIANT", flag),
+    "static_weights": ("TMM_STATIC_WEIGHTS", flag),
     "arithmetic": ("TMM_ARITHMETIC", lambda text: text.strip() or None),
     "tune_budget": ("TMM_TUNE_BUDGET", float),
     "tune_memory": ("TMM_TUNE_MEMORY", _size),
     "tune_share": ("TMM_TUNE_SHARE", float),
-    "progress": ("TMM_PROGRESS", _flag),
+    "progress": ("TMM_PROGRESS", flag),
 }
 
 _active: ContextVar[Settings | None] = ContextVar("tmm_settings", default=None)
@@ -245,7 +245,7 @@ def enabled_by_environment() -> bool:
     """
     text = os.environ.get("TMM_ENABLE", "")
     try:
-        return _flag(text)
+        return flag(text)
     except ValueError as error:
         raise SettingsError(f"TMM_ENABLE={text!r}: {error}") from None
 

@@ -92,7 +92,8 @@ def convert(
     if not inplace:
         model = copy.deepcopy(model)
     if weights is not None:
-        stored_weights.quantised(torch.ones(1, 128), weights)  # refused before anything changes
+        one = torch.ones(1, 128, device="cpu", dtype=torch.float32)
+        stored_weights.quantised(one, weights)  # refused before anything changes
     return _Conversion(model, static_weights, weights).run()
 
 

@@ -10,10 +10,13 @@ from tmm_cache.environment_variables import CHECKS
 
 from tmm_core.errors import SettingsError
 from tmm_core.registry.registry import Registry
-from tmm_core.settings import POINTWISE, VARIABLES, Settings, names
+from tmm_core.settings import POINTWISE, VARIABLES, Settings, flag, names
 
 #: Variables with names of plugins.
 OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
+
+#: Checks of the variables that are no settings, by name.
+_CHECKS: dict[str, Callable[[str], object]] = {**CHECKS, "TMM_ENABLE": flag}
 
 #: Names that a finding lists: an arithmetic's has a hundred letters.
 _MOST_NAMES = 12
@@ -29,7 +32,7 @@ def faults(
             are unknown.
     """
     of_settings = {variable for variable, _ in VARIABLES.values()}
-    known = {*CHECKS, *OF_PLUGINS, *of_settings}
+    known = {*_CHECKS, *OF_PLUGINS, *of_settings}
     for name in sorted(environ):
         if not name.startswith("TMM_"):
             continue
@@ -42,7 +45,7 @@ def faults(
         try:
             if name in of_settings:
                 Settings.from_environ({name: text})
-            CHECKS.get(name, str)(text)
+            _CHECKS.get(name, str)(text)
             wrong = _unknown(name, text, registry, arithmetics)
         except SettingsError as error:  # it names the variable
             wrong = str(error)
