@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 from fakes import FakeKernel
 from uninterpreted import Uninterpreted
 
-import tmm_core
 from tmm_core import dispatch, errors, settings
 from tmm_core.interop import epilogue_kernels
 from tmm_core.launch import nesting, warm
@@ -109,8 +108,8 @@ def stated(kernel: Any, version: str) -> str:
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
     findings._warned.clear()
-    if "tmm_core.interop.aten" in sys.modules:
-        tmm_core.disable()
+    if (aten := sys.modules.get("tmm_core.interop.aten")) is not None:
+        aten.disable()
     dispatch.default_dispatcher.cache_clear()
     warm.forget_plans()
     epilogue_kernels._found.clear()

@@ -25,6 +25,7 @@ from triton.runtime import interpreter
 
 import tmm_core
 from tmm_core import Machine, Operand
+from tmm_core.triton.interpreted import _mend
 
 FP16 = torch.float16
 #: Elements before and after an operand that nobody may touch.
@@ -64,16 +65,17 @@ class Fences:
 
 @pytest.fixture
 def fences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fences]:
-    made, builder = Fences(), interpreter.InterpreterBuilder
+    _mend()  # which wraps both, once in a process
+    made, builder = Fences(), interpreter.interpreter_builder
     load, store = builder.create_masked_load, builder.create_masked_store
 
-    def loading(self: Any, ptrs: Any, mask: Any, *rest: Any, **hints: Any) -> Any:
+    def loading(ptrs: Any, mask: Any, *rest: Any, **hints: Any) -> Any:
         made.check("load", ptrs, mask.data)
-        return load(self, ptrs, mask, *rest, **hints)
+        return load(ptrs, mask, *rest, **hints)
 
-    def storing(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **hints: Any) -> Any:
+    def storing(ptrs: Any, value: Any, mask: Any, *rest: Any, **hints: Any) -> Any:
         made.check("store", ptrs, mask.data)
-        return store(self, ptrs, value, mask, *rest, **hints)
+        return store(ptrs, value, mask, *rest, **hints)
 
     monkeypatch.setattr(builder, "create_masked_load", loading)
     monkeypatch.setattr(builder, "create_masked_store", storing)

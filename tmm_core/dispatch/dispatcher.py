@@ -129,9 +129,10 @@ class Dispatcher(Deferring):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    if issubclass(type(error), Exception):
+                    ends = isinstance(error.__cause__, GeneratorExit)
+                    if issubclass(type(error), Exception) and not ends:
                         raise
-                    # It would end the process.
+                    # It would end the process, or whatever generator the caller is in.
                     raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
             else:

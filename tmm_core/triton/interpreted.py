@@ -72,6 +72,7 @@ def _mend() -> None:
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
+    convert: Any = getattr(builder, "create_fp_to_fp", None)
     multiply: Any = getattr(builder, "create_dot", None)
     cast: Any = getattr(builder, "cast_impl", None)
     if multiply is None or cast is None or not hasattr(interpreter, "TensorHandle"):
@@ -102,7 +103,7 @@ def _mend() -> None:
         return multiply(wide(a), wide(b), *rest, **more)
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
-    if (convert := getattr(builder, "create_fp_to_fp", None)) is not None:
+    if convert is not None:
         builder.create_fp_to_fp = fp_to_fp
     load: Any = getattr(builder, "create_masked_load", None)
     store: Any = getattr(builder, "create_masked_store", None)

@@ -99,7 +99,15 @@ class CheckedLauncher:
         if into is None and not repeated:
             self._data.poison_free_memory()
         tensor = None if into is None else into.tensor
-        launch = form or (lambda: given.launch(launcher, tensor))
+        made = form or (lambda: given.launch(launcher, tensor))
+
+        def launch() -> Any:
+            try:
+                return made()
+            except GeneratorExit as error:
+                # In the generators of a tuning it would mean that they are closed.
+                raise RuntimeError("the launch raised GeneratorExit") from error
+
         with self._in(mode):
             if repeated or self._baseline:
                 result = launch()
