@@ -101,9 +101,10 @@ class CheckedLauncher:
         tensor = None if into is None else into.tensor
         made = form or (lambda: given.launch(launcher, tensor))
 
-        def launch() -> Any:
+        def launch() -> Tensor:
             try:
-                return made()
+                result: Tensor = made()
+                return result
             except GeneratorExit as error:
                 # In the generators of a tuning it would mean that they are closed.
                 raise RuntimeError("the launch raised GeneratorExit") from error
