@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tmm_core.formats.int4 import FORMAT
 from tmm_core.integrations.checkpoints import words
 from tmm_core.quantized import Quantized
 
@@ -32,7 +33,7 @@ def read(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int = 128) -> Q
     words.check_words("qzeros", qzeros, (count, n // 8))
     if tuple(scales.shape) != (count, n):
         raise ValueError(f"scales must have shape {(count, n)}, got {tuple(scales.shape)}")
-    stored = words.pairs(words.unpacked(qweight, ORDER).t().contiguous())
+    stored = FORMAT.packed(words.unpacked(qweight, ORDER).t().contiguous())
     zero = words.unless_symmetric(words.unpacked(qzeros, ORDER))
     return Quantized(
         stored, scales.t(), None if zero is None else zero.t(), format="int4", group=group
@@ -41,8 +42,6 @@ def read(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int = 128) -> Q
 
 def written(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     """``(qweight, qzeros, scales)`` of a weight."""
-    scale = weight.scale
-    eight = torch.full(scale.shape, 8, dtype=torch.uint8, device=scale.device)
-    zero = eight if weight.zero is None else weight.zero
-    qweight = words.packed(words.numbers_of(weight.stored).t(), ORDER)
-    return qweight, words.packed(zero.t(), ORDER), scale.t().contiguous()
+    qweight = words.packed(FORMAT.unpacked(weight.stored).t(), ORDER)
+    qzeros = words.packed(words.zeros_of(weight).t(), ORDER)
+    return qweight, qzeros, weight.scale.t().contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tmm_core.formats.int4 import FORMAT
 from tmm_core.integrations.checkpoints import words
 from tmm_core.quantized import Quantized
 
@@ -63,16 +64,13 @@ def read(
 
 def written(weight: Quantized, version: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """``(qweight, qzeros, scales)`` of a weight."""
-    scale = weight.scale
-    eight = torch.full(scale.shape, 8, dtype=torch.uint8, device=scale.device)
-    zero = eight if weight.zero is None else weight.zero
     qweight = weight.stored.contiguous().view(torch.int32).t().contiguous()
-    stored = (zero.t().to(torch.int32) - int(version == 1)) & 15
-    return qweight, words.packed(stored), scale.t().contiguous()
+    stored = (words.zeros_of(weight).t().to(torch.int32) - int(version == 1)) & 15
+    return qweight, words.packed(stored), weight.scale.t().contiguous()
 
 
 def _version(stored: Tensor, zero: Tensor) -> int:
     """1 if ``zero`` is one below the zero points, else 2. Weights have a mean near zero, in units
     of the distance of two numbers; the wrong version moves it by one."""
-    mean = words.numbers_of(stored).float().mean() - zero.float().mean()
+    mean = FORMAT.unpacked(stored).float().mean() - zero.float().mean()
     return 1 if float(mean) > 0.5 else 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tmm_core.integrations.checkpoints import words
+from tmm_core.formats.int4 import FORMAT
 from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
@@ -40,4 +40,4 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
     w_q = w_q.view(torch.uint8)
     numbers = torch.cat((w_q >> 4, w_q & 15)).reshape(n, k)
     scale, zero = (meta[name].reshape(n, k // group) for name in ("scale", "zero"))
-    return Quantized(words.pairs(numbers), scale, zero, format="int4", group=group)
+    return Quantized(FORMAT.packed(numbers), scale, zero, format="int4", group=group)

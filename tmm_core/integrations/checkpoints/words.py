@@ -1,10 +1,13 @@
-"""Numbers of 4 bits in 32-bit words, lowest bits first, as bytes of two: the same memory."""
+"""Numbers of 4 bits in 32-bit words, lowest bits first, which are bytes of two in the same
+memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
 
@@ -45,14 +48,11 @@ def packed(numbers: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
     return words
 
 
-def pairs(numbers: Tensor) -> Tensor:
-    """Numbers below 16 as bytes of two."""
-    return numbers[..., ::2] | numbers[..., 1::2] << 4
-
-
-def numbers_of(stored: Tensor) -> Tensor:
-    """The numbers of bytes of two."""
-    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+def zeros_of(weight: Quantized) -> Tensor:
+    """The zero points of a weight, ``[N, K/g]``, which are 8 if it has none."""
+    if weight.zero is not None:
+        return weight.zero
+    return torch.full_like(weight.scale, 8, dtype=torch.uint8)
 
 
 def unless_symmetric(zero: Tensor) -> Tensor | None:
