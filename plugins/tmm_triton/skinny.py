@@ -190,6 +190,14 @@ _SHAPES = (
 )
 
 
+def against_rows(problem: Problem) -> Iterable[str]:
+    """Why a kernel for few rows cannot serve as many, or in batch-invariant mode."""
+    if problem.batch_invariant:
+        yield "sums in an order that no kernel for more rows has"
+    if problem.m > MOST_ROWS:
+        yield f"is for {MOST_ROWS} rows at most, not {problem.m}"
+
+
 class Skinny(TritonKernel[SkinnyConfig]):
     """Up to 16 rows of 16-bit floats, both operands contiguous along K."""
 
@@ -212,10 +220,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
         yield from without_gluon(problem)
-        if problem.batch_invariant:
-            yield "sums in an order that no kernel for more rows has"
-        if problem.m > MOST_ROWS:
-            yield f"is for {MOST_ROWS} rows at most, not {problem.m}"
+        yield from against_rows(problem)
         if problem.k % (VECTOR // 2):
             yield f"K {problem.k} is not a multiple of {VECTOR // 2}"
 

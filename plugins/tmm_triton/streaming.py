@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -38,10 +37,9 @@ from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.pdl import check_early, ways, with_early
-from tmm_triton.triton_kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
+from tmm_triton.skinny import Skinny, against_rows
+from tmm_triton.triton_kernel import TritonKernel, hopper_or_later, without_gluon
 
-#: Rows of the widest tile of ``a``.
-MOST_ROWS = 16
 #: Values along K in one step of a warp.
 STEP = 128
 
@@ -371,16 +369,11 @@ class Streaming(TritonKernel[StreamingConfig]):
     config_type = StreamingConfig
 
     supports = replace(
-        POINTERS,
-        devices=("cuda",),  # NVIDIA instructions
-        operands=(torch.float16, torch.bfloat16),
-        formats=(),
+        Skinny.supports,
         weights=tuple(word_decoders.PER_WORD),
         scales=("tensor", "row", "group"),
         packed=True,
         zeros=True,
-        layouts={**POINTERS.layouts, "a": ("row",), "b": ("col",)},
-        unaligned=("out", "residual"),
         wide=False,
         gated=True,
     )
@@ -388,12 +381,9 @@ class Streaming(TritonKernel[StreamingConfig]):
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
         yield from without_gluon(problem)
+        yield from against_rows(problem)
         if not problem.stored:
             yield "is for packed weights"
-        if problem.batch_invariant:
-            yield "sums in an order that no kernel for more rows has"
-        if problem.m > MOST_ROWS:
-            yield f"is for {MOST_ROWS} rows at most, not {problem.m}"
         if problem.k % STEP:
             yield f"K {problem.k} is not a multiple of {STEP}"
         if problem.b.grid and problem.b.block[1] % STEP:
@@ -410,8 +400,8 @@ class Streaming(TritonKernel[StreamingConfig]):
         return with_early(fitting[:8], ways(problem))
 
     def estimate_us(self, problem: Problem, config: StreamingConfig) -> float:
-        """The time to read ``b``, longer if too few bytes are in flight, if the last programs leave
-        SMs idle, and if each program reads all of ``a`` from L2 for few columns."""
+        """The time to read ``b``, longer if too few bytes are in flight and if the last programs
+        leave SMs idle."""
         programs = problem.batch * -(-problem.n // config.BLOCK_N)
         step = config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize / problem.b.pack
         return roofline.reading_us(problem, config, programs, 1.5 * step)
