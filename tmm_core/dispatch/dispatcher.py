@@ -129,7 +129,8 @@ class Dispatcher(Deferring):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    ends = isinstance(error.__cause__, GeneratorExit)
+                    # As ``checked_launch`` raises it. No attribute of a stranger's error is read.
+                    ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
                     if issubclass(type(error), Exception) and not ends:
                         raise
                     # It would end the process, or whatever generator the caller is in.
