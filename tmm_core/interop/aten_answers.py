@@ -36,8 +36,8 @@ Tensor = torch.Tensor
 #: what the others saved; then after twice as many, and so on.
 FIRST_REVIEW = 1000
 
-#: Seconds for which the answer of a product that is being tuned in the background is replayed: to
-#: ask for it takes some 100 µs, which an eager model would pay in every call.
+#: Seconds for which the answer of a product that is being tuned in the background is replayed.
+#: To ask for it anew means to choose a kernel again, which would cost host time in every call.
 RETRY = 0.02
 
 
@@ -91,7 +91,7 @@ THROUGH, INSIDE = Answer(), Answer()
 
 #: Answers by keys, which begin with the operator.
 answers: dict[tuple[Any, ...], Answer] = {}
-#: Those that do not last.
+#: Answers that are asked for anew after ``RETRY`` seconds.
 passing: dict[tuple[Any, ...], Answer] = {}
 warm.TABLES += answers, passing
 

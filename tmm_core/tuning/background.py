@@ -24,7 +24,7 @@ from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
 
-#: Seconds after whose end a slice begins no further step. A step takes up to 12 ms on an H100.
+#: Seconds after which a slice begins no further step. A step that has begun is finished.
 SLICE = 0.005
 #: Seconds after which a tuning that waits is resumed all the same, to look at its time limits.
 LOOK = 1.0
