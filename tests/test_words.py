@@ -47,7 +47,6 @@ EXEMPT = {
     "plugins/tmm_triton/tiled.py",
     "tmm_core/interop/calls.py",
     "tmm_core/interop/outputs_operator.py",
-    "tmm_core/launch/grouped_call.py",
     "tmm_core/launch/warm.py",
     "tmm_core/spec/epilogue.py",
     "tmm_core/spec/launcher.py",

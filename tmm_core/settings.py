@@ -54,8 +54,8 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-#: What the fields take. A flag is a bool: 1 would be interned in place of True and change records'
-#: keys, and a text like "off" is true.
+#: For each field, the values it takes, and those values in words. A flag is a bool: 1 would be
+#: interned in place of True and change records' keys, and a text like "off" is true.
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "on_cache_miss": (
         _ON_CACHE_MISS.__contains__,

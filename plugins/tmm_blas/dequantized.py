@@ -1,7 +1,7 @@
 """The values of stored operands, which torch multiplies.
 
-Scales for a whole row of ``a`` or column of ``b`` multiply the product, which is exact. Those of
-groups and blocks are different along K and multiply the values.
+Scales for a whole row of ``a`` or column of ``b`` multiply the product, which is exact. The
+scales of groups and blocks differ along K, so they multiply the values.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Copying an operand is O(n²) against the product's O(n³)::
        ├─ one launch, a tile ─┤                        ├─ inner kernel ─ out, rows anywhere
     b ─┘  to a program        └─ rows of b, 128 bytes ─┘
 
-* Only misaligned operands are copied, in their own memory order; without a contiguous dimension the
-copy is row-major.
+* Only misaligned operands are copied, in their own memory order; without a contiguous dimension
+  the copy is row-major.
 * Eight bytes are loaded, shifted into place and stored at once: wherever a row starts and ends,
   the aligned words it starts and ends in can be read. Where nothing is contiguous, elements
   are loaded one by one.

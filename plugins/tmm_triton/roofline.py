@@ -7,9 +7,8 @@ import math
 from tmm_core import Machine, Problem
 from tmm_triton.operands import TileConfig
 
-#: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy. The value is that of a
-#: 128×128 tile, measured on an H200. Below it, time is proportional to the bytes that each SM
-#: loads.
+#: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy, measured on an H200: a
+#: 128×128 tile reaches it. Below it, time is proportional to the bytes that each SM loads.
 _FULL_INTENSITY = 128 * 128 / (128 + 128)
 #: Factor on the reach for each operand that has to pass through registers: 4096³ with one odd
 #: leading stride took 2.3 times as long on an H200, with two 4.7 times.

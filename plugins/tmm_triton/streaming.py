@@ -139,7 +139,7 @@ def streaming_kernel(
 ):  # fmt: skip
     T: gl.constexpr = a_ptr.dtype.element_ty
     ZERO: gl.constexpr = b_zero_ptr is not None
-    # Rows of the weight; of a gated product those of the gate, then those of the up projection.
+    # Rows of the weight. A gated product has the gate's rows first, then the up projection's.
     ROWS: gl.constexpr = BLOCK_N * HALVES
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
     B: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -323,8 +323,8 @@ class StreamingConfig(TileConfig):
         return 4 * self.BLOCK_M * self._rows(problem) * (self.warps_k + 1)
 
     def registers(self, problem: Problem) -> int:
-        """Registers of a thread that hold operands and sums: this step's and the next one's, of
-        which the compiler was seen to keep 5.5 of 8 for each row of ``a``."""
+        """Registers of a thread that hold the operands of this step and the next one, and sums.
+        Of 8 registers for each row of ``a``, the compiler was seen to keep 5.5."""
         rows = self._rows(problem) // self.warps_n
         words = rows * STEP * problem.b.dtype.itemsize // (problem.b.pack * 4 * 32)
         return 2 * words + 11 * self.BLOCK_M // 2 + 2 * rows * self.BLOCK_M // 32

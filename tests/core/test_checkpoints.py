@@ -55,7 +55,7 @@ def drawn(symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
 def test_gptq(symmetric: bool, version: int) -> None:
-    """The version is told by the tensors."""
+    """The importer finds the version from the tensors."""
     codes, zero, scale, values = drawn(symmetric)
     qweight = torch.tensor(
         [[word(codes[n, 8 * i : 8 * i + 8].tolist()) for n in range(N)] for i in range(K // 8)],

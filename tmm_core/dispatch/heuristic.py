@@ -21,8 +21,9 @@ ADVANTAGE = 0.9
 
 #: A near problem's winner is taken where its estimate is at most this many times the least one
 #: here: tiles that filled the GPU there may leave half of it idle here. Each of 940 shipped records
-#: guessed from the others took 1.053 times the best in the mean and at most 1.28 times BLAS's time,
-#: where without this limit 1.065 and 1.85, and by estimates alone 1.081 and 1.37.
+#: was guessed from the others. The guesses took 1.053 times the best in the mean, and at most 1.28
+#: times BLAS's time. Without this limit these were 1.065 and 1.85; by estimates alone, 1.081 and
+#: 1.37.
 NEAR = 1.2
 
 

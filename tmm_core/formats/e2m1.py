@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def quantize(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest codes; of two equally near ones that of even mantissa."""
+    """The nearest codes. A number halfway between two gets the code with an even mantissa."""
     size = numbers.abs().float()
     # The distance of neighbours: ½ below 2, 1 below 4, then 2.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))

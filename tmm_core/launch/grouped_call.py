@@ -47,7 +47,7 @@ def ragged_along(a: Tensor, b: Tensor) -> Ragged:
 
 
 def refuse_outputs(epilogue: Epilogue) -> None:
-    """Refuse what would be written beside the result.
+    """Refuse an epilogue that has auxiliary outputs.
 
     Raises:
         ValueError: ``epilogue`` has outputs.

@@ -181,8 +181,8 @@ class Problem:
         return Operand.of(self.empty_out("meta")) == self.out
 
     def lies_as_made(self, out: torch.Tensor) -> bool:
-        """Whether ``out`` has the strides of a result that a launcher allocates; that of a
-        dimension of size one means nothing."""
+        """Whether ``out`` has the strides of a result that a launcher allocates. The
+        stride of a dimension of size one does not count."""
         steps = zip(out.shape, out.stride(), self.out_strides, strict=True)
         return not out.numel() or all(size == 1 or own == made for size, own, made in steps)
 

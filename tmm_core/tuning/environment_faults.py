@@ -169,7 +169,7 @@ def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
 
 #: Parts of a reason that differ between kernels and calls: names, paths, numbers, addresses.
 _OWN = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`|\(/[^)\n]*\)|/[^\s:,]+|0x[0-9a-f]+|\d+")
-#: What precedes the reason itself: tmm's own words about whose it is.
+#: Tmm's own words in front of a reason, which say whose it is.
 _WHOSE = re.compile(r"^PluginError: kernel .*?: (?:bind|compile) raised |^its first launch raised ")
 #: Kernels that have to fail alike before the machine is suspected.
 LEAST_ALIKE = 2

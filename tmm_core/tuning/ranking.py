@@ -111,10 +111,12 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
 def times_around(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:
-    """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
-    at the nearest M not above ``m`` and at the nearest M not below it, without those slower than
-    BLAS in steady state at the record's own M. BLAS's own times are those at the nearest M on each
-    side at which it was timed, even alone."""
+    """The times in µs measured around ``m`` in the bucket of ``record_m``, by M and candidate.
+
+    There is one M on each side: the nearest that is not above ``m``, and the nearest that is not
+    below it. Candidates slower than BLAS in steady state at the record's own M are left out. BLAS's
+    own times are those at the nearest M on each side at which it was timed, even alone.
+    """
     results = list(results)
     slower = slower_in_steady_state(results)
     results = [result for result in results if result not in slower]
