@@ -11,7 +11,16 @@ RANKS = "tests/core/test_distributed.py"
 CHANGED = f"{CONVERT}::test_what_changes_later_changes_the_result_as_before"
 SHOWN = f"{CONVERT}::test_a_forward_that_decides_by_what_no_trace_shows_keeps_itself"
 
+STORED = "tests/core/test_stored_experts.py"
+
 CONVERTED = [
+    Mutant("convert-stored-scale", "nn/stored_weights.py",
+           "if known is not None and known[0] == state:", "if known is not None:",
+           "scales that were converted once keep their first values",
+           (f"{STORED}::test_scales_are_read_again_after_they_changed",)),
+    Mutant("convert-stored-halves", "nn/stored_experts.py",
+           "rows = weight.shape[-2] // scale.shape[-2]", "rows, scale = weight.shape[-2], scale[..., :1, :]",
+           "the scale of gate is used for up", (f"{STORED}::test_models_in_8_bit_floats",)),
     Mutant("convert-hooked-layer", "nn/fused.py",
            "return stored_weights.is_readable(weight) and not interposed(layer)",
            "return stored_weights.is_readable(weight)", "a hook on a fused layer is not called", (CHANGED,)),

@@ -24,12 +24,13 @@ from weakref import WeakSet
 
 from torch import nn
 
-from tmm_core.integrations import kernel_layers
+from tmm_core.integrations import kernel_layers, mxfp4_loading
 from tmm_core.nn import conv1d, experts
 
 #: Value of ``experts_implementation``.
 NAME = "tmm"
 _MOE = "transformers.integrations.moe"
+_FP8 = "transformers.integrations.finegrained_fp8"
 #: The modules of Transformers that hold its ``kernelize``.
 _KERNELIZE = ("transformers.integrations.hub_kernels", "transformers.modeling_utils")
 
@@ -46,6 +47,9 @@ def register() -> None:
         ImportError: No Transformers with expert implementations (5.0 or later) is installed.
     """
     importlib.import_module(_MOE).ALL_EXPERTS_FUNCTIONS.register(NAME, experts.forward)
+    if (of_fp8 := _fp8_experts()) is not None:
+        of_fp8.register(NAME, experts.forward)
+    mxfp4_loading.install(NAME)
     for name in _KERNELIZE:
         module: Any = importlib.import_module(name)
         theirs = getattr(module, "kernelize", None)
@@ -69,10 +73,22 @@ def unregister(*models: nn.Module) -> None:
         restore(model)
     if (moe := sys.modules.get(_MOE)) is not None:
         moe.ALL_EXPERTS_FUNCTIONS._global_mapping.pop(NAME, None)
+        if (of_fp8 := _fp8_experts()) is not None:
+            of_fp8._global_mapping.pop(NAME, None)
+        mxfp4_loading.remove()
     for name in _KERNELIZE:
         module: Any = sys.modules.get(name)
         if hasattr(getattr(module, "kernelize", None), "_tmm_theirs"):
             module.kernelize = module.kernelize._tmm_theirs
+
+
+def _fp8_experts() -> Any:
+    """Transformers' registry of implementations of experts in 8-bit floats; None in
+    versions without it."""
+    try:
+        return importlib.import_module(_FP8).ALL_FP8_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError):
+        return None
 
 
 def restore(model: nn.Module) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core.nn import conv1d, experts, fp8_linear, fusing, stored_weights, unreached
+from tmm_core.nn import (
+    conv1d,
+    experts,
+    fp8_linear,
+    fusing,
+    stored_experts,
+    stored_weights,
+    unreached,
+)
 from tmm_core.nn.classes import subclass
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Rounded, Swap
 from tmm_core.nn.gated_layers import GatedMLP
@@ -50,7 +58,8 @@ def convert(
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
     * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
-      weights of torchao (int8 or 8-bit floats, weight only), and Transformers' ``FP8Linear``.
+      weights of torchao (int8 or 8-bit floats, weight only), and Transformers' ``FP8Linear`` and
+      ``FP8Experts``.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 
@@ -129,7 +138,8 @@ class _Conversion:
                 self._group(module)
             else:
                 self._fuse(module)
-            self._leave(module, unreached.out_of_reach(module))
+            reason = unreached.out_of_reach(module) or stored_experts.out_of_reach(module)
+            self._leave(module, reason)
             known = module in self._layers or self._path(module) in refused
             if not known and not experts.is_theirs(module):
                 self._leave(module, unreached.products(module))
@@ -165,7 +175,8 @@ class _Conversion:
         return Linear if kind is nn.Linear else conv1d.swapped(kind)
 
     def _group(self, layer: nn.Module) -> None:
-        if not self._leave(layer, _unfit(layer, *layer.parameters(recurse=False))):
+        parameters = layer.parameters(recurse=False)
+        if not self._leave(layer, _unfit(layer, *parameters) or stored_experts.unfit(layer)):
             self._classes[layer] = _grouped(type(layer))
 
     def _fuse(self, module: nn.Module) -> None:

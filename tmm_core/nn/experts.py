@@ -18,8 +18,9 @@ from torch import nn
 
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
-from tmm_core.nn import clamped_gate, fusion_match
+from tmm_core.nn import clamped_gate, fusion_match, stored_experts
 from tmm_core.nn.gated_layers import gated_by
+from tmm_core.quantized import Quantized
 from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
@@ -188,17 +189,17 @@ def _in_groups(t: Tensor, offs: Tensor) -> Tensor:
 
 
 def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -> Tensor:
-    """The layer's projection of that name, for either layout of its weight."""
-    weight, bias = getattr(layer, name), None
-    if layer.has_bias:
-        bias = getattr(layer, f"{name}_bias")
-    weight = weight if layer.is_transposed else weight.mT
+    """The layer's projection of that name."""
+    weight = stored_experts.of(layer, name)
+    bias = getattr(layer, f"{name}_bias") if layer.has_bias else None
+    # A quantised weight multiplies activations of any dtype.
+    dtype = x.dtype if isinstance(weight, Quantized) else weight.dtype
     weights = arguments.get("out_weights")
-    if weights is not None and weights.dtype not in (weight.dtype, torch.float32):
+    if weights is not None and weights.dtype not in (dtype, torch.float32):
         arguments["out_weights"] = weights.float()
     if not compat.autocasts_on(x.device.type):  # which casts both
-        x = x.to(weight.dtype)
-    return grouped.grouped_matmul(x, weight, offs=offs, bias=bias, **arguments)
+        x = x.to(dtype)
+    return grouped.grouped_matmul(x, weight.mT, offs=offs, bias=bias, **arguments)
 
 
 def _gate_of(layer: Any) -> tuple[str | None, Any]:
@@ -208,13 +209,25 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
     name = _activation(getattr(layer, "act_fn", None))
     if not layer.has_gate:
         return (name, None) if name is not None else (None, layer.act_fn)
-    gate = getattr(layer, "gate_kind", type(layer))._apply_gate
+    gate = gate_kind(layer)._apply_gate
     default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
     if gate is default and layer.is_concatenated and name in GATED_BY:
         return GATED_BY[name], None
     if not layer.is_concatenated and (found := clamped_gate.epilogue_of(layer, gate)) is not None:
         return found, None
+    if (found := stored_experts.gate_of(layer, gate, name)) is not None:
+        return found, None
     return None, functools.partial(gate, layer)
+
+
+def gate_kind(layer: Any) -> Any:
+    """The class whose ``_apply_gate`` a layer of Transformers uses."""
+    return getattr(layer, "gate_kind", type(layer))
+
+
+def epilogue_of(layer: Any) -> str:
+    """The epilogue fused into a layer's first product; empty: none."""
+    return _gate_of(layer)[0] or ""
 
 
 def _activation(module: Any) -> str | None:
@@ -242,8 +255,7 @@ class TransformersExperts(nn.Module):
 
     @property
     def epilogue(self) -> str:
-        """The epilogue fused into its first product; empty: none."""
-        return _gate_of(self)[0] or ""
+        return epilogue_of(self)
 
     def extra_repr(self) -> str:
         return f"{self.gate_kind.__name__}, epilogue={self.epilogue!r}"

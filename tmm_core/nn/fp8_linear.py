@@ -11,6 +11,7 @@ from torch import nn
 
 from tmm_core import api
 from tmm_core.interop import autograd_state
+from tmm_core.nn import stored_weights
 from tmm_core.nn.classes import subclass
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
@@ -43,8 +44,7 @@ def operand(layer: Any) -> Quantized:
     Raises:
         ValueError: The format has no such scales.
     """
-    scale = layer.weight_scale_inv.detach()
-    scale = scale if scale.dtype is torch.float32 else scale.float()
+    scale = stored_weights.in_fp32(layer.weight_scale_inv)
     block = None if scale.numel() == 1 else tuple(layer.block_size)
     return Quantized(layer.weight.detach(), scale, format="fp8", block=block)
 

@@ -6,14 +6,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tmm_core import api, foreign, formats
+from tmm_core.formats import grids
 from tmm_core.interop import autograd_state, fallbacks
 from tmm_core.quantized import Quantized
 from tmm_core.rounding import quantize
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
+
+#: Parameters of scales that are not fp32: version, address and values in fp32.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def quantised(weight: Tensor, format: str) -> Quantized:
@@ -60,3 +65,23 @@ def is_readable(weight: Any) -> bool:
 def parameter(t: Tensor) -> nn.Parameter:
     """A parameter of quantised numbers, which have no gradient."""
     return nn.Parameter(t, requires_grad=False)
+
+
+def in_fp32(scale: Tensor) -> Tensor:
+    """The scales of a parameter in fp32, without a gradient. Those of another dtype are converted
+    once, unless a graph is compiled or captured."""
+    if scale.dtype is torch.float32:
+        return scale.detach()
+    once = not (torch.compiler.is_compiling() or scale.is_meta)
+    once = once and not (scale.is_cuda and torch.cuda.is_current_stream_capturing())
+    state = (scale._version, scale.data_ptr()) if once else None
+    known = _known.get(scale) if once else None
+    if known is not None and known[0] == state:
+        return known[1]  # type: ignore[no-any-return]
+    plain = scale.detach()
+    found = grids.factors(
+        plain.view(grids.EXPONENT) if plain.element_size() == 1 else plain, torch.float32
+    )
+    if once:
+        _known[scale] = state, found
+    return found

@@ -1,0 +1,330 @@
+"""Expert layers of Transformers with quantised weights: logits of the same models with the
+dequantised weights, without any kernel from a hub."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tmm_core
+from tmm_core import Quantized
+from tmm_core.nn import convert, stored_weights
+from tmm_core.nn.mxfp4_experts import Mxfp4Experts
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+IDS = torch.arange(14).view(2, 7) % 11 + 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES: dict[str, Any] = {
+    "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 50,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {
+        "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 48,
+    },
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 96, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "qk_nope_head_dim": 32,
+    },
+    "GptOss": {"num_local_experts": 4, "head_dim": 48},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def their_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for name in ("accelerate", "kernels", "torch", "transformers"):
+            warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
+        yield
+
+
+@pytest.fixture
+def ours() -> Iterator[Any]:
+    """Our module, registered."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("transformers", minversion="5.0")
+        pytest.importorskip("accelerate")
+        module = importlib.import_module("tmm_core.integrations.transformers")
+    module.register()
+    yield module
+    module.unregister()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The weight and epilogue of every grouped product that is asked for."""
+    asked: list[Any] = []
+    original = tmm_core.grouped.grouped_matmul
+
+    def spy(x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        asked.append((weight, kwargs.get("epilogue")))
+        return original(x, weight, **kwargs)
+
+    monkeypatch.setattr(tmm_core.grouped, "grouped_matmul", spy)
+    return asked
+
+
+def tiny(name: str, dtype: torch.dtype = BF16) -> Any:
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]}, dtype=dtype)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model.set_experts_implementation("eager")  # which takes float64
+    return model
+
+
+def in_blocks(weight: Tensor, block: Any, exponents: bool, parts: int) -> Any:
+    """A weight in e4m3, the scales of its blocks or parts as checkpoints have them, and its
+    values."""
+    *_, n, k = weight.shape
+    rows, columns = (-(-n // 128), -(-k // 128)) if block else (parts, 1)
+    shape = (*weight.shape[:-2], rows, columns)
+    scale = torch.exp2(torch.randint(-3, 3, shape).float())
+    scale = scale if exponents else scale * (torch.rand(shape) + 0.5)
+    each = scale.repeat_interleave(-(-n // rows) if not block else 128, -2)
+    each = each.repeat_interleave(-(-k // columns) if not block else 128, -1)[..., :n, :k]
+    stored = (weight.float() / each).to(torch.float8_e4m3fn)
+    values = stored.double() * each.double()
+    return stored, scale.to(torch.float8_e8m0fnu) if exponents else scale, values
+
+
+def in_fp8(model: Any, block: tuple[int, int] | None, exponents: bool, skipped: list[str]) -> Any:
+    """The model with the layers of Transformers for 8-bit floats, and one in float64 with their
+    values."""
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    transformers = importlib.import_module("transformers")
+    config = transformers.FineGrainedFP8Config(weight_block_size=block)
+    config.scale_fmt = "ue8m0" if exponents else "float"
+    stored, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    fp8.replace_with_fp8_linear(
+        stored, quantization_config=config, modules_to_not_convert=["lm_head", "gate", *skipped]
+    )
+    given = dict(model.named_parameters())
+    wanted = dict(exact.named_parameters())
+    for path, module in stored.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta or name.endswith("_scale_inv"):
+                continue
+            key = f"{path}.{name}"
+            if parameter.dtype is not torch.float8_e4m3fn:
+                module._parameters[name] = nn.Parameter(given[key].data)
+                continue
+            parts = 2 if name == "gate_up_proj" else 1  # gate and up
+            codes, scale, values = in_blocks(given[key].data, block, exponents, parts)
+            wanted[key].data.copy_(values)
+            if isinstance(module, nn.Linear) and block is None:
+                scale = scale.reshape(())
+            place = f"{name}_scale_inv" if name != "weight" else "weight_scale_inv"
+            expected = module._parameters[place]
+            assert scale.shape == expected.shape
+            assert scale.dtype is expected.dtype
+            module._parameters[name] = nn.Parameter(codes, False)
+            module._parameters[place] = nn.Parameter(scale, False)
+    assert not any(t.is_meta for t in stored.parameters())
+    return stored, exact
+
+
+def close(model: Any, exact: Any) -> None:
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        found, expected = model(IDS.to(device)).logits, exact.to(device)(IDS.to(device)).logits
+    assert found.dtype is BF16
+    limit = 0.06 * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "block", "exponents"),
+    [
+        ("Qwen3Moe", (128, 128), False), ("Qwen3Moe", (128, 128), True), ("Qwen3Moe", None, False),
+        ("DeepseekV3", (128, 128), False),
+    ],
+)  # fmt: skip
+def test_models_in_8_bit_floats(
+    name: str, block: Any, exponents: bool, device: str, ours: Any, products: list[Any]
+) -> None:
+    layers = 1 if name == "DeepseekV3" else 2
+    original = tiny(name)
+    # Experts alone, by name.
+    model, exact = in_fp8(original, block, exponents, ["_proj", "_mqa"])
+    model.to(device).set_experts_implementation("tmm")
+    close(model, exact)
+    assert [epilogue for _, epilogue in products] == ["swiglu", None] * layers
+    assert all(weight.format == "fp8" for weight, _ in products)
+    layer = model.model.layers[-1].mlp.experts
+    assert products[-2][0].stored.data_ptr() == layer.gate_up_proj.data_ptr()
+    ours.unregister(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    # All layers, by convert.
+    products.clear()
+    model, exact = in_fp8(original, block, exponents, [])
+    report = convert(model.to(device))
+    close(model, exact)
+    kinds = [change.kind for change in report.changes]
+    assert kinds.count("experts") == layers
+    assert kinds.count("linear") >= 8
+    assert [epilogue for _, epilogue in products] == ["swiglu", None] * layers
+    layer = model.model.layers[-1].mlp.experts
+    assert type(layer).__mro__[1].__name__ == "TransformersExperts"
+    report.undo()
+    assert type(layer).__mro__[1] is nn.Module
+
+
+def test_scales_are_read_again_after_they_changed() -> None:
+    scale = nn.Parameter(torch.full((2, 2), 2.0).to(torch.float8_e8m0fnu), False)
+    first = stored_weights.in_fp32(scale)
+    assert first is stored_weights.in_fp32(scale)
+    scale.copy_(torch.ones(2, 2))
+    assert torch.equal(stored_weights.in_fp32(scale), torch.ones(2, 2))
+    scale.data = torch.full((2, 2), 4.0).to(torch.float8_e8m0fnu)
+    assert torch.equal(stored_weights.in_fp32(scale), torch.full((2, 2), 4.0))
+    plain = nn.Parameter(torch.ones(2, 2))
+    assert stored_weights.in_fp32(plain).data_ptr() == plain.data_ptr()
+
+
+TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+TABLE = torch.cat((TABLE, -TABLE))
+
+
+def in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks and scales of weights ``[E, N, K]``, as gpt-oss has them, and their values."""
+    groups = weight.double().unflatten(-1, (-1, 32))
+    power = groups.abs().amax(-1).log2().floor() - 2
+    codes = (groups / torch.exp2(power)[..., None])[..., None] - TABLE
+    codes = codes.abs().argmin(-1)
+    values = (TABLE[codes] * torch.exp2(power)[..., None]).flatten(-2)
+    low, high = codes[..., ::2], codes[..., 1::2]
+    return (low | high << 4).to(torch.uint8), (power + 127).to(torch.uint8), values
+
+
+@pytest.mark.parametrize("exponents", [True, False])
+def test_experts_of_4_bits(exponents: bool, ours: Any) -> None:
+    """As in DeepSeek-V4, whose other layers are in 8 bits."""
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    config = tiny("Qwen3Moe").config
+    config.expert_dtype, config._experts_implementation = "fp4", "tmm"
+    scale_fmt = "ue8m0" if exponents else "float"
+    layer = fp8.FP8Experts(config, block_size=(128, 128), scale_fmt=scale_fmt)
+    layer.is_transposed, layer.is_concatenated = False, True
+    values = {}
+    for name in ("gate_up_proj", "down_proj"):
+        old = layer._parameters[name]
+        weight = torch.randn(*old.shape[:-1], old.shape[-1] * 2) / 16
+        blocks, scales, values[name] = in_mxfp4(weight)
+        layer._parameters[name] = nn.Parameter(blocks.flatten(-2).view(torch.int8), False)
+        if exponents:
+            scales = scales.view(torch.float8_e8m0fnu)
+        else:
+            scales = torch.exp2(scales.float() - 127)
+        assert layer._parameters[f"{name}_scale_inv"].shape == scales.shape
+        layer._parameters[f"{name}_scale_inv"] = nn.Parameter(scales, False)
+    x, index = torch.randn(5, 192, dtype=BF16), torch.randint(0, 8, (5, 2))
+    weights = torch.rand(5, 2, dtype=BF16)
+    report = convert(nn.Sequential(layer))
+    if not exponents:
+        assert "groups of mxfp4 have exponents as scales" in str(report)
+        return
+    assert not report.left
+    expected = torch.zeros(5, 192, dtype=torch.float64)
+    for token in range(5):
+        for expert, weight in zip(index[token].tolist(), weights[token].double(), strict=True):
+            gate, up = (values["gate_up_proj"][expert] @ x[token].double()).chunk(2)
+            y = values["down_proj"][expert] @ (nn.functional.silu(gate) * up)
+            expected[token] += weight * y
+    found = layer(x, index, weights).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+
+
+def checkpoint(path: Path) -> Any:
+    """A tiny gpt-oss in MXFP4 on disk, as OpenAI's are; returns it in float64 with its values."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = tiny("GptOss")
+    exact = copy.deepcopy(model).double()
+    state = {}
+    for name, parameter in model.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            state[name] = parameter.clone()
+            continue
+        blocks, scales, values = in_mxfp4(parameter.mT)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        exact.get_parameter(name).data.copy_(values.mT)
+    model.config.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return exact, state
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gpt_oss_in_mxfp4(device: str, ours: Any, products: list[Any], tmp_path: Path) -> None:
+    """From a checkpoint and back to one, without the hub that Transformers asks for kernels."""
+    pytest.importorskip("kernels")
+    transformers = importlib.import_module("transformers")
+    exact, state = checkpoint(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="tmm", device_map=device
+    )
+    layer = model.model.layers[1].mlp.experts
+    assert isinstance(layer, Mxfp4Experts)
+    close(model, exact)
+    for weight, epilogue in products[::2]:
+        assert epilogue.startswith("clamped_swiglu(1.702,7.0)@")
+        assert isinstance(weight, Quantized)
+        assert weight.format == "mxfp4"
+    assert len(products) == 4
+    assert products[2][0].stored.data_ptr() == layer.gate_up_proj_blocks.data_ptr()
+    model.save_pretrained(tmp_path / "again")
+    again = importlib.import_module("safetensors.torch").load_file(
+        tmp_path / "again" / "model.safetensors"
+    )
+    assert set(again) == set(state)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    products.clear()
+    assert not any("experts" in item.path for item in convert(model).left)
+    close(model, exact)
+    assert len(products) == 4
+    ours.unregister(model)
+    close(model, exact)  # the layers are tmm's own
+
+
+def test_mxfp4_without_the_name(ours: Any, tmp_path: Path) -> None:
+    """Transformers decides as it did before."""
+    transformers = importlib.import_module("transformers")
+    exact, _ = checkpoint(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.Mxfp4Config(dequantize=True),
+        experts_implementation="tmm", device_map="cpu",
+    )  # fmt: skip
+    assert type(model.model.layers[0].mlp.experts).__name__ == "GptOssExperts"
+    close(model, exact)
+    ours.unregister(model)
+    quantizer = importlib.import_module("transformers.quantizers.quantizer_mxfp4")
+    method = quantizer.Mxfp4HfQuantizer._process_model_before_weight_loading
+    assert method.__module__ == quantizer.__name__
+    assert not hasattr(method, "_tmm_theirs")
+
+
+def test_experts_for_a_hubs_kernels_are_named(ours: Any) -> None:
+    mxfp4 = importlib.import_module("transformers.integrations.mxfp4")
+    layer = mxfp4.Mxfp4GptOssExperts(tiny("GptOss").config)
+    report = str(convert(nn.Sequential(layer)))
+    assert 'load the model with experts_implementation="tmm"' in report

@@ -1,0 +1,57 @@
+"""gpt-oss's experts with the weights of its checkpoints: floats of 4 bits in groups of 32, each
+with an exponent (MXFP4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core.nn import experts
+
+Tensor = torch.Tensor
+
+
+class Mxfp4Experts(nn.Module):
+    """Experts in MXFP4, in place of a layer of Transformers with the same names and sizes.
+
+    Parameters have the names and shapes of gpt-oss's checkpoints: ``gate_up_proj_blocks``
+    ``[E, 2I, H/32, 16]`` and ``down_proj_blocks`` ``[E, H, I/32, 16]`` of two numbers in a byte,
+    ``gate_up_proj_scales`` and ``down_proj_scales`` without the last dimension, and both biases.
+
+    Args:
+        layer: A ``GptOssExperts``, whose gate and biases' dtype are used; of any device.
+        device: Of the new parameters, which are not initialised.
+    """
+
+    has_gate, has_bias, is_transposed, is_concatenated = True, True, False, False
+
+    def __init__(self, layer: Any, device: Any = None) -> None:
+        super().__init__()
+        self.gate_kind = experts.gate_kind(layer)
+        self.config = layer.config
+        self.num_experts = count = layer.num_experts
+        self.hidden_size, self.intermediate_size = layer.hidden_size, layer.intermediate_size
+        self.alpha, self.limit = layer.alpha, layer.limit
+        dtype = layer.down_proj_bias.dtype
+        sizes = {
+            "gate_up_proj": (2 * self.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
+        }
+        for name, (n, k) in sizes.items():
+            if k % 32:
+                raise ValueError(f"groups of 32 do not divide K = {k} of {name}")
+
+            def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> nn.Parameter:
+                return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False)
+
+            setattr(self, f"{name}_blocks", empty(count, n, k // 32, 16))
+            setattr(self, f"{name}_scales", empty(count, n, k // 32))
+            setattr(self, f"{name}_bias", empty(count, n, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return experts.forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, epilogue={experts.epilogue_of(self)!r}"

@@ -1,0 +1,79 @@
+"""Weights of Transformers' expert layers, plain or quantised, as grouped products take them.
+
+Its quantised layers hold 8-bit floats in blocks (``FP8Experts``), or floats of 4 bits in groups
+of 32 (``FP8Experts`` of DeepSeek-V4, and gpt-oss's). Activations are multiplied as they are, where
+Transformers' own kernels round them to 8 bits.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core.epilogues import GATED_BY
+from tmm_core.nn.stored_weights import in_fp32
+from tmm_core.quantized import Quantized
+
+Tensor = torch.Tensor
+
+#: The modules of Transformers that define ``FP8Experts`` and ``Mxfp4GptOssExperts``.
+_FP8 = "transformers.integrations.finegrained_fp8"
+_MXFP4 = "transformers.integrations.mxfp4"
+
+
+def of(layer: Any, name: str) -> Tensor:
+    """A layer's projection of that name, ``[E, N, K]``, in the memory of its parameters.
+
+    Raises:
+        ValueError: It is stored in no known format.
+    """
+    if (blocks := getattr(layer, f"{name}_blocks", None)) is not None:
+        return Quantized.from_mxfp4(blocks.detach(), getattr(layer, f"{name}_scales"))
+    weight: Tensor = getattr(layer, name)
+    scale = getattr(layer, f"{name}_scale_inv", None)
+    if scale is None or weight.element_size() > 1:
+        return weight.mT if getattr(layer, "is_transposed", False) else weight
+    weight = weight.detach()
+    if weight.dtype is torch.int8:  # two numbers in a byte
+        if scale.element_size() > 1:
+            raise ValueError(f"groups of mxfp4 have exponents as scales, not {scale.dtype}")
+        return Quantized(weight.view(torch.uint8), scale.detach(), format="mxfp4", group=32)
+    scale = in_fp32(scale)
+    if layer.block_size is not None:
+        return Quantized(weight, scale, format="fp8", block=tuple(layer.block_size))
+    # One for each expert, or for each half of gate and up.
+    rows = weight.shape[-2] // scale.shape[-2]
+    return Quantized(weight, scale.repeat_interleave(rows, -2), format="fp8")
+
+
+def unfit(layer: Any) -> str | None:
+    """Why no operand describes the weights of an expert layer; None for plain ones too."""
+    for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
+        try:
+            of(layer, name)
+        except ValueError as error:
+            return f"its {name} is not supported ({error})"
+    return None
+
+
+def out_of_reach(layer: nn.Module) -> str | None:
+    """Why no operand describes weights that were rearranged for other kernels."""
+    theirs = getattr(sys.modules.get(_MXFP4), "Mxfp4GptOssExperts", None)
+    if theirs is None or type(layer) is not theirs:
+        return None
+    return (
+        "its weights lie as kernels from a hub want them; load the model with "
+        'experts_implementation="tmm"'
+    )
+
+
+def gate_of(layer: nn.Module, gate: Any, activation: str | None) -> str | None:
+    """The gated epilogue of ``FP8Experts``'s own gate; None if it is another, or clamps."""
+    theirs = getattr(sys.modules.get(_FP8), "FP8Experts", None)
+    if theirs is None or gate is not theirs._apply_gate:
+        return None
+    clamps = [getattr(layer, name, None) for name in ("swiglu_alpha", "limit")]
+    return None if clamps != [None, None] else GATED_BY.get(activation or "")
