@@ -1,4 +1,5 @@
-"""Copies files that the pages link to outside docs/ (results, notes, examples) to the site.
+"""Copies files that the pages link to outside docs/ (results, notes, examples) to the site; the
+README is its first page.
 
 In a checkout the links point at those files. The site has copies under the same names, and each
 link is rewritten to its target's place on the site.
@@ -15,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("benchmarks", "examples", "plugins")
-_FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+_FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 _SUFFIXES = (".md", ".png", ".txt", ".json", ".jsonl", ".py", ".toml")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
@@ -42,7 +43,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def _on_site(path: Path) -> str:
-    if path == ROOT:
+    if path in (ROOT, ROOT / "README.md"):
         return "index.md"
     if path.is_dir() and (path / "README.md").exists():
         path = path / "README.md"

@@ -42,14 +42,12 @@ def grouped_matmul(
 
     >>> y = grouped_matmul(rows, weights.mT, offs=ends, epilogue="swiglu")     # doctest: +SKIP
 
-    ======================  ======================  =================  ===========================
-    ``a``                   ``b``                   result             group g
-    ======================  ======================  =================  ===========================
-    ``[T, K]``              ``[G, K, N]``           ``[T, N]``         rows ``offs[g-1]:offs[g]``
-    ``[M, T]``              ``[T, N]``              ``[G, M, N]``      a part of the sum over T
-    ``[G, M, K]``           ``[K, T]``              ``[M, T]``         columns of b and the result
-    ``[G, M, K]``           ``[G, K, N]``           ``[G, M, N]``      one product each; no offs
-    ======================  ======================  =================  ===========================
+    | ``a`` | ``b`` | result | group g |
+    |---|---|---|---|
+    | ``[T, K]`` | ``[G, K, N]`` | ``[T, N]`` | rows ``offs[g-1]:offs[g]`` |
+    | ``[M, T]`` | ``[T, N]`` | ``[G, M, N]`` | a part of the sum over T |
+    | ``[G, M, K]`` | ``[K, T]`` | ``[M, T]`` | columns of b and the result |
+    | ``[G, M, K]`` | ``[G, K, N]`` | ``[G, M, N]`` | one product each; no offs |
 
     ``offs`` is never read on the host: nothing waits for the GPU, and its values may change from
     one replay of a CUDA graph to the next. Groups may be empty. Data beyond ``offs[-1]`` is not
