@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
+from fakes import FakeBlas, FakeKernel, FakeTimer, dispatcher, installed, problem, settings
 from tmm_cache import CacheStore
 
+from tmm_core import dispatch
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.device import fingerprint
 from tmm_core.tuning.background import Background
 from tmm_core.tuning.ranking import MOST_RACED
+from tmm_core.tuning.tuner import Tuner
 
 #: The bucket of 320, measured at 257 and 289: p is ahead everywhere, but not at 300, by little.
 P, Q = ("p", 1), ("q", 1)
@@ -196,3 +200,34 @@ def test_in_the_background_it_is_raced_by_later_calls(tmp_path: Path) -> None:
     record = d.record_of(bucketed(asked))
     assert record is not None
     assert {300, 302, 304} <= set(record.best.inside_us)
+
+
+def test_the_benchmark_tells_what_a_race_costs_and_gains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    fingerprint.cache_clear()
+    import exact_m
+
+    class Timer(FakeTimer):
+        def release(self) -> None:
+            pass
+
+    # The kernel that is ahead at the edge and around is behind BLAS at M that were not measured.
+    known = [("p", 1, m) for m in (257, 289, 320)]
+    times = {"p": 230.0, "q": 201.0, "blas": 220.0, **dict.fromkeys(known, 200.0)}
+    installed(FakeBlas(), FakeKernel("p"), FakeKernel("q"))
+    dispatch.default_dispatcher().tuner = Tuner(FakeTimer(times))
+    monkeypatch.setattr(exact_m.exhaustive, "timer_for", lambda device: Timer(times))
+    rows = exact_m.main(["--device", "cpu", "-o", str(tmp_path / "out.json")], [(320, 8, 8, "")])
+    fingerprint.cache_clear()
+    assert len(rows) == exact_m.EACH
+    for row in rows:
+        assert row["raced"]
+        assert (row["before"].split()[0], row["after"].split()[0]) == ("p", "q")
+        assert (row["us"]["before"], row["us"]["after"], row["us"]["blas"]) == (230, 201, 220)
+    out = capsys.readouterr().out
+    assert "best / after: geometric mean 1.0000" in out
+    assert "2 of 2 raced" in out
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows

@@ -113,6 +113,24 @@ def test_a_wrong_or_failing_candidate_is_not_the_best(monkeypatch: pytest.Monkey
     assert "no compiler" in found["failed"]['fake.lame {"tile": 4}']
 
 
+def test_searches_share_what_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not where the tunings compile, which start with nothing."""
+    folders = []
+
+    class Noting(Wide):
+        def bind(self, problem: Any, config: Any) -> Any:
+            folders.append(os.environ["TRITON_CACHE_DIR"])
+            return super().bind(problem, config)
+
+    register(Noting("fake.wide", tiles=(1, 2)))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "the tunings'")
+    for _ in range(2):
+        searched(monkeypatch, {1: 5.0, 2: 6.0}, tile(1, 9))
+    assert len(folders) >= 4
+    assert len(set(folders)) == 1
+    assert folders[0] != os.environ["TRITON_CACHE_DIR"] == "the tunings'"
+
+
 @pytest.mark.parametrize(
     ("result", "step"),
     [

@@ -3,6 +3,7 @@ which step of the tuning lost the best candidate (``tmm bench --no-records``).""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -65,6 +66,13 @@ def without_records() -> Iterator[None]:
                 warm.forget_plans()
 
 
+@functools.cache
+def _compiled() -> tempfile.TemporaryDirectory[str]:
+    """The compiled kernels of all searches of the process: a config's code is mostly the same for
+    every problem, and 130 of them take 16 cores ten seconds."""
+    return tempfile.TemporaryDirectory(prefix="tmm-search-", ignore_cleanup_errors=True)
+
+
 def search(problem: Problem, record: TuningRecord, device: torch.device) -> Document:
     """Race every config of every capable kernel against the choice of ``record``.
 
@@ -82,7 +90,8 @@ def search(problem: Problem, record: TuningRecord, device: torch.device) -> Docu
         SEARCH_LIMITED.reset(limit)
     winner = next(kernel for kernel in able if kernel.name == record.best.kernel)
     every |= {chosen: Candidate(winner, read_config(winner, record.best.config))}
-    launchers, failed = _bound(problem, device, every)
+    with patch.dict(os.environ, {"TRITON_CACHE_DIR": _compiled().name}):
+        launchers, failed = _bound(problem, device, every)
     screened, _ = race(problem, device, launchers, captures=1, rounds=FIRST, burst_us=FIRST_US)
     ranked = sorted(screened, key=screened.__getitem__)
     baseline = [name for name in launchers if every[name].kernel.name == BASELINE]
