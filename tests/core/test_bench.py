@@ -645,33 +645,6 @@ def test_no_column_always_follows_another() -> None:
     assert len(set(rounds)) > 12
 
 
-def measured(suite: str, tmm_us: float, **others: float) -> dict[str, Any]:
-    times = {"torch": 10.0, "tmm": tmm_us, **others}
-    return {
-        "kind": "problem",
-        "suite": suite,
-        "case": Case(m=16, n=int(tmm_us * 100), k=16, dtype=torch.bfloat16).to_json(),
-        "times": {name: {"median_us": us} for name, us in times.items()},
-        "ratio": 10.0 / tmm_us,
-        "noise": 1.0,
-    }
-
-
-def test_the_report_says_which_goals_are_met() -> None:
-    documents = [
-        measured("epilogue", 8.0, inductor=8.0),
-        measured("epilogue", 9.5, inductor=10.0),
-    ]
-    rows = {row[2]: row for row in report.goals(Results.of(documents))}
-    assert rows["torch"] == (
-        "epilogue", "bfloat16", "torch", "1.053×", "1.00×", "1.147×", "1.18×",
-        "mean short",
-    )  # fmt: skip
-    assert rows["inductor"][-1] == "mean short"
-    unmeasured = report.goals(Results.of([measured("epilogue", 5.0)]))
-    assert [row[-1] for row in unmeasured] == ["yes", "not measured"]
-
-
 def test_a_suite_may_be_like_others() -> None:
     document = {
         "few": {"dtypes": ["float32"], "shapes": [[1, 2, 3], [4, 5, 6]]},

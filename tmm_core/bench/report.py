@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
 from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH
@@ -27,7 +26,6 @@ SUMMARY_COLUMNS = (
     "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
     "skipped", "failed",
 )  # fmt: skip
-GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 REGRET_COLUMNS = (
     "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
@@ -66,8 +64,6 @@ _NUMBER = re.compile(r"([\d.]+(e[-+]\d+)?[×%]?( .*)?)?")
 def sections(results: Results) -> Iterator[Section]:
     """The sections that ``results`` have data for."""
     yield Section("", SUMMARY_COLUMNS, summaries(results))
-    if held := goals(results):
-        yield Section("goals", GOAL_COLUMNS, held)
     if by_clock := clocks(results):
         yield Section("clocks, geometric mean / worst", CLOCK_COLUMNS, by_clock)
     if searched := searches(results):
@@ -117,31 +113,6 @@ def by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Docume
     for document in documents:
         groups.setdefault((document["suite"], document["case"]["dtype"]), []).append(document)
     return groups
-
-
-def goals(results: Results) -> list[tuple[str, ...]]:
-    """Every class's ratios beside its goals."""
-    rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in by_class(results.measured).items():
-        for against, (worst_goal, mean_goal) in suites.goals(suite).items():
-            ratios = _ratios(documents, against)
-            if not ratios:
-                rows.append((suite, dtype, against, "", "", "", "", "not measured"))
-                continue
-            worst, mean = min(ratios), statistics.geometric_mean(ratios)
-            # Compared at the two decimals that a goal is given in.
-            missed = [
-                name
-                for name, value, goal in (("worst", worst, worst_goal), ("mean", mean, mean_goal))
-                if round(value, 2) < goal
-            ]
-            rows.append(
-                (
-                    suite, dtype, against, times(worst), f"{worst_goal:.2f}×", times(mean),
-                    f"{mean_goal:.2f}×", " and ".join(missed) + " short" if missed else "yes",
-                )
-            )  # fmt: skip
-    return rows
 
 
 def _ratios(documents: Sequence[Document], against: str) -> list[float]:

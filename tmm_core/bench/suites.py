@@ -57,13 +57,6 @@ def shipped() -> dict[str, Any]:
     return {name: suite for name, suite in json.loads(text).items() if name != "_doc"}
 
 
-def goals(name: str) -> dict[str, tuple[float, float]]:
-    """The goals of a shipped class: by baseline (``"torch"``, ``"inductor"``), the least ratio of
-    its worst problem and the least geometric mean."""
-    listed = shipped().get(name.removesuffix(UNRECORDED), {}).get("goal", {})
-    return {against: (worst, mean) for against, (worst, mean) in listed.items()}
-
-
 def random_problems(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Task]:
     """The same ``count`` random problems each time, with M log-uniform in 1 … :data:`LARGEST_M`."""
     generator = random.Random(0)
