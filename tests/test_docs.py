@@ -145,4 +145,4 @@ def test_the_site_builds_and_has_the_api(tmp_path: Path) -> None:
     api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
     for name in ("matmul", "Supports", "EpilogueConformance", "convert"):
         assert re.search(rf'id="tmm_core[\w.]*\.{name}"', api), name
-    assert (tmp_path / "site" / "benchmarks" / "results" / "h200" / "square-bfloat16.png").exists()
+    assert (tmp_path / "site" / "benchmarks" / "results" / "h200" / "sweep-bfloat16.png").exists()

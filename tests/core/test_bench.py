@@ -16,7 +16,7 @@ from fakes import FakeKernel, register
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import charts, host, providers, report, results, runner, suites
+from tmm_core.bench import host, providers, report, results, runner, suites
 from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
@@ -520,30 +520,6 @@ def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     # What was not measured is blank, not a number.
     assert dict(zip(header, second, strict=True))["inductor µs"] == ""
     assert "- square 512×512×512 bfloat16 nn: failed: OSError: gone" in text
-
-
-def test_the_square_plot_is_tflops_over_sizes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    documents = [document(2048, 2.0), document(1024, 0.5), document(64, 1.0, suite="decode")]
-    for each in documents[:2]:
-        each["times"]["kernel triton.naive"] = {"median_us": 1000.0}
-        each["times"]["kernel triton.naive one tile"] = {"median_us": 2000.0}
-    found = Results.of(documents)
-    written = charts.save(found, tmp_path)
-    names = ["square-bfloat16.png", "ratios.png"]
-    assert [path.name for path in written] == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    drawn = {name: figure.axes[0] for name, figure in charts.figures(found).items()}
-    lines = {line.get_label(): line for line in drawn["square-bfloat16"].get_lines()}
-    assert set(lines) == {"naive, 128×128", "tmm (tuned)", "cuBLAS (torch.matmul)"}
-    naive = list(lines["naive, 128×128"].get_ydata())
-    assert naive[1] == pytest.approx(2 * 2048**3 / 2000e-6 / 1e12)
-    assert list(lines["tmm (tuned)"].get_xdata()) == [1024, 2048]
-    rates = [2 * 1024**3 / 200e-6 / 1e12, 2 * 2048**3 / 50e-6 / 1e12]
-    assert list(lines["tmm (tuned)"].get_ydata()) == pytest.approx(rates)
-    assert [tick.get_text() for tick in drawn["ratios"].get_yticklabels()] == [
-        "square", "decode",
-    ]  # fmt: skip
 
 
 # -- host ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fakes import FakeKernel, register
 from tmm_core.bench import charts, series
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results
-from tmm_core.bench.series import ONE_TILE, Series, combined
+from tmm_core.bench.series import Series, combined
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import options
 
@@ -48,12 +48,6 @@ def test_every_combination_of_the_fields_that_a_kernel_has() -> None:
         combined([Naive()], {}, {"SPLIT_K": [1]})
 
 
-def test_naive_and_grouped_differ_in_the_order_of_tiles_alone() -> None:
-    naive, grouped = (dict(each.fields) for each in ONE_TILE)
-    assert grouped.pop("GROUP_M") > 1
-    assert naive == grouped
-
-
 def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     register(FakeKernel("fake.one"), FakeKernel("fake.two"))
     argv = ("--kernel", "fake.one,fake.two", "--sweep", "tile=1,3", "--squares", "8:16:8")
@@ -72,7 +66,6 @@ def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "µs, float32, in use" in out
     assert "fake.one tile=0 was not timed: ConfigError" in err
     assert (tmp_path / "sweep-float32.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "ratios.png").exists()
 
 
 def test_dtypes_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

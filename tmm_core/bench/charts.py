@@ -1,9 +1,8 @@
-"""Charts of results, drawn by matplotlib as PNG."""
+"""Charts of single kernels, drawn by matplotlib as PNG."""
 
 from __future__ import annotations
 
 import operator
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,36 +15,24 @@ from tmm_core.bench.suites import SWEEP
 #: Label, colour and line style of each column that is drawn.
 Lines = Mapping[str, tuple[str, Any, str]]
 
-#: Okabe and Ito's colour-blind-safe palette.
-BLUE, RED, GREEN, YELLOW = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-
-#: Lines of the chart of squares.
-_LINES: Lines = {
-    "kernel triton.naive one tile": ("naive, 128×128", "#999999", ":"),
-    "kernel triton.grouped one tile": ("grouped, 128×128 too", YELLOW, "--"),
-    "kernel triton.grouped": ("grouped, its best config", GREEN, "-."),
-    TMM: ("tmm (tuned)", RED, "-"),
-    TORCH: ("cuBLAS (torch.matmul)", BLUE, "-"),
-}
+#: tmm's colour, of Okabe and Ito's palette for the colour-blind.
+RED = "#D55E00"
 #: Colour maps of single kernels, in turn.
 _MAPS = ("Blues", "Greens", "Purples", "Greys", "Oranges")
 
 
 def figures(results: Results, metric: str = "tflops") -> dict[str, Any]:
-    """The matplotlib figures that ``results`` have data for, by name. Lines of single kernels are
-    in ``metric``, one of :data:`series.METRICS`.
+    """A matplotlib figure for each dtype in which single kernels were timed, by name, in
+    ``metric``, one of :data:`series.METRICS`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'tmm-core[bench]'``).
     """
-    found = {}
-    for (suite, dtype), documents in report.by_class(results.measured).items():
-        if suite == "square":
-            found[f"square-{dtype}"] = _curves(documents, _LINES, "tflops")
-        elif suite == SWEEP:
-            found[f"sweep-{dtype}"] = _curves(documents, _of_series(documents, metric), metric)
-    classes = [d for d in results.measured if d["suite"] != SWEEP]
-    return found | ({"ratios": _ratios(classes)} if classes else {})
+    swept = report.by_class(each for each in results.measured if each["suite"] == SWEEP)
+    return {
+        f"sweep-{dtype}": _curves(documents, _of_series(documents, metric), metric)
+        for (_, dtype), documents in swept.items()
+    }
 
 
 def save(results: Results, folder: Path, metric: str = "tflops") -> list[Path]:
@@ -113,34 +100,3 @@ def _of_series(documents: Sequence[Document], metric: str) -> Lines:
     if metric != "ratio":
         lines[TORCH] = "torch", "black", "--"
     return lines
-
-
-def _ratios(documents: Sequence[Document]) -> Any:
-    """Every problem's ratio, a row for each class."""
-    suites = list(dict.fromkeys(document["suite"] for document in documents))
-    figure, axes = _figure(9, 2 + 0.4 * len(suites))
-    for label, colour, by_blas in (
-        ("BLAS chosen", BLUE, True),
-        ("another kernel chosen", RED, False),
-    ):
-        mine = [d for d in documents if (d["kernel"].split(".")[0] == "blas") == by_blas]
-        ratios, rows = [d["ratio"] for d in mine], [suites.index(d["suite"]) for d in mine]
-        axes.plot(ratios, rows, "o", color=colour, alpha=0.5, markersize=5, label=label)
-    means = [
-        statistics.geometric_mean([d["ratio"] for d in documents if d["suite"] == suite])
-        for suite in suites
-    ]
-    mark = {"color": "black", "markersize": 16, "markeredgewidth": 2}
-    axes.plot(means, range(len(suites)), "|", label="geometric mean", **mark)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.2g}×")
-    axes.set(
-        yticks=range(len(suites)),
-        yticklabels=suites,
-        xlabel="torch's time / tmm's (right of 1: tmm is faster)",
-        title="Every problem, by class",
-    )
-    axes.set_ylim(len(suites) - 0.4, -0.6)
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    return figure

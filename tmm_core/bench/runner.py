@@ -23,7 +23,7 @@ from tmm_core.bench import exhaustive, grouped_baselines, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.grouped_baselines import LOOP, QUACK
 from tmm_core.bench.results import Document
-from tmm_core.bench.series import ONE_CONFIG, ONE_TILE, Series
+from tmm_core.bench.series import ONE_CONFIG, Series
 from tmm_core.bench.suites import Task
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
@@ -69,8 +69,7 @@ class Options:
         records: Whether records answer; else every problem is tuned without any, and its choice is
             compared with an exhaustive search.
         budget: Seconds of tuning per problem; None: the settings' value.
-        kernels: Also time the best config of every capable kernel; for square matrices also the
-            naive and the grouped one with the same tile.
+        kernels: Also time the best config of every capable kernel.
         series: Single kernels to time as well.
         inductor: Also time ``torch.compile`` of the eager code.
         clocks: Also report the clocks "alone" and "steady", and chains with a small kernel
@@ -150,9 +149,8 @@ def _measure(
         calls = cold_operands.rotated(call, plan.problem)
         document["copies"] = copies = len(calls)
         document["resident"] = cold_operands.resident(plan.problem, calls)
-        one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
         known = providers.known(record, plan) if record and task.bucketed else []
-        runs = _runs(calls, options, document, (*options.series, *one_tile), known)
+        runs = _runs(calls, options, document, options.series, known)
         document["times"] = times = _times(runs, timer, copies, options.seconds, document)
         if isinstance(timer, GraphTimer) and options.clocks:
             document |= _other_clocks(runs, timer, copies, times, device)

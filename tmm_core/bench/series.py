@@ -16,9 +16,6 @@ from tmm_core.spec.kernel import Kernel
 
 Fields = Mapping[str, Any]
 
-#: The tile of both kernels of the tutorials, which then differ only in the order of their tiles.
-_TILE: Fields = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 3, "num_warps": 8}
-
 
 @dataclass(frozen=True)
 class Series:
@@ -44,18 +41,16 @@ class Series:
         return call.plan(kernel=self.kernel, config=dict(self.fields) or None)
 
 
-ONE_TILE = (
-    Series("triton.naive one tile", "triton.naive", tuple(_TILE.items())),
-    Series("triton.grouped one tile", "triton.grouped", (*_TILE.items(), ("GROUP_M", 8))),
-)
-
 #: The usual batch-invariant product: a persistent kernel with one config for every M, as libraries
 #: use it that replace torch's 16-bit products by invariant ones.
 ONE_CONFIG = Series(
     "one persistent config",
     "triton.persistent",
-    (*_TILE.items(), ("GROUP_M", 8), ("SUBTILE", 1), ("FLATTEN", True)),
-)
+    (
+        ("BLOCK_M", 128), ("BLOCK_N", 128), ("BLOCK_K", 64), ("num_stages", 3), ("num_warps", 8),
+        ("GROUP_M", 8), ("SUBTILE", 1), ("FLATTEN", True),
+    ),
+)  # fmt: skip
 
 
 def combined(

@@ -205,7 +205,7 @@ def _add_bench(parser: Parser) -> None:
         help="measure nothing; show results of these files or folders",
     )
     parser.flag("--markdown", text="print the whole report")
-    parser.flag("--plots", text="draw plots into the output folder")
+    parser.flag("--plots", text="draw a chart of single kernels into the output folder")
     shared.add_problem(parser)
     shared.add_device(parser)
     parser.add_json()

@@ -32,8 +32,9 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--plots needs --output, a folder to put them in")
     if options.read is not None:
         return _show(_read(options.read), options)
-    if (options.sweep or options.config) and not options.kernel:
-        raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
+    if (options.sweep or options.config or options.plots) and not options.kernel:
+        told = "--sweep, --config and --plots apply to single kernels: name them with --kernel"
+        raise UsageError(told)
     started = time.monotonic()
     device = shared.device(options)
     if options.quick:
