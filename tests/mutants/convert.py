@@ -13,7 +13,19 @@ SHOWN = f"{CONVERT}::test_a_forward_that_decides_by_what_no_trace_shows_keeps_it
 
 STORED = "tests/core/test_stored_experts.py"
 
+PACKED = "tests/core/test_packed_layers.py"
+
 CONVERTED = [
+    Mutant("convert-packed-order", "nn/packed_linear.py",
+           "            x = x.index_select(-1, order)\n", "            pass\n",
+           "activation order is ignored", (f"{PACKED}::test_layers",)),
+    Mutant("convert-packed-version", "nn/packed_linear.py",
+           "return int(told()) if callable(told) else 1", "return int(told()) if callable(told) else 2",
+           "auto_gptq's zero points are off by one", (f"{PACKED}::test_layers",)),
+    Mutant("convert-packed-load", "nn/packed_linear.py",
+           "            super()._load_from_state_dict(*given, **more)\n        finally:",
+           "            super()._load_from_state_dict(*given, **more)\n        except ValueError:",
+           "a layer stays without its operand after a load", (f"{PACKED}::test_layers",)),
     Mutant("convert-stored-scale", "nn/stored_weights.py",
            "if known is not None and known[0] == state:", "if known is not None:",
            "scales that were converted once keep their first values",
@@ -78,7 +90,8 @@ CONVERTED = [
     Mutant("convert-copied-recipe", "nn/classes.py", "        return self\n\n    def __reduce__",
            "        return _Recipe(*self._origin[1:])\n\n    def __reduce__",
            "copies are not fused", (f"{CONVERT}::test_copies_and_pickles",)),
-    Mutant("convert-undo-hooks", "nn/conversion_report.py", "                module._remove_hooks()\n", "",
+    Mutant("convert-undo-hooks", "nn/gated_layers.py",
+           "        self.separate()\n        self._remove_hooks()\n", "        self.separate()\n",
            "an undone module calls a method that it lost",
            (f"{NN}::test_undo_puts_the_very_modules_back_with_todays_values",)),
     Mutant("convert-shared-storage", "nn/fusing.py", "untyped_storage().data_ptr()] > 1",

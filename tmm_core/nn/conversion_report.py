@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tmm_core.errors import warn
-from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.quantized import Quantized
 
 #: ``linear``: a layer's product is tmm's. ``epilogue``: with the activation after it in the kernel.
@@ -103,9 +102,8 @@ class Report:
             if type(module) is not after:
                 warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
                 continue
-            if isinstance(module, GatedMLP):
-                module.separate()
-                module._remove_hooks()
+            if hasattr(after, "_swapped_out"):
+                module._swapped_out()  # type: ignore[operator]
             module.__class__ = before
         for layer, weight, dtype, requires_grad in self.rounded:
             if layer._parameters.get("weight") is weight:

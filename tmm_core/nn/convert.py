@@ -22,6 +22,7 @@ from tmm_core.nn import (
     experts,
     fp8_linear,
     fusing,
+    packed_linear,
     stored_experts,
     stored_weights,
     unreached,
@@ -58,8 +59,8 @@ def convert(
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
     * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
-      weights of torchao (int8 or 8-bit floats, weight only), and Transformers' ``FP8Linear`` and
-      ``FP8Experts``.
+      weights of torchao (int8 or 8-bit floats, weight only), Transformers' ``FP8Linear`` and
+      ``FP8Experts``, and layers of GPTQ and AWQ packages (4 bits).
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 
@@ -164,6 +165,10 @@ class _Conversion:
             if self._leave(layer, _unfit(layer) or fp8_linear.unfit(layer)):
                 return None
             return fp8_linear.swapped(kind)
+        if packed_linear.is_packed(layer):
+            if self._leave(layer, _unfit(layer) or packed_linear.unfit(layer)):
+                return None
+            return packed_linear.swapped(kind)
         if not isinstance(layer, nn.Linear) and (theirs is None or not isinstance(layer, theirs)):
             return None
         reason = _unfit(layer, *layer._parameters.values())
@@ -263,9 +268,8 @@ class _Conversion:
     def _swap(self, module: nn.Module, after: Any) -> None:
         before, module.__class__ = type(module), after
         self._report.swaps.append(Swap(module, self._path(module), before, after))
-        if isinstance(module, GatedMLP):
-            module._register_hooks()
-            module.merge()
+        if hasattr(after, "_swapped_in"):
+            module._swapped_in()  # type: ignore[operator]
 
     # -- report --------------------------------------------------------------------------
 

@@ -215,6 +215,16 @@ class GatedMLP(nn.Module):
     def _layers(self) -> list[Any]:
         return [self._modules[name] for name in self._names]
 
+    def _swapped_in(self) -> None:
+        """Follow a change of the module's class to this one."""
+        self._register_hooks()
+        self.merge()
+
+    def _swapped_out(self) -> None:
+        """Prepare a change of the module's class to its own."""
+        self.separate()
+        self._remove_hooks()
+
     def _register_hooks(self) -> None:
         self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ def read(
     g_idx: Tensor | None = None,
     *,
     version: int | None = None,
+    order: Tensor | None = None,
 ) -> Quantized:
     """A weight of a GPTQ checkpoint, repacked along K.
 
@@ -30,10 +31,11 @@ def read(
         g_idx: ``[K]``, the group of each k: in order, as without activation order.
         version: Of the zero points, of which 1 stores z − 1 and 2 stores z; None: the one for
             which the weights' mean is nearer to zero. A checkpoint's own label is often wrong.
+        order: As of :func:`order`; the weight's columns are put in this order.
 
     Raises:
         ValueError: A tensor has another dtype or shape; or the groups are not in order of k: then
-            each product would have to gather its activations.
+            each product has to gather its activations.
     """
     k, n = qweight.shape[0] * 8, qweight.shape[-1]
     group = k if group == -1 else group
@@ -47,10 +49,12 @@ def read(
         if g_idx.shape != (k,) or not torch.equal(g_idx, usual):
             raise ValueError(
                 "g_idx is not in order of k (desc_act): a product would have to gather its "
-                "activations; quantise without activation order"
+                "activations, as in layers that convert() serves; quantise without activation order"
             )
     # A word of eight along K is four bytes of two.
     stored = qweight.t().contiguous().view(torch.uint8)
+    if order is not None:
+        stored = FORMAT.packed(FORMAT.unpacked(stored).index_select(1, order))
     zero = words.unpacked(qzeros)
     if version is None:
         version = _version(stored, zero)
@@ -62,11 +66,35 @@ def read(
     )
 
 
-def written(weight: Quantized, version: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def order(g_idx: Tensor | None, group: int) -> Tensor | None:
+    """The k of each column after those of a group were brought together, ``[K]`` int64: a product
+    with such a weight gathers its activations by it. None if they are in this order already.
+
+    Raises:
+        ValueError: Groups have other sizes than ``group``.
+    """
+    if g_idx is None:
+        return None
+    usual = torch.arange(len(g_idx), device=g_idx.device, dtype=g_idx.dtype) // group
+    if torch.equal(g_idx, usual):
+        return None
+    found, places = torch.sort(g_idx, stable=True)
+    if not torch.equal(found, usual):
+        raise ValueError(f"g_idx has groups of other sizes than {group}")
+    return places
+
+
+def written(
+    weight: Quantized, version: int = 1, order: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """``(qweight, qzeros, scales)`` of a weight."""
-    qweight = weight.stored.contiguous().view(torch.int32).t().contiguous()
-    stored = (words.zeros_of(weight).t().to(torch.int32) - int(version == 1)) & 15
-    return qweight, words.packed(stored), weight.scale.t().contiguous()
+    stored = weight.stored
+    if order is not None:
+        codes = FORMAT.unpacked(stored)
+        stored = FORMAT.packed(torch.empty_like(codes).index_copy_(1, order, codes))
+    qweight = stored.contiguous().view(torch.int32).t().contiguous()
+    zeros = (words.zeros_of(weight).t().to(torch.int32) - int(version == 1)) & 15
+    return qweight, words.packed(zeros), weight.scale.t().contiguous()
 
 
 def _version(stored: Tensor, zero: Tensor) -> int:

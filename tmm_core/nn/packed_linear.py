@@ -1,0 +1,180 @@
+"""Layers of GPTQ and AWQ packages, whose weights are words of eight numbers of 4 bits.
+
+A layer is recognised by its class's name and its buffers; its package is not imported. ``convert``
+repacks its words once, along K, and keeps no other copy: ``state_dict`` and ``undo`` write the
+words again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core import api
+from tmm_core.nn.classes import own, subclass
+from tmm_core.nn.stored_weights import parameter
+from tmm_core.quantized import Quantized
+from tmm_core.settings import with_static_weights
+
+Tensor = torch.Tensor
+
+#: The layout of each class whose buffers lie as in a checkpoint, by package and name. Others
+#: rearrange them for their kernels.
+LAYOUTS: dict[tuple[str, str], str] = {
+    **{
+        ("gptqmodel", f"{name}{kind}"): layout
+        for kind in ("Linear", "QuantLinear")  # since version 6, and before
+        for name, layout in (
+            ("Torch", "gptq"), ("TritonV2", "gptq"),
+            ("AwqTorch", "awq"), ("AwqGEMM", "awq"), ("AwqGEMMTriton", "awq"),
+        )
+    },
+    ("awq", "WQLinear_GEMM"): "awq",
+}  # fmt: skip
+#: Modules of auto_gptq that do so; all of its classes are named QuantLinear.
+_AUTO_GPTQ = ("qlinear_cuda", "qlinear_cuda_old", "qlinear_triton", "qlinear_tritonv2")
+#: Buffers that a layer's operand takes the place of.
+_WORDS = ("qweight", "qzeros", "scales")
+
+
+def layout_of(kind: Any) -> str | None:
+    """The layout of a class's buffers, ``"gptq"`` or ``"awq"``; None if it is of no known class."""
+    package, _, rest = kind.__module__.partition(".")
+    if package == "auto_gptq" and kind.__name__ == "QuantLinear":
+        return "gptq" if rest.rpartition(".")[2] in _AUTO_GPTQ else None
+    return LAYOUTS.get((package, kind.__name__))
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Whether ``layer`` has the buffers of such a layer."""
+    return all(isinstance(layer._buffers.get(name), Tensor) for name in _WORDS)
+
+
+def unfit(layer: Any) -> str | None:
+    """Why tmm cannot compute the product of a packed layer."""
+    kind = type(layer)
+    if layout_of(kind) is None:
+        return (
+            f"{kind.__module__.partition('.')[0]}'s {kind.__name__} rearranges its weights for "
+            "kernels of its own; load the model with the package's backend in torch or Triton"
+        )
+    bits = getattr(layer, "bits", getattr(layer, "w_bit", 4))
+    if bits != 4 or layer.qweight.dtype is not torch.int32:
+        return f"its weight has {bits} bits in words of {layer.qweight.dtype}, not 4 in int32"
+    for name in ("adapter", "online_full_had", "online_partial_had"):
+        if getattr(layer, name, None):
+            return f"its input or its output goes through more than a product ({name})"
+    if layer.qweight.is_meta:
+        return "its weight is on the meta device"
+    try:
+        _read(layer)
+    except ValueError as error:
+        return f"its layout is not supported ({error})"
+    return None
+
+
+def _read(layer: Any) -> tuple[Quantized, Tensor | None]:
+    """The weight of a layer, and the order of its K if that is not the activations'.
+
+    Raises:
+        ValueError: A tensor has another dtype or shape, or groups differ in size.
+    """
+    words = [layer._buffers[name] for name in _WORDS]
+    layout = layout_of(own(type(layer)))
+    k = layer._buffers["qweight"].shape[0] * (8 if layout == "gptq" else 1)
+    group = -(-k // layer._buffers["scales"].shape[0])
+    if layout == "awq":
+        return Quantized.layouts("awq").read(*words, group), None
+    order = Quantized.layouts("gptq").order(layer._buffers.get("g_idx"), group)
+    return Quantized.layouts("gptq").read(
+        *words, group, version=_version(layer), order=order
+    ), order
+
+
+def _version(layer: Any) -> int:
+    """Which zero points the forward of a GPTQ layer reads: 1 are z − 1."""
+    told = getattr(layer, "qzero_format", None)
+    return int(told()) if callable(told) else 1
+
+
+class _Product(nn.Module):
+    """Multiplies activations of any dtype by the weight's values."""
+
+    static_weights = False
+    _text = ""
+
+    @property
+    def weight(self) -> Any:
+        return self._parameters["weight"]
+
+    def _swapped_in(self) -> None:
+        """Put the operand in the place of the words."""
+        weight, order = _read(self)
+        bias = self._buffers.pop("bias", None)
+        for name in _WORDS:
+            del self._buffers[name]
+        self._parameters["weight"] = parameter(weight)
+        self._parameters["bias"] = None if bias is None else nn.Parameter(bias, False)
+        self._buffers["_tmm_order"] = order
+        self._non_persistent_buffers_set.add("_tmm_order")
+
+    def _swapped_out(self) -> None:
+        """Put the words back."""
+        self._buffers.update(self._words())
+        bias = self._parameters.pop("bias")
+        if bias is not None:
+            self._buffers["bias"] = bias.data
+        del self._parameters["weight"], self._buffers["_tmm_order"]
+        self._non_persistent_buffers_set.discard("_tmm_order")
+
+    def _words(self) -> dict[str, Tensor]:
+        weight, order = self._parameters["weight"], self._buffers["_tmm_order"]
+        if layout_of(own(type(self))) == "awq":
+            written = Quantized.layouts("awq").written(weight)
+        else:
+            written = Quantized.layouts("gptq").written(weight, _version(self), order)
+        return dict(zip(_WORDS, written, strict=True))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _WORDS and "weight" in self._parameters:
+            return self._words()[name]
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}weight"]
+        destination.update({f"{prefix}{name}": t for name, t in self._words().items()})
+
+    def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
+        self._swapped_out()
+        try:
+            super()._load_from_state_dict(*given, **more)
+        finally:
+            self._swapped_in()
+
+    def product(self, x: Tensor, epilogue: str) -> Tensor:
+        of: Any = self._parameters
+        bias, order = of["bias"], self._buffers["_tmm_order"]
+        if order is not None:
+            x = x.index_select(-1, order)
+        if bias is not None and bias.dtype is not x.dtype:
+            bias = bias.to(x.dtype)
+        if self.static_weights:
+            return with_static_weights(_linear, x, of["weight"], bias, epilogue)
+        return _linear(x, of["weight"], bias, epilogue)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.product(x, "")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Any, epilogue: str) -> Tensor:
+    return api.linear(x, weight, bias, epilogue=epilogue)
+
+
+def swapped(kind: type[nn.Module]) -> Any:
+    """The subclass of a package's class that calls :func:`tmm_core.linear`."""
+    made = subclass(kind, _Product, "", (swapped, kind))
+    made.computes_product = made
+    return made
