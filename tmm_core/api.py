@@ -113,7 +113,7 @@ def matmul(
         text = text_of(epilogue)
         alpha = alpha if type(alpha) is float else number("matmul", alpha, a)
         try:
-            if not autograd_state.recorded(a, b, bias, residual):
+            if not autograd_state.recorded(a, b, bias, residual, scale_a, scale_b):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in IMPLIED:
                 return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
@@ -131,7 +131,7 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         tensors = {name: getattr(call, name) for name in (*TENSORS, "out")}
         more = {"alpha": call.alpha, "epilogue": epilogue, "out_dtype": call.out_dtype}
         return fallbacks.by_override(matmul, tensors, **more)
-    call = unpacked(foreign.read_operands(call))
+    call = _parts_of(call)
     if type(call.alpha) is not float:
         alpha = call.alpha
         if not isinstance(alpha, Tensor):
@@ -276,12 +276,18 @@ def plan(
     """
     alpha = number("plan", alpha)
     given = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
-    call = unpacked(foreign.read_operands(given))
+    call = _parts_of(given)
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
         made = warm.make_plan(call, parsed, current, warm.pose)
-    return made.ready(call)
+    return made.ready(call, None if call is given else _parts_of)
+
+
+def _parts_of(call: Arguments) -> Arguments:
+    """The call with the parts of quantised operands, tmm's and other libraries', as arguments."""
+    read: Arguments = unpacked(foreign.read_operands(call))
+    return read
 
 
 def problem(
@@ -391,11 +397,21 @@ def _layout(name: str) -> Any:
     return importlib.import_module(f"tmm_core.integrations.checkpoints.{name}")
 
 
+def _matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """:func:`matmul` with the names of ``torch.matmul``."""
+    return matmul(input, other, out=out)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear` with the names of ``torch.nn.functional.linear``."""
+    return linear(input, weight, bias)
+
+
 Quantized.layouts = staticmethod(_layout)
 Quantized.products |= {
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: lambda b, a: matmul(a, b),
-    torch.nn.functional.linear: linear,
+    torch.nn.functional.linear: _linear,
 }

@@ -17,15 +17,17 @@ Tensor = torch.Tensor
 
 #: The format, the dtype of values, the values that share a scale, and the dimension of K.
 _How = tuple[str, torch.dtype, Block, int]
-#: Torch's own dtype of exponents, which not every torch has.
-_EXPONENTS = {getattr(torch, "float8_e8m0fnu", EXPONENT)} - {EXPONENT}
 
 _aten = torch.ops.aten
 #: Operators that apply to each part by itself.
 _EACH = {
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.t.default,
-    _aten.transpose.int,
+    _aten.transpose.int, _aten.permute.default,
 }  # fmt: skip
+#: Those of them that move dimensions.
+_MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
+#: Those that may also change the dtype of the values.
+_CASTS = {_aten._to_copy.default, _aten.empty_like.default}
 
 
 class Quantized(torch.Tensor):
@@ -38,6 +40,8 @@ class Quantized(torch.Tensor):
     It stands for its values wherever :func:`tmm_core.matmul`, ``linear`` and the grouped calls take
     an operand, and in ``F.linear`` and ``@``. Other operators want :meth:`dequantize`. Its shape
     and dtype are those of the values. It can be a parameter, moved, copied, saved and compiled.
+    Products have no gradient for it: those of one that requires a gradient, or whose scale does,
+    are refused where gradients are recorded.
 
     Args:
         data: The stored numbers, ``[..., outer, K]``; ``[..., outer, K/2]`` of a format with two
@@ -53,6 +57,8 @@ class Quantized(torch.Tensor):
 
     Raises:
         ValueError: No such format; or a dtype, shape, group or block that it has not.
+        TypeError: A part is not a tensor, or a group or block is not of integers.
+        RuntimeError: The parts are on several devices, or one is sparse or nested.
     """
 
     stored: Tensor
@@ -75,18 +81,19 @@ class Quantized(torch.Tensor):
         block: tuple[int, int] | None = None,
     ) -> Quantized:
         form = formats.named(format)
-        if group is not None and block is not None:
-            raise ValueError("give the group or the block: a group is a block of one row")
+        asked = grids.asked(group, block)
+        _check_parts(data, scale, zero)
         if data.dtype not in form.storage:
             raise ValueError(f"format {format} stores {form}, got {data.dtype}")
         if zero is not None and not form.zeros:
             raise ValueError(f"format {format} has no zero points")
-        if scale.dtype in _EXPONENTS:
+        if scale.dtype in grids.EXPONENTS:
             scale = scale.view(EXPONENT)
-        asked = block if group is None else (1, group)
+        given = scale.shape
         scale, own = _gridded(form, data, scale, asked)
         if zero is not None:
-            if zero.numel() != scale.numel():
+            same = zero.shape in (given, scale.shape) or zero.numel() == scale.numel() == 1
+            if not same and (own != ROW or zero.shape != scale.shape[:-1]):
                 raise ValueError(
                     f"zero must have the shape of scale, {tuple(scale.shape)}, "
                     f"got {tuple(zero.shape)}"
@@ -111,8 +118,9 @@ class Quantized(torch.Tensor):
             strides = [step * pack for step in strides]
             shape[along], strides[along] = shape[along] * pack, stored.stride(along)
         made: Quantized = compat.wrapper_subclass(
-            cls, shape, strides=strides, dtype=dtype, device=stored.device
-        )
+            cls, shape, strides=strides, dtype=dtype, device=stored.device,
+            requires_grad=scale.requires_grad or (zero is not None and zero.requires_grad),
+        )  # fmt: skip
         made.stored, made.scale, made.zero = stored, scale, zero
         made.format, made.block, made.along = name, block, along
         return made
@@ -206,17 +214,21 @@ class Quantized(torch.Tensor):
 
     def _along_after(self, operator: Any, rest: Sequence[Any]) -> int:
         """The dimension of K after an operator of those that apply to each part."""
-        if self.dim() < 2 or operator not in (_aten.t.default, _aten.transpose.int):
+        if self.dim() < 2 or operator not in _MOVES:
             return self.along
-        dims = {d % self.dim() - self.dim() for d in rest} or {-1, -2}
-        if dims == {-1, -2}:
-            return -3 - self.along
-        if dims & {-1, -2} and len(dims) > 1:
+        places = list(range(self.dim()))
+        if operator is _aten.permute.default:
+            places = [place % self.dim() for place in rest[0]]
+        else:
+            one, other = rest or (-1, -2)
+            places[one], places[other] = places[other], places[one]
+        last = [place - self.dim() for place in places[-2:]]
+        if set(last) != {-1, -2}:
             raise NotImplementedError(
-                "a quantised tensor has rows and K as its last two dimensions: apply transpose to "
-                "the values, .dequantize()"
+                f"a quantised tensor has rows and K as its last two dimensions: apply "
+                f"{operator.overloadpacket.__name__} to the values, .dequantize()"
             )
-        return self.along
+        return self.along if last == [-2, -1] else -3 - self.along
 
     #: Torch's functions that multiply, and tmm's in their place; :mod:`tmm_core.api` sets them.
     products: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
@@ -230,6 +242,14 @@ class Quantized(torch.Tensor):
         kwargs = kwargs or {}
         if function in cls.products:
             return cls.products[function](*args, **kwargs)
+        if function is Tensor.share_memory_:
+            # Torch would read the address of the values, which have none.
+            own = args[0]
+            for name in own.__tensor_flatten__()[0]:
+                getattr(own, name).share_memory_()
+            return own
+        if function is Tensor.__dlpack__:
+            raise NotImplementedError("a quantised tensor has no memory of values: .dequantize()")
         with compat.without_torch_function():
             return function(*args, **kwargs)
 
@@ -242,8 +262,10 @@ class Quantized(torch.Tensor):
         if operator in _EACH:
             along = own._along_after(operator, rest)
             return own._each(lambda t: operator(_expanded(t, own), *rest, **kwargs), along=along)
-        if operator is _aten._to_copy.default:
-            dtype = kwargs.pop("dtype", None)
+        if operator in _CASTS:
+            dtype = kwargs.pop("dtype", None) or own.dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise NotImplementedError(f"a quantised tensor has floating values, not {dtype}")
             return own._each(lambda t: operator(t, *rest, **kwargs), dtype)
         if operator is _aten.copy_.default and isinstance(rest[0], Quantized):
             other = rest[0]
@@ -253,9 +275,32 @@ class Quantized(torch.Tensor):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).copy_(getattr(other, name))
             return own
+        if operator.namespace == "tmm":
+            raise NotImplementedError(
+                "a product of a quantised tensor that torch.func transforms: apply the transform "
+                "to one of its values, .dequantize()"
+            )
         raise NotImplementedError(
             f"{operator} of a quantised tensor: apply it to the values, .dequantize()"
         )
+
+
+def _check_parts(data: Any, scale: Any, zero: Any) -> None:
+    """Refuse what cannot be a part of a quantised tensor."""
+    for name, t in (("data", data), ("scale", scale), ("zero", zero)):
+        if (t is None and name == "zero") or isinstance(t, Tensor):
+            continue
+        raise TypeError(f"Quantized(): argument '{name}' must be Tensor, not {type(t).__name__}")
+    for name, t in (("data", data), ("scale", scale), ("zero", zero)):
+        if t is None:
+            continue
+        if t.layout is not torch.strided or t.is_nested or isinstance(t, Quantized):
+            raise RuntimeError(f"{name} must be a dense tensor, got {type(t).__name__} {t.layout}")
+        if t.device != data.device:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{data.device} and {t.device}!"
+            )
 
 
 def _expanded(t: Tensor, of: Quantized) -> Tensor:
@@ -321,6 +366,7 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
     Raises:
         TypeError: A scale is given besides that of a quantised operand.
         ValueError: An operand is packed, or has scales by row, along another dimension than K.
+        RuntimeError: A quantised operand requires a gradient.
     """
     names = {}
     for operand, along_k in (("a", -1), ("b", -2)):
@@ -329,6 +375,11 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
             continue
         if t.dim() > 1 and t.along != along_k and t.is_directed:
             raise ValueError(f"{operand} is quantised along its other dimension: transpose it")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{operand} is quantised, for which a product has no gradient, but requires one: "
+                "use requires_grad_(False) or torch.no_grad()"
+            )
         parts = {"scale": t.scale, "zero": t.zero}
         for part, value in parts.items():
             role = PART[operand, part]
@@ -340,3 +391,7 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
         call = call._replace(**{operand: t.stored})
         names[operand] = formats.spelled(t.format, t.block)
     return call._replace(formats=f"{names.get('a', '')},{names.get('b', '')}") if names else call
+
+
+# So that torch.load reads what torch.save wrote, without `weights_only=False`.
+torch.serialization.add_safe_globals([Quantized])

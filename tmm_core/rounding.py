@@ -37,41 +37,43 @@ def quantize(
         block: The rows, and the values along K, that share a scale.
 
     Returns:
-        The weight, in new memory and without a gradient. Its scales have the weight's dtype, or
-        the format's first one if it lacks that.
+        The weight, in new memory and without a gradient. Its scales have the weight's dtype; fp32
+        if the format lacks that, or the format's first one. A group with a NaN or an infinity is
+        NaN.
 
     Raises:
         ValueError: No such format, group or block; or the groups do not divide K.
         TypeError: ``weight`` is no floating tensor.
     """
-    if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() > 1):
+    takes = isinstance(weight, Tensor) and not isinstance(weight, Quantized)
+    if not (takes and weight.is_floating_point() and weight.dim() > 1):
         raise TypeError("quantize() takes a floating tensor of two dimensions or more")
-    if group is not None and block is not None:
-        raise ValueError("give the group or the block: a group is a block of one row")
     form = formats.named(format)
-    if block is None:
+    asked = grids.asked(group, block)
+    if asked is None:
         along_k = [each for each in form.grids if each[0] == 1 and each[1]]
-        usual = max(along_k or form.grids, key=lambda each: each[1])
-        block = usual if group is None else (1, group)
+        asked = max(along_k or form.grids, key=lambda each: each[1])
     *lead, n, k = weight.shape
-    own = form.block(block, n, k, math.prod(lead))
+    own = form.block(asked, n, k, math.prod(lead))
     if k % form.pack:
         raise ValueError(f"format {format} stores {form.pack} values together, K is {k}")
     numbers = weight.detach().float()
     # By whole blocks, of which the last ones are padded with zeros.
     rows, columns = grids.sizes(own, n, k)
-    height, width = own[0] or n, own[1] or k
+    height, width = own[0] or max(n, 1), own[1] or max(k, 1)
     padded = torch.nn.functional.pad(numbers, (0, columns * width - k, 0, rows * height - n))
     apart = padded.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
     largest = apart.abs().amax(dim=(-3, -1))
     largest = largest.amax() if own == grids.TENSOR else largest
+    largest = largest.where(largest.isfinite(), torch.nan)
     limit = form.limit or torch.finfo(form.storage[0]).max
     if EXPONENT in form.scale_dtypes:
         # The power of two of the largest code, as OCP Microscaling Formats 1.0 has it.
         scale = grids.exponents(largest / 2 ** math.floor(math.log2(limit)))
     else:
-        same = weight.dtype in form.scale_dtypes
-        scale = (largest / limit).to(weight.dtype if same else form.scale_dtypes[0])
+        preferred = (weight.dtype, torch.float32, form.scale_dtypes[0])
+        dtype = next(each for each in preferred if each in form.scale_dtypes)
+        scale = (largest / limit).to(dtype)
     factor = grids.factors(scale, torch.float32)
     divisor = torch.where(factor == 0, 1.0, factor)
     scaled = grids.combined(torch.div, numbers, divisor, own, -1)

@@ -7,7 +7,7 @@ same grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +26,8 @@ Kind = Literal["tensor", "row", "group", "block"]
 #: The dtype of scales that are exponents (E8M0): 2^(x − 127), and NaN for 255. Torch's
 #: float8_e8m0fnu is passed as this one, which every torch and Triton can read.
 EXPONENT = torch.uint8
+#: Both dtypes, of which not every torch has the second.
+EXPONENTS = {EXPONENT, getattr(torch, "float8_e8m0fnu", EXPONENT)}
 
 
 def kind_of(block: Block) -> Kind:
@@ -55,6 +57,27 @@ def parse(text: str) -> Block:
     if block[0] < 1 or block[1] < 1:
         raise ValueError(f"blocks of scales have positive sizes, not {text!r}")
     return block
+
+
+def asked(group: int | None, block: Sequence[int] | None) -> Block | None:
+    """The block that a caller names, as such or as a group; None: neither.
+
+    Raises:
+        ValueError: Both are named, or the block has not two sizes.
+        TypeError: A size is no integer.
+    """
+    if group is None and block is None:
+        return None
+    if group is not None and block is not None:
+        raise ValueError("give the group or the block: a group is a block of one row")
+    if not (block is None or isinstance(block, Sequence)):
+        raise TypeError(f"block must be two integers (rows, along K), got {block!r}")
+    found = (1, group) if block is None else tuple(block)
+    if not all(isinstance(size, int) for size in found):
+        raise TypeError(f"sizes of groups and blocks are integers, got {found}")
+    if len(found) != 2:
+        raise ValueError(f"block must be two integers (rows, along K), got {found}")
+    return found  # type: ignore[return-value]  # checked
 
 
 def simplest(block: Block, outer: int, k: int, stack: int = 1) -> Block:
@@ -88,8 +111,10 @@ def factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """The largest exponents whose powers of two do not exceed these positive numbers."""
-    return (scale.float().log2().floor() + 127).clamp(0, 254).to(EXPONENT)
+    """The largest exponents whose powers of two do not exceed these positive numbers; that of NaN
+    for NaN."""
+    powers = (scale.float().log2().floor() + 127).clamp(0, 254)
+    return torch.where(powers.isnan(), 255, powers).to(EXPONENT)
 
 
 def combined(

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
-from tmm_core.formats import Pair
+from tmm_core.formats import Pair, pair
 from tmm_core.launch.check import (
     broadcasts,
     check,
@@ -122,7 +122,7 @@ def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
         # Of ragged shapes torch says whether they fit.
         check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)
         return False, 0
-    shape = product_shape(a, b)
+    shape = product_shape(a, b, pair(a.dtype, b.dtype, call.formats).packs)
     width = shape[-1] if b.dim() > 1 else 1
     formed = call._replace(
         a=_of_form(a, a.shape),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tmm_core.launch.check import check
+from tmm_core.launch.check import check, result_dtype
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import Arguments, extras
 
@@ -23,8 +23,11 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     """
     call = Arguments(*given)
     dims = (*in_dims, *(None,) * (len(given) - len(in_dims)))
-    check(Arguments(*map(_unmapped, given, dims)), epilogue_of(call.epilogue))
+    one = Arguments(*map(_unmapped, given, dims))
+    shape = check(one, epilogue_of(call.epilogue))
     if extras(call) or call.formats:
+        if not info.batch_size:
+            return call.a.new_empty((0, *shape), dtype=result_dtype(one)), 0
         each = (
             [t if dim is None else t.select(dim, place) for t, dim in zip(given, dims, strict=True)]
             for place in range(info.batch_size)

@@ -44,8 +44,9 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     pair = formats.pair(a.dtype, b.dtype, call.formats)
     shape = product_shape(a, b, pair.packs)
     if pair.result is None:
-        _let_torch_say(a, b)
-        raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
+        if not call.formats:
+            _let_torch_say(a, b)
+        refuse_dtypes(call)
     if a.dtype is torch.bool:
         _let_torch_say(a, b)
     result = check_terms(call, pair, epilogue, bias=bias, residual=residual)
@@ -62,6 +63,13 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
+
+
+def refuse_dtypes(call: Arguments | GroupedArguments) -> NoReturn:
+    """Raise the error of operands whose dtypes are not multiplied."""
+    beside = ", ".join(map(str, formats.BESIDE))
+    wanted = f"a dtype of {beside} beside a quantised operand" if call.formats else "one dtype"
+    raise RuntimeError(f"expected a and b to have {wanted}, got {call.a.dtype} and {call.b.dtype}")
 
 
 def check_terms(

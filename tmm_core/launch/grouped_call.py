@@ -16,6 +16,7 @@ from tmm_core.launch.check import (
     check_parts,
     check_residual,
     check_terms,
+    refuse_dtypes,
     result_dtype,
 )
 from tmm_core.launch.codegen import written
@@ -74,7 +75,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     pair = formats.pair(a.dtype, b.dtype, call.formats)
     count = check_operands(a, b, offs, pair.packs)
     if pair.result is None:
-        raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
+        refuse_dtypes(call)
     along = None if offs is None else ragged_along(a, b)
     _refuse_parted(pair, along)
     if along is not None and not pair.result.is_floating_point:

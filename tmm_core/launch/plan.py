@@ -83,6 +83,7 @@ class Plan(_Callable):
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
 
     It takes ``(a, b, bias=None, residual=None, out=None)`` and, by keyword, the call's scales,
+    unless they belong to an operand;
     looks nothing up and launches on the current stream. ``out`` is row-major, of the result's
     shape and dtype, and starts on 16 bytes.
 
@@ -134,10 +135,44 @@ class Plan(_Callable):
         """Where the choice came from."""
         return self.choice.origin
 
-    def ready(self, call: Arguments) -> Plan:
-        """Make this plan callable for the arguments it was made of, and return it."""
-        object.__setattr__(self, "__call__", self._written(call))
+    def ready(self, call: Arguments, read: Callable[[Arguments], Arguments] | None = None) -> Plan:
+        """Make this plan callable for the arguments it was made of, and return it.
+
+        Args:
+            read: Turns a call's quantised operands into their parts, where it was made of such.
+        """
+        run = self._written(call)
+        object.__setattr__(
+            self, "__call__", run if read is None else self._reading(run, call, read)
+        )
         return self
+
+    def _reading(
+        self,
+        run: Callable[..., Tensor],
+        made_of: Arguments,
+        read: Callable[[Arguments], Arguments],
+    ) -> Callable[..., Tensor]:
+        """``run``, for operands that may be quantised tensors."""
+
+        def call(
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None = None,
+            residual: Tensor | None = None,
+            out: Tensor | None = None,
+            **extras: Tensor | None,
+        ) -> Tensor:
+            given = read(Arguments(a, b, **extras))  # type: ignore[arg-type]
+            if given.formats not in ("", made_of.formats):
+                raise ValueError(
+                    f"plan for {self.problem} takes operands of formats {made_of.formats}, "
+                    f"got {given.formats}"
+                )
+            parts = {name: getattr(given, name) for name in EXTRAS}
+            return run(given.a, given.b, bias, residual, out, **parts)
+
+        return call
 
     def _written(self, call: Arguments) -> Callable[..., Tensor]:
         """The function that a call runs: checks that read each tensor once, then the launcher's own

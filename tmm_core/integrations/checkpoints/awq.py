@@ -27,8 +27,7 @@ def read(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int = 128) -> Q
         ValueError: A tensor has another dtype or shape.
     """
     k, n = qweight.shape[0], qweight.shape[-1] * 8
-    group = k if group == -1 else group
-    count = -(-k // group)
+    group, count = words.groups(group, k)
     words.check_words("qweight", qweight, (k, n // 8))
     words.check_words("qzeros", qzeros, (count, n // 8))
     if tuple(scales.shape) != (count, n):

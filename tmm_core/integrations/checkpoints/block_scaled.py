@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tmm_core import formats
 from tmm_core.formats import grids
 from tmm_core.quantized import Quantized
 
@@ -25,7 +26,12 @@ def read(
         ValueError: A tensor has another dtype or shape.
     """
     scale = weight_scale_inv
-    if scale.element_size() == 1:
+    if scale.dtype in grids.EXPONENTS:
         scale = grids.factors(scale.view(grids.EXPONENT), torch.float32)
+    elif scale.dtype not in formats.BESIDE:
+        raise ValueError(
+            f"weight_scale_inv must be float32, bfloat16, float16 or exponents (E8M0), "
+            f"got {scale.dtype}"
+        )
     one = scale.numel() == 1
     return Quantized(weight, scale.float(), format="fp8", block=None if one else block)

@@ -25,13 +25,16 @@ def read(
     """
     n, k = weight_packed.shape[0], weight_packed.shape[-1] * 8
     words.check_words("weight_packed", weight_packed, (n, k // 8))
-    if weight_scale.dim() != 2 or weight_scale.shape[0] != n or k % weight_scale.shape[1]:
+    counts = weight_scale.shape[1:]
+    if weight_scale.dim() != 2 or weight_scale.shape[0] != n or not counts[0] or k % counts[0]:
         raise ValueError(f"weight_scale must be [{n}, K/g], got {tuple(weight_scale.shape)}")
     zero = None
     if weight_zero_point is not None:
-        words.check_words("weight_zero_point", weight_zero_point, (n // 8, weight_scale.shape[1]))
-        zero = words.unless_symmetric(words.unpacked(weight_zero_point.t()).t())
-    group = k // weight_scale.shape[1]
+        # The last word is padded.
+        shape = -(-n // 8), counts[0]
+        words.check_words("weight_zero_point", weight_zero_point, shape)
+        zero = words.unless_symmetric(words.unpacked(weight_zero_point.t()).t()[:n])
+    group = k // counts[0]
     stored = weight_packed.contiguous().view(torch.uint8)
     return Quantized(stored, weight_scale, zero, format="int4", group=group)
 
@@ -39,5 +42,7 @@ def read(
 def written(weight: Quantized) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(weight_packed, weight_scale, weight_zero_point)`` of a weight."""
     stored = weight.stored.contiguous().view(torch.int32)
-    zero = weight.zero
-    return stored, weight.scale, None if zero is None else words.packed(zero.t()).t()
+    if weight.zero is None:
+        return stored, weight.scale, None
+    zero = torch.nn.functional.pad(weight.zero.t(), (0, -weight.shape[0] % 8))
+    return stored, weight.scale, words.packed(zero).t()

@@ -38,8 +38,9 @@ def read(
             each product has to gather its activations.
     """
     k, n = qweight.shape[0] * 8, qweight.shape[-1]
-    group = k if group == -1 else group
-    count = -(-k // group)
+    group, count = words.groups(group, k)
+    if version not in (None, 1, 2):
+        raise ValueError(f"zero points have version 1 or 2, not {version!r}")
     words.check_words("qweight", qweight, (k // 8, n))
     words.check_words("qzeros", qzeros, (count, n // 8))
     if tuple(scales.shape) != (count, n):

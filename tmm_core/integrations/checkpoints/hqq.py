@@ -37,7 +37,15 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
         raise ValueError("HQQ weights are read with scales and zero points of 16 bits or more")
     n, k = meta["shape"]
     group = meta["group_size"] or k
-    w_q = w_q.view(torch.uint8)
+    if w_q.dtype is not torch.uint8 or 2 * w_q.numel() != n * k or k % group:
+        raise ValueError(
+            f"W_q must be uint8 of {n} × {k} numbers, two in a byte, in groups of {group}; got "
+            f"{w_q.dtype} of shape {tuple(w_q.shape)}"
+        )
     numbers = torch.cat((w_q >> 4, w_q & 15)).reshape(n, k)
-    scale, zero = (meta[name].reshape(n, k // group) for name in ("scale", "zero"))
+    parts = {name: meta[name] for name in ("scale", "zero")}
+    for name, t in parts.items():
+        if t.numel() * group != n * k:
+            raise ValueError(f"{name} must have one number a group, got {tuple(t.shape)}")
+    scale, zero = (t.reshape(n, k // group) for t in parts.values())
     return Quantized(FORMAT.packed(numbers), scale, zero, format="int4", group=group)

@@ -27,6 +27,21 @@ def check_words(name: str, t: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
+def groups(group: int, k: int) -> tuple[int, int]:
+    """The values along K that share a scale, and the number of such groups.
+
+    Args:
+        group: -1 for all of K.
+
+    Raises:
+        ValueError: It does not divide K.
+    """
+    group = k if group == -1 else group
+    if group < 1 or (group < k and k % group):
+        raise ValueError(f"groups of {group} do not divide K = {k}")
+    return group, -(-k // group)
+
+
 def unpacked(words: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
     """The numbers of words, uint8, eight times as many along the last dimension.
 

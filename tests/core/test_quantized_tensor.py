@@ -1,0 +1,431 @@
+"""``Quantized`` of every format, in calls of every kind; and what its makers refuse."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tmm_core
+from tmm_core import Quantized, formats
+from tmm_core.formats import grids
+
+Tensor = torch.Tensor
+F = torch.nn.functional
+BF16 = torch.bfloat16
+FORMATS = ("int8", "int4", "int4_signed", "fp8", "mxfp4", "mxfp8", "nvfp4")
+OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
+
+
+def made(name: str, *shape: int, zeros: bool = True) -> tuple[Quantized, Tensor]:
+    """A random weight with the last of the format's grids, and its values in fp64."""
+    form = formats.named(name)
+    *lead, n, k = shape
+    block = form.block(form.grids[-1], n, k, math.prod(lead))
+    if form.storage[0].is_floating_point:
+        data = torch.randn(shape).to(form.storage[0])
+    else:
+        low, high = (0, 256) if form.storage[0] is torch.uint8 else (-127, 128)
+        data = torch.randint(low, high, (*lead, n, k // form.pack), dtype=form.storage[0])
+    size = (*lead, *grids.sizes(block, n, k))
+    if form.scale_dtypes[0] is grids.EXPONENT:
+        scale = torch.randint(120, 125, size, dtype=torch.uint8)
+    else:
+        scale = (torch.rand(size) / 64 + 1e-2).to(form.scale_dtypes[0])
+    zero = torch.randint(0, 8, size).to(scale.dtype) if zeros and form.zeros else None
+    if block == grids.TENSOR:
+        scale, zero = scale.reshape(()), None if zero is None else zero.reshape(())
+    weight = Quantized(data, scale, zero, format=name, block=None if scale.dim() == 0 else block)
+    values = form.values(
+        weight.stored, weight.scale, weight.zero, torch.float64, weight.block, weight.along
+    )
+    return weight, values
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    if not found.numel():
+        return
+    error = (found.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
+    assert error.max() < 1.6e-2, float(error.max())
+
+
+@pytest.fixture(params=FORMATS)
+def pair(request: pytest.FixtureRequest) -> tuple[Quantized, Tensor]:
+    return made(request.param, 24, 256)
+
+
+X = torch.randn(5, 256, dtype=BF16)
+
+
+def _plan(x: Tensor, w: Quantized) -> Tensor:
+    plan = tmm_core.plan(x, w.t(), alpha=2.0)
+    out = torch.empty(5, 24, dtype=BF16)
+    plan(x, w.t(), out=out)
+    assert torch.equal(out, plan(x, w.T))
+    return out / 2
+
+
+def _autocast(x: Tensor, w: Quantized) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        y = tmm_core.linear(x.float(), w)
+    assert y.dtype is torch.float16
+    return y
+
+
+def _module(x: Tensor, w: Quantized) -> Tensor:
+    layer = nn.Linear(256, 24, bias=False)
+    layer.weight = nn.Parameter(w, requires_grad=False)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    return compiled(x)
+
+
+CALLS: dict[str, Callable[[Tensor, Quantized], Tensor]] = {
+    "T": lambda x, w: x @ w.T,
+    "permuted": lambda x, w: x @ w.permute(1, 0),
+    "permuted twice": lambda x, w: tmm_core.linear(x, w.permute(-1, -2).permute(1, 0)),
+    "transposed and copied": lambda x, w: x @ w.t().contiguous(),
+    "torch's names": lambda x, w: torch.matmul(input=x, other=w.t()),
+    "the method's name": lambda x, w: x.matmul(other=w.t()),
+    "the layer's names": lambda x, w: F.linear(input=x, weight=w, bias=None),
+    "bytes of other strides": lambda x, w: tmm_core.linear(
+        x, Quantized(_strided(w.stored), w.scale, w.zero, format=w.format, block=_named(w))
+    ),
+    "a bias of two dimensions": lambda x, w: (
+        tmm_core.linear(x, w, torch.full((5, 24), 0.5, dtype=BF16)) - 0.5
+    ),
+    "a bias of one element": lambda x, w: (
+        tmm_core.linear(x, w, torch.full((1,), 0.5, dtype=BF16)) - 0.5
+    ),
+    "a wide bias and a row": lambda x, w: tmm_core.linear(
+        x, w, torch.ones(24), residual=-torch.ones(24, dtype=BF16)
+    ),
+    "a's side": lambda x, w: tmm_core.matmul(w, x.t()).t(),
+    "a tensor as alpha": lambda x, w: tmm_core.matmul(x, w.T, alpha=torch.tensor(1.0)),
+    "resized": lambda x, w: tmm_core.matmul(x, w.T, out=torch.empty(0, dtype=BF16)),
+    "plan": _plan,
+    "autocast": _autocast,
+    "compiled": _module,
+    "batches": lambda x, w: torch.vmap(lambda row: tmm_core.linear(row, w))(x),
+    "fp16": lambda x, w: tmm_core.linear(x.half(), w),
+    "fp32": lambda x, w: tmm_core.linear(x.float(), w),
+    "forced": lambda x, w: tmm_core.matmul(x, w.T, kernel="blas"),
+}
+
+
+def _strided(t: Tensor) -> Tensor:
+    wide = torch.zeros(t.shape[0], 2 * t.shape[1], dtype=t.dtype)
+    wide[:, ::2] = t
+    return wide[:, ::2]
+
+
+def _named(w: Quantized) -> grids.Block | None:
+    return None if w.block == grids.TENSOR else w.block
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_of_every_kind(call: str, pair: tuple[Quantized, Tensor]) -> None:
+    weight, values = pair
+    close(CALLS[call](X, weight), X.double() @ values.T)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_extents_of_none_and_one(name: str) -> None:
+    weight, values = made(name, 24, 256)
+    close(tmm_core.linear(X[:0], weight), X[:0].double() @ values.T)
+    close(tmm_core.linear(X[0], weight), X[0].double() @ values.T)
+    none = torch.vmap(lambda x: tmm_core.linear(x, weight))(X[:0, None])
+    assert none.shape == (0, 1, 24)
+    assert none.dtype is BF16
+    for n in (0, 1):
+        few, of_few = made(name, n, 256)
+        close(tmm_core.linear(X, few), X.double() @ of_few.T)
+    flat, of_flat = made(name, 24, 0)
+    bias = torch.randn(24, dtype=BF16)
+    y = tmm_core.linear(X[:, :0], flat, bias, epilogue="silu")
+    close(y, F.silu(X[:, :0].double() @ of_flat.T + bias.double()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stacks_and_groups(name: str) -> None:
+    stack, values = made(name, 3, 24, 256)
+    close(tmm_core.matmul(X, stack.mT), X.double() @ values.mT)
+    bounds = [0, *OFFS.tolist()]
+    rows = [X[s:e].double() @ v.T for s, e, v in zip(bounds, bounds[1:], values, strict=False)]
+    close(tmm_core.grouped_linear(X, stack, offs=OFFS), torch.cat(rows))
+    found = tmm_core.grouped_matmul(X, stack.permute(0, 2, 1), offs=OFFS, alpha=-0.5)
+    close(found, -0.5 * torch.cat(rows))
+    with pytest.raises(NotImplementedError, match="permute"):
+        stack.permute(1, 0, 2)
+
+
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", FORMATS)
+def test_two_formats(first: str, second: str) -> None:
+    (a, of_a), (b, of_b) = made(first, 5, 256), made(second, 8, 256)
+    close(tmm_core.matmul(a, b.T), of_a @ of_b.T)
+
+
+def test_modules_of_it(pair: tuple[Quantized, Tensor]) -> None:
+    """They share memory with other processes, get memory after the meta device, and are read by
+    torch.load as it is."""
+    weight, values = pair
+    layer = nn.Linear(256, 24, bias=False, dtype=BF16)
+    layer.weight = nn.Parameter(copy.deepcopy(weight), requires_grad=False)
+    layer.share_memory()
+    own: Any = layer.weight
+    assert own.stored.is_shared()
+    assert own.scale.is_shared()
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    empty = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
+    empty.load_state_dict(state)
+    close(empty(X), X.double() @ values.T)
+    assert layer.double().weight.dtype is torch.float64
+    close(layer(X), X.double() @ values.T)
+
+
+TRANSFORMED = r"torch\.func transforms"
+
+
+def test_gradients_that_no_product_has(pair: tuple[Quantized, Tensor]) -> None:
+    weight, values = pair
+    own: Any = nn.Parameter(weight)
+    for call in (
+        lambda: tmm_core.linear(X, own), lambda: X @ own.T, lambda: F.linear(X, own),
+        lambda: tmm_core.matmul(own, X.t()), lambda: tmm_core.plan(X, own.t()),
+        lambda: tmm_core.grouped_linear(X, _stacked(weight, True), offs=OFFS[:1] * 0 + 5),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="quantised, for which a product has no gradient"):
+            call()
+    with torch.no_grad():
+        close(tmm_core.linear(X, own), X.double() @ values.T)
+    close(tmm_core.linear(X, own.detach()), X.double() @ values.T)
+    if weight.scale.dtype in (BF16, torch.float32):
+        scale = weight.scale.clone().requires_grad_()
+        learnt = Quantized(weight.stored, scale, format=weight.format, block=_named(weight))
+        learnt.dequantize().sum().backward()
+        assert scale.grad is not None
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            tmm_core.linear(X, learnt)
+    with pytest.raises(NotImplementedError, match=TRANSFORMED):
+        torch.func.grad(lambda x: tmm_core.linear(x, weight).sum())(X)
+
+
+def _stacked(w: Quantized, gradient: bool) -> Quantized:
+    parts = [t if t is None or not t.dim() else t[None] for t in (w.stored, w.scale, w.zero)]
+    stack: Quantized = Quantized(*parts, format=w.format, block=_named(w))
+    return stack.requires_grad_(gradient)
+
+
+def test_the_gradient_of_an_8_bit_scale_is_not_dropped() -> None:
+    a, b = X.to(torch.float8_e4m3fn), torch.randn(256, 8).to(torch.float8_e4m3fn)
+    for name in ("scale_a", "scale_b"):
+        y = tmm_core.matmul(a, b, **{name: torch.ones((), requires_grad=True)})
+        assert y.requires_grad
+        with pytest.raises(RuntimeError, match="no derivative"):
+            y.sum().backward()
+
+
+def test_out_does_not_overlap_a_part(pair: tuple[Quantized, Tensor]) -> None:
+    weight, _ = pair
+    count = 5 * 24 * 2
+    for part in ("stored", "scale", "zero"):
+        t = getattr(weight, part)
+        if t is None or (t.numel() == 1 and t.element_size() != 2):
+            continue
+        raw = torch.zeros(count + t.nbytes + 16, dtype=torch.uint8)
+        size = t.element_size()
+        start = (count - size) // size * size
+        twin = raw[start : start + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+        parts = {name: getattr(weight, name) for name in ("stored", "scale", "zero")}
+        parts[part] = twin
+        own = Quantized(*parts.values(), format=weight.format, block=_named(weight))
+        with pytest.raises(RuntimeError, match="single memory location"):
+            tmm_core.matmul(X, own.T, out=raw[:count].view(BF16).view(5, 24))
+
+
+BYTES = torch.randint(0, 256, (24, 128), dtype=torch.uint8)
+SCALE = torch.ones(24, 2, dtype=BF16)
+
+
+def _int4(scale: Any = SCALE, zero: Any = None, data: Any = BYTES, **more: Any) -> Quantized:
+    return Quantized(data, scale, zero, format="int4", **more)
+
+
+def _gptq(**change: Any) -> Quantized:
+    given: dict[str, Any] = {
+        "qweight": torch.zeros(32, 24, dtype=torch.int32),
+        "qzeros": torch.zeros(2, 3, dtype=torch.int32),
+        "scales": torch.ones(2, 24, dtype=torch.float16),
+    }
+    return Quantized.from_gptq(**given | change)
+
+
+def _awq(**change: Any) -> Quantized:
+    given: dict[str, Any] = {
+        "qweight": torch.zeros(256, 3, dtype=torch.int32),
+        "qzeros": torch.zeros(2, 3, dtype=torch.int32),
+        "scales": torch.ones(2, 24, dtype=torch.float16),
+    }
+    return Quantized.from_awq(**given | change)
+
+
+def _hqq(w_q: Tensor | None = None, **change: Any) -> Quantized:
+    meta = {"nbits": 4, "axis": 1, "group_size": 64, "shape": (24, 256)}
+    meta |= {"scale": torch.ones(96, 1, dtype=BF16), "zero": torch.ones(96, 1, dtype=BF16)}
+    w_q = torch.zeros(48, 64, dtype=torch.uint8) if w_q is None else w_q
+    return Quantized.from_hqq(w_q, meta | change)
+
+
+def _compressed(**change: Any) -> Quantized:
+    given: dict[str, Any] = {
+        "weight_packed": torch.zeros(24, 32, dtype=torch.int32),
+        "weight_scale": torch.ones(24, 2, dtype=BF16),
+    }
+    return Quantized.from_compressed(**given | change)
+
+
+E4M3 = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a list": (lambda: _int4(data=[1]), TypeError, "'data' must be Tensor, not list"),
+    "a number": (lambda: _int4(1.0), TypeError, "'scale' must be Tensor, not float"),
+    "a number as zero": (lambda: _int4(zero=8), TypeError, "'zero' must be Tensor, not int"),
+    "sparse": (lambda: _int4(data=BYTES.to_sparse()), RuntimeError, "dense"),
+    "twice": (lambda: Quantized(_int4(), torch.ones(())), RuntimeError, "data must be a dense"),
+    "a quantised scale": (lambda: _int4(_int4()), RuntimeError, "scale must be a dense"),
+    "devices": (lambda: _int4(SCALE.to("meta")), RuntimeError, "same device"),
+    "zero's device": (lambda: _int4(zero=SCALE.to("meta")), RuntimeError, "same device"),
+    "half a group": (lambda: _int4(group=128.0), TypeError, "integers"),
+    "a block's length": (lambda: _int4(block=(1, 128, 1)), ValueError, "two integers"),
+    "a block's type": (lambda: _int4(block=128), TypeError, "two integers"),
+    "transposed zeros": (lambda: _int4(zero=SCALE.t()), ValueError, "shape of scale"),
+    "flat zeros": (lambda: _int4(zero=SCALE.flatten()), ValueError, "shape of scale"),
+    "one zero": (lambda: _int4(zero=SCALE[0, 0]), ValueError, "shape of scale"),
+    "no number": (lambda: Quantized(BYTES[0, 0], SCALE), ValueError, "dtype|int8|along K"),
+    "integers": (lambda: _int4().to(torch.int32), NotImplementedError, "floating values"),
+    "bytes": (lambda: _int4().to(torch.float8_e5m2), NotImplementedError, "floating values"),
+    "addresses": (lambda: _int4().__dlpack__(), NotImplementedError, "no memory of values"),
+    "fp64": (lambda: tmm_core.linear(X.double(), _int4()), RuntimeError, "beside a quantised"),
+    "complex": (
+        lambda: tmm_core.linear(X.to(torch.complex64), _int4()), RuntimeError,
+        "dtype of torch.float16, torch.bfloat16, torch.float32 beside",
+    ),
+    "fp64 in groups": (
+        lambda: tmm_core.grouped_linear(X.double(), made("int4", 3, 24, 256)[0], offs=OFFS),
+        RuntimeError, "beside a quantised",
+    ),
+    "vmap": (
+        lambda: torch.vmap(lambda w: tmm_core.matmul(X, w.mT))(made("mxfp4", 3, 24, 256)[0]),
+        NotImplementedError, "quantised tensor",
+    ),
+    "quantised weight": (lambda: tmm_core.quantize(_int4()), TypeError, "floating tensor"),
+    "group and block": (
+        lambda: tmm_core.quantize(torch.ones(4, 128), group=32, block=(1, 32)), ValueError,
+        "or the block",
+    ),
+    "gptq's group": (lambda: _gptq(group=0), ValueError, "groups of 0 do not divide"),
+    "gptq's other group": (lambda: _gptq(group=96), ValueError, "groups of 96 do not divide"),
+    "gptq's version": (lambda: _gptq(version=3), ValueError, "version 1 or 2"),
+    "gptq's words": (
+        lambda: _gptq(qweight=torch.zeros(32, 24)), ValueError, "qweight must be int32",
+    ),
+    "gptq's scales": (
+        lambda: _gptq(scales=torch.ones(24, 2, dtype=torch.float16)), ValueError, "scales must",
+    ),
+    "awq's group": (lambda: _awq(group=-2), ValueError, "groups of -2 do not divide"),
+    "awq's words": (
+        lambda: _awq(qzeros=torch.zeros(3, 2, dtype=torch.int32)), ValueError, "qzeros must be",
+    ),
+    "compressed-tensors' scales": (
+        lambda: _compressed(weight_scale=torch.ones(24, 0)), ValueError, "weight_scale must be",
+    ),
+    "compressed-tensors' zeros": (
+        lambda: _compressed(weight_zero_point=torch.zeros(24, 2, dtype=torch.int32)), ValueError,
+        "weight_zero_point must be",
+    ),
+    "hqq's bytes": (lambda: _hqq(torch.zeros(48, 64)), ValueError, "W_q must be uint8"),
+    "hqq's shape": (lambda: _hqq(shape=(24, 128)), ValueError, "W_q must be uint8 of 24 × 128"),
+    "hqq's group": (lambda: _hqq(group_size=96), ValueError, "in groups of 96"),
+    "hqq's scales": (lambda: _hqq(scale=torch.ones(95, 1)), ValueError, "one number a group"),
+    "block-scaled fp8's scales": (
+        lambda: Quantized.from_fp8(E4M3, torch.ones(2, 2).to(torch.float8_e4m3fn)), ValueError,
+        "weight_scale_inv must be",
+    ),
+    "block-scaled fp8's integers": (
+        lambda: Quantized.from_fp8(E4M3, torch.ones(2, 2).int()), ValueError, "weight_scale_inv",
+    ),
+    "gpt-oss's blocks": (
+        lambda: Quantized.from_mxfp4(BYTES.view(24, 8, 16), torch.zeros(24, 4)), ValueError,
+        "blocks must be",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    call, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_zero_points_go_with_their_scales() -> None:
+    """By row they may lack the dimension along K; a plan takes weights of its own format alone."""
+    row = torch.rand(24, dtype=BF16)
+    for scale, zero in ((row, row[:, None]), (row[:, None], row), (row, row)):
+        own = _int4(scale, zero)
+        assert own.zero is not None
+        assert own.zero.shape == (24, 1)
+    assert _int4(block=[1, 128]).block == (1, 128)
+    signed = Quantized(BYTES, SCALE, format="int4_signed")
+    with pytest.raises(ValueError, match="takes operands of formats ,int4/1x128"):
+        tmm_core.plan(X, _int4().T)(X, signed.T)
+
+
+def test_zero_points_of_rows_that_are_no_whole_words() -> None:
+    from tmm_core.integrations.checkpoints import compressed
+
+    words = torch.randint(0, 2**31 - 1, (2, 2), dtype=torch.int32)
+    packed = torch.randint(0, 2**31 - 1, (12, 32), dtype=torch.int32)
+    own = _compressed(weight_packed=packed, weight_scale=SCALE[:12], weight_zero_point=words)
+    zero: Any = own.zero
+    expected = [
+        [(int(words[row // 8, g]) >> 4 * (row % 8)) & 15 for g in (0, 1)] for row in range(12)
+    ]
+    assert zero.tolist() == expected
+    written = compressed.written(own)[2]
+    assert written is not None
+    again = _compressed(weight_packed=packed, weight_scale=SCALE[:12], weight_zero_point=written)
+    assert again.zero is not None
+    assert torch.equal(again.zero, zero)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_rounded_to_a_number(name: str, value: float) -> None:
+    """It makes NaN of its group, and of no other."""
+    weight = torch.ones(4, 256, dtype=BF16)
+    weight[1, 3] = value
+    group = max((g for r, g in formats.named(name).grids if r == 1 and g), default=256)
+    found = tmm_core.quantize(weight, name).dequantize()
+    assert found[1, :group].isnan().all()
+    rest = torch.cat((found[:1], found[2:])).flatten()
+    assert (rest == 1).all()
+    assert (found[1, group:] == 1).all()
+
+
+def test_small_weights_keep_their_digits() -> None:
+    """Scales of 8 bits alone would round those of an ordinary layer to nothing."""
+    weight = torch.randn(24, 256, dtype=BF16) * 2e-4
+    for name in FORMATS:
+        values = tmm_core.quantize(weight, name).dequantize()
+        assert ((values - weight).norm() / weight.norm()) < 0.2
+    assert tmm_core.quantize(weight[:, :0], group=0).shape == (24, 0)
