@@ -39,7 +39,7 @@ def text_of(value: JSON) -> str:
     if type(value) is int:  # most cells of a list; json.dumps takes fifteen times as long
         return str(value)
     if isinstance(value, str):
-        return printable(value.removeprefix("torch."))
+        return printable(value.removeprefix("torch.")) or "none"
     if value is None:
         return "none"
     return printable(canonical(value))

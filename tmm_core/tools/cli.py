@@ -175,7 +175,10 @@ def _add_bench(parser: Parser) -> None:
         "with an exhaustive search (by default for --suite large)",
     )
     parser.add_argument(
-        "--no-tune", dest="tune", action="store_false", help="use the cache or a guess instead"
+        "--no-tune",
+        dest="tune",
+        action="store_false",
+        help="time the choice of a record, a neighbour or an estimate",
     )
     _add_budget(parser)
     parser.add_argument(

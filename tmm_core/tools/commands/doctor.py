@@ -64,7 +64,7 @@ class Finding:
 
 #: The mark of a line and its style, by the finding's state.
 _MARKS = {"ok": (" ", ""), "note": ("-", "yellow"), "problem": ("!", "bold red")}
-_LEGEND = "! a problem, with advice   - a note: nothing has to be done   no mark: as it should be"
+_LEGEND = "! a problem, with advice   - a note   no mark: as it should be"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -151,15 +151,20 @@ def _plugins(device: torch.device) -> Iterator[Finding]:
     registry = dispatch.default_dispatcher().registry
     brought: dict[str, list[str]] = {}
     for kernel in registry.kernels():
-        brought.setdefault(str(kernel.source), []).append(kernel.name)
+        brought.setdefault(_plugin(kernel.source), []).append(kernel.name)
     for source, kernels in brought.items():
         yield Finding("plugin", "ok", f"{source}: {', '.join(kernels)}")
     for fault in registry.faults():
         if fault.intended:
-            yield Finding("plugin", "note", f"{fault.source}: {fault.reason}")
+            yield Finding("plugin", "note", f"{_plugin(fault.source)}: {fault.reason}")
         else:
             advice = f"fix or uninstall it, or set TMM_DISABLE_PLUGINS={fault.source.plugin}"
-            yield Finding("plugin", "problem", f"{fault.source}: {fault.reason}", advice)
+            text = f"{_plugin(fault.source)}: {fault.reason}"
+            yield Finding("plugin", "problem", text, advice)
+
+
+def _plugin(source: Origin) -> str:
+    return str(source).removeprefix("plugin ")
 
 
 def _settings(device: torch.device) -> Iterator[Finding]:
@@ -179,9 +184,11 @@ def _settings(device: torch.device) -> Iterator[Finding]:
         if not wrong:
             yield Finding("settings", "problem", str(error), "correct or unset it")
         return
-    shown = [field.name for field in fields(current) if field.name != "nested"]
-    text = ", ".join(f"{name}={_shown(getattr(current, name))}" for name in shown)
-    yield Finding("settings", "ok", text)
+    default = settings.Settings()
+    names = [field.name for field in fields(current) if field.name != "nested"]
+    changed = [name for name in names if getattr(current, name) != getattr(default, name)]
+    text = ", ".join(f"{name}={_shown(getattr(current, name))}" for name in changed)
+    yield Finding("settings", "ok", text or "the defaults")
 
 
 def _arithmetics(registry: Registry, device: torch.device) -> set[str] | None:

@@ -55,10 +55,12 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help='as in matmul, like silu or "gelu_tanh+softcap(30)"; bias+…+residual adds those',
     )
-    group.add_argument("--bias", action="store_true")
-    group.add_argument("--residual", action="store_true")
-    group.add_argument("--batch", type=count, default=1, metavar="B")
-    group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE")
+    group.add_argument("--bias", action="store_true", help="add a bias before the epilogue")
+    group.add_argument("--residual", action="store_true", help="add a residual after the epilogue")
+    text = "number of products in the batch (default: 1)"
+    group.add_argument("--batch", type=count, default=1, metavar="B", help=text)
+    text = "the result's dtype (default: the operands')"
+    group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE", help=text)
     group.add_argument(
         "--scales",
         choices=SCALES[1:],
