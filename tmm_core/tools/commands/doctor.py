@@ -163,7 +163,7 @@ def _plugins(device: torch.device) -> Iterator[Finding]:
             yield Finding("plugin", "problem", text, advice)
 
 
-def _plugin(source: Origin) -> str:
+def _plugin(source: object) -> str:
     return str(source).removeprefix("plugin ")
 
 
