@@ -1,0 +1,86 @@
+"""Each row of ``benchmarks/whole_models.py``, at tiny widths on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("transformers")
+
+import tmm_core
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import whole_models
+    monkeypatch.setattr(whole_models, "SECONDS", 0.01)
+    monkeypatch.setattr(whole_models, "ROUNDS", 2)
+    monkeypatch.setattr(whole_models, "SAMPLE_MS", 0.1)
+    return whole_models
+
+
+def _rows() -> list[Any]:
+    names = ["llama-enable-prefill-2048", "llama-enable-training", "small-enable-forward"]
+    names += ["small-enable-training", "gpt2-enable-training", "llama-enable-prefill-8192"]
+    names += [f"{m}-experts-{n}" for m in ("qwen3-moe", "mixtral") for n in (1, 16, 512, 8192)]
+    compiled = [f"llama-compiled-decode-{n}" for n in (1, 16, 64)]
+    compiled += ["llama-compiled-prefill-2048", "llama-compiled-prefill-8192"]
+    compiled += [f"{model}-compiled-training" for model in ("llama", "bert", "vit")]
+    compiled += ["llama-int4-decode-1", "llama-int4-decode-16", "llama-converted-decode-16"]
+    return names + [pytest.param(name, marks=pytest.mark.slow) for name in compiled]
+
+
+ROWS = _rows()
+
+
+def test_the_rows_are_those_of_the_benchmark(bench: Any) -> None:
+    assert {getattr(row, "values", [row])[0] for row in ROWS} == set(bench.ROWS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_runs(bench: Any, name: str) -> None:
+    torch.manual_seed(0)
+    interpreted = [each.name for each in tmm_core.kernels() if each.name != "blas"]
+    with tmm_core.override(disable=interpreted):  # which would take most of the time
+        found = bench.attempt(bench.Bench(torch.device("cpu")), bench.ROWS[name], 1.0, 600.0)
+    assert "error" not in found, found["error"]
+    assert found["tuned"] == found["products"] > 0
+    assert found["samples"] >= 2
+    assert found["ratio"] > 0
+    # Models whose weights are rounded differ by more than rounding.
+    assert (0.01 < found["difference"] < 0.5) if "int4" in name else found["difference"] < 0.02
+    if "-enable-" in name:
+        assert sum(sum(calls.values()) for calls in found["calls"].values()) > 0
+        assert found["products"] >= 5
+    if "-compiled-" in name:
+        rewritten, _, products = found["rewritten"].partition(" of ")
+        assert (int(rewritten), int(products) > 0) == (0, True)  # on a CPU BLAS wins
+    assert f"{found['ratio']:.3f}×" in bench.line(name, found)
+    assert not tmm_core.enabled_report().active
+
+
+def test_a_row_that_fails_or_does_not_fit_says_so(bench: Any) -> None:
+    def fail(_: Any) -> Any:
+        raise RuntimeError("no such model")
+
+    cpu = torch.device("cpu")
+    found = bench.attempt(bench.Bench(cpu), bench.Row(1.0, 10.0, fail), 1.0, 600.0)
+    assert "no such model" in bench.line("row", found)
+    found = bench.attempt(bench.Bench(cpu, tiny=False), bench.Row(1.0, 10.0, fail), 1.0, 5.0)
+    assert bench.line("row", found).endswith("takes some 10 s, 5 s are left")
