@@ -176,22 +176,17 @@ def test_a_fault_costs_one_candidate(
     assert capfd.readouterr() == ("", "")
 
 
-def test_hanging_candidates_cost_one_limit(server: Compilers, installed: Any) -> None:
+def test_hanging_candidates_share_their_limit(server: Compilers, installed: Any) -> None:
     server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
     server.limit = 1.5
     started = time.monotonic()
-    hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(5)]
+    hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(4)]
     server.limit = 60.0
     other = server.submit(problem(), candidate(installed.two, 1))
-    told = sorted(reason(future) for future in hung)
-    assert time.monotonic() - started < 4 * 1.5  # five one after another take 7.5 s
+    reasons = [reason(future) for future in hung]
+    assert time.monotonic() - started < 3.5 * 1.5  # four one after another take 6 s
     assert other.result(timeout=60) is None
-    assert (
-        told
-        == ["did not compile within 1.5 s"] * 2
-        + ["not tried: 2 other configs of it did not compile within 1.5 s"] * 3
-    )
-    # They are told apart by problem, and another day is another chance.
+    assert reasons == ["did not compile within 1.5 s"] * 4
     assert server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60) is None
     ended(*(int(pid) for pid, tile, *_ in compiled() if tile == "2"))
 
@@ -199,8 +194,7 @@ def test_hanging_candidates_cost_one_limit(server: Compilers, installed: Any) ->
 def test_what_hangs_keeps_no_other_kernel_waiting(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two configs of a kernel hang before its others are skipped: there are workers for them beside
-    those that the cores need."""
+    """There are workers for two configs that hang beside those that the cores need."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     with contextlib.closing(Compilers()) as quick:
         hung = [quick.submit(problem(), candidate(installed.kernel, 2)) for _ in range(2)]

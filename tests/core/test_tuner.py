@@ -190,12 +190,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     assert {c.kernel for c in record.candidates} == {"blas", "good"}
     assert found.left["a.hangs", "1"].cause == "hung"
     reasons = [fault.reason.partition(" (")[0] for fault in found.faults[Source("a.hangs")]]
-    assert set(reasons) <= {
-        "did not bind within 0.4 s",
-        "not tried: 2 other configs of it did not bind within 0.4 s",
-    }
-    assert len(reasons) == 5
-    assert reasons.count("did not bind within 0.4 s") >= 2
+    assert reasons == ["did not bind within 0.4 s"] * 5
 
 
 def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(

@@ -9,17 +9,17 @@ FIRST = "tests/core/test_first_launch.py"
 
 POOL = [
     Mutant(
-        "pool-hung-unbounded",
+        "pool-one-worker",
         "tuning/pool_host.py",
-        "if self._hung[about] >= MOST_HUNG:",
-        "if False:",
-        "each config of a kernel that hangs costs its time limit",
-        (f"{COMPILERS}::test_hanging_candidates_cost_one_limit",),
+        "while self._waiting and len(self._running) < self._workers:",
+        "while self._waiting and not self._running:",
+        "candidates that hang do so one after another",
+        (f"{COMPILERS}::test_hanging_candidates_share_their_limit",),
     ),
     Mutant(
         "pool-no-spare-worker",
         "tuning/compile_pool.py",
-        "compiling_threads() + MOST_HUNG",
+        "compiling_threads() + _SPARE",
         "compiling_threads()",
         "kernels wait for two candidates of another that hang",
         (f"{COMPILERS}::test_what_hangs_keeps_no_other_kernel_waiting",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from tmm_core.tuning.environment_faults import BUDGET_ENDED
 BIND_LIMIT = 60.0
 #: Seconds after which a candidate no longer occupies a worker slot.
 STALLED = 5.0
-#: Candidates of one kernel that may hang before its others are skipped.
-MOST_HUNG = 2
 #: Maximum number of stalled threads beside which others are started.
 _MOST_STALLED = 16
 
@@ -76,7 +73,6 @@ class Binding:
         #: they began, and what the threads will answer.
         self._begun: dict[int, tuple[float, Future[Outcome]]] = {}
         self._outcomes: dict[int, Outcome] = {}
-        self._hung: Counter[str] = Counter()
 
     def outcomes(self, late: Callable[[], None]) -> Steps[list[Outcome]]:
         """Each candidate's launcher, or the exception raised instead. Waits for compilations and
@@ -147,20 +143,9 @@ class Binding:
             return error
 
     def _expire(self, now: float) -> None:
-        """Give up candidates that have taken too long, with their threads; after the second of a
-        kernel, also its waiting ones."""
+        """Give up candidates that have taken too long, with their threads."""
         for place, (begun, _) in list(self._begun.items()):
-            if now - begun < BIND_LIMIT:
-                continue
-            kernel = self._asked[place][1].kernel.name
-            self._give_up(place, f"did not bind within {BIND_LIMIT:g} s")
-            del self._begun[place]
-            self._hung[kernel] += 1
-            if self._hung[kernel] == MOST_HUNG:
-                why = f"not tried: {MOST_HUNG} other configs of it did not bind within"
-                for other, (_, candidate) in enumerate(self._asked):
-                    if candidate.kernel.name == kernel and other not in self._begun:
-                        self._give_up(other, f"{why} {BIND_LIMIT:g} s")
-
-    def _give_up(self, place: int, why: str) -> None:
-        self._outcomes.setdefault(place, TimeoutError(why))
+            if now - begun >= BIND_LIMIT:
+                del self._begun[place]
+                why = f"did not bind within {BIND_LIMIT:g} s"
+                self._outcomes.setdefault(place, TimeoutError(why))

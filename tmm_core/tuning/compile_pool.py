@@ -37,10 +37,12 @@ from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
 from tmm_core.tuning import pool_host
 from tmm_core.tuning.environment_faults import Cause
-from tmm_core.tuning.pool_host import MOST_HUNG, ending, tail
+from tmm_core.tuning.pool_host import ending, tail
 
 #: Seconds that one candidate may take to compile.
 COMPILE_LIMIT = 60.0
+#: Workers beside one for each core, so that two candidates that hang delay no others.
+_SPARE = 2
 #: Seconds the pool may take to import torch, Triton and the plugins.
 START_LIMIT = 60.0
 #: Seconds of its start that are not charged to a tuning: 3 to 6 are usual on an idle machine.
@@ -95,10 +97,8 @@ class Kind:
     variables: Mapping[str, str]
     #: The warning where no process can be started.
     without: str
-    #: The reasons of candidates that took too long, were skipped since others did, whose process
-    #: died, and that raised.
+    #: The reasons of candidates that took too long, whose process died, and that raised.
     late: str
-    skipped: str
     died: str
     raised: str
 
@@ -108,7 +108,6 @@ _COMPILE = Kind(
     _COMPILING,
     "kernels are compiled in this process, since others failed",
     "did not compile within {}",
-    f"not tried: {MOST_HUNG} other configs of it did not compile within {{}}",
     "its compiler {}",
     "{}",
 )
@@ -119,7 +118,7 @@ class Compilers:
 
     Args:
         workers: Processes that work at one time; by default two more than
-            :func:`compiling_threads`, since of a kernel two configs may hang.
+            :func:`compiling_threads`.
         limit: Seconds one candidate may take.
         kind: What a job does.
     """
@@ -127,7 +126,7 @@ class Compilers:
     def __init__(
         self, workers: int | None = None, limit: float = COMPILE_LIMIT, kind: Kind = _COMPILE
     ) -> None:
-        self.workers = workers or compiling_threads() + MOST_HUNG
+        self.workers = workers or compiling_threads() + _SPARE
         self.limit, self._kind = limit, kind
         self._lock = threading.Lock()
         self._host: _Host | None = None
@@ -283,13 +282,12 @@ class _Host:
             "version": candidate.kernel.version,
             "config": candidate.config.to_json(),
         }
-        about = f"{candidate.kernel.name} {problem}"
         with self._lock:
             if self.ended:
                 return False
             self._pending[number] = future, job["limit"]
         try:
-            self._write({**asked, **job, "id": number, "about": about})
+            self._write({**asked, **job, "id": number})
         except (TypeError, ValueError):  # a config that is not JSON
             return self._pending.pop(number, None) is None
         return True
@@ -350,8 +348,6 @@ class _Host:
     def _failure(self, answer: Mapping[str, Any], limit: float) -> NotCompiledError | None:
         if answer.get("late"):
             return HungError(self._kind.late.format(f"{limit:g} s"))
-        if answer.get("skipped"):
-            return NotCompiledError(self._kind.skipped.format(f"{limit:g} s"))
         if "died" in answer:
             return NotCompiledError(self._kind.died.format(answer["died"]))
         if (error := answer["error"]) is None:

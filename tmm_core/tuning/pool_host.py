@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
@@ -27,8 +27,6 @@ from pebble import ProcessExpired, ProcessPool
 
 #: Seconds without a job after which the pool ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
-#: Candidates of one kernel and problem that may hang before its others are skipped.
-MOST_HUNG = 2
 #: Seconds between two checks whether the parent is alive: a process that it forked may hold its end
 #: of the channel open.
 _LOOK = 0.2
@@ -61,7 +59,6 @@ class Host:
         self._pool = self._new_pool()
         self._waiting: deque[Job] = deque()
         self._running: dict[int, tuple[Job, Future[Any]]] = {}
-        self._hung: Counter[str] = Counter()
         #: Jobs that ended, by pebble's threads; a byte in the pipe for each.
         self._ended: deque[tuple[Job, Future[Any]]] = deque()
         self._wake, self._waker = os.pipe()
@@ -99,14 +96,10 @@ class Host:
             self._running[number][1].cancel()  # kills its worker
 
     def _assign(self) -> None:
-        """Give waiting jobs to idle workers. A kernel that hung once gets one worker at a time."""
-        for job in list(self._waiting):
-            busy = [running["about"] for running, _ in self._running.values()]
-            if len(busy) == self._workers:
-                return
-            if job["about"] not in busy or not self._hung[job["about"]]:
-                self._waiting.remove(job)
-                self._schedule(job)
+        """Give waiting jobs to idle workers. Pebble would start a job that was cancelled while it
+        waited, and kill its worker."""
+        while self._waiting and len(self._running) < self._workers:
+            self._schedule(self._waiting.popleft())
 
     def _schedule(self, job: Job) -> None:
         try:
@@ -127,7 +120,6 @@ class Host:
         del self._running[job["id"]]
         error = None if future.cancelled() else future.exception()
         if isinstance(error, TimeoutError):
-            self._hung[job["about"]] += 1
             self._send(job, {"late": True})
         elif isinstance(error, ProcessExpired) and (
             error.exitcode != WORN_OUT or job["retries"] == _MOST_RETRIES
@@ -142,18 +134,6 @@ class Host:
             self._waiting.appendleft(job)
         elif not future.cancelled():
             self._send(job, future.result())
-        self._skip(job["about"])
-
-    def _skip(self, about: str) -> None:
-        """Skip the waiting jobs of a kernel that hung too often; forget the count after its last
-        job."""
-        if self._hung[about] >= MOST_HUNG:
-            for other in [each for each in self._waiting if each["about"] == about]:
-                self._waiting.remove(other)
-                self._send(other, {"skipped": True})
-        active = (*self._waiting, *(job for job, _ in self._running.values()))
-        if all(job["about"] != about for job in active):
-            del self._hung[about]
 
     def _send(self, job: Job | None, answer: Job) -> None:
         self._channel.send_bytes(json.dumps([job and job["id"], answer]).encode())
