@@ -87,10 +87,15 @@ def reraise(error: BaseException) -> None:
     """Raise ``error`` again unless the guarded code itself caused it.
 
     Every handler that turns an exception into a fault of a plugin, file or compiler calls this
-    first. These exceptions pass: Ctrl-C; one that a signal handler raised, wherever it interrupted
-    the process, also if the guarded code raised another one from it; a warning of tmm's own under
-    ``-W error``; and a ``BaseException`` that no foreign frame raised, such as one set from another
-    thread. ``SystemExit`` passes only from a signal handler: a plugin may call ``sys.exit``.
+    first. These exceptions are raised again:
+
+    - Ctrl-C;
+    - an exception that a signal handler raised, wherever it interrupted the process, also if the
+      guarded code raised another one from it;
+    - a warning of tmm's own under ``-W error``;
+    - a ``BaseException`` that no foreign frame raised, such as one set from another thread.
+
+    ``SystemExit`` is raised again only from a signal handler: a plugin may call ``sys.exit``.
     """
     for cause in chain(error, suppressed=True):
         if _passes(cause, frames_of(cause)):
@@ -98,11 +103,13 @@ def reraise(error: BaseException) -> None:
 
 
 def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from or while they were handled, except by the
-    caller of the code that raised it. Runs no code of an exception's class.
+    """An exception, then its causes and the exceptions that were being handled when it was raised.
+
+    An exception that the caller of the guarded code was handling is left out. No code of an
+    exception's class runs.
 
     Args:
-        suppressed: Also those that ``raise … from None`` hides.
+        suppressed: Include exceptions that ``raise … from None`` hides.
     """
     seen: list[BaseException] = []
     frames: list[FrameType] = []
@@ -171,7 +178,7 @@ _CONTEXT: Final = BaseException.__dict__["__context__"].__get__
 _SUPPRESSED: Final = BaseException.__dict__["__suppress_context__"].__get__
 #: Absent before Python 3.11.
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", None)
-#: How many exceptions of a chain are looked at.
+#: Exceptions of a chain that are examined.
 _MOST_CAUSES: Final = 16
 #: Without the conversion to enums, which takes most of 100 µs for all signals.
 _getsignal: Final = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
@@ -196,8 +203,11 @@ def frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _is_interruption(frame: FrameType) -> bool:
-    """Whether a frame is a signal handler's, which may have been replaced since: Python calls it
-    with the signal's number and the interrupted frame, its caller."""
+    """Whether a frame is a signal handler's.
+
+    Python calls a handler with the signal's number and the interrupted frame, which is its caller.
+    The handler may have been replaced since.
+    """
     code, values = frame.f_code, frame.f_locals
     given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & _VARARGS:

@@ -1,8 +1,8 @@
 """Opens and replaces single files so that a crash or a full disk costs at most one file.
 
-A write goes to a temporary file in the same folder, which is synced and renamed over the old one: a
-reader sees the old file or the new one and takes no lock. Anything but a regular file is refused,
-without blocking.
+A write goes to a temporary file in the same folder. The file is synced and renamed over the old
+one, so a reader sees the old file or the new one and takes no lock. Anything but a regular file is
+refused, without blocking.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def write_for_all(file: Path, data: bytes) -> None:
     try:
         write_atomically(file.resolve(), data, mode=0o666)
     except OSError as error:
-        # Its own file name is that of the temporary file.
+        # The error itself names the temporary file.
         raise OSError(f"{file}: cannot be written ({error.strerror or error})") from error
 
 

@@ -45,8 +45,8 @@ _TRIES = 10
 class Fault:
     """A file that exists and can't be used.
 
-    `damaged`: its content is wrong for good, so `prune` may remove it. Otherwise it could not be
-    read this time, for instance for want of a permission or a mount.
+    `damaged`: its content is wrong for good. Otherwise it could not be read this time, for instance
+    because a permission or a mount was missing.
     """
 
     path: Path
@@ -87,9 +87,9 @@ def _no_constant(name: str) -> NoReturn:
 class Stored:
     """A record as stored in its file.
 
-    `sealed`: the file has the checksum that the store writes; one made or changed by hand has none.
-    `imported`: the record came from an archive. `foreign`: why others than this user may have
-    written it, if that was checked.
+    `sealed`: the file has the checksum that the store writes; a file made or changed by hand has
+    none. `imported`: the record came from an exported file. `foreign`: why others than this user
+    may have written it, if that was checked.
     """
 
     record: TuningRecord
@@ -101,9 +101,9 @@ class Stored:
 def parse_stored(data: bytes, name: str) -> Stored:
     """The record of a file called `<name>.json`.
 
-    Raises ValueError for bytes that are not JSON, RecordError for JSON that is not a record, has a
-    wrong checksum, or records a problem other than the one its name is a digest of (edited, or
-    copied under a wrong name).
+    Raises ValueError for bytes that are not JSON, and RecordError for JSON that is not a record or
+    has a wrong checksum. RecordError is also raised if the file's name is not the digest of its
+    problem: the file was edited, or copied under a wrong name.
     """
     document = parse(data)
     sealed = imported = False
@@ -161,8 +161,8 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The content of a file, and why others than this user may have written it; None: they can't
-    have, or it was not asked."""
+    """The content of a file, and why others than this user may have written it. None: they can't
+    have written it, or that was not checked."""
 
     data: bytes
     foreign: str | None
@@ -237,7 +237,7 @@ def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
 
 
 def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = False) -> bytes:
-    """The content of a record's file, sealed. `imported`: its evidence is from another machine.
+    """The content of a record's file, sealed. `imported`: it was measured on another machine.
 
     `checked`: the record was just read, so it is not checked again.
 

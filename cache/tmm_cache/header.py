@@ -51,7 +51,7 @@ class Best(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The parsed header. Of `problem` only the sizes are checked."""
+    """The parsed header. Only the sizes of `problem` are checked."""
 
     problem: Document
     created_at: datetime

@@ -1,10 +1,10 @@
 """Notes: results that one process computes and later ones reuse; losing them only costs time.
 
-A file of notes belongs to one state (versions, sizes and times of files, environment variables),
-and its name is a digest of that state, so another state uses another file. One line per note is
-appended in a single write, so that any number of processes can share a file without a lock; damaged
-or torn lines are ignored. A file that others than the user may have written, or that lies in such a
-folder or root, is neither read nor written. Nothing here warns or raises OSError.
+A file of notes belongs to one state: versions, sizes and times of files, environment variables. Its
+name is a digest of that state, so another state uses another file. Each note is a line, appended in
+a single write, so any number of processes can share a file without a lock. Damaged or torn lines
+are ignored. A file that others than the user may have written, or that lies in such a folder or
+root, is neither read nor written. Nothing here warns or raises OSError.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Checks who owns files: what another user may have written is not this user's evidence.
+"""Checks who owns files: a record that another user may have written has to be verified.
 
-Ownership is checked on the opened file and on each folder from the root down to it, all by
-descriptor, so that nobody can exchange a folder between the check and the read. An ACL that lets
-others write shows as write permission of the group. A user's own files that another account of the
-same user forged are out of scope, and so is whatever root does.
+Ownership is checked on the opened file and on each folder from the root down to it. All checks are
+by descriptor, so that nobody can exchange a folder between the check and the read. An ACL that lets
+others write shows as write permission of the group. Forgeries under the user's own account are out
+of scope, and so are acts of root.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER: Final = (
     getattr(os, "O_PATH", 0) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 )
-#: What `foreign_file` returns for a file that was replaced or removed since it was opened, and for
-#: a folder that could not be examined: neither is anybody's mistake.
+#: Results of `foreign_file` that are nobody's mistake: the file was replaced or removed since it
+#: was opened, or a folder could not be examined.
 REPLACED: Final = "replaced while it was read"
 UNCHECKED: Final = "its folders could not be checked"
 _NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
@@ -36,7 +36,7 @@ def is_shared() -> bool:
 def foreign_status(status: os.stat_result) -> str | None:
     """Why others may have written a file or folder of this status; None if only this user can.
 
-    Root's files are foreign to other users too: a record that root saved was verified for root.
+    Files of root are foreign to other users: a record that root saved was verified for root.
     """
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"
@@ -59,8 +59,8 @@ def foreign(root: Path) -> str | None:
 
 
 def foreign_below(root: Path) -> list[str]:
-    """What others may have written below a root, each path with the reason, as `foreign_file` would
-    find it; nothing if the root is shared on purpose or cannot be listed."""
+    """Paths below a root that others may have written, each with the reason that `foreign_file`
+    would give. Empty if the root is shared on purpose or cannot be listed."""
     found: list[str] = []
     if is_shared():
         return found

@@ -14,7 +14,7 @@ from tmm_cache.keys import JSON, Document, canonical
 
 ABSENT = "-"
 
-#: The names that the command's options use too.
+#: Short names of dtypes; the command's options accept them.
 SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -73,7 +73,7 @@ def _batched(problem: Document, sizes: tuple[JSON, ...]) -> str:
 def operand(problem: Document, name: str, part: str) -> str:
     """A field, like "dtype" or "layout", of operand "a" or "b"."""
     value = problem.get(name)
-    if isinstance(value, dict | Mapping) and part in value:  # most are dicts, told faster
+    if isinstance(value, dict | Mapping) and part in value:  # the check for a dict is faster
         return text_of(value[part])
     return ABSENT
 

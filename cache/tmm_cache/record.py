@@ -1,8 +1,7 @@
 """The result of tuning one problem, and its JSON form.
 
-A record keeps the evidence (every candidate's samples, errors and refusals), not just the winner:
-upgrading a plugin retimes only its own candidates, and a wrong choice can be explained a year
-later.
+A record keeps every candidate's samples, errors and refusals, not just the winner. So upgrading a
+plugin retimes only its own candidates, and a wrong choice can be explained a year later.
 """
 
 from __future__ import annotations
@@ -94,8 +93,10 @@ class CandidateResult:
         return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
 
     def thinned(self, raced: bool = True) -> CandidateResult:
-        """With only the smallest, the largest and the middle of its samples, which keeps the
-        median; with the middle alone if it was not sampled to the end, to tell the two apart."""
+        """A copy with three samples: the smallest, the median and the largest.
+
+        A candidate that was not sampled to the end keeps the median alone, to tell the two apart.
+        """
         if self.median_us is None or (raced and len(self.samples_us) <= 3):
             return self
         three = (min(self.samples_us), self.median_us, max(self.samples_us))
@@ -225,9 +226,9 @@ class TuningRecord:
     def from_json(cls, document: object) -> TuningRecord:
         """Parse a record strictly, since it may be untrusted.
 
-        Raises RecordError, and nothing else, for any JSON value that is not a record: an unknown
-        schema, a field that is missing, unknown, ill-typed or out of bounds, a time that is NaN or
-        negative, a winner that is out of range or not "ok".
+        Raises RecordError, and nothing else, for any JSON value that is not a record. A record has
+        the current schema and all required fields, no others, each of its type and within bounds.
+        Times are finite and not negative; the winner is a candidate that is "ok".
         """
         # First, or another schema would be rejected for its fields.
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA

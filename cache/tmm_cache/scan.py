@@ -57,7 +57,7 @@ class Summary:
 
     @property
     def key(self) -> Key:
-        """What tells it from the other records of a root."""
+        """The key of the record among all records of a root."""
         return self.gpu, self.environment_digest, self.digest
 
     @property
@@ -81,7 +81,7 @@ class Located:
     """The record that answers for a problem, and its origin.
 
     `path` is None if it is held only in memory. `own`: it was saved by this process or in the
-    user's own root, and not imported from an archive. `sealed`: its file has a correct checksum.
+    user's own root, and not imported. `sealed`: its file has a correct checksum.
     """
 
     record: TuningRecord

@@ -32,8 +32,8 @@ _ROOM: Final = 0.9
 _EVERY: Final = 256
 #: Files written or used more recently may still be in use by another process.
 _RECENT_SECONDS: Final = 60.0
-#: A younger temporary file may be a save in progress. One that takes longer, in a process that was
-#: stopped, fails once, and is repeated.
+#: A younger temporary file may be a save in progress. A save that takes longer, because its process
+#: was stopped, fails and is repeated.
 STALE_SECONDS: Final = 3600.0
 #: A file used later than this from now was written under a wrong clock.
 _CLOCK_SKEW_SECONDS: Final = 86400.0

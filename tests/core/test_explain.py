@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tmm_cache import console
 
 from tmm_core.bench.case import Case
 from tmm_core.spec.anatomy import Anatomy, Resources
@@ -82,6 +83,15 @@ def test_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
     assert f"num_stages={config['num_stages'] + 1}: " in text
     if found["resources"] is None:  # interpreted
         assert "compiled   not here: kernels are interpreted here" in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_an_analysis_fits_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shipped: None
+) -> None:
+    monkeypatch.setattr(console, "width", lambda: width)
+    lines = printed(capsys, "4096x4096x4096", "--gpu", "H200", "--why").splitlines()
+    assert width - 20 < max(map(len, lines)) <= width
 
 
 def test_why_of_a_forced_kernel_with_some_fields(

@@ -205,8 +205,8 @@ def _times(
 def _other_clocks(
     runs: dict[str, Run], timer: GraphTimer, copies: int, times: Document, device: torch.device
 ) -> Document:
-    """Medians of torch and tmm by the other clocks, in µs. By "steady" torch is timed twice, since
-    that clock's noise is several times larger."""
+    """Medians of torch and tmm by the other clocks, in µs. The clock "steady" times torch twice,
+    since its noise is several times larger."""
     both = [runs[TORCH], runs[TMM]]
 
     def named(

@@ -41,7 +41,7 @@ for _module in pkgutil.iter_modules(__path__):
         _family = importlib.import_module(f"{__name__}.{_module.name}")
         EPILOGUES.update({epilogue.name: epilogue for epilogue in _family.EPILOGUES})
         SPELLINGS.update(getattr(_family, "SPELLINGS", {}))
-#: Those whose name alone is their key.
+#: Epilogues whose name alone is their key.
 BUILTIN = {name: epilogue for name, epilogue in EPILOGUES.items() if epilogue.builtin}
 
 _TERM = re.compile(
@@ -52,10 +52,14 @@ _TERM = re.compile(
 def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilogue:
     """Parse a caller's ``epilogue=`` into an :class:`Epilogue`.
 
-    Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
-    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, a key as in records, a torch
-    activation such as ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu,
-    approximate="tanh")``, and a sequence of these.
+    Accepted are:
+
+    - ``None`` (identity), or an :class:`Epilogue`;
+    - a string such as ``"silu"``, ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, or a
+      key as in records;
+    - a torch activation such as ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu,
+      approximate="tanh")``;
+    - a sequence of these.
 
     Raises:
         UnknownNameError: A name that is not in ``known``; the message has near matches.
@@ -161,8 +165,8 @@ def _named(text: str, outputs: tuple[Port, ...]) -> Epilogue:
 
 
 def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
-    """For pickle: a built-in one by its name, since its functions are lambdas; a chain by its
-    stages; another by its fields, without what was derived from them."""
+    """Return what pickle stores. A built-in epilogue is stored by its name, since its functions are
+    lambdas; a chain by its stages; others by their fields, without what was derived from them."""
     if epilogue.stages:
         return functools.reduce, (Epilogue.then, epilogue.stages)
     if epilogue.builtin:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def clamped_swiglu(gate, up, alpha: tl.constexpr, limit: tl.constexpr):
-    # By comparisons: NaN has to propagate, as in torch.
+    # Comparisons propagate NaN, as torch does.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return (up + 1) * (gate * sigmoid(gate * alpha))

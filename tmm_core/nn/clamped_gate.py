@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from tmm_core.epilogues import EPILOGUES
 from tmm_core.errors import reraise
-from tmm_core.nn.fusion_match import TOLERANCE, is_elementwise
+from tmm_core.nn.activation import TOLERANCE, is_elementwise
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
 

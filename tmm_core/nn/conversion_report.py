@@ -1,5 +1,5 @@
-"""What :func:`tmm_core.nn.convert` changed in a model, what torch still computes and why, and the
-way back."""
+"""The report of :func:`tmm_core.nn.convert`: what changed in a model, what torch still computes and
+why, and how to undo it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Rounded(NamedTuple):
 
 @dataclass
 class Report:
-    """What :func:`convert` did, for ``print()`` and ``undo()``; true if anything changed."""
+    """The result of :func:`convert`: ``print()`` it, or ``undo()`` it. True if anything changed."""
 
     model: nn.Module
     changes: list[Change] = field(default_factory=list)

@@ -2,9 +2,9 @@
 
 All decisions are made before anything changes. Only the class of modules changes: a module, its
 parameters, buffers and hooks are the same objects as before, under the same names. A layer means
-the same to whoever calls, hooks, wraps, slices or replaces it, and activations stay where they are:
-it is the module that calls both which computes them in one product, as long as nothing that was
-proven of it has changed (:mod:`tmm_core.nn.fused`).
+the same to whoever calls, hooks, wraps, slices or replaces it, and activations stay where they are.
+The module that calls both computes them in one product, as long as nothing that was proven of it
+has changed (:mod:`tmm_core.nn.fused`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def convert(
       (not quantised, not an adapter) and has plain parameters. So does every ``Conv1D`` of
       Transformers.
     * If a forward applies an activation to a layer's result, and to nothing else of it, the
-      activation is computed by the layer's kernel. This works in ``nn.Sequential`` and in any
-      module whose forward takes one tensor and can be proven to do just that; so does the gate of
-      a product that holds gate and up.
+      activation is computed by the layer's kernel. This works in ``nn.Sequential``, and in any
+      module whose forward takes one tensor and can be proven to do just that. The gate of a product
+      that holds gate and up is fused in the same way.
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
     * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
@@ -65,9 +65,9 @@ def convert(
       children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 
     Modules change their class and nothing else, and stay instances of it. Hooks, adapters,
-    parametrizations and quantised weights may come before or after: a fused module checks at each
-    call that its children, their hooks and the attributes that its forward reads are what was
-    proven (:mod:`tmm_core.nn.trace`), and otherwise runs its own forward over its children.
+    parametrizations and quantised weights may come before or after. At each call a fused module
+    checks that its children, their hooks and the attributes that its forward reads are what was
+    proven (:mod:`tmm_core.nn.trace`). Otherwise it runs its own forward over its children.
 
     The report names every product: those that tmm computes, the activations that are not fused,
     and what torch computes, each with the reason. Products outside of layers, such as attention's,
@@ -83,11 +83,11 @@ def convert(
         inplace: False converts a deep copy, which is the report's ``model``.
         static_weights: Set ``static_weights`` on the new layers and on layers of
             :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
-            is called writes its weight (docs/serve.md). For inference. A compiled graph uses
-            the setting in force when it runs instead.
+            is called writes its weight (docs/serve.md). Use it for inference. A compiled graph
+            uses the setting in force when it runs instead.
         weights: ``"int8"``, ``"fp8"`` or ``"int4"``: round the weights of layers to it, to
-            nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. For inference:
-            such weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
+            nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. Such weights
+            have no gradient. A weight that is used elsewhere too, as a tied embedding,
             stays as it is. ``undo()`` gives the original dtype with the rounded values.
 
     Returns:

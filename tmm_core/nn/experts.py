@@ -1,9 +1,8 @@
 """Mixtures of experts: all experts of a layer in two grouped products.
 
-A forward sorts the chosen experts; computes the product of gate and up, which gathers rows while
-loading them and fuses the gating; computes the product of down, which weights rows and scatters
-them while storing; and sums over the experts of each token, in a fixed order, in fp32, rounded
-once.
+A forward sorts the chosen experts. The product of gate and up gathers rows while loading them and
+fuses the gating. The product of down weights rows and scatters them while storing. Then the experts
+of each token are summed, in a fixed order, in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from torch import nn
 
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
-from tmm_core.nn import clamped_gate, fusion_match, stored_experts
+from tmm_core.nn import clamped_gate, stored_experts
+from tmm_core.nn.activation import recognise
 from tmm_core.nn.gated_layers import gated_by
 from tmm_core.quantized import Quantized
 from tmm_core.spec.epilogue import EpilogueLike
@@ -160,7 +160,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     """
     _check(hidden_states, top_k_index, top_k_weights)
     places, offs = _by_expert(top_k_index, self.num_experts)
-    # Of each row: its token, and its weight.
+    # The token of each row, and its weight.
     tokens = places // max(1, top_k_index.shape[-1])
     weights = top_k_weights.reshape(-1).gather(0, places)
     epilogue, follow = _gate_of(self)
@@ -236,7 +236,8 @@ def _activation(module: Any) -> str | None:
     if not isinstance(module, nn.Module):
         return None
     if _KEPT not in module.__dict__ and not torch.compiler.is_compiling():
-        module.__dict__[_KEPT] = fusion_match.activation(module)
+        found = recognise(module)
+        module.__dict__[_KEPT] = None if found is None else found.epilogue
     return module.__dict__.get(_KEPT)
 
 

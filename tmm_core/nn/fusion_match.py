@@ -16,18 +16,8 @@ import torch
 from torch import fx, nn
 
 from tmm_core.epilogues import GATED_BY
-from tmm_core.nn import activation as activations
-from tmm_core.nn.activation import TOLERANCE, Activation, is_elementwise, of_node
+from tmm_core.nn.activation import Activation, of_node
 from tmm_core.nn.trace import NotProvenError, Trace
-
-__all__ = ["TOLERANCE", "Gating", "NotProvenError", "Program", "activation", "gating"]
-__all__ += ["is_elementwise", "program"]
-
-
-def activation(module: nn.Module) -> str | None:
-    """The epilogue that ``module`` computes; None if there is none, or it is not proven."""
-    found = activations.recognise(module)
-    return None if found is None else found.epilogue
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,7 @@ class Program:
 class Gating:
     """``down(activation(gate(x)) * up(x))``."""
 
-    #: Of gate, up and down.
+    #: Names of gate, up and down.
     names: tuple[str, str, str]
     #: The activation's name among the children; None: it is a function.
     activation: str | None

@@ -39,7 +39,7 @@ class Linear(nn.Linear):
     static_weights = False
     #: The class of layers whose product can take an epilogue.
     computes_product: ClassVar[type]
-    # Of the class too: convert changes the class of torch's layers, which lack them.
+    # The class has them too: convert changes the class of torch's layers, which lack them.
     _epilogue: EpilogueLike = None
     _text = ""
 

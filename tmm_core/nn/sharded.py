@@ -37,7 +37,7 @@ def gated(
     way by columns of one mesh dimension, or do more than multiply.
 
     Args:
-        join: Places the shards of gate (weight, bias) and those of up one after the other.
+        join: Places the shards of gate (weight, bias) and the shards of up one after the other.
         product: The gated product of this rank.
     """
     if not (_column_sharded(gate) and _column_sharded(up)):

@@ -68,7 +68,7 @@ def parameter(t: Tensor) -> nn.Parameter:
 
 
 def in_fp32(scale: Tensor) -> Tensor:
-    """The scales of a parameter in fp32, without a gradient. Those of another dtype are converted
+    """The scales of a parameter in fp32, without a gradient. Scales of another dtype are converted
     once, unless a graph is compiled or captured."""
     if scale.dtype is torch.float32:
         return scale.detach()

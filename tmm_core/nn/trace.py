@@ -1,10 +1,10 @@
 """Traces a forward, and proves that its graph is everything the forward can do.
 
 ``torch.fx`` runs the forward on a symbol with every child module opaque, once in training and once
-in evaluation. A symbol cannot show what decided the path that was taken, so the names in the
-forward's code are checked too: each must be a child that the graph calls, an attribute whose value
-is recorded, a function that the graph calls, or a constant. A forward that asks for anything else
-(a global mode, a random number, a type, a child's attributes) stays as it is.
+in evaluation. A symbol cannot show what decided the path that was taken. So the names in the
+forward's code are checked too. Each must be a child or a function that the graph calls, an
+attribute whose value is recorded, or a constant. A forward that reads anything else (a global mode,
+a random number, a type, a child's attributes) stays as it is.
 """
 
 from __future__ import annotations
@@ -234,9 +234,11 @@ def _compares_identity(step: str) -> bool:
 
 
 def _is_pure(name: str, scope: dict[str, Any], targets: set[Any]) -> bool:
-    """Whether ``name`` can only be a constant, torch or one of its modules, ``math`` or what it
-    holds, a global function that the graph calls, or what a tensor has: the trace shows it if it
-    was reached."""
+    """Whether the trace shows every use of ``name``.
+
+    That holds for constants, torch and its modules, ``math`` and its functions, global functions
+    that the graph calls, and attributes of tensors.
+    """
     if name in scope:
         value = scope[name]
         pure = any(value is module for module in (*_TORCH, math))

@@ -16,11 +16,14 @@ from tmm_core.verify.guard_bands import (
     with_guard_bands,
 )
 
-#: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
-#: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out
-#: of a wider matrix, with an unaligned base too; ``strided``: neither rows nor columns
-#: are contiguous; ``broadcast``: a stride of zero; ``overlapping``: rows that begin before the
-#: row above ends.
+#: Memory layouts of a matrix of given rows and columns.
+#:
+#: - ``padded``: a larger leading stride than needed, a multiple of 16 bytes.
+#: - ``unaligned``: a leading stride that is no multiple of 16 bytes.
+#: - ``sliced``: cut out of a wider matrix, with an unaligned base too.
+#: - ``strided``: neither rows nor columns are contiguous.
+#: - ``broadcast``: a stride of zero.
+#: - ``overlapping``: rows that begin before the row above ends.
 LAYOUTS = (
     "row",
     "col",
@@ -58,7 +61,7 @@ def operand(
 
     Args:
         shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
-        layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
+        layout, stacking: Names from :data:`LAYOUTS` and :data:`STACKINGS`.
     """
     return with_guard_bands(_placed(shape, layout, stacking, dtype), device, UNREADABLE)
 

@@ -15,9 +15,9 @@ Strides = Literal["any", "nonzero", "contiguous"]
 def check_tensors_ready(*tensors: torch.Tensor | None, strides: Strides = "nonzero") -> None:
     """Check the arguments of a launch against the requirements of Triton kernels.
 
-    All tensors must be on one device, which must be CUDA unless kernels are interpreted, and have
-    the strides the kernel needs: ``"any"``, ``"nonzero"`` (no broadcast dimension, so that elements
-    can be written) or ``"contiguous"``. ``None`` stands for an omitted argument.
+    All tensors must be on one device, which must be CUDA unless kernels are interpreted. Their
+    strides must be as the kernel needs them: ``"any"``, ``"nonzero"`` (no broadcast dimension, so
+    that elements can be written) or ``"contiguous"``. ``None`` stands for an omitted argument.
 
     Raises:
         TypeError: An argument is not a tensor.

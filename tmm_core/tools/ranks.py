@@ -1,10 +1,10 @@
 """Distributed tuning: divides problems among ranks, with one result for all of them.
 
 Ranks that tune on their own may choose differently. So one rank measures each problem and every
-rank uses that record. The ranks exchange records through the process group's store, with keys
-that are written once and polled, without blocking waits: after a timeout, the others take over
-the problems of a rank that died or hangs. No collective is entered, since one that a rank fails
-to join would hang all.
+rank uses that record. The ranks exchange records through the process group's store. Keys are
+written once and polled, without blocking waits: after a timeout, the others take over the problems
+of a rank that died or hangs. No collective is entered, since a collective that one rank fails to
+join would hang all.
 
 Where the ranks have to agree (which ranks are lost, what is left to measure), the first proposal
 in the store wins.

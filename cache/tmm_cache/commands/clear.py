@@ -1,7 +1,7 @@
 """The command that removes records: of the user's own root, and nothing else.
 
-A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone, so removal works on a list of
-single files whose names match the layout, which is summed up and confirmed first.
+A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone. So removal works on a list of
+single files whose names match the layout. The list is summed up and confirmed first.
 """
 
 from __future__ import annotations

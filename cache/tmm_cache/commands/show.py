@@ -37,8 +37,8 @@ _DIGITS: Final = 6
 
 
 def show(store: CacheStore, options: Namespace) -> int:
-    """List the user's own records, with `--all` also those of the layers, or print the records of
-    one digest in full, from any layer."""
+    """List the user's own records, or with `--all` the records of the layers too. A digest prints
+    its records in full, from any layer."""
     wanted = Filter.of(options)
     prefix: str | None = options.record
     if prefix is not None and not re.fullmatch(f"[0-9a-f]{{1,{DIGEST_DIGITS}}}", prefix):

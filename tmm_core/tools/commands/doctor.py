@@ -58,7 +58,7 @@ class Finding:
     about: str
     state: Literal["ok", "note", "problem"]
     text: str
-    #: What to do about a problem.
+    #: Advice on a problem.
     advice: str = ""
 
 

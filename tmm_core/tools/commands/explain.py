@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
             print_json(found)
         else:
             print(f"problem    {explanation.problem}\ngpu        {explanation.problem.device.name}")
-            print(why_text.text(found))
+            print(why_text.text(found, console.width()))
     elif options.json:
         print_json(explanation.to_json())
     else:

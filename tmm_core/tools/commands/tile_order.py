@@ -3,9 +3,9 @@ that each wave of programs reads.
 
 Programs start in the order of their IDs, as many at a time as fit on the GPU: a wave. A wave reads
 the rows of A and the columns of B of its tiles once each, because its programs walk K together and
-find in L2 what a neighbour has loaded. With IDs along rows, 9 programs of 9×9 tiles read one row
-of A and all nine columns of B; with IDs that go down three rows of tiles at a time they read three
-rows and three columns.
+find in L2 what a neighbour has loaded. Take 9×9 tiles and waves of 9 programs: with IDs along rows,
+a wave reads one row of A and all nine columns of B. With IDs that go down three rows of tiles at a
+time, a wave reads three rows and three columns.
 
 >>> [len(rows) + len(columns) for group in (1, 3) for rows, columns in waves(9, 9, group, 9)[:1]]
 [10, 6]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
+
+from tmm_cache import console
 
 from tmm_core.bench import report
 
 
-def text(found: dict[str, Any]) -> str:
-    """One topic per line, from the layout of the work to the effect of other configs."""
+def text(found: dict[str, Any], width: int) -> str:
+    """A topic at a time, from the layout of the work to the effect of other configs, in lines of at
+    most ``width`` columns."""
     layout = found["layout"]
     say: list[str] = []
 
     def topic(name: str, words: str) -> None:
-        indent = " " * 11
-        width = 100
-        say.append(
-            textwrap.fill(words, width, initial_indent=f"{name:11}", subsequent_indent=indent)
-        )
+        say.extend(console.paragraph(f"{name:11}{words}", width, hanging=11))
 
     topic("kernel", report.chosen(found))
     if found["note"]:
