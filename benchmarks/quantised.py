@@ -1,10 +1,15 @@
-"""Quantised weights beside torch's bf16 product, in use: products of 1 to 8192 rows.
+"""Quantised weights and experts beside torch's bf16 products, in use.
 
 Each provider's call is captured over so many weights that they exceed the L2 three times, and
 replayed in turn with the others. Products by tmm are tuned at their first use::
 
     python benchmarks/quantised.py --json quantised.json
     python benchmarks/quantised.py --formats int4 --rows 1 16 --weights 4096x14336
+    python benchmarks/quantised.py --bars --minutes 5 --json bars.json
+
+``--bars`` measures 8-bit weights of few rows, products of two operands in 8-bit floats against
+``F.scaled_mm`` with scales by block, and experts in 8-bit floats and in MXFP4 against torch's
+grouped product in bf16, each beside the ratio that it is to reach.
 
 With ``humming-kernels`` installed its layer is timed in the same run.
 """
@@ -13,43 +18,133 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import tmm_core
 from tmm_core.tuning.timing import timer_for
 
 Tensor = torch.Tensor
 Call = Callable[[int], Any]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 #: Weights by rows (N) and columns (K): those of Llama-8B and larger.
 WEIGHTS = ((28672, 4096), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096), (6144, 4096))
 ROWS = (1, 4, 16, 64, 256, 2048, 8192)
-FORMATS = ("int4", "int8", "fp8")
+FORMATS = ("int4", "int8", "fp8", "mxfp4", "fp8_blocks")
 #: Bytes that the weights of one provider have at least.
 ROTATED = 240e6
 ROUNDS = 11
 GROUP = 128
+BLOCK = (128, 128)
+
+#: Weights and rows of ``--bars``, by M×N×K where both operands are in 8-bit floats.
+BAR_WEIGHTS = ((28672, 4096), (8192, 8192), (4096, 14336), (4096, 4096))
+BAR_ROWS = (1, 16)
+BOTH_IN_8_BITS = (
+    (16, 4096, 7168), (64, 7168, 2048), (64, 4096, 7168), (256, 4096, 7168), (1024, 7168, 2048),
+    (4096, 4096, 7168), (4096, 7168, 16384),
+)  # fmt: skip
 
 
-def quantised(form: str, n: int, k: int, device: torch.device) -> tmm_core.Quantized:
-    """A random weight: 4-bit integers in groups of 128, or 8 bits with a scale for each row."""
+@dataclass(frozen=True)
+class Mixture:
+    """Experts on one GPU: those that it holds, and a token's choices that fall on them."""
+
+    experts: int
+    hidden: int
+    between: int
+    choices: float
+    form: str
+    #: Ratios to reach, by tokens.
+    bars: dict[int, float] = field(default_factory=dict)
+
+
+MIXTURES = {
+    "Qwen3-30B": Mixture(128, 2048, 768, 8, "fp8_blocks", {64: 1.5, 512: 1.5, 8192: 1.2}),
+    # One of 8 ranks.
+    "DeepSeek-V3": Mixture(32, 7168, 2048, 1, "fp8_blocks", {64: 1.5, 512: 1.5, 8192: 1.2}),
+    "gpt-oss-20b": Mixture(32, 2880, 2880, 4, "mxfp4", {1: 2.0, 16: 2.0, 64: 2.0}),
+}
+SMALL = {
+    "small fp8": Mixture(4, 256, 128, 2, "fp8_blocks", {8: 1.0}),
+    "small mxfp4": Mixture(4, 128, 64, 2, "mxfp4", {8: 1.0}),
+}
+
+
+@dataclass
+class Problem:
+    """Calls that compute the same, the first of which the others are compared with."""
+
+    form: str
+    sizes: dict[str, Any]
+    calls: dict[str, Call]
+    #: Weights of each provider, whose index a call takes.
+    copies: int
+    #: Bytes of one stored weight with its scales.
+    bytes: int
+    plan: Callable[[], Any] | None = None
+    bar: float | None = None
+
+    def __str__(self) -> str:
+        return " ".join(
+            f"{value}" if isinstance(value, str) else f"{name}={value}"
+            for name, value in self.sizes.items()
+        )
+
+
+def quantised(form: str, *shape: int, device: torch.device) -> tmm_core.Quantized:
+    """A random weight: 4-bit integers in groups of 128, 8 bits with a scale for each row or block,
+    or MXFP4."""
+    *lead, n, k = shape
     if form == "int4":
-        codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
-        scale = (torch.rand(n, k // GROUP, device=device) * 0.01).bfloat16()
+        codes = torch.randint(0, 256, (*lead, n, k // 2), device=device, dtype=torch.uint8)
+        scale = (torch.rand(*lead, n, k // GROUP, device=device) * 0.01).bfloat16()
         return tmm_core.Quantized(codes, scale, format="int4", group=GROUP)
+    if form == "mxfp4":
+        codes = torch.randint(0, 256, (*lead, n, k // 2), device=device, dtype=torch.uint8)
+        scale = torch.randint(117, 121, (*lead, n, k // 32), device=device, dtype=torch.uint8)
+        return tmm_core.Quantized(codes, scale, format="mxfp4", group=32)
     if form == "int8":
-        codes = torch.randint(-127, 128, (n, k), device=device, dtype=torch.int8)
+        codes = torch.randint(-127, 128, shape, device=device, dtype=torch.int8)
     else:
-        codes = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
-    return tmm_core.Quantized(codes, torch.rand(n, 1, device=device) * 0.01, format=form)
+        codes = in_fp8(*shape, device=device)
+    if form == "fp8_blocks":
+        sizes = -(-n // BLOCK[0]), -(-k // BLOCK[1])
+        scale = torch.rand(*lead, *sizes, device=device) * 0.01
+        return tmm_core.Quantized(codes, scale, format="fp8", block=BLOCK)
+    scale = torch.rand(*lead, n, 1, device=device) * 0.01
+    return tmm_core.Quantized(codes, scale, format=form)
+
+
+def in_fp8(*shape: int, device: torch.device) -> Tensor:
+    """Random 8-bit floats, drawn a matrix at a time."""
+    found = torch.empty(shape, dtype=E4M3, device=device)
+    for matrix in found.view(-1, *shape[-2:]):
+        matrix.copy_(torch.randn(shape[-2:], device=device))
+    return found
+
+
+def plain(*shape: int, device: torch.device) -> Tensor:
+    """A random weight in bf16."""
+    found = torch.empty(shape, dtype=BF16, device=device)
+    return found.normal_(std=shape[-1] ** -0.5)
+
+
+def copies_of(size: float, device: torch.device) -> int:
+    """How many weights of that many bytes exceed a GPU's L2 three times."""
+    return max(1, math.ceil(ROTATED / size)) if device.type == "cuda" else 1
 
 
 def of_humming(n: int, k: int, count: int, device: torch.device) -> list[Any]:
@@ -70,56 +165,175 @@ def of_humming(n: int, k: int, count: int, device: torch.device) -> list[Any]:
     return layers
 
 
-def measure(
-    form: str, n: int, k: int, rows: tuple[int, ...], device: torch.device, peers: bool
-) -> list[dict[str, Any]]:
-    """µs of each provider for each number of rows."""
-    bits = 4 if form == "int4" else 8
-    count = max(2, math.ceil(ROTATED / (n * k * bits / 8)))
-    weights = [quantised(form, n, k, device) for _ in range(count)]
-    plain = [
-        torch.randn(n, k, device=device, dtype=torch.bfloat16) / k**0.5
-        for _ in range(max(2, math.ceil(ROTATED / (2 * n * k))))
-    ]
+def of_weights(
+    form: str, n: int, k: int, rows: tuple[int, ...], device: torch.device, peers: bool,
+    bar: float | None = None,
+) -> Iterator[Problem]:  # fmt: skip
+    """Products of bf16 rows with a quantised weight."""
+    bits = 4 if form in ("int4", "mxfp4") else 8
+    count = max(2, copies_of(n * k * bits / 8, device))
+    weights = [quantised(form, n, k, device=device) for _ in range(count)]
+    dense = [plain(n, k, device=device) for _ in range(max(2, copies_of(2 * n * k, device)))]
     layers: list[Any] = []
     if peers and form == "int4":
         try:
             layers = of_humming(n, k, count, device)
         except Exception as error:  # whatever a peer's build raises: it is left out, and said
             print(f"humming-kernels does not run here: {error!r}"[:300], file=sys.stderr)
-    found = []
     for m in rows:
-        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        x = torch.randn(m, k, device=device, dtype=BF16)
         calls: dict[str, Call] = {
-            "torch bf16": lambda i: torch.nn.functional.linear(x, plain[i % len(plain)]),  # noqa: B023
-            f"tmm {form}": lambda i: tmm_core.linear(x, weights[i]),  # noqa: B023
+            "torch bf16": lambda i, x=x: F.linear(x, dense[i % len(dense)]),  # type: ignore[misc]
+            f"tmm {form}": lambda i, x=x: tmm_core.linear(x, weights[i]),  # type: ignore[misc]
         }
         if layers:
-            calls["humming int4"] = lambda i: layers[i](x)  # noqa: B023
-        for call in calls.values():  # and tunes
-            call(0)
-        timer = timer_for(device)
-        samples = timer.measure(list(calls.values()), ROUNDS, copies=count)
-        timer.release()
-        us = {
-            name: round(statistics.median(mine), 2)
-            for name, mine in zip(calls, samples, strict=True)
-        }
-        plan = tmm_core.plan(x, weights[0].t())
-        base = us["torch bf16"]
-        floor = weights[0].stored.nbytes + weights[0].scale.nbytes
-        found.append({
-            "format": form, "m": m, "n": n, "k": k, "us": us, "kernel": plan.kernel,
-            "config": plan.config, "bytes": floor,
-            "ratios": {name: round(base / each, 3) for name, each in us.items()},
-        })  # fmt: skip
-        print(
-            f"{form} {m}×{n}×{k}: "
-            + ", ".join(f"{name} {each:.1f} µs ({base / each:.2f})" for name, each in us.items())
-            + f"; {plan.kernel}, {floor / us[f'tmm {form}'] / 1e6:.2f} TB/s",
-            flush=True,
+            calls["humming int4"] = lambda i, x=x: layers[i](x)  # type: ignore[misc]
+        yield Problem(
+            form, {"m": m, "n": n, "k": k}, calls, count,
+            weights[0].stored.nbytes + weights[0].scale.nbytes,
+            lambda x=x: tmm_core.plan(x, weights[0].t()), bar,  # type: ignore[misc]
+        )  # fmt: skip
+
+
+def of_two_in_8_bits(m: int, n: int, k: int, device: torch.device) -> Problem:
+    """Rows with a scale for each 128 values times a weight with one for each block of 128×128."""
+    count = copies_of(n * k, device)
+    weights = [quantised("fp8_blocks", n, k, device=device) for _ in range(count)]
+    dense = [plain(n, k, device=device) for _ in range(copies_of(2 * n * k, device))]
+    x = torch.randn(m, k, device=device, dtype=BF16)
+    # In torch's layout: the scales of a row apart by the number of rows.
+    of_rows = (torch.rand(k // GROUP, m, device=device) * 0.01).t()
+    rows = tmm_core.Quantized(in_fp8(m, k, device=device), of_rows, format="fp8", group=GROUP)
+    calls: dict[str, Call] = {
+        "torch bf16": lambda i: F.linear(x, dense[i % len(dense)]),
+        "tmm": lambda i: tmm_core.linear(rows, weights[i]),
+    }
+    if hasattr(tmm_core, "quantize_rows"):
+        calls["tmm, rows quantised"] = lambda i: tmm_core.linear(
+            tmm_core.quantize_rows(x, group=GROUP), weights[i]
         )
+    if device.type == "cuda":
+        scaling = F.ScalingType  # type: ignore[attr-defined]
+        # Torch wants the first dimension of b's scales rounded up to 4.
+        padded = [F.pad(w.scale, (0, -w.scale.shape[1] % 4)).t() for w in weights]
+        calls = {
+            "F.scaled_mm": lambda i: F.scaled_mm(
+                rows.stored, weights[i].stored.t(), of_rows, scaling.BlockWise1x128, padded[i],
+                scaling.BlockWise128x128,
+            ),
+            **calls,
+        }  # fmt: skip
+    return Problem(
+        "two in fp8", {"m": m, "n": n, "k": k}, calls, count, weights[0].stored.nbytes,
+        lambda: tmm_core.plan(rows, weights[0].t()), 1.15 if m <= 256 else 1.0,
+    )  # fmt: skip
+
+
+def of_experts(
+    name: str, mixture: Mixture, tokens: tuple[int, ...], device: torch.device
+) -> Iterator[Problem]:
+    """Both grouped products of a mixture's experts, some of which get more tokens."""
+    sizes = {
+        "up": (2 * mixture.between, mixture.hidden), "down": (mixture.hidden, mixture.between)
+    }  # fmt: skip
+    for which, size in sizes.items():
+        yield from _of_projection({"experts": name, "": which}, mixture, size, tokens, device)
+
+
+def _of_projection(
+    names: dict[str, Any], mixture: Mixture, size: tuple[int, int], tokens: tuple[int, ...],
+    device: torch.device,
+) -> Iterator[Problem]:  # fmt: skip
+    (n, k), count, form = size, mixture.experts, mixture.form
+    copies = copies_of(count * n * k * (0.5 if form == "mxfp4" else 1), device)
+    weights = [quantised(form, count, n, k, device=device) for _ in range(copies)]
+    dense = [plain(count, n, k, device=device) for _ in range(copies_of(2 * count * n * k, device))]
+
+    def ours(x: Any, ends: Tensor) -> Call:
+        return lambda i: tmm_core.grouped_linear(x, weights[i], offs=ends)
+
+    def theirs(x: Tensor, ends: Tensor) -> Call:
+        return lambda i: F.grouped_mm(x, dense[i % len(dense)].mT, offs=ends)
+
+    for number in tokens:
+        rows = max(1, round(number * mixture.choices))
+        generator = torch.Generator(device).manual_seed(rows)
+        odds = torch.linspace(1, 2, count, device=device)
+        chosen = torch.multinomial(odds, rows, replacement=True, generator=generator)
+        ends = torch.bincount(chosen, minlength=count).cumsum(0).int()
+        x = torch.randn(rows, k, device=device, dtype=BF16)
+        calls = {"grouped_mm bf16": theirs(x, ends), f"tmm {form}": ours(x, ends)}
+        if form == "fp8_blocks":
+            of_rows = (torch.rand(-(-k // GROUP), rows, device=device) * 0.01).t()
+            narrow = in_fp8(rows, k, device=device)
+            both = tmm_core.Quantized(narrow, of_rows, format="fp8", group=GROUP)
+            calls["tmm, rows in fp8"] = ours(both, ends)
+        yield Problem(
+            form, {**names, "tokens": number, "rows": rows, "n": n, "k": k}, calls, copies,
+            weights[0].stored.nbytes + weights[0].scale.nbytes, bar=mixture.bars.get(number),
+        )  # fmt: skip
+
+
+def measure(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """µs of each provider, and how many times as fast as the first it is."""
+    failed: dict[str, str] = {}
+    for name, call in list(problem.calls.items()):  # and tunes
+        try:
+            call(0)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        except (RuntimeError, ValueError, TypeError) as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+            del problem.calls[name]
+    timer = timer_for(device)
+    samples = timer.measure(list(problem.calls.values()), ROUNDS, copies=problem.copies)
+    timer.release()
+    us = {
+        name: round(statistics.median(mine), 2)
+        for name, mine in zip(problem.calls, samples, strict=True)
+    }
+    base = us[next(iter(us))]
+    found = {"format": problem.form, **problem.sizes, "us": us, "bytes": problem.bytes}
+    found["ratios"] = {name: round(base / each, 3) for name, each in us.items()}
+    found |= {"failed": failed} if failed else {}
+    if problem.bar is not None:
+        own = [ratio for name, ratio in found["ratios"].items() if name.startswith("tmm")]
+        found |= {"bar": problem.bar, "reached": max(own, default=0.0) >= problem.bar}
+    if problem.plan is not None and any(name.startswith("tmm") for name in us):
+        plan = problem.plan()
+        found |= {"kernel": plan.kernel, "config": plan.config}
+    shown = ", ".join(f"{name} {each:.1f} µs ({base / each:.2f})" for name, each in us.items())
+    told = "".join(f"; {name} failed: {text}" for name, text in failed.items())
+    bar = f"; bar {problem.bar}: {'yes' if found['reached'] else 'NO'}" if problem.bar else ""
+    print(f"{problem.form} {problem}: {shown}{told}{bar}; {found.get('kernel', '')}", flush=True)
     return found
+
+
+def bars(device: torch.device, small: bool) -> Iterator[Problem]:
+    """Each part of ``--bars`` in turn, so that a deadline leaves something of all."""
+    if small:
+        both: Any = [(16, 128, 256)]
+        mixtures, weights, rows = SMALL, ((64, 128),), (1,)
+    else:
+        both, mixtures = BOTH_IN_8_BITS, MIXTURES
+        weights, rows = BAR_WEIGHTS, BAR_ROWS
+    parts = [
+        (of_two_in_8_bits(*sizes, device) for sizes in both),
+        itertools.chain.from_iterable(
+            of_experts(name, each, tuple(each.bars), device) for name, each in mixtures.items()
+        ),
+        itertools.chain.from_iterable(
+            of_weights(form, n, k, rows, device, False, 1.6)
+            for n, k in weights for form in ("int8", "fp8")
+        ),
+    ]  # fmt: skip
+    while parts:
+        for part in list(parts):
+            problem = next(part, None)
+            if problem is None:
+                parts.remove(part)
+            else:
+                yield problem
 
 
 def _weight(text: str) -> tuple[int, int]:
@@ -134,16 +348,41 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--weights", nargs="+", type=_weight, default=list(WEIGHTS), metavar="NxK")
     parser.add_argument("--no-peers", action="store_true", help="tmm and torch alone")
+    parser.add_argument("--bars", action="store_true", help="8-bit weights, blocks and experts")
+    parser.add_argument("--small", action="store_true", help="of --bars, sizes for a CPU")
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no problem after these")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds to tune a product")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peers = not options.no_peers and importlib.util.find_spec("humming") is not None
+    problems = (
+        bars(device, options.small)
+        if options.bars
+        else itertools.chain.from_iterable(
+            of_weights(form, n, k, tuple(options.rows), device, peers)
+            for form in options.formats
+            for n, k in options.weights
+        )
+    )
     found: list[dict[str, Any]] = []
-    for form in options.formats:
-        for n, k in options.weights:
-            found += measure(form, n, k, tuple(options.rows), device, peers)
+    ends = time.monotonic() + 60 * options.minutes
+    with tmm_core.override(tune_budget=options.budget):
+        for problem in problems:
+            if time.monotonic() > ends:
+                print(f"the time is over before {problem.form} {problem}")
+                break
+            found.append(measure(problem, device))
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
+    missed = [each for each in found if each.get("reached") is False]
+    for each in missed:
+        kept = {name: each[name] for name in ("ratios", "bar", "kernel") if name in each}
+        sizes = " ".join(str(each[name]) for name in ("experts", "", "tokens", "m", "n", "k")
+                         if name in each)  # fmt: skip
+        print(f"below its bar: {each['format']} {sizes}: {kept}")
+    if options.bars:
+        print(f"{len(found) - len(missed)} of {len(found)} reach their bar")
 
 
 if __name__ == "__main__":

@@ -328,3 +328,19 @@ def test_experts_for_a_hubs_kernels_are_named(ours: Any) -> None:
     layer = mxfp4.Mxfp4GptOssExperts(tiny("GptOss").config)
     report = str(convert(nn.Sequential(layer)))
     assert 'load the model with experts_implementation="tmm"' in report
+
+
+def test_the_benchmark_of_bars_computes_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    benchmark = importlib.import_module("quantised")
+    monkeypatch.setattr(benchmark, "ROUNDS", 1)
+    device = torch.device("cpu")
+    with torch.no_grad():
+        found = [benchmark.measure(each, device) for each in benchmark.bars(device, small=True)]
+    assert not any("failed" in each for each in found)
+    assert {each["format"] for each in found} == {
+        "two in fp8", "fp8_blocks", "mxfp4", "int8", "fp8",
+    }  # fmt: skip
+    for each in found:
+        assert len(each["us"]) >= 2
+        assert each["ratios"][next(iter(each["us"]))] == 1.0
