@@ -33,10 +33,8 @@ CORNERS = [
 ]  # fmt: skip
 
 SPEC = [
-    Mutant("undeclared-field", "supports.py", "        if each.name not in known:\n",
-           "        if False:\n", "a kernel answers for what it has not heard of", (SUPPORTS,)),
-    Mutant("undeclared-operand", "supports.py", "parts = (problem, problem.a, ", "parts = (problem, ",
-           "a kernel reads an operand that it has not heard of", (SUPPORTS,)),
+    Mutant("undeclared-others", "supports.py", "    _matrices,\n    _others,\n", "    _matrices,\n",
+           "a kernel is not asked whether it takes a bias", (SUPPORTS,)),
     Mutant("ragged-undeclared", "supports.py",
            "groups is not None and groups.ragged not in supports.ragged", "False",
            "a plain kernel multiplies groups", (SUPPORTS,)),

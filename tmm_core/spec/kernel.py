@@ -126,11 +126,7 @@ class Kernel(abc.ABC, Generic[C]):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Why this kernel cannot serve ``problem``; empty if it can. Not to be overridden: the
-        reasons are everything not declared in ``supports``, then those of ``declines``.
-
-        Raises:
-            UnsupportedProblemError: The problem has a field that kernels cannot declare.
-        """
+        reasons are everything not declared in ``supports``, then those of ``declines``."""
         return self.supports.reasons_against(problem) or list(self.declines(problem))
 
     def declines(self, problem: Problem) -> Iterable[str]:

@@ -38,7 +38,7 @@ class Problem:
     for each row of ``a``. Where a scale is for a block of values (:attr:`Scale.grid`), they form a
     grid ``[M, K/g]`` of ``a``, ``[K/g, N]`` of ``b``, of any strides.
 
-    A new field has to be declared in :mod:`tmm_core.spec.supports`.
+    A new field needs a check in :mod:`tmm_core.spec.supports`; a test lists the one of each field.
     """
 
     m: int

@@ -1,7 +1,6 @@
 """A kernel's declaration of the problems it serves, and the reasons against all others.
 
-Closed by default: a kernel is not asked for anything undeclared, and every kernel refuses a new
-field of problems until :data:`_QUESTIONS` names the part of the declaration that covers it.
+Closed by default: a kernel is not asked for anything undeclared.
 """
 
 from __future__ import annotations
@@ -13,13 +12,9 @@ from typing import Any
 
 import torch
 
-from tmm_core.errors import UnsupportedProblemError
 from tmm_core.formats import grids
-from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import ALIGNMENT, Operand, dtype_name
-from tmm_core.spec.port import Port
-from tmm_core.spec.problem import REQUIREMENTS, Problem
+from tmm_core.spec.problem import Problem
 
 
 class _Any(frozenset[Any]):
@@ -128,17 +123,8 @@ class Supports:
         return cls(**everything, layouts=dict.fromkeys(MATRICES, ANY), batch=None)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why a kernel with this declaration cannot serve ``problem``; empty if it admits it.
-
-        Raises:
-            UnsupportedProblemError: ``problem`` has a field that kernels cannot declare.
-        """
-        parts = (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups,
-                 *problem.epilogue.outputs)  # fmt: skip
-        for kind in {type(part) for part in parts if part is not None}:
-            _refuse_undeclared(kind)
-        questions = dict.fromkeys(ask for ask in _QUESTIONS[Problem].values() if ask is not None)
-        return [reason for ask in questions for reason in ask(self, problem)]
+        """Why a kernel with this declaration cannot serve ``problem``; empty if it admits it."""
+        return [reason for check in _CHECKS for reason in check(self, problem)]
 
 
 _FLAGS = [each.name for each in fields(Supports) if each.default is False]
@@ -289,53 +275,14 @@ def _named(dtypes: Dtypes) -> str:
     return ", ".join(map(dtype_name, dtypes))
 
 
-Question = Callable[[Supports, Problem], Iterator[str]]
-
-#: For each field of a problem and of its parts, the check against :class:`Supports`, or None with
-#: the reason why no kernel is asked.
-_QUESTIONS: dict[type, dict[str, Question | None]] = {
-    Problem: {
-        **dict.fromkeys(("m", "n", "k", "batch"), _sizes),
-        "a": _numbers,
-        "b": _matrices,
-        **dict.fromkeys(("out", "bias", "residual"), _others),
-        "device": _device,
-        **dict.fromkeys(("epilogue", "scaled"), _epilogue),
-        "tf32": None,  # allows rounding but does not require it
-        "groups": _groups,
-        # Checked against Traits by the registry.
-        **dict.fromkeys(REQUIREMENTS),
-        "static_weights": None,  # checked against Config.assumes
-    },
-    Operand: {
-        **dict.fromkeys(("dtype", "format", "scale", "zero"), _numbers),
-        **dict.fromkeys(("layout", "aligned", "wide"), _matrices),
-    },
-    Groups: {
-        "count": None,  # any number of groups is a run-time value
-        **dict.fromkeys(("ragged", "a_index", "out_index", "out_weights", "zeroed"), _groups),
-    },
-    Epilogue: {
-        **dict.fromkeys(("device", "gated", "interleaved", "stages", "outputs"), _epilogue),
-        # What it computes is the device function's business; derivatives are other calls'.
-        **dict.fromkeys(
-            ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
-             "output_vjp", "device_derivative")
-        ),
-    },
-    Port: {
-        **dict.fromkeys(("kind", "reduce", "of", "device"), _outputs),
-        **dict.fromkeys(("name", "dtype")),  # any float that there is, :data:`port.DTYPES`
-    },
-}  # fmt: skip
-
-
-def _refuse_undeclared(kind: type) -> None:
-    """Raise if ``kind`` has a field that :data:`_QUESTIONS` does not know."""
-    known = next(known for base, known in _QUESTIONS.items() if issubclass(kind, base))
-    for each in fields(kind):
-        if each.name not in known:
-            raise UnsupportedProblemError(
-                f"{kind.__name__} has a field {each.name!r} that no kernel can declare: name in "
-                "tmm_core/spec/supports.py the part of Supports that covers it"
-            )
+#: Every check of a problem against a declaration. A test lists which of them covers each field of a
+#: problem and of its parts (``tests/core/test_supports.py``).
+_CHECKS: tuple[Callable[[Supports, Problem], Iterator[str]], ...] = (
+    _sizes,
+    _numbers,
+    _matrices,
+    _others,
+    _device,
+    _epilogue,
+    _groups,
+)
