@@ -108,9 +108,18 @@ else:
 single_level: Any = private(
     "torch._functorch.utils.enable_single_level_autograd_function", _always(nullcontext())
 )
-#: The guard under which an operator's Autograd kernel calls the operator again. None: use
-#: ``torch.library.register_autograd`` instead.
-below_autograd: Any = private("torch._C._AutoDispatchBelowAutograd", None)
+
+
+def _excluding_autograd() -> Any:
+    """The guard below, made of the keys that it excludes."""
+    key = torch._C.DispatchKey
+    keys = torch._C.DispatchKeySet(key.AutogradFunctionality)
+    keys = keys.add(key.AutogradOther).add(key.AutogradNestedTensor)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+#: The guard under which an operator's Autograd kernel calls the operator again.
+below_autograd: Any = private("torch._C._AutoDispatchBelowAutograd", _excluding_autograd)
 
 
 def _without_autocast(device: str) -> Any:
@@ -243,7 +252,7 @@ def local_tensor(t: Any) -> torch.Tensor | None:
 if missing:
     warnings.warn(
         f"this torch ({torch.__version__}) lacks {', '.join(missing)}: results are the same, but "
-        "calls may cost some µs more on the host, or use torch's backward",
+        "calls may cost some µs more on the host",
         TmmWarning,
         stacklevel=2,
     )

@@ -100,14 +100,6 @@ KERNELS = [
         (f"{LIMITS}::test_a_capability_is_served_from_the_least_and_below_the_limit",),
     ),
     Mutant(
-        "fallback-alpha",
-        "interop/autograd.py",
-        "z = alpha * (a @ b)\n        y = epilogue_of(epilogue).expression(z, bias, residual).to(out_dtype or a.dtype)\n    wanted",
-        "z = a @ b\n        y = epilogue_of(epilogue).expression(z, bias, residual).to(out_dtype or a.dtype)\n    wanted",
-        "gradients by torch's operators lack alpha",
-        (f"{LIMITS}::test_the_derivative_by_torchs_operators_has_alpha",),
-    ),
-    Mutant(
         "box-rows",
         "tmm_triton/hopper/operand_layout.py",
         "min(rows, max(8, 1 << (problem.m - 1).bit_length()))",

@@ -13,7 +13,6 @@ from tmm_blas import blas
 import tmm_core
 from tmm_core import Epilogue, Port, Supports
 from tmm_core.epilogues import parse
-from tmm_core.interop import autograd
 from tmm_core.spec.operand import Operand, Scale
 
 pytest.importorskip("triton")
@@ -91,30 +90,6 @@ def test_a_capability_is_served_from_the_least_and_below_the_limit() -> None:
     assert against((7, 5))
     assert against((9, 0))
     assert against((10, 0))
-
-
-@pytest.mark.parametrize("alpha", [0.0, -2.5, 1.0])
-def test_the_derivative_by_torchs_operators_has_alpha(alpha: float) -> None:
-    """The fallback of a torch that cannot call the operator below its autograd."""
-
-    class Fallback(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-            tensors = [t if isinstance(t, torch.Tensor) else None for t in arguments]
-            ctx.save_for_backward(*tensors)
-            ctx.rest = [None if isinstance(t, torch.Tensor) else t for t in arguments]
-            a, b, bias, residual, alpha, *_ = arguments
-            y: torch.Tensor = torch.tanh(alpha * (a @ b) + bias) + residual
-            return y
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            return autograd.by_torch(ctx, grads[0])
-
-    shapes = ((3, 4), (4, 5), (5,), (3, 5))
-    given = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    whole = (alpha, "tanh", None)
-    assert torch.autograd.gradcheck(lambda *t: Fallback.apply(*t, *whole), given)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 33, 64, 65, 1000])

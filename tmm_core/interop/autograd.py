@@ -14,7 +14,6 @@ the pre-activation is never in memory. Nothing is computed twice.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -42,34 +41,6 @@ def matmul(*given: Any) -> Tensor:
     below = undisturbed(*tensors, cast=True, shown=True)
     eager = below and not any(map(compat.is_batched, tensors[:2]))
     return in_parts(*Arguments(*given)[:-1], eager=eager)
-
-
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the call's arguments for :func:`by_torch`."""
-    tensors = [t if isinstance(t, Tensor) else None for t in inputs]
-    ctx.save_for_backward(*tensors)
-    ctx.rest = [None if isinstance(t, Tensor) else t for t in inputs]
-
-
-def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The operator's derivative if this torch cannot call it below its autograd
-    (:mod:`tmm_core.compat`): recomputes the expression with torch's operators."""
-    # Torch omits arguments left at their defaults.
-    needs = itertools.chain(ctx.needs_input_grad, itertools.repeat(False))
-    given = [
-        rest if t is None else t.detach().requires_grad_(wanted)
-        for t, rest, wanted in zip(ctx.saved_tensors, ctx.rest, needs, strict=False)
-    ]
-    call = Arguments(*given)
-    a, b, bias, residual, alpha, epilogue, out_dtype = call[:7]
-    if has_format(call):
-        raise RuntimeError("tmm::matmul of stored operands has no derivative")
-    with torch.enable_grad():
-        z = alpha * (a @ b)
-        y = epilogue_of(epilogue).expression(z, bias, residual).to(out_dtype or a.dtype)
-    wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
-    found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, grad), strict=True))
-    return tuple(found.get(id(t)) for t in given[: len(ctx.needs_input_grad)])
 
 
 def in_parts(

@@ -33,8 +33,6 @@ def declare(
     check: Callable[..., Any],
     empty: Callable[..., Any],
     derivative: Callable[..., Any],
-    backward: Callable[..., Any],
-    keep: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
     flop_formula: Callable[..., int],
     returns: str = "Tensor",
@@ -51,9 +49,6 @@ def declare(
         check: ``(call, epilogue) -> shape`` of the result; raises if arguments do not fit.
         empty: ``(call, shape) -> result``, uninitialised.
         derivative: The operator's kernel for torch's Autograd key.
-        backward: The operator's derivative by ``torch.library.register_autograd``, for a torch
-            that cannot call an operator below its autograd (:mod:`tmm_core.compat`).
-        keep: Saves a call's arguments for ``backward``.
         vmap: The rule for ``torch.vmap``.
         flop_formula: FLOPs by shapes, for torch's counter.
         returns: The type of the result in the schema.
@@ -85,10 +80,7 @@ def declare(
         out_schema = f"{name}.out({schema(arguments)}, *, Tensor(a!) out) -> Tensor(a!)"
         _library.define(out_schema, tags=_TAGS)
         _library.impl(f"{name}.out", run_out, "CompositeImplicitAutograd")
-    if compat.below_autograd is not None:
-        _library.impl(name, derivative, "Autograd")
-    else:
-        torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_library)
+    _library.impl(name, derivative, "Autograd")
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
     for device in ("cuda", "cpu"):

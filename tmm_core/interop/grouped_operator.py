@@ -237,13 +237,6 @@ def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torc
     return (sums.sum(0) if len(shape) == 1 else sums).to(dtype)
 
 
-def _underivable(ctx: Any, grad: Tensor) -> Any:
-    raise RuntimeError(
-        f"tmm::grouped_matmul has no derivative with this torch ({torch.__version__}), which has "
-        "no way to call an operator below its autograd"
-    )
-
-
 def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """FLOPs, a multiply-add counted as two, as if all rows were in a group."""
     call: Any = GroupedArguments(*given, **named)
@@ -265,7 +258,6 @@ grouped_matmul = declare(
     check=check,
     empty=_empty,
     derivative=_differentiable,
-    backward=_underivable,
     flop_formula=grouped_flops,
 )
 grouped_matmul_out = torch.ops.tmm.grouped_matmul.out

@@ -23,8 +23,6 @@ matmul = declare(
     check=check,
     empty=empty,
     derivative=autograd.matmul,
-    backward=autograd.by_torch,
-    keep=autograd.keep,
     vmap=vmap.matmul,
     flop_formula=flops.matmul_flops,
 )

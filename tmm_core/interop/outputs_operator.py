@@ -82,7 +82,6 @@ _operator = declare(
     check=check,
     empty=_empty,
     derivative=_differentiate,
-    backward=_refuse,
     vmap=_refuse,
     flop_formula=flops.matmul_flops,
     returns="Tensor[]",

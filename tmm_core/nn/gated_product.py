@@ -133,8 +133,7 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.impl("gated_linear", run, "CompositeExplicitAutograd")
-if compat.below_autograd is not None:
-    library.impl("gated_linear", _differentiable, "Autograd")
+library.impl("gated_linear", _differentiable, "Autograd")
 library.impl("gated_linear", two_products, "FuncTorchBatched")
 
 
