@@ -184,6 +184,8 @@ _MOST_CAUSES: Final = 16
 _getsignal: Final = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 #: The flag of code that takes ``*args`` (``inspect.CO_VARARGS``, whose import takes 10 ms).
 _VARARGS: Final = 0x04
+#: The flag of a function's code (``inspect.CO_OPTIMIZED``).
+_OPTIMIZED: Final = 0x01
 _WARNING_CODE: Final = warn_caller.__code__
 
 
@@ -213,6 +215,10 @@ def _is_interruption(frame: FrameType) -> bool:
     if code.co_flags & _VARARGS:
         rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
         given += rest if type(rest) is tuple else ()
+    if type(values) is dict and code.co_flags & _OPTIMIZED:
+        # Before Python 3.13 the frame keeps this copy of its variables, the exception among them.
+        # Such a cycle would keep all callers' variables, until the cyclic GC runs.
+        values.clear()
     return any(
         type(number) is int and interrupted is frame.f_back is not None
         for number, interrupted in itertools.pairwise(given)

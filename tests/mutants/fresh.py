@@ -14,6 +14,9 @@ KERNELS = "tests/plugins/test_boundaries_kernels.py"
 BENCH = "tests/core/test_boundaries_bench.py"
 SKINNY = "tests/plugins/test_skinny.py::test_arithmetic_addresses_masks"
 
+CYCLES = "tests/core/test_cycles.py"
+QUANTISED = "tests/core/test_quantized_tensor.py"
+
 FRESH = [
     Mutant("boundary-check-gated-vector", "launch/check.py",
            "if epilogue.gated and (b.dim() == 1 or b.shape[-1] % 2):",
@@ -302,4 +305,25 @@ FRESH = [
            "if choice is not None:\n            self",
            "a guess for a graph answers every call after it",
            (f"{DISPATCH}::test_what_a_capture_was_given_is_measured_after_it",)),
+    Mutant("cycle-of-a-fault", "cache/tmm_cache/cache_errors.py",
+           "        values.clear()\n", "        pass\n",
+           "a caught fault keeps its callers' variables",
+           (f"{CYCLES}::test_so_does_every_other_call",)),
+    Mutant("quantised-gradient", "tmm_core/quantized.py",
+           "if t.requires_grad and torch.is_grad_enabled():", "if False:",
+           "the gradient of a quantised weight is dropped",
+           (f"{QUANTISED}::test_gradients_that_no_product_has",)),
+    Mutant("quantised-scale-gradient", "tmm_core/api.py",
+           "recorded(a, b, bias, residual, scale_a, scale_b)", "recorded(a, b, bias, residual)",
+           "the gradient of a scale is dropped",
+           (f"{QUANTISED}::test_the_gradient_of_an_8_bit_scale_is_not_dropped",)),
+    Mutant("quantised-zero-order", "tmm_core/quantized.py",
+           "same = zero.shape in (given, scale.shape) or zero.numel() == scale.numel() == 1",
+           "same = zero.numel() == scale.numel()",
+           "zero points of another shape are read in another order",
+           (f"{QUANTISED}::test_what_is_refused",)),
+    Mutant("quantise-nan", "tmm_core/rounding.py",
+           "    largest = largest.where(largest.isfinite(), torch.nan)\n", "",
+           "an infinity is rounded to numbers",
+           (f"{QUANTISED}::test_what_is_not_finite_is_not_rounded_to_a_number",)),
 ]  # fmt: skip
