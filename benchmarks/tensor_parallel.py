@@ -9,6 +9,10 @@ are captured as one CUDA graph for each way, and the graphs are replayed by turn
 
 torch gates by ``silu(gate) * up`` on the halves of one product; tmm does in the product's
 epilogue. Every problem is tuned first, each on one rank.
+
+``--eager`` times the same layers call by call, and modules under torch's own ``ColwiseParallel``
+and ``RowwiseParallel``, converted or not. It tells the milliseconds until the results are there,
+and those until the host has queued all calls.
 """
 
 from __future__ import annotations
@@ -18,16 +22,21 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tmm_core
 import tmm_core.tools.ranks
+from tmm_core.nn import convert
 
 Tensor = torch.Tensor
 
@@ -68,6 +77,55 @@ class Layer:
         y = linear(hidden, self.down)
         dist.all_reduce(y)
         return y
+
+
+class MLP(nn.Module):
+    """The usual gated MLP, which ``convert`` fuses."""
+
+    def __init__(self, layer: Layer, width: int, hidden: int) -> None:
+        super().__init__()
+        gate, up = layer.gate_up.chunk(2)
+        self.gate_proj, self.up_proj = _linear(width, hidden), _linear(width, hidden)
+        self.down_proj, self.act_fn = _linear(hidden, width), nn.SiLU()
+        self.shards = {"gate_proj": gate, "up_proj": up, "down_proj": layer.down}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """The layer as modules, whose weights are DTensors once they are parallel."""
+
+    def __init__(self, layer: Layer, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        width, heads, keys, each, hidden = sizes
+        self.qkv = _linear(width, (heads + 2 * keys) * each)
+        self.out = _linear(heads * each, width)
+        self.mlp = MLP(layer, width, hidden)
+        self.local = layer.out.shape[1]
+        self.shards = {"qkv": layer.qkv, "out": layer.out}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.out(self.qkv(x)[:, : self.local]))
+
+
+def _linear(columns: int, rows: int) -> nn.Linear:
+    return nn.Linear(columns, rows, bias=False, device="meta", dtype=torch.bfloat16)
+
+
+def parallel(layer: Layer, sizes: tuple[int, ...], mesh: Any, way: str) -> nn.Module:
+    """A block of ``layer``'s weights, converted if by tmm, each weight a DTensor of the shards."""
+    block = Block(layer, sizes)
+    shards = {**block.shards, **{f"mlp.{name}": w for name, w in block.mlp.shards.items()}}
+    if way == "tmm":
+        convert(block)
+    plan = {name: ColwiseParallel() for name in ("qkv", "mlp.gate_proj", "mlp.up_proj")}
+    plan |= {name: RowwiseParallel() for name in ("out", "mlp.down_proj")}
+    parallelize_module(block, mesh, plan)
+    block.to_empty(device=layer.qkv.device)
+    for name, shard in shards.items():
+        block.get_submodule(name).weight.data.to_local().copy_(shard)
+    return block
 
 
 def problems(layer: Layer, tokens: int) -> list[Any]:
@@ -117,6 +175,73 @@ def measure(layers: list[Layer], tokens: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+def eager(
+    ways: Mapping[str, Callable[[], Tensor]], on_gpu: bool, rounds: int, calls: int = 10
+) -> dict[str, list[float]]:
+    """Median ms of a run, and of its calls until the host has queued them, by way."""
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for run in ways.values():
+        run()
+    for turn in range(rounds):
+        for way in list(ways)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            if on_gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                ways[way]()
+            queued = time.perf_counter()
+            if on_gpu:
+                torch.cuda.synchronize()
+            ended = time.perf_counter()
+            times[way].append(((ended - began) * 1e3 / calls, (queued - began) * 1e3 / calls))
+    return {
+        way: [round(statistics.median(each), 4) for each in zip(*mine, strict=True)]
+        for way, mine in times.items()
+    }
+
+
+def measure_eager(
+    layers: list[Layer], blocks: Mapping[str, list[nn.Module]], tokens: int, rounds: int
+) -> dict[str, Any]:
+    """All layers, call by call, on local tensors and as modules of DTensors."""
+    first = layers[0]
+    x = torch.randn(tokens, first.qkv.shape[1], device=first.qkv.device).bfloat16()
+    dist.broadcast(x, 0)
+
+    def by(way: str) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            y = x
+            for layer in layers:
+                y = layer.run(y, way)
+            return y
+
+        return run
+
+    def of(way: str) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            y = x
+            for block in blocks[way]:
+                y = block(y)
+            return y
+
+        return run
+
+    found: dict[str, Any] = {"tokens": tokens, "eager": {}}
+    for kind, make in (("local", by), ("modules", of)):
+        ways = {way: make(way) for way in WAYS}
+        results = {way: run().double() for way, run in ways.items()}
+        apart = (results["tmm"] - results["torch"]).abs().max() / results["torch"].abs().max()
+        ms = eager(ways, x.is_cuda, rounds)
+        found["eager"][kind] = {
+            "ms, ms queued": ms,
+            "ratio": round(ms["torch"][0] / ms["tmm"][0], 4),
+            "host": round(ms["torch"][1] / ms["tmm"][1], 4),
+            "difference": round(float(apart), 5),
+        }
+    return found
+
+
 def captured(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -154,6 +279,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds to tune a product")
+    parser.add_argument("--eager", action="store_true", help="time calls instead of graphs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -165,11 +291,18 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     sizes = (WIDTH, HEADS, KEYS, EACH, HIDDEN) if on_gpu else SMALL
     layers = [Layer(sizes, ranks, "cuda" if on_gpu else "cpu") for _ in range(options.layers)]
+    blocks: dict[str, list[nn.Module]] = {}
+    if options.eager:
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
+        blocks = {way: [parallel(layer, sizes, mesh, way) for layer in layers] for way in WAYS}
     found = []
     for tokens in options.tokens:
         if on_gpu:
             tmm_core.tools.ranks.tune(problems(layers[0], tokens), budget=options.budget)
-        found.append(measure(layers, tokens, options.rounds))
+        if options.eager:
+            found.append(measure_eager(layers, blocks, tokens, options.rounds))
+        else:
+            found.append(measure(layers, tokens, options.rounds))
         if first:
             print(json.dumps(found[-1]), flush=True)
     if first and options.json:
