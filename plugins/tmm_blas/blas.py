@@ -236,7 +236,7 @@ def _bind_by(
         y = activation(torch.addmm(bias, a, b) if add_bias else mm(a, b))  # type: ignore[arg-type]
         return y if y.dtype is out_dtype else y.to(out_dtype)
 
-    # A layer's call, whose host time is that of a small product.
+    # A layer's call takes no more host time than a small product.
     return activated
 
 
@@ -290,7 +290,8 @@ def finish(
     alpha: float,
     out: Tensor | None,
 ) -> Tensor:
-    """What follows a product ``z``, by torch's own operators, in torch's own roundings."""
+    """The result for a product ``z``: alpha, bias, epilogue and residual, by torch's own operators
+    and with its roundings."""
     z = scaled(z, alpha)
     z = problem.epilogue.expression(z, bias, residual)
     return delivered(problem, z, out)

@@ -28,8 +28,9 @@ Tensor = torch.Tensor
 
 #: Bytes to which torch's grouped operators want rows aligned.
 ALIGNMENT = 16
-#: The rate of torch's grouped product of 8-bit floats, relative to a single product, and the bytes
-#: per µs that an SM reads in grouped products; fitted to 72 problems each on an H100 and an H200.
+#: The rate of torch's grouped product of 8-bit floats, relative to a single product; and the bytes
+#: per µs that an SM reads in grouped products. Both are fitted to 72 problems on an H100 and 72 on
+#: an H200.
 REACH_8_BIT, READS = 0.6, 18e3
 #: Dtypes of torch's grouped operator on a CPU.
 _ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
@@ -265,8 +266,8 @@ def _by_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _with_strides(t: Tensor) -> Tensor:
-    """``t`` with strides that torch accepts: it also checks that of a single row or column, which
-    is arbitrary."""
+    """``t`` with strides that torch accepts. It also checks the stride of a single row or column,
+    which is arbitrary."""
     rows, columns = t.shape[-2:]
     if rows != 1 and columns != 1:
         return t

@@ -17,9 +17,9 @@ class Counters:
 
     Launches that may run concurrently must not share them. Eager launches on one stream do not run
     concurrently, so there is one set per stream. A captured launch may be replayed on any stream at
-    any time, so each gets its own set from a reserve zeroed in advance: zeroing inside the graph
-    would add a node to every replay. The end of a graph's life is unknown, so a used reserve is
-    kept for the life of the process (4 bytes per tile and use).
+    any time, so each gets its own set. The sets come from a reserve that was zeroed in advance,
+    since zeroing inside the graph would add a node to every replay. The end of a graph's life is
+    unknown, so a used set is kept for the life of the process (4 bytes per tile and use).
 
     Args:
         count: How many flags one launch needs.

@@ -1,9 +1,9 @@
 """Maps a problem to the arguments of a Triton kernel.
 
-The pointer kernels have one calling convention: every operand has a stride per dimension, and
-everything the problem fixes (a contiguous dimension's stride of one, an absent bias, a batch of
-one) is a compile-time constant, so that one source serves every layout without overhead. Everything
-else is a run-time argument, above all M, of which a server sees thousands of values.
+The pointer kernels have one calling convention: every operand has a stride per dimension.
+Everything the problem fixes (a contiguous dimension's stride of one, an absent bias, a batch of
+one) is a compile-time constant, so one source serves every layout without overhead. Everything
+else is a run-time argument, above all M, because a server sees thousands of its values.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class TileConfig(Config):
         return self.num_stages * staged + unpacked
 
     def registers(self, problem: Problem) -> int:
-        """Registers per thread for tiles: the accumulators, the part of the residual being added,
-        and all of an operand with unaligned rows (asynchronous copies move at least 4 bytes), each
-        element with its address."""
+        """Registers per thread for tiles: the accumulators and the part of the residual being
+        added. An operand with unaligned rows takes registers too, for each element and its address:
+        asynchronous copies move at least 4 bytes."""
         threads = 32 * self.num_warps
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
@@ -166,14 +166,13 @@ def build(
     indexed: str = "",
     **options: Any,
 ) -> Build:
-    """``fn`` specialised to ``problem`` and ``config``, with those of the following arguments that
-    it takes.
+    """``fn`` specialised to ``problem`` and ``config``. It may take any of these arguments:
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``{a,b}_scale_ptr``, ``{A,B}_SCALE``, ``STEP``, ``EPILOGUE``, ``PRECISION``, and
-    the config's upper-case fields, of which ``GROUP_M`` is a run-time argument.
-    ``constants`` and ``own`` name the kernel's own arguments and take precedence. An argument that
-    none of these names is None: what the problem does not have.
+    the config's upper-case fields. ``GROUP_M`` is passed at run time, the other fields are
+    constants. ``constants`` and ``own`` name the kernel's own arguments and take precedence. All
+    other arguments are None: the problem does not have them.
 
     Args:
         flat: First letters of the operands that a batch does not have one of for each product.

@@ -1,10 +1,10 @@
 """Auxiliary outputs: each tile's part of them, and the kernel that reduces the parts.
 
-An output of kind tile is stored directly. For the others each tile reduces its elements to a row,
-a column or a number in a workspace, and a second launch reduces these parts in a fixed order. So
-sums are deterministic, which they would not be with atomics, a maximum keeps NaN, which
-``atomic_max`` would drop, and no memory has to be filled beforehand. The order in which a row is
-summed does not depend on M.
+An output of kind tile is stored directly. In all other kinds, each tile reduces its elements to a
+row, a column or a number in a workspace, and a second launch reduces these parts in a fixed order.
+So sums are deterministic, unlike sums by atomics, and a maximum keeps NaN, which ``atomic_max``
+would drop. No memory has to be filled beforehand. The order in which a row is summed does not
+depend on M.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from tmm_triton.triton_kernel import hopper_or_later
 MOST_WORKSPACE = 128 * 2**20
 #: µs that the reducing kernel adds if its launch overlaps the first one's tail.
 REDUCE_US = 1.5
-#: Elements of partial sums that a program of the reducing kernel loads at a time, 16 for each of
-#: 128 threads, and the maximum number of ranges among them: the rest are columns, at least 128
+#: Elements of partial sums that a program of the reducing kernel loads at a time: 16 for each of
+#: 128 threads. They are at most so many ranges by as many columns as remain, at least 128
 #: bytes.
 _LOADED = 2048
 _MOST_AHEAD = 64

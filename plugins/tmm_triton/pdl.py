@@ -5,7 +5,7 @@ before the wait, prefetch the first part of b into L2, which is safe even if b i
 ``"b"``: before the wait, load it, relying on the caller's promise.
 
 None is always best. In a chain on an H100, ``"wait"`` saved 0.7 of 14 µs at 16×4096², where 128
-tiles are about one per SM, and cost 1.7 µs on top of 20 at 1×5120², where there are 80.
+tiles are about one per SM. It cost 1.7 µs on top of 20 at 1×5120², where there are 80 tiles.
 """
 
 from __future__ import annotations

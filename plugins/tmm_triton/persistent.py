@@ -1,7 +1,7 @@
 """``triton.persistent``: one program per SM walks the tiles, fed by bulk tensor copies (TMA).
 
-A persistent program pays its prologue once, and with ``FLATTEN`` the loops over tiles and over K
-are merged, so that the loads of the next tile overlap the epilogue of this one. TMA removes address
+A persistent program pays its prologue once. With ``FLATTEN`` the loops over tiles and over K are
+merged: the loads of the next tile then overlap the epilogue of this one. TMA removes address
 arithmetic and bounds checks from the loop: a whole tile is one instruction of one thread, and
 out-of-bounds elements, including the tail of K, arrive as zeros. An operand is described along its
 contiguous dimension, and transposed for the dot if that is the wrong one; ``wgmma`` reads shared

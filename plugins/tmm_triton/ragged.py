@@ -3,7 +3,7 @@
 The end of each group is read from ``offs`` on the device, so that the host does not wait for it.
 The grid is an upper bound: group g, which starts at row s, owns the *slots* from ``s // BLOCK_M +
 g`` on, at least as many as it has tiles. So all groups together have ``T // BLOCK_M + G`` slots
-whatever their sizes, and a slot's group is the number of groups that end before it: a vector
+whatever their sizes. A slot's group is the number of groups that end before it, found by a vector
 comparison instead of a scan. Programs of slots without rows return at once.
 
 Ragged columns are divided the same way. If K is ragged, each group has tiles for the whole result,
@@ -390,8 +390,8 @@ _INSIDE = {"m": {"a": "col"}, "n": {"b": "row"}, "k": {"a": "row", "b": "col"}}
 
 
 def loosened(problem: Problem) -> Problem:
-    """The problem with operands unaligned whose groups start inside rows of memory: their loads
-    are like those of unaligned rows."""
+    """The problem with operands unaligned whose groups start inside rows of memory: they are loaded
+    as unaligned rows are."""
     if problem.groups is None:
         return problem
     loose = {

@@ -27,8 +27,8 @@ def kinds(ragged: str | None, batched: bool) -> Kinds:
     if ragged is None:
         a = b = result = "stack" if batched else "matrix"
     elif ragged == "m":
-        # Rows of a are independent, so that those of the next group in a box do no harm: they make
-        # rows that are not stored.
+        # Rows of a are independent. Rows of the next group in a box do no harm: their results are
+        # not stored.
         a, b, result = "matrix", "stack", "clipped"
     else:
         a, b, result = "clipped", "clipped", "stack"

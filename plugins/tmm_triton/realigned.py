@@ -16,8 +16,8 @@ Copying an operand is O(n²) against the product's O(n³)::
 * One launch copies all matrices of a batch; a matrix that the whole batch shares is copied once.
 * Zeros follow each row's end, so that a vector or a box that reaches past it reads zeros.
 * The inner kernel, part of the config, is given a problem with aligned operands and the output
-  as it is, and stores by pointers what TMA cannot write. One that can is launched while the
-  copy ends.
+  as it is. It stores by pointers what TMA cannot write. If the inner kernel can overlap, it is
+  launched while the copy ends.
 """
 
 from __future__ import annotations

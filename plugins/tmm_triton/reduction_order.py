@@ -1,10 +1,10 @@
-"""Names the orders of summation, which tell which kernels give a row the same bits, and has the
-compiler options by which they finish sums alike.
+"""Names the reduction orders, which tell which kernels give a row the same bits, and has the
+compiler options by which kernels finish sums alike.
 
 On Hopper every tensor-core instruction for 16-bit operands, ``wgmma m64nNk16`` of any width and
 ``mma m16n8k16``, adds the products of 16 consecutive k to its fp32 accumulators with the same
 result. So a sum over K depends neither on the tile, nor on the step along K, nor on the order of
-the operands, and kernels that split K into equal ranges and add the parts in order agree too.
+the operands. Kernels that split K into equal ranges and add the parts in order agree too.
 ``benchmarks/invariant_bits.py`` shows it: on an H100 31 configs of five kernels are bitwise equal
 for four K, and so are those with 2, 4, 8 and 16 ranges each.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from tmm_core import Problem
 
-#: For 16-bit operands on Hopper: 16 products of consecutive k at a time.
+#: The order for 16-bit operands on Hopper: 16 products of consecutive k at a time.
 _STEP = "sm90-k16"
 
 
@@ -27,8 +27,8 @@ _USUAL_STEP = 128
 
 def summed(problem: Problem, splits: int = 1, step: int = 16) -> str | None:
     """The name of the sum over K by tensor cores in ``splits`` ranges of whole steps of ``step``
-    elements, or None if no other kernel is known to sum the same way: other hardware, other
-    operands, or ranges of different lengths, whose ends depend on the step."""
+    elements. None if no other kernel is known to sum the same way: on other hardware, for other
+    operands, or if ranges differ in length, since their ends then depend on the step."""
     device = problem.device
     hopper = device.type == "cuda" and device.capability == (9, 0)
     if not hopper or device.interpreted or problem.a.dtype.itemsize != 2:
@@ -42,7 +42,7 @@ def options(problem: Problem) -> dict[str, Any]:
     """Compiler options with which kernels that form the same sums give the same results.
 
     The compiler decides for each kernel whether a multiplication and an addition become one FMA,
-    which rounds once instead of twice: for silu with a residual it used FMAs in the Hopper kernel
+    which rounds once instead of twice. For silu with a residual it used FMAs in the Hopper kernel
     and none in the reducing kernel. So batch-invariant mode turns this off, except for fp32
     operands: their dots consist of FMAs, and their kernels share no sums."""
     exact = problem.batch_invariant and problem.a.dtype.itemsize <= 2

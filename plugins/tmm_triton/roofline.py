@@ -33,10 +33,10 @@ def times_us(
     """The µs of three components alone, after wave quantisation. A kernel is expected to take the
     longest of them and an empty launch.
 
-    The components are arithmetic at ``reach`` of peak (slower if the tile's intensity is too low),
-    memory latency along K with ``num_stages - 1`` tiles in flight (one, if an operand passes
-    through registers), and moving every byte once. Split-K's partial sums count as traffic, written
-    and read.
+    - Arithmetic at ``reach`` of peak, slower if the tile's intensity is too low.
+    - Memory latency along K with ``num_stages - 1`` tiles in flight, or one if an operand passes
+      through registers.
+    - Moving every byte once. Split-K's partial sums count as traffic, written and read.
     """
     machine = Machine.of(problem.device)
     sms = machine.sms

@@ -1,8 +1,8 @@
 """``triton.skinny``: multiplies a few rows by a weight as fast as the weight can be read.
 
-With 16 rows or fewer, only the bytes of ``b`` and the way they are loaded matter. So they take the
-shortest path, from memory directly into the registers that the tensor cores read, bypassing shared
-memory and its barriers:
+With 16 rows or fewer, only the bytes of ``b`` and the way they are loaded matter. They take the
+shortest path, from memory directly into the registers that the tensor cores read. Shared memory
+and its barriers are bypassed:
 
     b, column-major         one warp's MMA operand: [16 columns of b] × [64 along K]
     column n   ──────────►  lane 4n     │ 8 elements │ + 32 further on
@@ -260,7 +260,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
-        # By default ptxas saves registers for one more resident block by spilling.
+        # Without this limit ptxas spills, to save registers for one more resident block.
         registers = config.registers(problem) + 48
         options: dict[str, Any] = {"launch_pdl": overlaps}
         if config.num_stages == 2:

@@ -8,9 +8,9 @@ applies epilogue, bias and residual once, to the full sum. So the result is dete
 a given config a row's bits depend on neither M nor the other rows.
 
 With ``num_stages=1`` the tiles of the next step wait in registers while this one is multiplied.
-Unlike a copy to shared memory, a load can have the hint ``evict_first``, which keeps it from
-evicting L2 lines that would have to be written back first: 3 µs of a cold read of 100 MB on an
-H200. It only pays if multiplication takes hardly any time, with 32 rows or fewer.
+Unlike a copy to shared memory, a load can have the hint ``evict_first``. It keeps the load from
+evicting L2 lines that would have to be written back first, which saves 3 µs of a cold read of 100
+MB on an H200. It only pays if multiplication takes hardly any time, with 32 rows or fewer.
 
 ``SWAP`` computes the tile transposed, Bᵀ·Aᵀ: ``wgmma`` has a fixed height of 64 and a width from 8
 up, so with few rows of A, N should be along the height.
@@ -249,7 +249,7 @@ class SplitK(TritonKernel[SplitKConfig]):
         return with_early(ranked, ways(problem))
 
     def default_config(self, problem: Problem) -> SplitKConfig:
-        # For products whose partial sums never fit the workspace.
+        # The one candidate if partial sums never fit the workspace.
         whole = self.every(problem, [(32, 32, 32, 2, 4)], SPLIT_K=[1], SWAP=[False])
         return next(iter(self.configs(problem)), whole[0])
 
@@ -301,9 +301,10 @@ def _swaps(problem: Problem, tile: SplitKConfig, split: int) -> bool:
 
 
 def _through_registers(problem: Problem, config: SplitKConfig) -> bool:
-    """Whether it may pay to load the operands into registers first: as measured on an H200, with
-    one row of tiles, transposed so that ``wgmma`` has little to do, and with rows that end at
-    multiples of 16 bytes, since otherwise every element needs its own load."""
+    """Whether it may pay to load the operands into registers first.
+
+    On an H200 it pays with one row of tiles, transposed so that ``wgmma`` has little to do. Rows
+    must end at multiples of 16 bytes, since otherwise every element needs its own load."""
     contiguous = [problem.k, problem.n if problem.b.layout == "row" else problem.k]
     whole = all(size % 8 == 0 for size in contiguous)
     narrow = config.SWAP and problem.m <= config.BLOCK_M

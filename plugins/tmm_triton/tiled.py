@@ -1,7 +1,7 @@
 """``triton.grouped`` and ``triton.fused_epilogue``: one kernel over tiles, addressed by pointers.
 
-Two things make it faster than the naive tiling. Tiles are visited GROUP_M rows at a time, so that
-concurrent programs need few distinct rows of A and columns of B and find them in L2; and loads run
+Two things make it faster than the naive tiling. Tiles are visited GROUP_M rows at a time, so
+concurrent programs need few distinct rows of A and columns of B, and find them in L2. Loads run
 ``num_stages`` steps ahead of the dot. If BLOCK_K divides K, the loop has no masks along K. It has
 no requirements on operands, so it serves strides that bulk copies cannot address.
 ``triton.grouped`` is just this.
@@ -9,9 +9,9 @@ no requirements on operands, so it serves strides that bulk copies cannot addres
 ``triton.fused_epilogue`` serves gated products in one pass: silu(x·W_gate) · (x·W_up) is two
 matmuls with one A; computed separately, A is read twice and both products go through memory. Here a
 program keeps two accumulators, for the same tile of the gate and the up half, and loads each tile
-of A once for both dots. With SUBTILE 2 a tile is finished in two halves of its columns: the
-epilogue's temporaries and the rounded copy then need half the registers, which a 128×256 tile does
-not have to spare. It also serves ungated products, with one accumulator.
+of A once for both dots. With SUBTILE 2 a tile is finished in two halves of its columns. The
+epilogue's temporaries and the rounded copy then need half the registers, since a 128×256 tile has
+few to spare. It also serves ungated products, with one accumulator.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ _GROUPED_SHAPES = [
 ]
 
 
-#: Shapes if K must not be split, so that a few rows have only the tiles of the columns: narrow
-#: ones, several per SM, since waves of one per SM leave SMs idle (N = 5120: 160 tiles of 32).
+#: Shapes if K must not be split: a few rows then have only the tiles of the columns. These are
+#: narrow, several per SM, since waves of one per SM leave SMs idle (N = 5120: 160 tiles of 32).
 _INVARIANT_SHAPES = [
     (16, 32, 128, 6, 2),
     (16, 16, 256, 4, 2),

@@ -55,7 +55,7 @@ POINTERS = Supports(
     epilogues=True,
 )
 
-#: Those of kernels whose step unpacks, and applies scales of groups and zero points.
+#: What kernels serve whose step unpacks codes, and applies scales of groups and zero points.
 STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), zeros=True, packed=True)
 
 
@@ -162,7 +162,7 @@ class TritonKernel(Built[C]):
         self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
     ) -> list[C]:
         """Configs of the tiles that are :func:`proposed` from ``shapes``, with each combination of
-        ``values`` for the other fields, of which the first changes slowest. A tile is finished in
+        ``values`` for the other fields. The first field changes slowest. A tile is finished in
         parts only if it fills the registers."""
         config_type: Any = self.config_type
         names = [field.name for field in dataclasses.fields(TileConfig)]
@@ -232,8 +232,8 @@ def step_limit(problem: Problem) -> int:
 
 
 def fills_registers(problem: Problem, config: TileConfig) -> bool:
-    """Whether the accumulators take half of a thread's registers, so that it pays to finish the
-    tile in parts (on an H200 a fused 4096³ took 205 µs in two parts and 245 in one)."""
+    """Whether the accumulators take half of a thread's registers. Then it pays to finish the tile
+    in parts: on an H200 a fused 4096³ took 205 µs in two parts and 245 in one."""
     accumulators = config.BLOCK_M * config.BLOCK_N * (2 if problem.gated else 1)
     return problem.device.interpreted or accumulators >= 128 * 32 * config.num_warps
 
