@@ -11,6 +11,7 @@ operands are converted to their values (:mod:`tmm_blas.dequantized`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from tmm_blas import grouped_mm
-from tmm_blas.dequantized import rescaled, values
+from tmm_blas.dequantized import bind as bind_values
+from tmm_blas.dequantized import rescaled
 from tmm_core import (
     ANY,
     Bound,
@@ -148,9 +150,9 @@ class Blas(Kernel[BlasConfig]):
             rate /= UNALIGNED_PENALTY
         widened = 0
         if problem.stored and not _takes_8_bit(problem):
-            # Both operands are read, written as bf16 and read again.
+            # Values are written in 16 bits and read again.
             rate = machine.tensor * REACH[2]
-            widened = 5 * problem.bytes
+            widened = 4 * _stored_values(problem)
         moving = machine.moving_us(problem.bytes + widened)
         if problem.groups is not None:
             if problem.native:
@@ -382,14 +384,21 @@ def _takes_8_bit(problem: Problem) -> bool:
     )
 
 
+def _stored_values(problem: Problem) -> int:
+    """The number of values that are stored in a format, of both operands."""
+    packs = [(problem.a, problem.a_shape), (problem.b, problem.b_shape)]
+    return sum(math.prod(shape) for spec, shape in packs if spec.form is not None)
+
+
 def _bind_dequantized(problem: Problem) -> Launcher:
     """The product of the values, times the scales of rows."""
     mm = torch.mm if problem.batch == 1 else torch.bmm
     rows = [f"{name}_scale" for name in ("a", "b") if not getattr(problem, name).grid]
+    of_a, of_b = bind_values(problem, "a"), bind_values(problem, "b")
 
     def run(a: Tensor, b: Tensor, *rest: Any, **parts: Any) -> Tensor:
-        a = values(problem, "a", a, parts.get("a_scale"), parts.get("a_zero"))
-        b = values(problem, "b", b, parts.get("b_scale"), parts.get("b_zero"))
+        a = of_a(a, parts.get("a_scale"), parts.get("a_zero"))
+        b = of_b(b, parts.get("b_scale"), parts.get("b_zero"))
         z = _wide(a, b, torch.float32, mm)
         for name in rows:
             z = rescaled(z, parts.get(name))

@@ -6,6 +6,10 @@ scales of groups and blocks differ along K, so they multiply the values.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from tmm_core import Operand, Problem, Scale
@@ -13,39 +17,58 @@ from tmm_core import Operand, Problem, Scale
 Tensor = torch.Tensor
 
 
-def values(
-    problem: Problem,
-    of: str,
-    t: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The values of operand ``of``, with those scales that differ along K; itself if it is plain.
+#: A function from stored numbers, scales and zero points to values; see :func:`bind`.
+Values = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
+
+
+def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
+    """A function that gives the values of operand ``of``, with those scales that differ along K;
+    the operand itself, if it is plain. On a GPU it is one pass of a Triton kernel where that serves
+    the operand, else torch's operators.
+
+    It takes the stored numbers; their scales, which are read only if they form a grid; and zero
+    points, a grid too, or what broadcasts to the values.
 
     Args:
-        scale: Read only if it is a grid.
-        zero: Broadcasts to the values, or is a grid.
         dtype: Of the values; by default one that holds them exactly, or with such scales as
             precisely as the result needs.
     """
     spec: Operand = getattr(problem, of)
     form = spec.form
     if form is None:
-        return t
-    scale = scale if spec.grid else None
+        return lambda t, scale, zero: t
+    scaled = spec.scale if spec.grid else None
     if dtype is None:
-        wide = zero is not None if scale is None else _wide_range(problem, scale.dtype)
+        wide = spec.zero is not None if scaled is None else _wide_range(problem, scaled.dtype)
         dtype = torch.float32 if wide else problem.value
-    exact = scale is None or scale.dtype is dtype  # but for the last rounding
-    whole = zero is None or not zero.is_floating_point()
-    if of == "b":
-        # Along K, as a weight's owner stores it, what torch's operators return is aligned.
-        t = t.mT
-        scale, zero = (x if x is None or x.dim() < 2 else x.mT for x in (scale, zero))
-    found = form.values(t, scale, zero, dtype if exact and whole else torch.float32, spec.block)
-    found = found.to(dtype)
-    return found.mT if of == "b" else found
+    exact = scaled is None or scaled.dtype is dtype  # but for the last rounding
+    whole = spec.zero is None or not spec.zero.is_floating_point
+    inner = dtype if exact and whole else torch.float32
+    fused = _fused(problem, of, dtype)
+
+    def values(t: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+        scale = scale if spec.grid else None
+        if of == "b":
+            # Along K, as a weight's owner stores it, what torch's operators return is aligned.
+            t = t.mT
+            scale, zero = (x if x is None or x.dim() < 2 else x.mT for x in (scale, zero))
+        if fused is not None:
+            found = fused(t, scale, zero)
+        else:
+            found = form.values(t, scale, zero, inner, spec.block).to(dtype)
+        return found.mT if of == "b" else found
+
+    return values
+
+
+def _fused(problem: Problem, of: str, dtype: torch.dtype) -> Values | None:
+    if problem.device.type != "cuda":
+        return None
+    try:
+        triton: Any = importlib.import_module("tmm_core.triton")
+    except ImportError:
+        return None
+    return triton.dequantizer(problem, of, dtype)  # type: ignore[no-any-return]
 
 
 def rescaled(z: Tensor, scale: Tensor | None) -> Tensor:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tmm_blas.dequantized import rescaled, values
+from tmm_blas.dequantized import Values, rescaled
+from tmm_blas.dequantized import bind as bind_values
 from tmm_core import Launcher, Operand, Problem
 
 Tensor = torch.Tensor
@@ -111,7 +112,10 @@ def bind(problem: Problem) -> Launcher:
     """The whole expression, in torch's own roundings."""
     groups = problem.groups
     assert groups is not None
-    multiply = _product(gathered(problem))
+    side_by_side = gathered(problem)
+    multiply = _product(side_by_side)
+    dtype = torch.float32 if problem.device.type == "cpu" else problem.value
+    of_a, of_b = (bind_values(side_by_side, name, dtype) for name in "ab")
     out_dtype, strides = problem.out.dtype, problem.out_strides
     packed = problem.empty_out("meta").is_contiguous()
     # Torch's operators pack padded rows, except in place. An epilogue's result may not be ours.
@@ -141,8 +145,8 @@ def bind(problem: Problem) -> Launcher:
         if scaled:
             z = _scaled_by_torch(a, b, offs, a_scale, b_scale)
         elif problem.stored:
-            a = _values(problem, "a", a, a_scale, a_zero, offs)
-            b = _values(problem, "b", b, b_scale, b_zero, offs)
+            a = _values(problem, "a", of_a, a, a_scale, a_zero, offs)
+            b = _values(problem, "b", of_b, b, b_scale, b_zero, offs)
             z = _rescaled(problem, multiply(a, b, offs), offs, a_scale, b_scale)
         else:
             z = multiply(a, b, offs)
@@ -197,15 +201,15 @@ def _groups_of(problem: Problem, offs: Tensor) -> Tensor:
 def _values(
     problem: Problem,
     name: str,
+    values: Values,
     t: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
     offs: Tensor,
 ) -> Tensor:
-    """An operand's values, with scales that differ along K; the operand, if it is plain."""
-    dtype = torch.float32 if problem.device.type == "cpu" else problem.value
+    """An operand's values by ``values``, whose zero points are given the shape that broadcasts."""
     if (problem.a if name == "a" else problem.b).grid:
-        return values(problem, name, t, scale, zero, dtype)
+        return values(t, scale, zero)
     if zero is not None and zero.numel() == 1:
         zero = zero.reshape(())
     elif zero is not None and t.dim() == 3:
@@ -216,7 +220,7 @@ def _values(
         zero = zero.mT if name == "a" else zero
     elif zero is not None and name == "a":
         zero = zero[:, None]
-    return values(problem, name, t, None, zero, dtype)
+    return values(t, None, zero)
 
 
 def _rescaled(

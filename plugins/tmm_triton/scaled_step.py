@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Operand, Problem
-from tmm_core.triton import pointer
+from tmm_core.triton import factors, pointer
 
 #: A group longer than any K: one number for a whole row or tensor.
 _WHOLE = 1 << 30
@@ -46,17 +46,6 @@ def numbers(grid, z, outer, inside, k, OUTER: tl.constexpr, GROUP: tl.constexpr)
     """
     at = z.to(tl.int64) * grid[1] + (outer // OUTER) * grid[2] + (k // GROUP) * grid[3]
     return tl.load(grid[0] + at, mask=inside, other=0)
-
-
-@triton.jit
-def factors(t):
-    """Scales in fp32: powers of two of exponents, NaN for 255."""
-    if t.dtype == tl.uint8:
-        bits = t.to(tl.int32)
-        power = tl.where(bits == 0, 0x400000, bits << 23)
-        return tl.where(bits == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        return t.to(tl.float32)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ TEXTS = (f"{SCALES}::test_what_a_record_says",)
 EXPONENTS = (f"{SCALES}::test_exponents_have_torchs_values",)
 GRIDS_REFUSED = (f"{SCALES}::test_what_is_refused",)
 BINDING = "tmm_blas/dequantized.py"
+DEQUANTISE = "tests/plugins/test_dequantize.py"
 GRIDS = "formats/grids.py"
 CHECK = "launch/check.py"
 OPERAND = "spec/operand.py"
@@ -95,6 +96,15 @@ FORMATS = [
     Mutant("step-stored", "triton/device_functions.py",
            "    if form is None or problem.a.form is not None:\n        return plain\n",
            "    return plain\n", "the bits of weights are multiplied", (f"{CONFORMANCE}::TestInt8",)),
+    Mutant("dequantise-outer", "triton/dequantize.py",
+           "at = z * scale_z + (row // OUTER)", "at = z * scale_z + row",
+           "each row of a block is given another scale", (f"{DEQUANTISE}::test_values",)),
+    Mutant("dequantise-origin", "triton/dequantize.py",
+           "(zero.to(tl.float32) - ORIGIN)", "zero.to(tl.float32)",
+           "zero points of 8 are not those of symmetric weights", (f"{DEQUANTISE}::test_values",)),
+    Mutant("dequantise-layout", "triton/dequantize.py",
+           'if operand.layout != ("row" if of == "a" else "col"):', 'if operand.layout == "strided":',
+           "values are read along the other dimension", (f"{DEQUANTISE}::test_what_it_leaves_to_torch",)),
     Mutant("blas-zero", BINDING, "form.values(t, scale, zero, ", "form.values(t, scale, None, ",
            "zero points are ignored", VALUES),
     Mutant("blas-grid", BINDING, "form.values(t, scale, zero, ", "form.values(t, None, zero, ",

@@ -46,7 +46,7 @@ KERNELS = [
     Mutant(
         "gathered-alignment",
         "tmm_blas/grouped_mm.py",
-        "multiply = _product(gathered(problem))",
+        "multiply = _product(side_by_side)",
         "multiply = _product(problem)",
         "torch refuses the strides of gathered rows",
         (f"{WIDE}::test_few_products_of_many_rows_and_many_of_few",),

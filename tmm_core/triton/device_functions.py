@@ -82,6 +82,15 @@ def port_function(port: Port) -> Any:
     return _jitted(IDENTITY.device if port.of is None else port.device, f"output {port.name!r}")
 
 
+def decode_function(form: Format) -> Any:
+    """The ``@triton.jit`` function ``decode(codes, dtype)`` of a format.
+
+    Raises:
+        ValueError: It has none.
+    """
+    return _jitted(form.decode, f"format {form.name!r}")
+
+
 def step_function(problem: Problem, plain: Any) -> Any:
     """The ``@triton.jit`` function of one step along K for the formats of a problem's operands.
 
@@ -123,7 +132,7 @@ def _decoding(plain: Any, form: Format, zeros: bool) -> Any:
         ]
     else:
         lines.append("    return plain(a, decode(b, a.dtype), acc, PRECISION, SWAP)")
-    names = {"plain": plain, "decode": _jitted(form.decode, f"format {form.name!r}")}
+    names = {"plain": plain, "decode": decode_function(form)}
     return _generated(lines, names, title)
 
 

@@ -1,0 +1,202 @@
+"""The pass that dequantises for BLAS: values in the interpreter and on a GPU against torch's
+operators, its compilation for four architectures, and what it leaves to torch."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_quantized_compile import OPERANDS, TARGETS
+from test_ragged_compile import BF16, ROW
+
+import tmm_core
+from tmm_core import Groups, Operand, Problem, Quantized, Scale, formats, quantize
+from tmm_core.spec.device import fingerprint, interpreting
+from tmm_core.triton import compile_for, dequantizer, source, target_of
+from tmm_core.triton import dequantize as module
+from tmm_core.triton.dequantize import Dequantize, arguments, dequantize_kernel
+
+Tensor = torch.Tensor
+E4M3 = torch.float8_e4m3fn
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not interpreting() else "cpu")
+runs = pytest.mark.skipif(
+    not interpreting() and DEVICE.type == "cpu", reason="needs the interpreter or a GPU"
+)
+
+
+def drawn(form: str, *shape: int, **how: Any) -> Quantized:
+    return quantize(torch.randn(shape, device=DEVICE), form, **how)
+
+
+def with_zeros(zero: torch.dtype, scale: torch.dtype) -> Quantized:
+    plain = drawn("int4", 37, 256, group=64)
+    zeros = torch.rand(plain.scale.shape, device=DEVICE) * 15
+    # Scales of a checkpoint lie along rows.
+    scales = plain.scale.to(scale).t().contiguous().t()
+    return Quantized(plain.stored, scales, zeros.to(zero), format="int4", group=64)
+
+
+WEIGHTS: dict[str, Any] = {
+    "int4": lambda: drawn("int4", 70, 256, group=32),
+    "int4 by 128": lambda: drawn("int4", 70, 384, group=128),
+    "int4_signed by 256": lambda: drawn("int4_signed", 9, 512, group=256),
+    "int8 by 64": lambda: drawn("int8", 33, 192, group=64),
+    "mxfp4": lambda: drawn("mxfp4", 5, 40, 96),
+    "mxfp8": lambda: drawn("mxfp8", 40, 96),
+    "fp8 by 128": lambda: drawn("fp8", 17, 256, group=128),
+    "fp8 in blocks": lambda: drawn("fp8", 2, 200, 300, block=(128, 128)),
+    "zero points": lambda: with_zeros(torch.uint8, BF16),
+    "fractions as zero points": lambda: with_zeros(torch.float16, torch.float16),
+}
+
+
+def described(weight: Quantized) -> Operand:
+    zero = None if weight.zero is None else weight.zero.dtype
+    scale = Scale(weight.block, weight.scale.dtype)
+    return Operand.of(weight.stored, format=weight.format, scale=scale, zero=zero)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("of", WEIGHTS)
+def test_values(of: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[of]()
+    zeros = weight.zero is not None
+    found = Dequantize(described(weight), weight.shape[-1], dtype, DEVICE, True, zeros)(
+        weight.stored, weight.scale, weight.zero
+    )
+    form = formats.named(weight.format)
+    exact = form.values(weight.stored, weight.scale, weight.zero, torch.float32, weight.block)
+    if dtype is BF16 and interpreting():  # which truncates
+        assert ((found.float() - exact).abs() <= exact.abs() / 128).all()
+    else:
+        assert torch.equal(found, exact.to(dtype))
+
+
+@runs
+def test_codes_alone_and_nothing() -> None:
+    """Scales of rows multiply the product, so that this pass leaves them out."""
+    weight = drawn("int8", 9, 100, group=0)
+    run = Dequantize(described(weight), 100, BF16, DEVICE, False, False)
+    assert torch.equal(run(weight.stored, None, None), weight.stored.to(BF16))
+    assert run(weight.stored[:0], None, None).shape == (0, 100)
+
+
+@runs
+def test_scales_that_are_not_finite() -> None:
+    weight = drawn("mxfp4", 3, 64)
+    weight.scale[0, 0], weight.scale[1, 1] = 255, 0
+    found = Dequantize(described(weight), 64, torch.float32, DEVICE, True, False)(
+        weight.stored, weight.scale, None
+    )
+    assert found[0, :32].isnan().all()
+    assert torch.equal(found[1, 32:], weight.dequantize().float()[1, 32:])
+
+
+def compiled(target: str, of: str) -> list[tuple[int, str]]:
+    device = TARGETS[target]
+    found = []
+    for which, operand in enumerate(OPERANDS[of]):
+        if operand.form is None or (which == 0 and not operand.grid):
+            continue
+        zeros = operand.zero is not None and operand.grid
+        for k in (4096, 300) if of == "fp8 by blocks" else (4096,):
+            given = arguments(operand, k, BF16, operand.grid, zeros)
+            src = source(dequantize_kernel, given["types"], given["constants"], given["divisible"])
+            result = compile_for(target_of(device), src, num_warps=4, num_stages=1)
+            found.append((k, result.asm.get("ptx", "")))
+    return found
+
+
+@pytest.mark.parametrize("of", OPERANDS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_compiles(target: str, of: str, request: pytest.FixtureRequest) -> None:
+    if "fp8" in of and (TARGETS[target].capability < (8, 9) or target == "gfx942"):
+        pytest.skip("8-bit floats need compute capability 8.9")
+    process = "uninterpreted_amd" if target == "gfx942" else "uninterpreted"
+    found = request.getfixturevalue(process)(compiled, target, of)
+    assert found
+    for k, ptx in found if target != "gfx942" else ():
+        # Loads and stores of 16 bytes where rows are aligned.
+        assert ("ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx) is (k == 4096)
+        assert ".local" not in ptx
+
+
+def posed(b: Operand, **changes: Any) -> Problem:
+    problem = Problem(64, 256, 512, ROW, b, ROW, TARGETS["90"])
+    return replace(problem, **changes)
+
+
+def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else is bound with what the problem says."""
+    bound: list[Any] = []
+    monkeypatch.setattr(module, "Dequantize", lambda *given: bound.append(given) or "bound")
+    int4 = OPERANDS["int4"][1]
+    assert dequantizer(posed(int4), "b", BF16) == "bound"
+    assert bound == [(int4, 512, BF16, torch.device("cuda"), True, False)]
+    two = posed(OPERANDS["fp8 by blocks"][1], a=OPERANDS["fp8 by blocks"][0])
+    assert dequantizer(two, "a", BF16) == dequantizer(two, "b", BF16) == "bound"
+    old = replace(two, device=TARGETS["80"])
+    nvfp4 = Operand(torch.uint8, "col", format="nvfp4", scale=Scale.parse("1x16"))
+    by_row = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"), zero=torch.int8)
+    for problem in (
+        posed(replace(int4, layout="row")), posed(ROW), posed(nvfp4), posed(by_row), old,
+        posed(int4, device=fingerprint(torch.device("cpu"))),
+        posed(int4, device=TARGETS["80"], groups=Groups(4, "k")),
+    ):  # fmt: skip
+        assert dequantizer(problem, "b", BF16) is None
+    assert dequantizer(two, "a", BF16) == "bound"
+    assert dequantizer(posed(int4), "a", BF16) is None
+
+
+def test_a_compiler_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no ptxas")
+
+    monkeypatch.setattr(module, "Dequantize", fails)
+    monkeypatch.setattr(module, "_told", [])
+    problem = posed(OPERANDS["int4"][1])
+    with pytest.warns(tmm_core.TmmWarning, match=r"torch's operators do it .* no ptxas"):
+        assert dequantizer(problem, "b", BF16) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dequantizer(problem, "b", BF16) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of", WEIGHTS)
+def test_blas_multiplies_these_values(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product by BLAS uses the pass, and computes what it computes by torch's operators."""
+    weight = WEIGHTS[of]()
+    made: list[Any] = []
+    original = module.Dequantize
+
+    def spy(*given: Any) -> Any:
+        made.append(given)
+        return original(*given)
+
+    monkeypatch.setattr(module, "Dequantize", spy)
+    x = torch.randn(64, weight.shape[-1], device=DEVICE, dtype=BF16)
+    offs = torch.tensor([0, 20, 20, 33, 64], device=DEVICE, dtype=torch.int32)
+    with torch.no_grad():
+        if weight.dim() == 3:
+            offs = offs[-weight.shape[0] :]
+            found = tmm_core.grouped_linear(x, weight, offs=offs, kernel="blas")
+            each = weight.dequantize().double()
+            starts = [0, *offs.tolist()[:-1]]
+            expected = torch.cat([
+                x[start:end].double() @ each[group].T
+                for group, (start, end) in enumerate(zip(starts, offs.tolist(), strict=True))
+            ])  # fmt: skip
+        else:
+            found = tmm_core.linear(x, weight, kernel="blas")
+            expected = x.double() @ weight.dequantize().double().T
+    assert made
+    error = (found.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
+    assert error.max() < 1.6e-2
