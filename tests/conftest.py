@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("endurance") is not None:
                 item.add_marker(skip)
-    # What takes longest first, so that no worker ends with it while the others are idle.
+    # The slowest tests come first, so that no worker ends with one while the others are idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return

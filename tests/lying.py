@@ -1,7 +1,7 @@
 """Kernels that are right in most launches and wrong in some: a class for each way to be wrong.
 
-Each is right but for :meth:`Lie.lie`, which is given the right launcher and the arguments of a
-launch, and has a problem for which it lies. :data:`LIES` has them by row: A1 sizes, A2 alpha, A3
+Each is right but for :meth:`Lie.lie`, which gets the right launcher and the arguments of a launch,
+and has a problem for which it is wrong. The rows of :data:`LIES` are: A1 sizes, A2 alpha, A3
 strides of bias and residual, A4 other forms of a launcher, A5 threads, A6 caches by address, A7
 buffers that are returned again, A8 magnitudes, A9 torch's modes, A10 group sizes, A11 aliases and
 strides, A12 state of the process.

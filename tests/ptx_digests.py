@@ -27,7 +27,7 @@ CHOSEN = {
     (9, 0): ("decode", "large", "gated", "finished", "fp8", "unaligned", "ragged", "ragged_k",
              "scattered", "packed"),
 }  # fmt: skip
-#: Kernels of which most code is another kernel's too: one problem is enough.
+#: Kernels that share most code with another kernel: fewer problems are enough.
 FEW = {"triton.grouped": ("decode", "large"), "triton.persistent": ("large", "gated", "fp8")}
 #: Lines that do not affect the machine code: positions in the source, comments, the PTX version.
 _NEUTRAL = re.compile(r"\s*(\.loc|\.file|\.version|//|\$L__(tmp|func|info|cu)\w*:|$)")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import tmm_core
 
-#: What is imported once, before ranks are forked.
+#: Modules that are imported once, before ranks are forked.
 PRELOAD = ["tmm_core.tools.ranks", "torch.distributed.tensor.debug"]
 
 
@@ -46,7 +46,7 @@ class World:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
-        """What ``function(*arguments)`` returned on each rank, or :class:`Lost`."""
+        """The results of ``function(*arguments)`` on each rank, or :class:`Lost`."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         end = time.monotonic() + timeout
@@ -75,7 +75,7 @@ class _Error:
 
 @dataclass
 class ShardedMLP:
-    """What a gated MLP in parallel came to, held against the same one on one rank."""
+    """A gated MLP in parallel, compared with the same MLP on one rank."""
 
     #: The epilogue of every product that its layers asked for.
     products: list[str]
@@ -130,7 +130,7 @@ def sharded_gated_mlp(device: str, dtype: torch.dtype, learns: bool, sequence: b
             y = mlp(given)
         finally:
             tmm_core.api.linear = linear
-        # By itself: while training, a mode that sees every call gets two products, gated by torch.
+        # Not while training: a mode that sees every call then gets two products, gated by torch.
         with CommDebugMode() as spy:
             mlp(given)
     errors = []
@@ -231,7 +231,7 @@ class Case:
     name: str
     a: str
     b: str
-    #: Of the result; None: DTensor's affair.
+    #: The result's placement; None: DTensor decides.
     out: str | None
     bias: str | None = None
     residual: str | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: Pages that are run, those of one line as one program: a process costs 3 s.
+#: Pages that are run. The pages of a line are one program: a process costs 3 s.
 RUN = (
     ("README.md", "docs/models.md", "docs/grouped.md", "docs/plugins/hello.md"),
     ("docs/records.md",),

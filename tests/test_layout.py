@@ -1,4 +1,4 @@
-"""What a person gets who installs this, and which way imports point."""
+"""The installed files, and the direction of imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = {
     "tmm_triton": ROOT / "plugins" / "tmm_triton",
     "tmm_blas": ROOT / "plugins" / "tmm_blas",
 }
-#: What each package may import besides the standard library and itself.
+#: Packages that each may import besides the standard library and itself.
 ALLOWED = {
     "tmm_cache": {"filelock", "platformdirs", "rich"},
     "tmm_core": {"torch", "pluggy", "pebble", "tmm_cache", "rich", "tmm_blas"},
@@ -28,7 +28,7 @@ ALLOWED = {
 }
 #: Parts of core that are never imported by ``import tmm_core`` may need more.
 EXTRA = {
-    # For type checkers alone, which then know what ``tl`` is in a device function.
+    # Type checkers then know what ``tl`` is in a device function.
     "tmm_core/epilogues": {"triton"},
     "tmm_core/formats": {"triton"},
     "tmm_core/spec/epilogue.py": {"triton"},
@@ -106,7 +106,7 @@ def modules(package: str) -> dict[str, set[str]]:
 
 
 def named(path: Path) -> set[str]:
-    """What a file imports: modules, names out of modules, and what ``import_module`` is given."""
+    """The imports of a file: modules, names out of modules, and arguments of ``import_module``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         match node:
@@ -155,7 +155,7 @@ def test_an_import_upwards_is_seen() -> None:
     assert climbs(up) == [
         "tmm_core.launch.warm (floor 2) imports tmm_core.dispatch.dispatcher (floor 6)"
     ]
-    # What a reader of sources has to find: imports inside functions, for types, and by text.
+    # All kinds of imports are found: inside functions, for types, and by text.
     graph = modules("tmm_core")
     assert "tmm_core.tuning.tuner" in graph["tmm_core.dispatch.dispatcher"]
     assert "tmm_core.triton.pointwise" in graph["tmm_core.interop.epilogue_kernels"]

@@ -1,8 +1,8 @@
 """Functions of test modules called in a process in which Triton compiles.
 
-Without a GPU the tests' own process interprets. Another takes seconds to import torch and Triton,
-so each worker of pytest-xdist starts one for all its tests, and a kernel that several tests ask for
-is compiled once in a run.
+Without a GPU the tests' own process interprets. Another process takes seconds to import torch and
+Triton. So each worker of pytest-xdist starts one for all its tests, and a kernel that several tests
+need is compiled once in a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Uninterpreted:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``function(*arguments)`` returns, or raises, there: a function of a module."""
+        """Return, or raise, what ``function(*arguments)`` does there. It is a function of a
+        module."""
         if self._pool is None:
             from tmm_core.spec.epilogue import Epilogue
 

@@ -87,7 +87,7 @@ def dying(
     """Run a scenario in a child that dies at its n-th call.
 
     Returns whether it died, and what it said was done by the function it is given: of each, its
-    text. What a dead process acknowledged is what counts as kept.
+    text. Only what the process acknowledged before it died counts as saved.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What `tmm-cache` prints where, and how it ends."""
+"""The output of `tmm-cache`, on which stream it is printed, and the exit status."""
 
 from __future__ import annotations
 
@@ -430,7 +430,7 @@ def test_a_closed_pipe_is_no_complaint(filled: CacheStore, options: list[str]) -
 
 
 def on_a_terminal(columns: int, *options: str) -> tuple[list[str], str]:
-    """What the command writes on a terminal of that width, and its notes."""
+    """Run the command on a terminal of that width; return its lines and its notes."""
     ours, theirs = pty.openpty()
     environ = {"COLUMNS": str(columns), "TERM": "xterm"}
     command = child("-m", "tmm_cache.cli", *options, stdout=theirs, environ=environ)

@@ -1,5 +1,5 @@
-"""Each call on a file fails once, in turn: what was acknowledged reads back whole, and the user is
-told once at most."""
+"""Each call on a file fails once, in turn: acknowledged records read back whole, with at most one
+warning."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tmm_cache.transport import Transport
 Acknowledge: TypeAlias = Callable[[object], None]
 Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
 
-#: Of problems that are there before; each scenario adds, replaces or removes some of them.
+#: M of the problems that exist beforehand; each scenario adds, replaces or removes some of them.
 BEFORE = (1, 2, 3)
 DAY = 86400
 MINE = record().candidates
-#: Of the other cache, which knows one more kernel.
+#: A record of the other cache, which knows one more kernel.
 THEIRS = (
     record(candidates=(*MINE, CandidateResult("theirs", "1", {}, "slow", (99.0,))))
     .thinned()
@@ -126,7 +126,7 @@ def stride(name: str, n: int, how: How) -> int:
 
 
 def check(name: str, root: Path, said: list[str]) -> None:
-    """What was there or was acknowledged reads back, and every record on the disk is whole."""
+    """Check that earlier and acknowledged records read back, and that every file is whole."""
     gone = {text.split("=")[0] for text in said if text.endswith("=gone")}
     new = dict(text.split("=") for text in said if not text.endswith("=gone"))
     cache_errors._warned.clear()
@@ -194,7 +194,8 @@ def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[st
             with faulty(root, n, CODES[n % len(CODES)], how) as faults:
                 SCENARIOS[name](root, lambda what, said=said: said.append(str(what)))
         texts = [str(warning.message) for warning in caught]
-        # A disk that breaks for good is told of twice at most: of a file on it, and of the root.
+        # A disk that breaks for good costs two warnings at most: for a file on it, and for the
+        # root.
         assert len(texts) <= 1 + (how == "breaks"), (n, faults.hit, texts)
         assert sum(text.startswith(f"{root}: ") for text in texts) <= 1
         check(name, root, said)

@@ -1,4 +1,4 @@
-"""What `clear` takes away is what its filters name, on files."""
+"""`clear` removes the files of the records that its filters select, and no others."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_no_command_line_ends_in_a_traceback(
     def run(words: list[str], noise: bytes) -> None:
         if filled:
             CacheStore(own, []).save(GPU, ENVIRONMENT, record())
-        # What a shell can pass, any bytes but 0; without a way out of this folder.
+        # A shell can pass any bytes but 0. A slash could lead out of this folder.
         noise = noise.replace(b"\0", b"").replace(b"/", b"")
         words = [*words, *filter(None, [os.fsdecode(noise)])]
         words = [word.replace("{own}", str(own)).replace("{file}", str(file)) for word in words]

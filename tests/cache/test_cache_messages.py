@@ -1,4 +1,4 @@
-"""What the commands say, and where: on closed and full streams, in narrow terminals, about paths
+"""Messages of the commands, and their streams: closed and full streams, narrow terminals, paths
 that cannot be written."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_closed_stdout_is_silence(filled: CacheStore, arguments: list[str], no
 def test_no_file_takes_the_place_of_a_closed_stream(
     filled: CacheStore, redirect: str, tmp_path: Path
 ) -> None:
-    """What is printed must not get into the file, nor notes among the data."""
+    """Printed lines must not get into the file, nor notes into the data."""
     target = tmp_path / "records.json"
     status, text = run_closed(redirect, "export", str(target))
     assert status == 0

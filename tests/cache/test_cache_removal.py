@@ -177,7 +177,7 @@ def test_clear_never_touches_layers_or_files_of_others(
         path.write_text("mine")
     before = files_under(below.root)
     monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
-    assert main(["clear", "-y"]) == 1  # the damaged file behind the link stays, and is told of
+    assert main(["clear", "-y"]) == 1  # the damaged file behind the link stays, and is reported
     assert all(path.read_text() == "mine" for path in kept)
     assert files_under(below.root) == before
     assert os.listdir(outside) == [filled.path(GPU, ENVIRONMENT, problem(m=1)).name]

@@ -1,4 +1,4 @@
-"""What is saved is loaded, from the nearest layer that has it, and only for what was asked."""
+"""A saved record is loaded from the nearest layer that has it, and only for its own problem."""
 
 from __future__ import annotations
 

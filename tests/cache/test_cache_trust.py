@@ -1,4 +1,4 @@
-"""What may be believed: whose a record is, whether it is what was written, what was verified."""
+"""Which records are trusted: by their owner, their checksum, and what this machine verified."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_a_save_evicts_at_first_and_then_now_and_then(
     fresh = CacheStore()
     fresh.hold(GPU, ENVIRONMENT, record(problem(m=5)))
     assert fresh.save(GPU, ENVIRONMENT, record(problem(m=99))) is not None
-    # Of the 3.6 records that fit, one is held and one was just saved.
+    # 3.6 records fit; one is held and one was just saved.
     assert len(kept(store)) == 3
     assert {5, 99} <= set(kept(store))
     assert len(looks) == 1

@@ -72,7 +72,7 @@ def raiser(error: BaseException) -> Callable[..., Any]:
     return answer
 
 
-#: What is answered to each question, and what the warning says of it.
+#: Queries, an invalid answer to each, and the warning's text.
 NONSENSE: list[tuple[str, Any, str]] = [
     *((q, raiser(ZeroDivisionError("oh")), "raised ZeroDivisionError: oh") for q in (
         "declines", "configs", "default_config", "estimate_us", "workspace_bytes",
@@ -143,7 +143,7 @@ def test_nonsense_costs_its_kernel_alone(
     with pytest.raises(UnsupportedProblemError, match="set aside"):
         d.choose(problem(), settings(kernel="strange"))
 
-    # The next process has the record: it measures nothing, though it is told once more.
+    # The next process has the record: it measures nothing, but warns once more.
     again, timer = dispatcher(FakeBlas(estimate=10.0), strange(question, answer), good,
                               times=times, root=tmp_path)  # fmt: skip
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def test_nonsense_costs_its_kernel_alone(
     assert timer.measured == []
 
 
-#: For each question what is no answer to it, of what may be said at all.
+#: Values that some query does not accept; `PROPER` lists those that a query does.
 ANYTHING: list[Any] = [-1, None, math.nan, math.inf, 10**400, True, "", "text", b"", [], [None]]
 ANYTHING += [{}, object(), Unprintable(), int, torch.ones(2), "raises", "exits"]
 PROPER: dict[str, list[Any]] = {

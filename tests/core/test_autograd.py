@@ -361,7 +361,7 @@ def test_backward_goes_through_the_dispatcher() -> None:
     warm.forget_plans()
     y.sum().backward()
     posed = {(p.problem.m, p.problem.n, p.problem.k) for p in warm._plans.values()}
-    # Of the input; of the weight as it lies, over all rows.
+    # The gradient of the input, and of the weight in its memory layout, over all rows.
     assert posed == {(12, 5, 4), (4, 5, 12)}
 
 

@@ -175,7 +175,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("briefly")
 @pytest.mark.filterwarnings("ignore:plugin 'fakes'. kernel wrong")
 def test_its_winners_are_those_of_the_foreground(tmp_path: Path) -> None:
-    """Over many problems, most of whose kernels differ by little, and some of which are wrong."""
+    """Many problems are tuned. Most of their kernels differ by little, and some are wrong."""
     rng = random.Random(7)
     names = ["p", "q", "r"]
     times: dict[Any, float] = {}

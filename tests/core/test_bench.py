@@ -159,7 +159,7 @@ def test_kernels_are_timed_with_their_best_config_on_record() -> None:
     plans = {each.label: each.plan(call) for each in kernels}
     timed = [c for c in record.candidates if c.median_us]
     finals = [c for c in timed if c.status == "ok"] or timed
-    # Those timed to the end come first.
+    # Candidates that were timed to the end come first.
     most = max(len(c.samples_us) for c in finals)
     mine = [c for c in finals if c.kernel == "fake.right"] or [
         c for c in timed if c.kernel == "fake.right"
@@ -517,7 +517,7 @@ def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
     assert (row["inductor µs"], row["inductor / tmm"]) == ("60.0", "1.200×")
     assert row["triton.naive"] == "400.0"
     assert row["kernel"] == "triton.best BLOCK_M=64"
-    # What was not measured is blank, not a number.
+    # A cell without a measurement is blank, not a number.
     assert dict(zip(header, second, strict=True))["inductor µs"] == ""
     assert "- square 512×512×512 bfloat16 nn: failed: OSError: gone" in text
 
@@ -570,7 +570,7 @@ def test_bench_writes_what_it_shows_and_resumes(
     text, notes = capsys.readouterr()
     assert "1 of 2 problems are measured already" in notes
     assert notes.count("A/A") == 1
-    # What is shown is everything the folder has.
+    # Everything in the folder is shown.
     assert [p["case"]["m"] for p in json.loads(text)["problems"]] == [24, 8, 4]
 
     assert main(["bench", "--from", str(out)]) == 0

@@ -78,7 +78,7 @@ def test_a_rung_is_of_dense_matrices() -> None:
     assert one.residual == Operand(FP32)
     assert not any(rung.a.aligned or rung.out.aligned for rung in more)
     assert {rung.residual for rung in more} == {Operand(FP32, aligned=False)}
-    # Of a gradient a's rows are M long.
+    # In a gradient, rows of a are M long.
     gradient = ladder(asked(9, k=5, a=COLUMN))
     assert [rung.a.aligned for rung in gradient] == [m % 4 == 0 for m in LADDER]
     assert {rung.a.layout for rung in gradient} == {"col"}

@@ -224,7 +224,7 @@ def test_tangents_of_groups_are_scaled_as_their_product() -> None:
 
 @pytest.mark.usefixtures("by_blas")
 def test_a_row_gathered_often_sums_its_gradient_in_fp32() -> None:
-    """Of 512 ones a sum in 16 bits stops at 256."""
+    """A sum of 512 ones in 16 bits stops at 256."""
     a = torch.ones(2, 8, dtype=BF16, requires_grad=True)
     b = torch.ones(1, 8, 8, dtype=BF16)
     index, offs = torch.zeros(512, dtype=torch.long), torch.tensor([512], dtype=torch.int32)
@@ -289,7 +289,7 @@ def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: boo
 
 
 def test_flat_scales_of_a_ragged_sum_keep_their_rows_together_unless_they_are_one() -> None:
-    """The rows of all groups are side by side in them: no shard has those of its rows."""
+    """Flat scales hold the rows of all groups side by side: no shard has the scales of its rows."""
     from torch.distributed.tensor import Shard
 
     from tmm_core.interop import sharding
@@ -344,7 +344,7 @@ def test_outputs_without_memory_have_their_dtypes() -> None:
 
 
 def test_kernels_after_a_product_need_a_derivative_in_torch_too() -> None:
-    """Of which second derivatives are made."""
+    """Second derivatives are derived from it."""
     z, silu = torch.randn(4, 8), parse("silu")
     assert epilogue_kernels.kernels(silu, 8, FP32, z) is not None
     device: Any = {"device": silu.device, "device_derivative": silu.device_derivative}

@@ -62,7 +62,7 @@ def test_memory_beside_an_input_is_written(before: bool) -> None:
     expected = a.clone() @ b
     assert tmm_core.matmul(a, b, out=out) is out
     torch.testing.assert_close(out, expected)
-    # By one element they share one.
+    # They overlap in one element.
     overlapping = (memory[1:25] if before else memory[15:39]).view(4, 6)
     with pytest.raises(RuntimeError, match="single memory location"):
         tmm_core.matmul(a, b, out=overlapping)
@@ -193,7 +193,7 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
     plan, out = tmm_core.plan(a, b), torch.empty(3, 4, 6)
     assert plan(a, b, out=out) is out
     torch.testing.assert_close(out, a @ b)
-    # Torch would resize those of as many elements.
+    # Torch would resize an out of as many elements.
     shapes = (4, 6), (3, 4, 7), (12, 6), (3, 6, 4), (72,), (1, 3, 4, 6)
     for wrong in map(torch.empty, shapes):
         with pytest.raises(ValueError, match="takes out of shape"):
@@ -207,7 +207,7 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
 
 @pytest.mark.usefixtures("blas_alone")
 def test_sources_go_with_their_functions() -> None:
-    """What tracebacks show of a generated function is kept no longer than it."""
+    """The source of a generated function, for tracebacks, is kept no longer than the function."""
 
     def kept() -> int:
         return sum(name.startswith("<tmm ") for name in linecache.cache)

@@ -121,7 +121,7 @@ def test_one_half_learns_alone(name: str) -> None:
 
 
 def test_second_derivatives_of_both_halves() -> None:
-    """Of the gradient of x, whose weight is both."""
+    """The gradient of x depends on gate and up; it is differentiated by both."""
     mlp, x = SwiGLU(8, 12), torch.randn(5, 8, requires_grad=True)
     gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
@@ -166,7 +166,7 @@ def test_weights_are_as_wide_as_the_inputs_of_their_own_projection() -> None:
 
 
 def test_the_choices_of_an_expert_stay_in_order() -> None:
-    """Of tokens, so that sums do not depend on how a sort breaks ties."""
+    """They follow the order of tokens, so that sums do not depend on how a sort breaks ties."""
     index = torch.randint(5, (300, 2))
     places, ends = experts._by_expert(index, 4)
     flat = index.flatten()
@@ -175,7 +175,7 @@ def test_the_choices_of_an_expert_stay_in_order() -> None:
         mine = places[start:end]
         assert torch.equal(mine, (flat == expert).nonzero()[:, 0])
         start = end
-    assert start == (flat < 4).sum()  # those of 4 are of another rank
+    assert start == (flat < 4).sum()  # expert 4 is on another rank
 
 
 @pytest.mark.parametrize("router", [FP32, FP16, torch.float64])

@@ -135,7 +135,7 @@ def test_the_budget_that_finding_the_kernels_took_is_spent() -> None:
 
 
 class Launches:
-    """First launches elsewhere, of which those of one tile take half a second and fail."""
+    """First launches in another process. Launches of one tile take half a second and fail."""
 
     def failure(self, problem: Any, candidate: Any, memory: int) -> NotCompiledError | None:
         if candidate.config.tile != 2:
@@ -155,7 +155,7 @@ def test_time_that_one_candidate_lost_is_not_charged_to_the_others() -> None:
 
 
 def test_results_count_against_the_memory_of_a_chain() -> None:
-    """Of a product whose result is large beside its weight."""
+    """The product's result is larger than its weight."""
     operand = Operand(torch.float32)
     gpu = replace(DEVICE, type="cuda", l2=0)
     wide = problem(m=4096, n=1024, k=16, a=operand, b=operand, out=operand, device=gpu)

@@ -1,8 +1,8 @@
 """The key of a warm call: two calls in one process that differ in one thing each get the plan that
 is theirs, in either order.
 
-The kernel behind them is exact: it holds what it is launched with against the problem that it was
-bound to, so that a plan of another call fails even where it would come to the same numbers.
+The kernel behind them is exact: it compares its arguments with the problem that it was bound to. So
+a plan of another call fails even where it would give the same numbers.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def bases() -> dict[str, Call]:
     return {"plain": plain, "scaled": {**fp8, **scales}, "unscaled": fp8}
 
 
-#: What an optional tensor is where the call has one.
+#: The optional tensors of a call.
 OPTIONAL = {
     "bias": tensor(N, seed=2),
     "residual": tensor(M, N, seed=3),
@@ -182,7 +182,7 @@ class Case:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    # What torch.use_deterministic_algorithms sets, without importing the compiler to tell it.
+    # The flag of torch.use_deterministic_algorithms, which would also import the compiler.
     torch._C._set_deterministic_algorithms(True)
     try:
         yield
@@ -375,7 +375,7 @@ def parameters() -> dict[str, bool]:
     return dict.fromkeys(more, False) | known
 
 
-#: What callers give as a part of a quantised tensor; see test_quantized.py.
+#: Arguments that callers give as parts of a quantised tensor; see test_quantized.py.
 OF_QUANTIZED = ("zero_a", "zero_b", "formats")
 
 

@@ -1,4 +1,4 @@
-"""What one call leaves behind for the next: plans of kernels that raise, and of captured calls."""
+"""State that one call leaves for the next: plans of kernels that raise, and of captured calls."""
 
 from __future__ import annotations
 

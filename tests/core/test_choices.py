@@ -1,5 +1,6 @@
-"""What a dispatcher remembers between two calls: a choice serves again where it may, and nowhere
-else. One Settings object throughout, since choices are remembered by its identity."""
+"""A dispatcher remembers its choices: each serves the calls that it fits, and no others.
+
+One Settings object throughout, since choices are remembered by its identity."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucket_edge
 from tmm_core.spec.problem import Problem
 
-#: What a call may require, and a kernel that cannot have it.
+#: Requirements of a call, each with the traits of a kernel that does not meet it.
 REQUIREMENTS = {
     "deterministic": Traits(deterministic=False, batch_invariant=True),
     "batch_invariant": Traits(batch_invariant=False),
@@ -197,7 +198,7 @@ def test_a_guess_does_not_outlive_its_settings() -> None:
 
 
 def guessed(asked: Problem, *tuned: Problem, tiles: Sequence[int] = (1, 2, 3)) -> Choice:
-    """What is chosen untuned, where each tuned problem's best tile is its place from 1."""
+    """The untuned choice. The best tile of each tuned problem is its place in the list, from 1."""
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast", tiles=tiles))
     for tile, other in enumerate(tuned, 1):
         timer.times = {("fast", tile): 5.0, "blas": 20.0}

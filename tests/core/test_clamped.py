@@ -1,4 +1,5 @@
-"""A gated epilogue of alternate columns, that of gpt-oss: values, verification, and its proof."""
+"""gpt-oss's gated epilogue, whose gate and up are alternate columns: values, verification,
+proof."""
 
 from __future__ import annotations
 

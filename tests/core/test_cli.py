@@ -389,7 +389,7 @@ def test_a_miss_is_listed_tuned_and_cleared(capsys: pytest.CaptureFixture[str]) 
     with settings.override(deterministic=True):  # a timing must not decide
         tmm_core.matmul(torch.randn(60, 16), torch.randn(16, 8))
     (miss,) = run_json(capsys, "misses")
-    # Of the bucket, because that is what serves the next call.
+    # The bucket's problem is logged, because its record serves the next call.
     assert (miss["problem"]["m"], miss["tuned"], miss["count"]) == (64, False, 1)
     assert miss["gpu"] == fingerprint(torch.device("cpu")).gpu
 

@@ -1,4 +1,4 @@
-"""What the cyclic garbage collector does around a capture."""
+"""The cyclic garbage collector during and after a capture."""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ for paths in sys.argv[1:]:
     os.wait()
 """
 
-#: What compat asks torch for while it is imported, on a CPU. Those of a group are taken away
-#: together.
+#: Names of torch that compat reads at import, on a CPU. The names of a group are removed together.
 GROUPS = (
     (
         "torch._C._is_any_autocast_enabled",

@@ -1,7 +1,7 @@
 """Candidates compile in other processes: what they do to those costs them alone.
 
-The plugin below is installed for the server as strangers install theirs, by an entry point. What
-its kernel does while it compiles is its config's ``tile``.
+The plugin below is installed for the server by an entry point, as third parties install theirs. The
+``tile`` of its config selects what the kernel does while it compiles.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def test_the_server_ends_when_nobody_needs_it(
         time.sleep(0.01)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
     assert made._host is not first
-    # What the last job of the only worker printed says nothing of the next.
+    # The output of the only worker's last job is not reported with the next job.
     assert made.submit(problem(), candidate(installed.kernel, 7)).result(timeout=60) is None
     ended_with = reason(made.submit(problem(), candidate(installed.kernel, 3)))
     assert ended_with == "its compiler ended with exit code 3"
@@ -575,9 +575,9 @@ def test_a_removed_working_folder(installed: Any, tmp_path: Path) -> None:
     ]
 
 
-#: Ended while it compiles. Where another process holds all its files open, as a child does that was
-#: forked without Python's knowledge: that it is another program spares it the locks of threads that
-#: it would not have.
+#: Ended while it compiles. Another process may hold all its files open, such as a child that was
+#: forked without Python's knowledge. The child is another program, so it inherits no locks of
+#: threads that it lacks.
 ENDS = """
 import signal, subprocess
 # Where this runs in a shell's background, SIGINT is ignored and so Python has no handler.

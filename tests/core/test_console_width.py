@@ -1,4 +1,4 @@
-"""What the commands print fits the terminal, breaks no word and follows its colours."""
+"""Output of the commands fits the terminal, breaks no word and follows its colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make demo` shows."""
+"""The output of `make demo`."""
 
 from __future__ import annotations
 

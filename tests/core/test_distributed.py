@@ -88,7 +88,7 @@ def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool)
         assert all(error < 1e-13 for error in outcome.gradients.values()), outcome.gradients
 
 
-#: Of a grouped product: shapes of a and b, then placements of a, b and the result.
+#: Grouped products: shapes of a and b, then placements of a, b and the result.
 GROUPED = {
     "N": (((12, 16), (3, 16, 8)), ("R", "S2", "S1"), {"bias": "S1", "residual": "S1"}),
     "K": (((12, 16), (3, 16, 8)), ("S1", "S1", "P"), {"bias": "R"}),
@@ -136,7 +136,7 @@ def test_grouped_products_of_shards(world: World, name: str) -> None:
         assert error < 1e-12
 
 
-#: Of 8-bit operands: shapes of a, b and the scales, then placements of these and of the result.
+#: 8-bit operands: shapes of a, b and the scales, then placements of these and of the result.
 SCALED = {
     "N": (((12, 16), (3, 16, 8), (12,), (3, 8)), ("R", "S2", "R", "S1"), "S1"),
     "K": (((12, 16), (3, 16, 8), (12,), (1,)), ("S1", "S1", "R", "R"), "P"),
@@ -158,7 +158,7 @@ def grouped_scaled(name: str) -> tuple[str, float]:
         t = torch.rand(shape, generator=chance) + 0.5
         t = t.to(torch.float8_e4m3fn) if each in "ab" else t
         (place,) = placements(text)
-        # Of local parts: gloo moves no 8-bit floats.
+        # Made from local parts: gloo moves no 8-bit floats.
         mine = (
             t.chunk(4, place.dim)[dist.get_rank()].contiguous() if isinstance(place, Shard) else t
         )
@@ -361,7 +361,7 @@ EDGE = 64
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a rank saw of a tuning."""
+    """The result of a tuning on one rank."""
 
     records: list[dict[str, Any]]
     #: (kernel, origin) of the choice for each problem.
@@ -470,7 +470,7 @@ def test_a_killed_rank_is_missed_and_replaced(mortals: World, tmp_path: Path) ->
         partial(tuned, f"{tmp_path}/{{rank}}", before=kill_rank_0, timeout=2.0)
     )
     assert isinstance(first, Lost)
-    # What rank 0 had measured stands; the problem it died of was taken over by rank 1.
+    # The records that rank 0 had measured stand; rank 1 took over the problem that killed it.
     agree(rest, "xyxyyy")
     assert [outcome.measured for outcome in rest] == [[1, 4, 5], [2], [3]]
     for outcome in rest:
@@ -504,7 +504,7 @@ def hang_rank_1(index: int) -> None:
 def test_a_rank_that_hangs_is_given_up_and_adopts_later(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", before=hang_rank_1, timeout=2.0))
     agree(outcomes, "xxxyxx")
-    # What else it was to measure it leaves to those that took it over.
+    # It leaves its other problems to the ranks that took them over.
     assert [outcome.measured for outcome in outcomes] == [[0, 1, 4], [1], [2, 5], [3]]
     for rank, outcome in enumerate(outcomes):
         assert (outcome.seconds > 6.0) is (rank == 1)
@@ -613,7 +613,7 @@ def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
 
 
 def asked_and_listed() -> tuple[set[str], set[str]]:
-    """What a training step of the example multiplies, and what the example tunes for it."""
+    """The problems of a training step of the example, and those that the example tunes."""
     sys.path.insert(0, str(ROOT / "examples"))
     import tensor_parallel_swiglu as example
     from torch.distributed.tensor import init_device_mesh
@@ -642,7 +642,7 @@ def test_the_example_tunes_what_it_multiplies(mortals: World) -> None:
 
 
 def experts_apart() -> float:
-    """Of the example: experts of all ranks against those of one."""
+    """The example's largest difference between experts on all ranks and on one."""
     sys.path.insert(0, str(ROOT / "examples"))
     import expert_parallel as example
 

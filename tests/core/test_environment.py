@@ -1,5 +1,5 @@
-"""What the environment did is no verdict on a kernel: nothing of it is on record, one warning tells
-of it, and the kernel is tried again once the environment changes."""
+"""A fault of the environment is no verdict on a kernel: it is not on record, one warning reports
+it, and the kernel is tried again once the environment changes."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_repaired_toolchain_is_tried_again_and_a_broken_one_is_not(
         assert [chosen(first, n=n) for n in (32, 48)] == ["blas"] * 2
     assert len(w) == 1
     assert fast.bound
-    # Still broken: nothing is tuned, and this process's user is told, too.
+    # Still broken: nothing is tuned, and this process warns too.
     count = len(fast.bound)
     second, timer = process(tmp_path, fast, two)
     with pytest.warns(TmmWarning, match="Cannot find ptxas") as w:
@@ -511,7 +511,7 @@ def test_a_note_survives_what_others_write(tmp_path: Path) -> None:
 
 
 def test_toolchains_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By programs, libraries, headers, variables, packages, and folders that are full."""
+    """Programs, libraries, headers, variables, packages and full folders tell them apart."""
     seen = {toolchain.fingerprint()}
     assert toolchain.fingerprint() in seen
 

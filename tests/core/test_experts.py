@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layer, and those of Transformers where it is installed."""
+"""Mixtures of experts: tmm's layer, and Transformers' layers where it is installed."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) -> None:
-    """By ``experts_implementation="tmm"`` and by ``convert``."""
+    """They do under ``experts_implementation="tmm"`` and after ``convert``."""
     model = tiny(name)
     logits, gradients = step(model)
     assert not products

@@ -1,6 +1,6 @@
 """``tmm explain``: the order of tiles, a choice taken apart, pictures, a profiler's command line.
 
-Choices are those of the shipped records, for GPUs that are not here.
+Choices come from the shipped records, for GPUs that are not here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused(
 
 
 def test_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
-    """What is on record, and what follows from it."""
+    """Figures of the record, and of the model."""
     argv = ("4096x4096x4096", "--gpu", "H200", "--why")
     found = json.loads(printed(capsys, *argv, "--json"))
     config, layout = found["config"], found["layout"]

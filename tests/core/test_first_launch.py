@@ -1,7 +1,7 @@
 """`tmm tune --isolate`: what a first launch does to its process costs that candidate alone.
 
-The plugin below is installed as strangers install theirs. What its kernel does when it is launched
-is its config's ``tile``.
+The plugin below is installed as third parties install theirs. The ``tile`` of its config selects
+what the kernel does when it is launched.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_what_a_first_launch_does_costs_its_candidate(
         6: f"{launch} raised SystemExit: enough",
         7: f"{launch} raised ValueError: with an out alone",
     }
-    # What crashes at another M alone has no time there.
+    # A candidate that crashes at another M only has no time there.
     assert found[1].inside_us
     assert not found[8].inside_us
     here = {tile for pid, tile in launches() if pid == os.getpid()}

@@ -207,7 +207,7 @@ def test_compiled_and_fake() -> None:
     )  # fmt: skip
     close(compiled(A, B, scale), exact(A, B, scale).relu())
     arguments = (A, B, None, None, 1.0, "", None, scale, torch.ones(1, 4))
-    # What looks for mutation of the inputs needs arithmetic that 8-bit floats do not have.
+    # torch's test for mutated inputs needs arithmetic that 8-bit floats do not have.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.tmm.matmul.default, arguments, test_utils=tests)
 

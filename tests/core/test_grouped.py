@@ -64,8 +64,8 @@ def randn(*shape: int, **kw: Any) -> Tensor:
     return torch.randn(shape, **kw)
 
 
-#: Operands of torch's four forms, all of 12 rows of which the last two are of no group, and whose
-#: rows start at 16 bytes as torch wants them.
+#: Operands of torch's four forms. Of 12 rows the last two belong to no group; rows start at
+#: multiples of 16 bytes, as torch requires.
 FORMS = {
     "m": lambda **kw: (randn(12, 16, **kw), randn(3, 16, 8, **kw), OFFS),
     "k": lambda **kw: (randn(16, 16, **kw)[:, :12], randn(12, 8, **kw), OFFS),
@@ -75,7 +75,7 @@ FORMS = {
 
 
 def known(t: Tensor, form: str) -> Tensor:
-    """What is of a group."""
+    """The part of a tensor that belongs to groups."""
     return {"m": t[..., :10, :], "n": t[..., :10]}.get(form, t)
 
 
@@ -99,7 +99,7 @@ ODD = {
     "k": lambda **kw: (randn(16, 16, **kw)[:, :12], randn(12, 8, **kw)[:, :7]),
     "n": lambda **kw: (randn(3, 8, 16, **kw), randn(7, 16, **kw).mT),
 }
-#: What follows the product, and whether BLAS has a copy of the product to make for it.
+#: Terms that follow the product, and whether BLAS has to copy the product for them.
 FOLLOWED: dict[str, tuple[bool, dict[str, Any]]] = {
     "nothing": (False, {}),
     "expression": (False, {"alpha": 2.0, "bias": randn(3, 7), "residual": randn(12, 7)}),
@@ -251,7 +251,8 @@ def expression(
     alpha: float = 1.0, epilogue: str | None = None, a_index: Any = None, out_index: Any = None,
     out_weights: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Of ragged rows, by differentiable operators of torch's; zeros beyond the last group."""
+    """The product of ragged rows by torch's differentiable operators, with zeros beyond the last
+    group."""
     x = a if a_index is None else a[a_index.long()]
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
@@ -301,7 +302,7 @@ def made(call: dict[str, Any], learns: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_values_and_gradients(call: str) -> None:
-    """Rows beyond the last group hold NaN, and those of the gradient that comes back too."""
+    """Rows beyond the last group hold NaN, in operands and in the result's gradient."""
     ours = made(CALLS[call], learns=True)
     wants = [name for name, t in ours.items() if isinstance(t, Tensor) and t.requires_grad]
     with torch.no_grad():
@@ -513,7 +514,7 @@ def test_opcheck(signature: str, learns: bool) -> None:
         else t
         for t in SIGNATURES[signature]
     )
-    # What is beyond the last group is what was there before.
+    # Rows beyond the last group keep their earlier contents.
     zeroed = {} if len(arguments) > 11 else {"zeroed": True}
     torch.library.opcheck(grouped_operator.grouped_matmul, arguments, zeroed)
 

@@ -107,7 +107,7 @@ def close(y: Tensor, expected: Tensor, dtype: torch.dtype = BF16) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_torchs_shapes(form: str) -> None:
-    """What torch's operator takes and gives, by its rules for tensors without memory."""
+    """Shapes that torch's operator takes and gives, by its rules for tensors without memory."""
     call = made(form)
     meta = {name: t.to("meta") for name, t in call.items() if t is not None}
     operands = meta.pop("a"), meta.pop("b")
@@ -238,7 +238,7 @@ def test_as_an_operator() -> None:
     torch._dynamo.reset()
     rest = (None, None, 1.0, "", None, None, None, None, True)
     arguments = (call["a"], call["b"], OFFS, *rest, call["scale_a"], call["scale_b"])
-    # What looks for mutation of the inputs needs arithmetic that 8-bit floats do not have.
+    # torch's test for mutated inputs needs arithmetic that 8-bit floats do not have.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(grouped_operator.grouped_matmul, arguments, test_utils=tests)
 
@@ -332,7 +332,7 @@ def test_the_baseline_is_torchs_on_hopper() -> None:
 
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", None), (None, "row")])
 def test_torchs_operator_is_given_what_it_takes(scales: tuple[Any, Any]) -> None:
-    """By its rules for tensors without memory: what asked them for a value would fail."""
+    """Checked by its rules for tensors without memory: a call that read a value would fail."""
     problem = tmm_core.problem(**{**made("m"), "epilogue": "silu"})
     index = replace(problem.groups, a_index=torch.int64)
     problem = replace(with_scales(problem, {"scales": scales}), device=HOPPER, groups=index)

@@ -116,7 +116,7 @@ def test_an_arithmetic_that_some_m_cannot_have_comes_last() -> None:
 
 
 def test_one_look_at_one_m_does_not_decide(tmp_path: Path) -> None:
-    """What wins at M = 256 loses elsewhere: the other arithmetic is chosen, for every M."""
+    """The winner at M = 256 loses elsewhere: the other arithmetic is chosen, for every M."""
     kernel = Summing("k", {1: "one", 2: "two", 4: "two"})
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
     timer = timed(
@@ -181,7 +181,7 @@ def test_configs_that_depend_on_m_and_kernels_that_do_are_left_out(tmp_path: Pat
     d, _ = dispatcher(FakeBlas(), kernel, loose, root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 1.0, ("k", 2): 9.0, ("loose", 1): 1.0})
     assert {chosen(d, m) for m in (1, 16, 300)} == {("k", 2, "two")}
-    # What was tried for this mode is a record of its own, without those that it forbids.
+    # This mode has a record of its own, without the kernels that it forbids.
     record = d.record(asked(16))
     assert record is not None
     assert {c.kernel for c in record[1].candidates} == {"k", "blas"}
@@ -315,7 +315,7 @@ def test_a_problem_its_arithmetic_cannot_serve_is_said_to_differ(tmp_path: Path)
     odd = asked(16, a=Operand(torch.float32, "strided", False))
     with pytest.warns(TmmWarning, match="arithmetic fast, but by any: its rows differ"):
         assert d.choose(odd, settings()).candidate.kernel.name == "general"
-    # What comes first does not decide for what comes later.
+    # The first problem does not decide for later ones.
     assert chosen(d, 16) == ("fast", 1, "fast")
 
 
@@ -405,7 +405,7 @@ def test_explain_names_the_arithmetic(tmp_path: Path) -> None:
     explained = explain_problem(d, asked(16), settings(on_cache_miss="heuristic"))
     assert "sums by   one, as all M of this weight" in str(explained)
     assert explained.to_json()["arithmetic"] == "one"
-    # The record that answers is that of the mode.
+    # The mode's own record answers.
     assert explained.record is not None
     assert explained.record.problem["batch_invariant"] is True
     plain = explain_problem(d, problem(m=16), settings(on_cache_miss="heuristic"))

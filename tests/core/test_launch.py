@@ -29,7 +29,7 @@ STREAM, FUNCTION, METADATA = 7, 5, (4, 1, 0)
 
 
 class Noted:
-    """What reached the C function, launch by launch."""
+    """Records the arguments of the C function, launch by launch."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -411,7 +411,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def test_operands_are_folded_where_they_lie(noted: Noted, release: str) -> None:
-    """The kernel is told what it is told of views, and none is made."""
+    """The kernel gets the arguments that views would give, and no view is made."""
     bias = zeros(6)
     for a, b, residual, flat in (
         (zeros(2, 3, 4), zeros(4, 6), zeros(2, 3, 6), (6, 6)),

@@ -217,7 +217,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 class EngineLinear(nn.Module):
-    """A layer like those of serving engines: no ``nn.Linear``, multiplied by a method object."""
+    """A layer as serving engines have it: no ``nn.Linear``, multiplied by a method object."""
 
     class Method:
         def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -997,7 +997,7 @@ def test_hooks_run_before_and_after_as_in_the_model_itself(
     if when == "after":
         convert(model)
     for one in (model, original):
-        # Of the results, backward hooks see only gradients.
+        # Backward hooks see gradients only, not results.
         kept = lambda *given: calls.append(given[1:])  # noqa: E731
         getattr(one[0].get_submodule(name), register)(kept)
     if when == "before":

@@ -1,5 +1,5 @@
-"""An epilogue's outputs beside the result: what calls return, in every mode, and that a kernel
-which gets one wrong is not used."""
+"""Auxiliary outputs of epilogues: what calls return, in every mode. A kernel that gets one wrong is
+not used."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Layers of GPTQ and AWQ packages after ``convert``. The classes here have the names, buffers and
-arithmetic of the packages' own (gptqmodel 7.7, autoawq 0.2.9), and pack numbers one by one; where
-a package is installed, its class is tested as well."""
+arithmetic of the packages' own (gptqmodel 7.7, autoawq 0.2.9), and pack numbers one by one. Where a
+package is installed, its class is tested as well."""
 
 from __future__ import annotations
 

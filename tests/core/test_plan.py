@@ -160,7 +160,7 @@ def test_an_out_that_a_kernel_cannot_write_is_refused(kind: str, out: Tensor) ->
 
 
 def test_every_tensor_of_a_plan_is_tried() -> None:
-    """What a plan comes to take must be refused too where it is not what was planned."""
+    """A tensor that plans take in future must also be refused where it differs from the planned."""
     plan, _ = planned(EVERYTHING["plain"])
     assert set(inspect.signature(plan.__call__).parameters) == {
         *EVERYTHING["scaled"],

@@ -1,7 +1,7 @@
 """The passes that follow a product compile without a GPU, for Ampere, Hopper and Blackwell, and
 move 16 bytes at a time.
 
-What they compute: ``test_autograd.py``.
+``test_autograd.py`` tests their values.
 """
 
 from __future__ import annotations

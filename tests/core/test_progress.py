@@ -1,4 +1,4 @@
-"""What waiting calls show: one line for a step of a model, in a terminal or in a log."""
+"""Progress of waiting calls: one line for a step of a model, in a terminal or in a log."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def expression(call: Call) -> Tensor:
 
 
 def scale_of(call: Call, name: str) -> Tensor:
-    """A scale with the dimensions of the result, which lacks those of vectors."""
+    """A scale with the dimensions of the result, which has none for a vector operand."""
     scale = widened(call[name])
     if scale.numel() == 1:
         return scale.reshape(())
@@ -264,7 +264,7 @@ def verify(call: Call, *more: tuple[str, Path]) -> None:
 
 
 def differentiate(call: Call) -> None:
-    """Hold the gradients of a call against those of torch's expression, in both modes."""
+    """Compare the gradients of a call with the gradients of torch's expression, in both modes."""
     taken = {n: recording(t) for n, t in call.items() if n != "alpha" and isinstance(t, Tensor)}
     taken = {n: t for n, t in taken.items() if t.requires_grad}
     if not taken:

@@ -288,8 +288,8 @@ def verify(call: Call, *more: tuple[str, Path]) -> None:
 
 
 def differentiate(call: Call, plain: Tensor, known: Tensor, coarse: torch.dtype) -> None:
-    """Hold gradients against those of the loop; what is not read has one of zero, also where the
-    gradient of the result is NaN because nothing is specified."""
+    """Compare gradients with the loop's. Elements that are not read have a gradient of zero, also
+    where the gradient of the result is NaN because nothing is specified."""
     taken = {n: recording(t) for n, t in call.items() if n != "alpha" and isinstance(t, Tensor)}
     taken = {n: t for n, t in taken.items() if t.requires_grad}
     up = laid_out(filled(plain.shape, FP32, 3), "contiguous").to(plain.dtype)

@@ -378,7 +378,8 @@ def test_what_is_refused(case: str) -> None:
 
 
 def test_zero_points_go_with_their_scales() -> None:
-    """By row they may lack the dimension along K; a plan takes weights of its own format alone."""
+    """Scales of rows may lack the dimension along K. A plan takes only weights of its own
+    format."""
     row = torch.rand(24, dtype=BF16)
     for scale, zero in ((row, row[:, None]), (row[:, None], row), (row, row)):
         own = _int4(scale, zero)
@@ -423,7 +424,7 @@ def test_what_is_not_finite_is_not_rounded_to_a_number(name: str, value: float) 
 
 
 def test_small_weights_keep_their_digits() -> None:
-    """Scales of 8 bits alone would round those of an ordinary layer to nothing."""
+    """Scales of 8 bits alone would round an ordinary layer's scales to zero."""
     weight = torch.randn(24, 256, dtype=BF16) * 2e-4
     for name in FORMATS:
         values = tmm_core.quantize(weight, name).dequantize()

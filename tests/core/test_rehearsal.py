@@ -1,4 +1,4 @@
-"""What ``explain()`` says of a call that no record answers: what the settings make of it."""
+"""``explain()`` of a call that no record answers: what the settings would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between Triton's releases, as far as the installed one shows it."""
+"""Differences between Triton's releases, as far as the installed one shows them."""
 
 from __future__ import annotations
 

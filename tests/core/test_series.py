@@ -1,4 +1,4 @@
-"""Single kernels timed at configs that are given in part, and what is told of them."""
+"""Single kernels timed at partly given configs, and their tables and charts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str], tmp_path:
         assert document["series"] == labels
         assert {f"kernel {label}" for label in labels} < set(document["times"])
         assert document["kernel_configs"]["fake.two tile=3"] == {"tile": 3}
-    # What failed is said, and costs its own column.
+    # A failure is reported, and costs its own column.
     pytest.importorskip("matplotlib")
     more = ("--sweep", "tile=0", "--output", str(tmp_path), "--plots", "--metric", "us")
     assert main(["bench", *argv, *more, *CPU]) == 0
@@ -86,7 +86,7 @@ DOCUMENT = {
 
 
 def test_metrics() -> None:
-    """By hand: 2e9 FLOP and 6 MB, as 16 bits an element have it, in 10 µs."""
+    """Computed by hand: 2e9 FLOP and 6 MB (16 bits an element) in 10 µs."""
     told = {metric: series.told(DOCUMENT, "tmm", metric) for metric in series.METRICS}
     assert told == {"tflops": 200.0, "gbs": 600.0, "us": 10.0, "ratio": 2.0}
     assert series.told(DOCUMENT, "kernel absent", "us") is None

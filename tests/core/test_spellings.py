@@ -1,4 +1,4 @@
-"""What people pass for an epilogue besides its name."""
+"""Other spellings of an epilogue than its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tmm_core.nn import GatedMLP, Linear
 
 TANH = partial(F.gelu, approximate="tanh")
 
-#: What is passed, its key, and the function that it is.
+#: The argument, its key, and the function that it names.
 ACCEPTED: dict[str, tuple[Any, str, Any]] = {
     "swish": ("swish", "silu", F.silu),
     "gelu_new": ("gelu_new", "gelu_tanh", TANH),
@@ -131,6 +131,6 @@ def test_every_epilogue_survives_a_pickle() -> None:
             assert again.outputs == epilogue.outputs
             z = torch.randn(3, 8)
             assert torch.equal(again.apply(z), epilogue.apply(z))
-    # Its key is that of its source where it is read.
+    # The process that reads it derives the key from its source.
     assert "key" in vars(users)
     assert "key" not in vars(pickle.loads(pickle.dumps(users)))

@@ -197,7 +197,7 @@ def posed() -> list[Problem]:
 
 
 def said(posed: list[Problem]) -> list[bool]:
-    """What was said of each, once; and that leaves none."""
+    """The promise of each distinct problem; empties the list."""
     values = list(dict.fromkeys((each.m, each.n, each.k, each.static_weights) for each in posed))
     posed.clear()
     return [value[-1] for value in values]
@@ -263,8 +263,8 @@ def test_converted_layers_say_it(posed: list[Problem]) -> None:
         ours, theirs = model(), model()
         assert convert(ours, static_weights=True)
         torch.testing.assert_close(ours(x), theirs(x))
-        # One product of the first layer, two of the MLP, one of the third, two of the last; but
-        # those of the model that was not converted.
+        # One product of the first layer, two of the MLP, one of the third, two of the last. The
+        # others belong to the model that was not converted.
         calls = [(p.m, p.n, p.k, p.static_weights) for p in posed]
         assert {call[:3] for call in calls if call[3]} == {
             (3, 8, 8), (3, 12, 8), (3, 8, 12), (3, 4, 8), (3, 6, 4), (3, 4, 6),

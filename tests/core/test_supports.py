@@ -1,5 +1,5 @@
-"""What a kernel declares is what it is asked for: every other problem is a reason against it, and
-a field that no check covers fails here."""
+"""A kernel is queried only for problems that it declares: every other problem gives a reason
+against it. A field that no check covers fails here."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ COVERED: dict[type, dict[str, Any]] = {
     Epilogue: {
         **dict.fromkeys(("device", "gated", "interleaved", "stages", "outputs"),
                         supports._epilogue),
-        # What it computes is the device function's business; derivatives are other calls'.
+        # The device function computes it; derivatives belong to other calls.
         **dict.fromkeys(
             ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
              "output_vjp", "device_derivative")

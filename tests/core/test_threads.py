@@ -20,7 +20,7 @@ PATIENCE = 30.0
 
 
 def race(count: int, work: Callable[[], Any]) -> list[Any]:
-    """What ``work`` returned in each of ``count`` threads that started together."""
+    """The results of ``work`` in ``count`` threads that start together."""
     barrier = threading.Barrier(count)
     results: list[Any] = []
 

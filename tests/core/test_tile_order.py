@@ -106,7 +106,7 @@ def program(z):
 def test_each_kernel_computes_the_tile_it_is_said_to(
     kernel: Any, more: dict[str, Any], group: int
 ) -> None:
-    """By an epilogue that returns the number of its program."""
+    """Shown by an epilogue that returns the number of its program."""
     import tmm_core
 
     tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}

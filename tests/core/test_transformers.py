@@ -296,7 +296,7 @@ def test_continuous_batching(way: Any, products: list[Any]) -> None:
     t = library("transformers")
     outputs = []
     config = t.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=63, pad_token_id=0)
-    # By default the cache takes most of the machine's memory.
+    # The default cache takes most of the machine's memory.
     small = t.ContinuousBatchingConfig(
         num_blocks=8, block_size=32, max_batch_tokens=64, use_cuda_graph=False
     )

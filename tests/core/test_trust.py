@@ -1,4 +1,4 @@
-"""What nobody verified on this machine is verified before its first result is used."""
+"""A kernel that was not verified on this machine is verified before its first result is used."""
 
 from __future__ import annotations
 

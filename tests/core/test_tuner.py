@@ -257,7 +257,7 @@ def test_what_is_gone_leaves_the_record() -> None:
 
 def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
     class Busy(FakeTimer):
-        """Half of the first decisive series is held up, of what takes two launches more."""
+        """Disturbs half of the first decisive series, for two launches more."""
 
         series = 0
 
@@ -319,7 +319,7 @@ def tried(*kernels: FakeKernel, **fields: Any) -> list[int]:
 
 def test_hopeless_configs_are_not_compiled() -> None:
     tiles = (500, 400, 300, 16, 17, 1000, 10)
-    # What it has no idea of stays.
+    # A config without an estimate stays.
     assert sorted(tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles))) == [10, 16, 1000]
     # Nothing to hold them against; nobody to ask.
     assert sorted(tried(FakeBlas(), Graded("k", tiles=tiles))) == sorted(tiles)
@@ -397,7 +397,7 @@ def test_what_is_likely_to_follow_is_compiled_behind_a_batch(
     kernels = [FakeBlas(estimate=100.0), Graded("k", tiles=tiles)]
     record = tuner.tune(problem(), kernels, settings())
     edge = [tile for tile, m in compilers.asked if m == 64]
-    assert edge == [100, 103, 106, 110]  # two behind the first batch, of which one is asked for
+    assert edge == [100, 103, 106, 110]  # two behind the first batch; one is asked for
     assert [c.config["tile"] for c in record.candidates if c.kernel == "k"] == [100, 103, 106]
     assert 110 in compilers.cancelled
     # Finalists at other M of the bucket, before they race.
@@ -434,7 +434,7 @@ def test_what_a_round_does_to_all_is_levelled() -> None:
     assert [us / medians[0] for us in medians] == pytest.approx([1.0, 1.0, 0.9])
     assert 100.0 <= medians[0] <= 110.0
     assert normalised([[3.0, 4.0, 5.0]]) == [[4.0, 4.0, 4.0]]
-    # What held up one of them alone stays.
+    # A disturbance of one column alone stays.
     held = [100.0, 300.0, 100.0]
     assert normalised([[100.0] * 3, held, [50.0] * 3])[1] == held
 
@@ -691,7 +691,7 @@ def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -
 def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is replayed first finds a cool GPU: it is replayed last too."""
+    """The column that is replayed first finds a cool GPU, so it is replayed last too."""
     replayed: list[tuple[str, int]] = []
 
     class Event:
@@ -767,7 +767,7 @@ def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() 
     times = {"blas": 210.0, "p": 200.0, "q": 203.0, "r": 206.0}
     assert without_pause(times) == ("q", ["blas", "p", "q"])
     assert without_pause({**times, "q": 205.0})[0] == "p"
-    # What is not ahead of BLAS in use cannot win.
+    # A candidate that is not ahead of BLAS in use cannot win.
     assert without_pause({**times, "blas": 205.5}) == ("q", ["blas", "p", "q"])
     assert without_pause({**times, "blas": 201.0}) == ("blas", [])
     assert without_pause({name: us / 2 for name, us in times.items()}) == ("p", [])

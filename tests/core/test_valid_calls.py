@@ -51,7 +51,7 @@ PATHS: dict[str, Callable[..., Any]] = {
     "under vjp": lambda f, more, a: torch.func.vjp(lambda t: f(more, t), a),
     "under jvp": lambda f, more, a: torch.func.jvp(lambda t: f(more, t), (a,), (a,)),
 }
-#: What misses, and the error's kind.
+#: Arguments that do not fit, and the error.
 MISSES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale of b": ({"scale_b": torch.ones(1)}, RuntimeError, "scale_b is for"),
     "scale of a": ({"scale_a": torch.ones(1), "epilogue": "relu"}, RuntimeError, "scale_a is for"),

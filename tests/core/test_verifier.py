@@ -213,7 +213,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "NaN turned to zero": (zero_for_nan, "not nan"),
     "Inf turned to a number": (large_for_inf, "not -?inf"),
     "NaN in a row too many": (nan_spreads_to_the_next_row, "elements of others"),
-    # What it left in memory of its own making is not determined: NaN, or an old number.
+    # Memory that it allocated and did not write holds NaN or an old number.
     "a partial write": (partial, r"error \S+ exceeds"),
     "no write": (writes_nothing, "of the out"),
     "a row beyond out": (beyond_out, "outside the out"),
@@ -274,7 +274,7 @@ def test_a_race_that_is_wrong_once_in_twenty(deterministic: bool) -> None:
         ]
         return sum(each.ok for each in found)
 
-    # By chance 0.95⁶⁰ = 4.6 of a hundred are missed, and less for the other launches.
+    # Chance misses 0.95⁶⁰ = 4.6 of a hundred, and fewer by the other launches.
     assert misses(60) <= 9
     assert misses(1) >= 50
 
@@ -670,7 +670,7 @@ def test_another_thread_sees_no_other_precision_while_a_call_is_tuned() -> None:
             seen.add(other.submit(lambda: matmul.fp32_precision).result())
         return right(*rest)
 
-    for tf32 in (False, True):  # posed under the setting in force, and not
+    for tf32 in (False, True):  # with and without the setting in force
         Tuner(FakeTimer({})).tune(problem(tf32=tf32), [FakeBlas(), Faulty(looking)], settings())
     assert seen == {before}
 

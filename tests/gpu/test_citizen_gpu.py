@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def untuned() -> Iterator[None]:
-    """What is measured here is nothing: any kernel that may serve will do. Also where backward
+    """Nothing is measured here: any kernel that may serve will do. Also where backward
     calls the operator, in a GPU's own thread otherwise, which no override of this one reaches."""
     with (
         tmm_core.override(on_cache_miss="heuristic"),

@@ -42,7 +42,7 @@ CUT = WarpSpecializedConfig(
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Such that a product with a square one keeps its scale."""
+    """A random matrix; a product with a square one keeps its scale."""
     generator = torch.Generator("cuda").manual_seed(seed)
     full = torch.randn(*shape, generator=generator, device="cuda")
     return (full / shape[-1] ** 0.5).bfloat16()
@@ -68,14 +68,14 @@ def ways(m: int) -> list[tuple[Any, Any]]:
             key = (kernel.name, config.early, parts)
             chosen.setdefault(key, (kernel, config))
             if isinstance(config, WarpSpecializedConfig):
-                # Blocks so small that those of the next launch are there beside them.
+                # Blocks so small that blocks of the next launch run beside them.
                 small = replace(config, num_stages=2)
                 chosen.setdefault((*key, "small"), (kernel, small))
     return list(chosen.values())
 
 
 def chain(call: Call, x: Tensor, weights: list[Tensor], between: bool, alone: bool) -> list[Tensor]:
-    """Products of which each multiplies what the one before gave."""
+    """Products in a chain: each multiplies the result of the one before."""
     outs = []
     for i in range(CALLS):
         if between:
@@ -129,7 +129,7 @@ def test_a_chain_of_products_gives_the_bits_of_single_launches(
 
 
 def test_tiles_cut_along_k_in_a_chain() -> None:
-    """Flags and workspace of one launch are those of the next."""
+    """Each launch uses the flags and the workspace of the one before."""
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("parts of these tiles suit another number of SMs")
     x = random(2304, 2304)
@@ -191,7 +191,7 @@ def _default(left: Tensor) -> Any:
 
 
 def test_the_word_is_kept_by_an_ordinary_kernel_between() -> None:
-    """What docs/serve.md promises: the weight is written, then something else runs."""
+    """As docs/serve.md requires: the weight is written, then another kernel runs."""
     x, weight = random(16, SIZE), random(SIZE, SIZE)
     sources = [random(SIZE, SIZE, seed=seed) for seed in range(2, 6)]
     scratch = torch.zeros(8, device="cuda")
@@ -233,7 +233,7 @@ def _programmatic_edges(graph: int) -> int:
 
 
 def test_a_warm_launch_asks_for_it_in_a_graph() -> None:
-    """By the C function of the installed Triton that warm launches call directly."""
+    """Warm launches call the installed Triton's C function directly."""
     x, weight = random(16, SIZE), random(SIZE, SIZE, seed=1)
     for kernel, config in ways(16):
         for overlaps in (True, False):

@@ -1,4 +1,4 @@
-"""What only several GPUs can show: NCCL, and one process with two devices."""
+"""Tests that need several GPUs: NCCL, and one process with two devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world() -> Iterator[World]:
 
 
 def cases(listed: list[Case]) -> Any:
-    """Those that fit the ranks there are: 2 × 2 needs four, and two rows are enough for two."""
+    """The cases that fit the number of ranks: 2 × 2 needs four, and two rows are enough for two."""
     fitting = [case for case in listed if GPUS == 4 or not case.mesh]
     fitting = [case for case in fitting if GPUS > 2 or not case.name.startswith("fewer")]
     return pytest.mark.parametrize("case", fitting, ids=lambda case: case.name)

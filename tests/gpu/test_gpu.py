@@ -1,4 +1,4 @@
-"""What only a GPU can show. Run on the machine the committed reports come from."""
+"""Tests that need a GPU. They ran on the machine that the committed reports come from."""
 
 from __future__ import annotations
 

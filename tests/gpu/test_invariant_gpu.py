@@ -1,5 +1,5 @@
-"""What kernels say sums alike gives a row the same bits: every config of an arithmetic, at every M,
-with everything that may follow the product."""
+"""Kernels that name the same reduction order give a row the same bits: every config, at every M,
+with every term that may follow the product."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
 
 
 def candidates(problem: tmm_core.Problem) -> dict[str, list[Any]]:
-    """Of every kernel that may serve it, by arithmetic."""
+    """The candidates of every kernel that may serve the problem, by reduction order."""
     able = dispatch.default_dispatcher().able(problem, tmm_core.settings.current())
     found = dispatch.default_dispatcher()._invariance._offered(problem, able)
     return {name: list(members) for name, members in found.items()}
@@ -124,7 +124,7 @@ def test_one_arithmetic_eagerly_compiled_captured_and_backward() -> None:
         for m in (1, 16, 70, 300):
             assert torch.equal(tmm_core.matmul(x[:m], w.t(), epilogue="silu"), y[:m]), m
             assert torch.equal(compiled(x[:m]), y_compiled[:m]), m
-            # Without gradients silu is fused. What is captured was verified outside.
+            # Without gradients silu is fused. The captured kernel was verified before the capture.
             fused = tmm_core.matmul(x[:m], w.detach().t(), epilogue="silu")
             assert torch.equal(fused, whole_fused[:m]), m
             graph, held = torch.cuda.CUDAGraph(), x[:m].clone()

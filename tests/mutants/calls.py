@@ -29,7 +29,8 @@ def _ignored(argument: str, why: str, name: str = "") -> Mutant:
 
 
 def _scaled(name: str, condition: str, why: str) -> Mutant:
-    """The key of a call with extras alone, without the arguments of which that is true."""
+    """Mutants of the key of a call that has extras only: arguments that meet the condition are left
+    out."""
     new = _ALL.replace("roles", f"[role for role in roles if not ({condition})]")
     return _key(f"scaled-{name}", _ALL, new, why)
 

@@ -1,4 +1,4 @@
-"""What a mutant is, and where it goes.
+"""A mutant: a small edit of the code, and the tests that must fail under it.
 
 A mutant names its file by the end of its path, so that moving a module does not put it out of date.
 Where code changes, change the mutant with it: what it replaces must be there once.

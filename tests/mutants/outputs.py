@@ -1,4 +1,4 @@
-"""Mutants of what epilogues write beside the result."""
+"""Mutants of the auxiliary outputs of epilogues."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from mutant import Mutant, place
 
 ROOT = Path(__file__).parents[2]
 
-#: What the tests need of the tree.
+#: Files and folders that the tests need.
 COPIED = (
     "tmm_core", "plugins", "cache", "tests", "examples", "benchmarks", "pyproject.toml", "README.md",
 )  # fmt: skip

@@ -30,7 +30,7 @@ import numpy as np
 from tmm_triton import ragged_tiles
 from tmm_triton.hopper import consumer, hopper_kernel, producer, scheduler, tile_epilogue
 
-#: Those that define the kernel's functions.
+#: Modules that define the kernel's functions.
 MODULES = (
     ragged_tiles, scheduler, producer, tile_epilogue, consumer, hopper_kernel,
 )  # fmt: skip
@@ -288,7 +288,7 @@ class Rows:
     dtype = types.SimpleNamespace(element_ty=np.float64)
 
     def __init__(self, matrix: np.ndarray) -> None:
-        #: As it lies in memory.
+        #: In its memory layout.
         self.matrix = matrix
 
 
@@ -305,7 +305,7 @@ class Sum:
 
 
 class _Layout:
-    """Of shared memory, where it says nothing here."""
+    """A layout of shared memory, which has no effect here."""
 
     def __init__(self, *fields: Any) -> None:
         pass
@@ -343,7 +343,7 @@ def run_block(
         overlaps: The launch before still runs when the block begins; the block is to wait for it
             and to let the next one begin.
         at_rest: What nobody writes meanwhile.
-        module: Its functions are in the place of those of :data:`MODULES`.
+        module: Its functions take the place of the functions of :data:`MODULES`.
 
     Raises:
         OrderError: It does not wait, or too late.
@@ -530,7 +530,7 @@ def run_block(
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):
                 names[name] = types.FunctionType(function.__code__, names, name)
-    # What the workspace's order is good for, and needs, are whole warps.
+    # The workspace's order is made for whole warps, and needs them.
     names |= {"_acquire": acquire, "_plus": operator.add, "barrier": lambda: None, "part_at": place}
     # Addresses and shifts, which have a test of their own.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}

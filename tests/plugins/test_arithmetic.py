@@ -38,7 +38,7 @@ PERSISTENT = PersistentConfig(**TILE, GROUP_M=8, SUBTILE=1, FLATTEN=False)
 
 @pytest.fixture(autouse=True)
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is proposed for an H100 is asked of whatever machine this is."""
+    """Configs for an H100 are proposed on any machine."""
     for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
@@ -184,7 +184,7 @@ def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
 
 
 def test_elsewhere_nothing_is_claimed() -> None:
-    """What an H100 showed says nothing of other hardware, other operands or the interpreter."""
+    """An H100's measurements do not cover other hardware, other operands or the interpreter."""
     grouped = Grouped()
     for asked in (
         problem(device=A100),

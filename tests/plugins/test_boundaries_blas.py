@@ -163,7 +163,7 @@ def test_every_step_after_the_product_costs_its_pass_and_its_launch() -> None:
     added = replace(LARGE, residual=ROW)
     plain = us(LARGE)
     assert plain < us(silu) < us(added) < us(replace(silu, residual=ROW))
-    # What moves and what is multiplied grows by the residual alone.
+    # Only the residual adds bytes and operations.
     launches = blas.LAUNCH_US
     small = replace(LAYER, m=1, n=8, k=8)
     assert us(replace(small, epilogue=parse("silu"))) - us(small) == pytest.approx(

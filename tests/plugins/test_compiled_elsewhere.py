@@ -1,4 +1,4 @@
-"""What a worker process compiled is what ``bind`` finds: the same builds, under the same keys.
+"""``bind`` finds what a worker process compiled: the same builds, under the same keys.
 
 Compiling needs Triton not to be interpreting, so it is done in a process of its own.
 """
@@ -111,7 +111,7 @@ def test_the_target_is_the_drivers() -> None:
     assert target_of(replace(H100, capability=(12, 1))) == GPUTarget("cuda", 121, 32)
     assert target_of(MI300) == GPUTarget("hip", "gfx942", 64)
     assert target_of(replace(MI300, arch="gfx1100")) == GPUTarget("hip", "gfx1100", 32)
-    # Of records that name no architecture, and of what is no GPU.
+    # Records may name no architecture, and a CPU has none.
     assert target_of(replace(MI300, arch="")) is None
     assert target_of(DeviceFingerprint("cpu", "cpu")) is None
     assert target_of(DeviceFingerprint("cpu", "cpu", interpreted=True)) is None

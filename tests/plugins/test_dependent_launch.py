@@ -34,7 +34,7 @@ from tmm_core.triton import compile_for, source
 KERNELS: list[Any] = [WarpSpecialized(), Skinny(), SplitK()]
 DECODE = problem(16, 4096, 4096)
 SAID = dataclasses.replace(DECODE, static_weights=True)
-#: What each kernel may do early where b may be written until the wait.
+#: The values of ``early`` that are safe if b may be written until the wait, by kernel.
 SAFE = {"triton.warp_specialized": ["wait", "l2"], "triton.skinny": ["wait"]}
 SAFE["triton.split_k"] = ["wait"]
 
@@ -63,7 +63,7 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
         assert (plain.assumes, plain.unsaid(DECODE)) == ((), [])
         assert kernel.arithmetic(SAID, plain) == kernel.arithmetic(SAID, config)
         assert type(config).from_json(config.to_json()) == config
-        # What was on record before there was such a field.
+        # Records that are older than the field.
         assert type(plain).from_json(
             {name: value for name, value in plain.to_json().items() if name != "early"}
         ) == plain  # fmt: skip
@@ -181,7 +181,7 @@ def test_early_with_all_that_follows(consumers: int, pingpong: bool, ways: dict[
 
 
 def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) -> int:
-    """Of tiles that are cut, blocks such that the last wave has room for their parts."""
+    """The number of blocks; if tiles are cut, the last wave has room for their parts."""
     if "splits" not in ways:
         return usual
     rows = 2 if pingpong else 2 * consumers
@@ -271,7 +271,8 @@ def test_what_is_prefetched_is_what_is_loaded_first(
 
 # The program.
 
-#: What touches memory that others write, or lets others begin, in the order of the program.
+#: Instructions that touch memory that others write, or let others begin, in the order of the
+#: program.
 _EVENTS = re.compile(
     r"griddepcontrol\.\w+"
     r"|cp\.async\.bulk\.prefetch"

@@ -75,8 +75,9 @@ def test_rates_by_dtype() -> None:
 def test_guesses_are_good_where_times_are_known(
     folder: str, device: DeviceFingerprint, tmp_path: Path
 ) -> None:
-    """By the shipped records, a guess takes less than 10 % longer than the best in geometric mean,
-    and few take longer than BLAS; a config that they do not have counts as the kernel's best."""
+    """Compared with the shipped records, an untuned choice takes less than 10 % longer than the
+    best in geometric mean, and few take longer than BLAS. A config that is not on record counts as
+    the kernel's best."""
     dispatcher = dispatch.default_dispatcher()
     registry = dispatcher.registry
     nothing_near = Neighbours(CacheStore(tmp_path, []))

@@ -41,7 +41,8 @@ class Interpreted(Gathered):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_rows_are_copied_and_multiplied(index: torch.dtype) -> None:
-    """Those of groups: an index beyond the last is not followed, nor what lies there read."""
+    """Only rows of groups are copied: an index beyond the last group is not followed, and no memory
+    is read there."""
     t, rows, n, k = 45, 20, 16, 24
     a = torch.randn(rows, 2 * k)[:, :k]
     b = torch.randn(3, n, k).mT

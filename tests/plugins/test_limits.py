@@ -30,7 +30,7 @@ def same(y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_maximum_below_zero_at_edge_tiles(kind: Any) -> None:
-    """What lies beyond the result counts for nothing, not for zero."""
+    """Elements beyond the result are left out; they do not count as zero."""
     a, b = torch.rand(37, 24) + 0.1, -torch.rand(24, 40) - 0.1
     port = Port("most", kind, reduce="max")
     epilogue = Epilogue("f", same, device=same, outputs=(port,))

@@ -1,4 +1,4 @@
-"""Outputs beside the result in the tiled kernel, interpreted: in tiles that divide nothing."""
+"""Auxiliary outputs in the tiled kernel, interpreted, in tiles that divide no dimension."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each case gave; one process for all, which takes seconds to start."""
+    """The results of all cases, from one process, since a process takes seconds to start."""
     folder = tmp_path_factory.mktemp("evict_first")
     environment = {
         **os.environ, "TRITON_INTERPRET": "0", "TMM_CACHE_DIR": str(folder / "tmm"),

@@ -23,7 +23,7 @@ from tmm_core.spec.epilogue import EpilogueLike
 Tensor = torch.Tensor
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: Of the fp64 reference's norm.
+#: Relative to the fp64 reference's norm.
 TOLERANCE = {FP16: 4e-4, BF16: 5e-3, FP32: 5e-7}
 CONFIG = RaggedConfig(
     BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_stages=2, num_warps=4, GROUP_M=2, SUBTILE=1
@@ -42,7 +42,7 @@ class Call:
         ends: The ends of groups along ``ragged``, whose size in all is ``total``.
         layouts: Of a and b: row-major, column-major or strided.
         read: Rows of a that are gathered; none: they are read in their order.
-        b_dtype: None: that of a.
+        b_dtype: None: a's dtype.
         scales: The kind for a and for b, of 8-bit operands.
     """
 
@@ -113,7 +113,7 @@ class Call:
             rows["out_index"] = torch.cat([inside, torch.arange(end, m)]).to(self.scattered)
         if self.weights is not None:
             rows["out_weights"] = torch.rand(m, generator=chance).to(self.weights)
-        # What is beyond the last group reaches nothing.
+        # Memory beyond the last group affects nothing.
         for t, dimension in ((a, self.ragged in "k"), (b, self.ragged == "n")):
             flat = t.dim() == 2 and self.read is None
             if flat and (self.ragged != "m" or t is a):
@@ -313,7 +313,7 @@ def test_what_is_declined() -> None:
 def test_explained_by_the_tiles_of_all_groups(
     along: Any, sizes: tuple[int, int, int], tiles: int
 ) -> None:
-    """Of four groups of 32."""
+    """Tiles of four groups of 32."""
     row = Operand(FP16)
     gpu = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448)
     problem = Problem(*sizes, row, row, row, gpu, groups=Groups(4, along))

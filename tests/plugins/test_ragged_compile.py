@@ -58,10 +58,10 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     }
 
 
-#: Whose loads are of one element: unaligned rows, and groups that start inside rows.
+#: Cases that load single elements: unaligned rows, and groups that start inside rows.
 ONE_BY_ONE = ("loose", "fp8_sums")
 
-#: What is compiled for which target, at 1.3 s each.
+#: The cases compiled for each target, at 1.3 s each.
 ASKED = {
     "80": ("gated", "loose"),
     "90": (

@@ -110,7 +110,7 @@ class Call:
         self.scale_a = random.random((self.m if by_row else 1, 1)) + 0.5
         self.scale_b = random.random((self.count, width) if by_row else (1, 1)) + 0.5
         if ragged == "m":
-            # What is beyond the last group reaches nothing.
+            # Memory beyond the last group affects nothing.
             self.a[ends[-1] :] = np.nan
             if self.residual is not None:
                 self.residual[ends[-1] :] = np.nan
@@ -349,7 +349,7 @@ def test_groups_share_no_tile_and_blocks_their_number() -> None:
         assert len({each for block in stored for each in block}) == 2 * tiles
 
 
-# What the host does.
+# The host's part.
 
 
 def grouped(ragged: str = "m", count: int = 8, **fields: Any) -> Problem:
@@ -366,7 +366,7 @@ def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
         describe = tensor_map(Operand.of(t), 4, 16, "clipped")
         described = describe(t)
         assert described.block_shape == [1, 1, 4, 16]
-        # What CUDA's tensor maps allow.
+        # Limits of CUDA's tensor maps.
         assert all(0 < size < 2**31 for size in described.shape)
         apart = [stride * t.itemsize for stride in described.strides[:-1]]
         assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in apart)
@@ -420,7 +420,7 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     assert step.arguments.keys() == special.types.keys()
     assert step.arguments["G"] == 8
     blocks = step.grid[0]
-    # Of 4 bytes each, as the table's are.
+    # Numbers of 4 bytes, like the table's.
     scratch = (8 * blocks, torch.float32) if asked.along == "m" else None
     assert more["workspace"] == scratch
     assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
@@ -449,8 +449,8 @@ def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
 
 
 def test_what_groups_are_offered() -> None:
-    """Large ones Hopper's tiles, few rows a group those of ``triton.ragged``; neither splits K nor
-    begins early."""
+    """Large groups get Hopper's tiles, and few rows a group get ``triton.ragged``'s. Neither splits
+    K or begins early."""
     plain = Ragged()
     for asked, first in (
         (grouped(m=64, n=28672), False),
@@ -471,7 +471,7 @@ def test_what_groups_are_offered() -> None:
             for kernel in (KERNEL, plain)
         )
         assert (best < other) is first, asked
-        # Such configs may come from records of other problems.
+        # Records of other problems may hold such configs.
         odd = replace(CONFIG, tail_splits=4, early="b")
         fitted = tile_shapes.adapted(asked, odd)
         assert (fitted.tail_splits, fitted.splits, fitted.early) == (1, 1, "")

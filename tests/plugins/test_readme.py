@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 
 def install(folder: Path) -> str:
-    """What pip would leave behind: the module, and the metadata; returns the module's name."""
+    """Write the files that pip would: the module and its metadata. Return the module's name."""
     (package,) = blocks("toml")
     name = re.search(r'^name = "(.+)"$', package, re.M)[1]  # type: ignore[index]
     version = re.search(r'^version = "(.+)"$', package, re.M)[1]  # type: ignore[index]

@@ -60,7 +60,7 @@ class TestRealigned(KernelConformance):
         yield replace(self._probe(), dtype=FP32, tf32=True, b="col", out="col")
 
     def probes_of_layouts(self) -> Iterator[Probe]:
-        """And one operand misaligned, the other not; and sizes of which one is odd."""
+        """Adds one misaligned operand beside an aligned one, and sizes with one odd number."""
         yield from super().probes_of_layouts()
         base = self._probe()
         for layout in ("row_unaligned", "col_unaligned", "row_sliced", "strided"):
@@ -256,7 +256,7 @@ def test_serves(asked: Problem) -> None:
     assert served.a.aligned
     assert served.b.aligned
     for config in configs:
-        # What is left to the inner kernel takes as long as it says, the copies come on top.
+        # The inner kernel takes as long as it estimates, and the copies come on top.
         time = KERNEL.estimate_us(asked, config)
         inner = inner_kernels()[config.inner]
         assert time is not None
@@ -285,8 +285,7 @@ def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
 
 @pytest.fixture
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is proposed for an H200 is asked of whatever machine this is: one that can build no
-    launcher proposes nothing."""
+    """Configs for an H200 are proposed on any machine, also where no launcher can be built."""
     for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
@@ -315,7 +314,7 @@ def test_estimates_count_the_copies() -> None:
     """33.5 MB read and written at 4.27 TB/s: 16 µs for each operand."""
 
     def estimate(asked: Problem) -> float:
-        # Of one config: the default may change with what is copied.
+        # One config for all: the default may change with the operands that are copied.
         time = KERNEL.estimate_us(asked, KERNEL.default_config(problem()))
         assert time is not None
         return time
@@ -343,7 +342,7 @@ def test_memory_for_the_copies_is_counted() -> None:
     # 4097 elements in rows of 4160, the next multiple of 128 bytes.
     assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2
     assert KERNEL.workspace_bytes(problem(b=ALIGNED), config) == 4097 * 4160 * 2
-    # Of a batch each matrix, though what all share is copied once.
+    # Each matrix of a batch is copied; a matrix that all share is copied once.
     asked = problem(300, 100, 300, batch=100, b=ALIGNED)
     batched = KERNEL.default_config(asked)
     held = inner_kernels()[batched.inner].workspace_bytes(realigned(asked), batched.config)
@@ -418,7 +417,7 @@ def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None
     assert KERNEL.default_config(problem()).inner == "triton.persistent"
 
 
-# What the compiler makes of it.
+# The compiled kernel.
 
 
 def compiled(asked: Problem, count: int) -> list[dict[str, Any]]:

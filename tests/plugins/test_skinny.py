@@ -225,7 +225,7 @@ def test_arithmetic_addresses_masks(
     assert np.isnan(out[:, :, n:]).all()
 
 
-# What the compiler makes of it.
+# The compiled kernel.
 
 
 def compiled(sm: int) -> list[dict[str, Any]]:
@@ -236,8 +236,8 @@ def compiled(sm: int) -> list[dict[str, Any]]:
         name: replace(problem, device=DEVICES[sm])
         for name, problem in (("whole", DECODE), ("one", replace(DECODE, m=1)), ("tail", tail))
     }
-    # What is fused and masked bears on none of what is counted: of the tiles that both propose each
-    # has every other one. A compilation takes 0.7 s.
+    # Fused terms and masks do not change the counts. So the two problems divide the tiles that both
+    # propose. A compilation takes 0.7 s.
     tiles = {
         name: list(dict.fromkeys(replace(c, early="") for c in kernel.configs(problem)))
         for name, problem in asked.items()
@@ -271,7 +271,7 @@ def test_operands_go_from_memory_to_the_tensor_cores(sm: int, uninterpreted: Uni
     assert {line["name"] for line in lines} == {"whole", "one", "tail"}
     for line in lines:
         config = SkinnyConfig(**line["config"])
-        # Of one step, in loads of 8 elements a lane; the first step is written out once more.
+        # Loads of 8 elements a lane in one step; the first step is written out once more.
         b = config.BLOCK_N * config.part // (32 * 8)
         a = config.BLOCK_M * config.part // (32 * 8)
         assert line["wide"] == (a + b) * config.num_stages, line

@@ -1,5 +1,5 @@
-"""The large tiles that the Triton kernels propose compile, and of the small ones one of each kind,
-without a GPU, for Ampere, Hopper and Blackwell: shared memory fits, tiles stay in registers,
+"""The large tiles that the Triton kernels propose compile without a GPU, for Ampere, Hopper and
+Blackwell, and so does one small tile of each kind. Shared memory fits, tiles stay in registers, and
 Hopper's get ``wgmma``. So does a config of every tile for Ada and for AMD's MI300, which nobody
 has timed yet.
 """
@@ -39,7 +39,7 @@ DEVICES = {
 #: resident block; a tile that does not fit its registers costs 300 and more.
 MOST_STACK = 160
 KERNELS = ("naive", "grouped", "split_k", "fused_epilogue", "persistent")
-#: Those that write outputs beside the result, and some.
+#: The kernels that write auxiliary outputs, and some outputs.
 TILED = {"grouped", "fused_epilogue"}
 OUTPUTS = (
     Port("amax", "row", reduce="max", **ABSOLUTE),
@@ -48,7 +48,7 @@ OUTPUTS = (
 
 
 def problems(device: DeviceFingerprint) -> dict[str, Problem]:
-    """What proposes between them every tile that there is."""
+    """Problems that together propose every tile."""
     row, col = Operand(BF16), Operand(BF16, "col")
     loose = Operand(BF16, aligned=False)
     large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("silu"), bias=BF16)
@@ -194,7 +194,7 @@ def test_tiles_compile_and_fit(sm: int, uninterpreted: Uninterpreted) -> None:
     assert {x["kernel"] for x in through} == ({"split_k"} if sm == 90 else set())
     assert not [label(x) for x in through if x["async"] or not 0 < x["once"] < x["wide"]]
 
-    # What configs are chosen by is what the compiler makes of them; on Blackwell it adds
+    # The shared memory by which configs are chosen is what the compiler uses. On Blackwell it adds
     # scratch of its own, up to 8 KiB.
     if sm < 100:
         assert not [label(x) for x in main if x["shared"] > x["claimed"] + 2048]
@@ -235,8 +235,8 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
                 continue
             for config in kernel.configs(problem):
                 key = (problem.a.dtype, problem.gated, config.BLOCK_M, config.BLOCK_N)
-                # What may not fit is the large ones, where two accumulators are held or 8-bit
-                # numbers are multiplied: at 0.8 s each the others are enough once.
+                # Only large tiles may not fit, with two accumulators or 8-bit numbers. The others
+                # are compiled once, at 0.8 s each.
                 if (problem.gated or problem.native) and config.BLOCK_M < 128:
                     continue
                 jobs.setdefault(key, (module, problem, config, kernel.builds(problem, config)[0]))

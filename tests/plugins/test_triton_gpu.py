@@ -1,4 +1,4 @@
-"""What only a GPU can show of the Triton kernels: counters, captured launches, tensor maps."""
+"""Tests of the Triton kernels that need a GPU: counters, captured launches, tensor maps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
-    """A launcher and its operands. Its programs wait for each other, but for those of ``split``."""
+    """A launcher and its operands. Its programs wait for each other, except in ``split``."""
     if case in ("cut", "shared", "parts"):
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs Hopper")

@@ -34,7 +34,7 @@ from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.triton import device_function
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-#: Of the fp64 reference's norm. The interpreter truncates to bf16 where a GPU rounds.
+#: Relative to the fp64 reference's norm. The interpreter truncates to bf16 where a GPU rounds.
 TOLERANCE = {FP16: 4e-4, BF16: 5e-3, FP32: 5e-7}
 
 H200 = DeviceFingerprint(
@@ -118,7 +118,7 @@ def run(
     alpha: float = 1.0,
     epilogue: Any = None,
 ) -> torch.Tensor:
-    """What the kernel computes, held to the fp64 reference on the way."""
+    """Return the kernel's result, after comparing it with the fp64 reference."""
     function = parse(epilogue)
     if out is None:
         n = b.shape[-1] // (2 if function.gated else 1)
@@ -624,7 +624,7 @@ def test_gelu_is_as_exact_below_zero_as_above() -> None:
     z = torch.cat([torch.linspace(-13, 8, 8000), torch.logspace(-6, 0, 192) * -1])
     out = torch.full_like(z, float("nan"))
     _gelu_kernel[(1,)](z, out, SIZE=8192)
-    # Of the cumulative distribution by the complement, which cancels nowhere.
+    # The cumulative distribution from its complement, which cancels nowhere.
     expected = 0.5 * z.double() * torch.special.erfc(-z.double() / math.sqrt(2))
     error = ((out.double() - expected) / expected).abs()
     assert error[z > -6].max() < 3e-6

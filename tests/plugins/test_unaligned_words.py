@@ -23,7 +23,7 @@ class Matrix:
         self.elements = random.integers(0, 2**16, (rows, columns), dtype=np.uint16)
         self.address = 2 * int(random.integers(0, 4))
         first = self.address // 2
-        # What lies around the matrix is any number, to be left out.
+        # The memory around the matrix holds arbitrary numbers, which must be left out.
         around = first + rows * stride + 64
         self.memory = random.integers(0, 2**16, around // 4 * 4, dtype=np.uint16)
         self.owned = np.zeros(len(self.memory), dtype=bool)
@@ -60,7 +60,7 @@ class Words(Tensor):
 
 
 def funnel(low: Any, high: Any, skew: Any) -> Tensor:
-    """What the kernel has assembly for."""
+    """The same in Python as the kernel's assembly."""
     bits = low.astype(object) | (high.astype(object) << 64)
     return ((bits >> skew.astype(object)) & (2**64 - 1)).astype(np.uint64).view(Tensor)
 

@@ -188,7 +188,7 @@ def stored(asked: Problem) -> str:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("residual", [None, Operand(BF16)])
 def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | None) -> None:
-    """What it stores of a row that ends elsewhere it stores past its end, in whose memory."""
+    """Of other rows TMA would store elements past the end, in memory of others."""
     for n in range(4088, 4097):
         for dtype, whole in ((BF16, 8), (FP32, 4)):
             asked = problem(n=n, out=dtype, batch=batch, residual=residual)
@@ -327,7 +327,7 @@ def test_which_products_may_lie_beside_each_other(asked: Problem) -> None:
         two.shared_memory(asked)
     assert not [config for config in KERNEL.configs(asked) if config.narrow]
     plain = [problem(384, 6144, layout=layout) for layout in ("nn", "nt", "tn", "tt")]
-    # Of a row-major b gate and up come in rows of 64 bytes, which takes longer.
+    # From a row-major b, gate and up are loaded in rows of 64 bytes, which takes longer.
     gated = [problem(384, 6144, layout=layout, epilogue="swiglu") for layout in ("nt", "tt")]
     for served in plain + gated:
         assert [c for c in KERNEL.configs(served) if c.narrow], served
@@ -448,8 +448,8 @@ def computed(
     ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up; ``ranges``: of K,
     one after the other. ``words``: the operand that is loaded word by word. ``early``: as in a
     config; unless it is given, two seeds of three begin before the launch before has ended.
-    ``reduce``: by what the absolute values of each row are, for an output beside the result, which
-    is compared here."""
+    ``reduce``: how the absolute values of each row are reduced to an auxiliary output, which is
+    compared here."""
     rows, depth = 2, 2
     if early is None:
         early = "wait" if seed % 3 < 2 and words != "b" else ""
@@ -650,7 +650,7 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
 def test_a_tile_is_two_products_beside_each_other(
     consumers: int, pingpong: bool, gated: bool, columns: int, strip: int
 ) -> None:
-    """Of a gated tile, the first product is gate's columns and some of up's."""
+    """The first product of a gated tile has gate's columns and some of up's."""
     for seed, (layout, n, k, parts) in enumerate(
         [
             ("nt", 24, 7, 1), ("tt", 13, 8, 1), ("nn", 36, 1, 1), ("nt", 30, 7, 2), ("tn", 3, 5, 1),
@@ -696,7 +696,7 @@ def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int
 def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: str) -> None:
     # One k-step to many, more and fewer than stages, and several tiles a block, some cut.
     for seed, (k, stages, programs) in enumerate([(1, 2, 1), (2, 3, 3), (7, 2, 1), (11, 4, 2)]):
-        # Boxes of a are one where consumers take turns.
+        # A tile has one box of a if consumers alternate.
         for words in "ab" if pingpong or consumers == 1 else "b":
             out, expected = computed(
                 seed, m=5, k=k, stages=stages, programs=programs, consumers=consumers,
@@ -852,12 +852,12 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
     assert wrong > 0
 
 
-# What the compiler makes of it.
+# The compiled kernel.
 
 
 def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
-    """What the compiler makes of configs for each problem (``configs_of``), where Triton does not
-    interpret, as on a GPU."""
+    """The compiled configs of each problem (``configs_of``), in a process that does not interpret,
+    as on a GPU."""
     found = []
     for asked, config in [(p, c) for p in problems for c in configs_of(p, which)]:
         special = KERNEL.specialize(asked, config)
@@ -953,7 +953,7 @@ def test_every_config_compiles_for_hopper(
 def test_storing_by_pointers_takes_no_more(
     dtype: torch.dtype, layout: str, which: str, stack: int, uninterpreted: Uninterpreted
 ) -> None:
-    """Of shared memory, nor of registers (one config that stores fp32 spills two)."""
+    """Neither shared memory nor registers (one config that stores fp32 spills two)."""
     asked = problem(4097, 4097, 4097, layout, out=Operand(dtype, aligned=False))
     for result in uninterpreted(compiled, [asked], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
@@ -1013,11 +1013,11 @@ def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpr
         assert result["stack"] <= 256, result
 
 
-# What the host does.
+# The host's part.
 
 
 def tensor_map(operand: Operand, rows: int, columns: int, kind: str) -> Any:
-    """What makes the tensor map of a tile of an operand."""
+    """The function that makes the tensor map of a tile of an operand."""
     return described("a", operand, rows, columns, kind, TensorDescriptor)[1].describe
 
 

@@ -1,5 +1,5 @@
-"""Offsets beyond 2³¹ elements, in memory that is mapped but hardly touched; and rows that an index
-names, of which there are fewer or more than there are products."""
+"""Offsets beyond 2³¹ elements, in memory that is mapped but hardly touched. An index may also name
+fewer or more rows than there are products."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP = 55_063_704
 
 @pytest.fixture(scope="module")
 def memory() -> torch.Tensor:
-    """4.3 GB of fp16 zeros, of which a page is taken for each row that is written."""
+    """4.3 GB of fp16 zeros; memory is taken for the pages that are written."""
     size = 2 * (39 * STEP + 256)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:

@@ -1,7 +1,7 @@
 """One launch of ``triton.warp_specialized``, for compute-sanitizer to look at.
 
-Prints where Triton keeps the byte that tells a warp which partition to run, as an offset in the
-block's shared memory, and the result's error::
+Triton keeps a byte that tells a warp which partition to run. The program prints the byte's offset
+in the block's shared memory, and the result's error::
 
     compute-sanitizer --tool racecheck --racecheck-report all python tests/gpu/racecheck/kernel.py 0
 """

@@ -1,6 +1,6 @@
 """A Gluon kernel that starts two partitions and does nothing else, for compute-sanitizer.
 
-What racecheck reports of it is in the code that Triton adds to every warp-specialised kernel.
+Racecheck's reports on it are about the code that Triton adds to every warp-specialised kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What compute-sanitizer says of the Hopper kernel, and of two protocols that it may misjudge.
+"""Reports of compute-sanitizer on the Hopper kernel, and on two protocols that it may misjudge.
 
 ``staging.cu`` is the protocol of the staging buffers of ``triton.warp_specialized`` alone,
 ``dispatch.cu`` that by which Triton starts a kernel's partitions, right and with one thing left
@@ -37,7 +37,7 @@ PROGRAMS = {
 }
 #: Configs of the kernel that are launched.
 CONFIGS = range(4)
-#: Warps of the largest block, each of which has a byte.
+#: Warps of the largest block; each has a byte.
 WARPS = 16
 Variant = tuple[str, str, str]
 _SUMMARIES = (
