@@ -28,7 +28,7 @@ class Hooks:
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
-        #: Hook, and the plugin's id, of failed wrappers.
+        #: Failed wrappers: the hook and the plugin's id.
         self._left_out: set[tuple[str, int]] = set()
 
     def register(self, plugin: object, name: str) -> list[str]:

@@ -4,7 +4,7 @@ Whatever a kernel returns or raises must cost only that kernel: not the process 
 hook), not the call, and not the other kernels' times in the record. Results are checked against the
 limits of records (:mod:`tmm_cache.fields`). A kernel with an invalid result is set aside for the
 life of the process, with a warning that points at the faulty code. Exceptions of signal handlers
-pass.
+are re-raised.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class CheckedKernel(Kernel[Any]):
 
         Raises:
             PluginError: The kernel raised, or returned something not callable; the message says
-                where. This costs only the candidate; the kernel is not set aside. TmmError,
-                torch.OutOfMemoryError: As raised by the kernel.
+                where. This costs only the candidate; the kernel is not set aside.
+            TmmError, torch.OutOfMemoryError: As raised by the kernel.
         """
         passing = (TmmError, torch.OutOfMemoryError)
         return self._call("bind", _launcher, problem, config, compiles=True, passing=passing)
@@ -180,7 +180,7 @@ class CheckedKernel(Kernel[Any]):
 
     @property
     def compiles(self) -> bool:
-        """Whether it can compile ahead of ``bind``."""
+        """Whether the kernel can compile ahead of ``bind``."""
         return self.fault is None and type(self.kernel).compile is not Kernel.compile
 
     def arithmetic(self, problem: Problem, config: Any) -> str | None:
@@ -199,7 +199,7 @@ class CheckedKernel(Kernel[Any]):
         """The SM resources of the kernel's functions.
 
         Raises:
-            Exception: Whatever the kernel raised; it is not set aside.
+            Exception: Whatever the kernel raised. The kernel is not set aside.
         """
         passing = (Exception,)
         return self._call("resources", _resources, problem, config, compiles=True, passing=passing)
@@ -215,8 +215,8 @@ class CheckedKernel(Kernel[Any]):
         """The checked result of one of the kernel's methods.
 
         Args:
-            compiles: It may take long, and a failure costs only the candidate.
-            passing: Types of exceptions that pass.
+            compiles: The method may take long, and a failure costs only the candidate.
+            passing: Types of exceptions that are re-raised.
 
         Raises:
             PluginError: The kernel is set aside, now or before, or the candidate fails.
@@ -254,8 +254,8 @@ class CheckedKernel(Kernel[Any]):
 
     @contextmanager
     def _running(self, method: str, patience: float | None = None) -> Iterator[None]:
-        """A context in which the kernel's own code runs: a product that it computes is served by
-        BLAS, and if it does not return, that is reported."""
+        """A context for the kernel's own code. BLAS serves the products that this code computes,
+        and code that does not return is reported."""
 
         def what() -> str:
             return (
@@ -351,7 +351,8 @@ _anatomy: Callable[[Any], Anatomy | None] = _such(
 
 
 _launcher: Callable[[Any], Launcher] = _such(
-    # Callers read its class, which runs code of an odd one.
+    # Callers distinguish launchers from exceptions by isinstance, which runs the code of a hostile
+    # `__class__`. Here its exception is caught.
     lambda x: callable(x) and not isinstance(x, BaseException),
     "returned {}, which is not callable",
 )
@@ -399,7 +400,7 @@ def _where(kind: type, method: str, error: BaseException) -> str:
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     frames = traceback.extract_tb(trace_of(error))
     if code is None:
-        # Of an attribute only the class is known.
+        # An attribute has no code of its own: name the class.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
         except (OSError, TypeError) as error:

@@ -2,7 +2,7 @@
 
 A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through the
 entry-point group ``tmm_core``. tmm's own Triton kernels are registered the same way. BLAS is
-registered by the core: it serves where no metadata can be read, and whichever plugins are allowed.
+registered by the core: it serves where no metadata can be read, whatever plugins are allowed.
 A broken plugin is reported once, by name and distribution, and costs only itself.
 """
 
@@ -120,7 +120,7 @@ class Registry:
         self._baseline = baseline
         #: The plugins, and pluggy's manager of them (``hooks.manager``).
         self.hooks = Hooks()
-        #: With their origins, by id.
+        #: Plugins with their origins, by the plugin's id.
         self._plugins: dict[int, tuple[object, Source]] = {}
         self._kernels: dict[str, CheckedKernel] = {}
         #: All deferred kernels, and the sources of the ones not loaded yet.
@@ -176,8 +176,9 @@ class Registry:
     def load(self) -> None:
         """Load the entry points, once; called wherever they are needed.
 
-        A plugin whose import computes a product gets here again; the kernels registered so far
-        serve it. If a signal's exception interrupts loading, the next call starts anew.
+        The import of a plugin may compute a product and call this method again. The kernels
+        registered so far serve that product. If a signal's exception interrupts loading, the next
+        call starts again.
         """
         if not self._loaded:
             with self._lock:
@@ -270,8 +271,8 @@ class Registry:
 
     @contextmanager
     def _costing(self, source: Source, failed: str) -> Iterator[None]:
-        """A context in which an exception, whatever a stranger's code raises, becomes a fault of
-        ``source``: a PluginError with its own text, another with ``failed`` before it."""
+        """A context that turns any exception of a stranger's code into a fault of ``source``. The
+        fault has the text of a PluginError, or ``failed`` and the text of another exception."""
         try:
             yield
         except BaseException as error:
@@ -282,8 +283,8 @@ class Registry:
                 self._faults.append(Fault(source, f"{failed}: {error_text(error)}", error))
 
     def _take(self, plugin: object, source: Source) -> bool:
-        """Register with pluggy, which checks signatures; returns whether the plugin has
-        hooks to call."""
+        """Register a plugin with pluggy, which checks signatures; returns whether its hooks can be
+        called."""
         with self._costing(source, "cannot be registered"):
             faults = self.hooks.register(plugin, source.plugin)
             self._plugins[id(plugin)] = plugin, source
@@ -325,7 +326,7 @@ class Registry:
             self._kernels[kernel.name] = kernel
 
     def _fetch(self, name: str) -> None:
-        """Load a deferred kernel, unless it is loaded."""
+        """Load a deferred kernel, unless it was loaded before."""
         with self._lock:
             source = self._unloaded.get(name)
             if source is None or self._loading:
@@ -352,7 +353,7 @@ class Registry:
         self._epilogues[epilogue.name] = (epilogue, source)
 
     def _add_format(self, form: Any, source: Source) -> None:
-        """Formats are the process's, not a registry's: tensors of theirs outlive it."""
+        """Formats belong to the process, not to a registry: their tensors outlive it."""
         if type(form) is not Format:
             raise PluginError(f"tmm_formats must return Format objects, got {shown(form)}")
         if not is_name(form.name):
@@ -416,7 +417,7 @@ class Registry:
                 ("TMM_DISABLE or override(disable=…)", "kernel", settings.disable, kernels),
             )
             for name in sorted(given)
-            # A kernel of a plugin that is not in use may well exist.
+            # A plugin that is not in use may have a kernel of that name.
             if name not in known and (kind == "plugin" or name.partition(".")[0] not in unused)
         ]
 

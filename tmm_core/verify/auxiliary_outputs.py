@@ -1,9 +1,9 @@
 """Verifies the auxiliary outputs of an epilogue.
 
-Before each launch the outputs are filled with NaN, between guard bands. Each is compared with the
-reduction of the reference. If the reference covers only samples, outputs per row or column are
-compared in the samples. A scalar is then compared with the reduction of the launch's own result,
-which is verified separately. With NaN or Inf in the inputs, all outputs are.
+Before each launch the outputs are filled with NaN, between guard bands. Each output is compared
+with the reduction of the reference. If the reference covers only samples, outputs per row or column
+are compared in the samples, and a scalar is compared with the reduction of the launch's own result,
+which is verified separately. With NaN or Inf in the inputs, every output is compared so.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Outputs:
         return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0
 
     def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """The output for ``tile`` in fp64, and the scale of its error: the size of a term, or of a
-        sum of as many terms of random sign. Computed piecewise, by rows."""
+        """Return the output for ``tile`` in fp64, and the scale of its error: the rms of a term, or
+        of a sum of that many terms of random sign. Computed in pieces, by rows."""
         step = max(1, self._data.at_once // max(1, tile.shape[-1]))
         parts, squares = [], tile.new_zeros((), dtype=torch.float64)
         for low in range(0, max(1, len(tile)), step):

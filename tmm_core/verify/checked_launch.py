@@ -40,8 +40,8 @@ class CheckedLauncher:
     """A launcher whose every launch is checked.
 
     Args:
-        deterministic: It promises the same bits for the same inputs.
-        baseline: It is BLAS, whose error is not judged.
+        deterministic: The launcher promises the same bits for the same inputs.
+        baseline: The launcher is BLAS, whose error is not judged.
         slack: Factor on the tolerance.
     """
 
@@ -66,7 +66,7 @@ class CheckedLauncher:
 
     @property
     def error(self) -> float | None:
-        """The largest error; NaN if there was one; None if nothing was compared."""
+        """The largest error; NaN if any error was NaN; None if nothing was compared."""
         undefined = [error for error in self._errors if error != error]
         return max(undefined or self._errors, default=None)
 
@@ -90,8 +90,8 @@ class CheckedLauncher:
             held: Results that are in use.
             inputs: Arguments in place of the set's own.
             nonfinite: The inputs contain NaN and Inf.
-            form: Launches in another form than by ``run``.
-            repeated: The same launch was checked before, so its memory is not poisoned and the
+            form: Makes the launch in another way than by ``run``.
+            repeated: The same launch was checked before: the memory is not poisoned again, and the
                 process's state is not compared.
         """
         given, launcher = inputs or of.inputs, self._launcher
@@ -106,7 +106,7 @@ class CheckedLauncher:
                 result: Tensor = made()
                 return result
             except GeneratorExit as error:
-                # In the generators of a tuning it would mean that they are closed.
+                # Raised in a tuning's generators, GeneratorExit would mean that they are closed.
                 raise RuntimeError("the launch raised GeneratorExit") from error
 
         with self._in(mode):
@@ -172,7 +172,7 @@ class CheckedLauncher:
         self._returned.append(StorageWeakRef(result.untyped_storage()))
 
     def _check_released(self) -> None:
-        """Check that nobody owns the returned results any more; this object holds none."""
+        """Check that nothing holds the memory of the returned results any more."""
         returned, self._returned = self._returned, []
         if self._baseline:
             return

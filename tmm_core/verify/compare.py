@@ -23,13 +23,13 @@ Places = slice | torch.Tensor
 #: Default limit of the bytes that an operand of one product may take in fp64.
 ROOM = 1 << 30
 
-#: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
-#: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
+#: Products up to this many operations get an fp64 reference. Beyond, fp32 suffices for 16-bit
+#: operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
 FP64_FLOPS = 2**38
 
-#: Largest |out − ref| / (|ref| + rms(ref)) accepted, by the dtype that limits precision: about two
-#: units in the last place of the result; for TF32 from rounding the operands to 11 bits, whose
-#: errors of 2⁻¹¹ average out to 4e-4 rms and 5.5 σ over 10⁸ elements.
+#: Largest accepted |out − ref| / (|ref| + rms(ref)), by the dtype that limits precision: about two
+#: units in the last place of the result. TF32 rounds operands to 11 bits. These errors of 2⁻¹¹
+#: average out to 4e-4 rms, and to 5.5 σ over 10⁸ elements.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,
@@ -53,14 +53,13 @@ def reference(
     room: int = ROOM,
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, y: y,
 ) -> torch.Tensor:
-    """Those rows and columns of a result, in fp64 or another sufficient precision, and in pieces;
-    zeros beyond the last group. A plain product is one group.
+    """Return ``rows`` and ``cols`` of the expected result, in fp64 or another sufficient precision.
+    The result is zero beyond the last group. A plain product is one group.
 
     Args:
         rows, cols: Indices, or a slice of all.
         room: Bytes that an operand of one piece may take in fp64.
-        of: What to return, element by element, as a function of the epilogue's input and the
-            result.
+        of: Maps the epilogue's input and the result, element by element, to what is returned.
     """
     given = inputs.rows
     device = inputs.a.device
@@ -172,7 +171,7 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
         if form is None:
             values.append(t)
         elif spec.grid:
-            # The rows and columns are picked: each has scales of its own.
+            # Rows and columns were selected, so each has its own scales.
             block = 1, spec.block[1]
             values.append(form.values(t, scale, zero, torch.float64, block, along))
         else:
@@ -190,10 +189,9 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
-    """The product in fp64, or in fp32 by an operator that ignores the TF32 setting, which is per
-    process and used by other threads. Products of 16-bit operands are exact in fp32, and those of a
-    format in the dtype that it is dequantised to. Integers and complex numbers are multiplied on
-    the CPU, where torch multiplies every dtype; integers wrap as there."""
+    """Return the product in fp64, or in fp32 by an operator that ignores the TF32 setting: other
+    threads use that setting. A product of two 16-bit numbers is exact in fp32. Integers and complex
+    numbers are multiplied on the CPU, where torch multiplies every dtype and integers wrap."""
     if not a.is_floating_point():
         wide = torch.complex128 if a.is_complex() else a.dtype
         return torch.matmul(a.cpu().to(wide), b.cpu().to(wide)).to(a.device)
@@ -217,9 +215,11 @@ def tolerance(problem: Problem) -> float:
 
 
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """max |out − expected| / (|expected| + rms(expected)); NaN if ``out`` has one that ``expected``
-    has not, zero if there are no elements. The rms keeps elements near zero from dominating, the
-    maximum keeps a single wrong element from being averaged away."""
+    """Return max |out − expected| / (|expected| + rms(expected)).
+
+    The error is NaN if only ``out`` has a NaN, and zero if there are no elements. The rms keeps
+    elements near zero from dominating. The maximum keeps a single wrong element from being averaged
+    away."""
     if not expected.numel():
         return 0.0
     expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
@@ -236,5 +236,5 @@ def rms(expected: torch.Tensor) -> torch.Tensor:
 
 
 def worst(out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Like :func:`error`, with a given rms, as a tensor on the device without synchronizing."""
+    """Return :func:`error` with a given rms, as a tensor on the device, without synchronising."""
     return ((out.to(expected.dtype) - expected).abs() / (expected.abs() + scale)).max()

@@ -38,15 +38,15 @@ F = TypeVar("F", bound="DataSets")
 #: of a CPU's memory. One set of inputs with samples of its result may exceed it.
 MOST_MEMORY = 4 << 30
 
-#: Rows, and columns, that are sampled: one at random from each of this many equal stripes, plus the
-#: first and the last. A tile at least as high or wide as a stripe is always hit.
+#: Sampled rows, and columns: one at random from each of this many equal stripes, plus the first and
+#: the last. A tile at least as high or wide as a stripe is always sampled.
 SAMPLES = 64
 
 #: Floating-point operations up to which the whole result is compared. The limits are for 16-bit
 #: operands on CUDA (7 ms on an H100), in fp64 there, and on a CPU (about 10 GFLOPS per core).
 FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, compare.FP64_FLOPS, 2**33
 
-#: How the values of both sets are drawn.
+#: Recipes of the two sets.
 FIRST = Recipe(alpha=-0.75, reads="more", poisoned=True)
 SECOND = Recipe(alpha=1.625, sizes="even", whole=False, poisoned=True)
 
@@ -55,8 +55,8 @@ COMPARED = 1 << 24
 
 
 def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
-    """Bytes that verification may take by default; ``most`` is the limit of a device of any size.
-    One set for 32768×28672×4096 in 8 groups takes 12.5 GiB."""
+    """Bytes that verification may take by default, at most ``most``. One set for 32768×28672×4096
+    in 8 groups takes 12.5 GiB."""
     if device.type == "cuda":
         return int(min(free_memory(device) // 4, most))
     try:
@@ -71,10 +71,10 @@ def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
 class Expected:
     """The expected result, whole or in samples of rows and columns."""
 
-    #: None: all.
+    #: The sampled rows; None: all rows are compared.
     rows: torch.Tensor | None
     in_rows: torch.Tensor
-    #: None: all rows are compared, so there are no sampled columns.
+    #: The sampled columns; None if all rows are compared.
     cols: torch.Tensor | None
     in_cols: torch.Tensor | None
     rms: torch.Tensor
@@ -114,7 +114,7 @@ class InputSet:
     inputs: Inputs
     checksums: Checksums
     expected: Expected
-    #: How the values were drawn, and from which seed; None: they were given.
+    #: How the values were drawn, and the seed; None: the caller gave the values.
     recipe: Recipe | None = None
     seed: int = 0
 
@@ -145,7 +145,7 @@ class DataSets:
         self.allocates = problem.allocates
         self._sampled = sampled
         self.limit = default_limit(device) if memory_limit is None else memory_limit
-        #: Bytes that one set may take with samples of its result if ``limit`` is too small.
+        #: Bytes that one set with samples of its result may take where ``limit`` is too small.
         self.most = default_limit(device, math.inf) if memory_limit is None else memory_limit
         self._sets: list[InputSet] | None = None
         self._outs: list[GuardedTensor] = []
@@ -161,8 +161,8 @@ class DataSets:
         memory: Mapping[str, GuardedTensor],
         out: GuardedTensor,
     ) -> F:
-        """Data sets of these inputs, which are in ``memory`` by their names, and this output,
-        into which every launch writes."""
+        """Data sets of given inputs, whose memory is in ``memory`` by name. Every launch writes
+        into ``out``."""
         device = inputs.a.device
         data = cls(problem, device)
         expected = data.expect(inputs, whole=True)
@@ -191,7 +191,7 @@ class DataSets:
             self._sets = made
 
     def nonfinite(self) -> list[NonFinite]:
-        """NonFinite values for the last set of inputs, in rows and in columns."""
+        """Non-finite values for the last set of inputs, in rows and in columns."""
         if self._nonfinite is None:
             inputs, room = self.sets()[-1].inputs, self.limit // 8
             made = [nonfinite_inputs(self.problem, inputs, axis, room) for axis in AXES]
@@ -208,7 +208,8 @@ class DataSets:
         return self._outs[which]
 
     def outs_intact(self, count: int) -> list[bool]:
-        """Whether the memory around each of the first outputs is as it was; overwrites them."""
+        """Whether the memory around each of the first ``count`` outputs is unchanged; overwrites
+        the outputs."""
         return [bool(out.intact()) for out in self._outs[:count]]
 
     def changed_inputs(self) -> list[str]:
@@ -216,13 +217,13 @@ class DataSets:
         return list(dict.fromkeys(n for each in self.sets() for n in each.checksums.changed()))
 
     def poison_free_memory(self) -> None:
-        """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
-        results of an earlier launch could remain where this one writes nothing."""
+        """Fill the memory that a launcher is likely to allocate next with NaN. Otherwise correct
+        results of an earlier launch could remain where this launch writes nothing."""
         for each in [self.problem.empty_out(self.device) for _ in range(2)]:
             poison(each)
 
     def release(self) -> None:
-        """Release all tensors; they are made again with other values on the next use."""
+        """Release all tensors. The next use makes them again, with other values."""
         self._sets, self._outs, self._nonfinite, self.rounds = None, [], None, None
 
     def _affordable(self) -> tuple[int, bool]:
@@ -242,8 +243,8 @@ class DataSets:
         whole = size * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
         some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
-        # Three eighths are for intermediates. Given outputs stay allocated, and besides them one
-        # result is held while two more are made.
+        # Three eighths are for intermediates. Given outputs stay allocated. One result is held
+        # while two more are made.
         limit, most = self.limit * 5 // 8, self.most * 5 // 8
         if not self._sampled:
             few = p.flops <= self._most_flops()

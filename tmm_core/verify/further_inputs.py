@@ -45,17 +45,17 @@ _SUBNORMAL = 2.0**-18
 #: The distance of two subnormal numbers of fp16.
 _STEP = 2.0**-24
 #: Error per product of a sum that cancels, relative to its largest partial sum. Tensor cores add 16
-#: products at a time to an fp32 sum and truncate it, by up to 2⁻²³ of it; twice that is allowed. An
-#: H200 lost 4.6e-3 of the result at K = 14336, where this allows 1.4e-2.
+#: products at a time to an fp32 sum, and truncate the sum by up to 2⁻²³. Twice that is allowed. An
+#: H200 lost 4.6e-3 of the result at K = 14336, where the limit is 1.4e-2.
 _TRUNCATED = 2.0**-26
-#: Shares of a memory limit that the tensors of one round may take, and its reference for it to be
-#: kept.
+#: A round's tensors may take the memory limit divided by the first number. Its reference is kept
+#: for the next launcher if it takes at most the limit divided by the second.
 _SHARE, _KEPT = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A round before its values are drawn."""
+    """The description of a round."""
 
     name: str
     recipe: Recipe
@@ -113,7 +113,7 @@ class Round:
         self.slack = 0.0
 
     def inputs(self) -> Inputs:
-        """Write the values, and return the arguments."""
+        """Draw the values into memory, and return the arguments of the launch."""
         data, plan = self._data, self.plan
         if plan.place == "same":
             made = rewritten(data, data.sets()[-1], plan.recipe, self._seed)
@@ -127,7 +127,7 @@ class Round:
         return made
 
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
-        """The result's error; NaN if NaN or Inf is where it should not be."""
+        """Return the result's error: NaN if a non-finite value is missing or in the wrong place."""
         data = self._data
         if self.plan.flooded:
             return self._kinds_differ(inputs, result)
@@ -161,7 +161,8 @@ class Round:
 
 
 def rounds_of(data: DataSets) -> list[Round]:
-    """The rounds of the test data: none if its inputs were given, or do not fit twice."""
+    """The rounds of the test data. There are none if the caller gave the inputs, and none in other
+    memory if two sets do not fit."""
     if data.rounds is None:
         data.rounds = []
         of, problem = data.sets()[-1], data.problem
@@ -192,7 +193,7 @@ def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs
     recipe = replace(recipe, reads=of.recipe.reads)  # the number of rows of `a` stays
 
     def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-        return memory[name].tensor.data  # whose version is counted apart
+        return memory[name].tensor.data  # has a version counter of its own
 
     made = random_inputs.make(
         data.problem, data.device, seed=seed, allocate=allocate, recipe=recipe
@@ -253,7 +254,8 @@ def _allocate(
 
 
 def _flood(a: torch.Tensor, seed: int) -> None:
-    """NaN in two of five rows, in every element, and Inf and −Inf in one element of one each."""
+    """Fill two of five rows with NaN, and set one element of another row to Inf and of another to
+    −Inf."""
     values = values_of(a.dtype)
     term = seed % max(1, a.shape[-1])
     for first in (0, 1):

@@ -1,8 +1,8 @@
 """Tensors between guard bands, which expose reads and writes out of bounds.
 
-The stride class of an operand is a promise to kernels; its exact strides are not. One function lays
-out a tensor of a class for timing, for verification and, with ``padded``, with the greatest freedom
-of the class: gaps between its rows.
+Kernels are promised an operand's stride class, not its strides. One function lays out a tensor of a
+class for timing and for verification. With ``padded`` there are gaps between its rows, as far as
+the class allows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ UNREADABLE = 0xFF
 #: Filler around an output; an unlikely result of arithmetic.
 UNWRITTEN = 0xA5
 
-#: Rows of a band, the height of the tallest tile, within these bytes: a tile stored without masks
-#: ends this many rows past the output.
+#: Rows of a band: the tallest tile, which without masks is stored this far past the output.
 TILE_ROWS = 128
+#: Minimum and maximum bytes of a band.
 LEAST, MOST = 4 << 10, 8 << 20
 
 #: Bytes per row of the matrix over which checksums are computed.
@@ -45,7 +45,7 @@ class MemoryLayout:
 
     @property
     def length(self) -> int:
-        """From the beginning to past the last element."""
+        """The number of elements from the start of the memory to the end of the tensor."""
         steps = zip(self.shape, self.strides, strict=True)
         return self.offset + sum(max(0, size - 1) * step for size, step in steps) + 1
 
@@ -78,7 +78,7 @@ def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False
             offset = 1  # a single row has no leading stride to misalign
     reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
     if padded and not spec.wide and reach > _INT32_MAX:
-        return memory_layout(spec, shape)  # gaps would change its class
+        return memory_layout(spec, shape)  # with gaps, offsets would exceed 32 bits
     matrix = cols * inner if interleaved else rows * leading
     if spec.aligned and not interleaved:
         matrix = -(-matrix // unit) * unit
@@ -87,7 +87,8 @@ def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False
 
 
 def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
-    """A layout of that class with strides of zero, as far as it allows them; only for inputs."""
+    """Return a layout of the class ``spec`` with strides of zero where the class allows them; for
+    inputs only."""
     placed = memory_layout(spec, shape, padded=True)
     *batch, rows, cols = shape
     leading, inner = placed.strides[-2:]
@@ -102,7 +103,7 @@ def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
 
 
 def vector_layout(spec: Operand, shape: tuple[int, ...], step: int) -> MemoryLayout:
-    """Rows of a matrix, or one vector, whose elements are ``step`` apart; zero: they are one."""
+    """Return the layout of rows whose elements are ``step`` apart; with 0, all share an address."""
     leading = 0 if step == 0 else step * shape[1] + 1
     return MemoryLayout(shape, spec.dtype, (leading, step))
 
@@ -117,12 +118,13 @@ class GuardedTensor:
     filler: int
 
     def sums(self) -> torch.Tensor:
-        """Sums of the words along both dimensions, modulo 2⁶⁴: they detect every change of one word
-        and every swap of two in different rows and columns, without a copy."""
+        """Return the sums of the words along both dimensions, modulo 2⁶⁴. Without a copy, they
+        detect every change of one word, and every swap of two in different rows and columns."""
         return torch.cat([self.words.sum(0), self.words.sum(1)])
 
     def intact(self) -> torch.Tensor:
-        """Whether bands and gaps are unchanged, as a tensor; overwrites the inside."""
+        """Return whether bands and gaps are unchanged, as a tensor; overwrites the tensor
+        inside."""
         _fill(self.tensor, self.filler)
         return (self.words == _word(self.filler, 8)).all()
 
@@ -144,7 +146,7 @@ class Checksums:
         return cls(memory, {name: each.sums() for name, each in memory.items()})
 
     def changed(self) -> list[str]:
-        """Names of tensors that have changed, or whose surroundings have."""
+        """Return the names of tensors that changed, or whose gaps or guard bands did."""
         same = [(each.sums() == self.before[name]).all() for name, each in self.memory.items()]
         kept = torch.stack(same).tolist()
         return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]

@@ -1,9 +1,9 @@
 """Plants NaN and Inf in some rows of ``a`` or columns of ``b``, and checks where they arrive.
 
 Each row (or column) gets one such value, so that no sum depends on the order of its terms. A
-product with NaN is NaN. One with Inf is Inf of one sign, or NaN if the other factor is zero. Any
-result is accepted where the reference gives NaN although only Inf was accumulated, such as
-silu(-Inf) = -Inf · 0: it depends on how the formula is written.
+product with NaN is NaN. A product with Inf is Inf of one sign, or NaN if the other factor is zero.
+An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. That depends on how the formula is
+written, so any result is accepted there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.verify.compare import ranges, reference
 from tmm_core.verify.ragged_inputs import Inputs
 
-#: How many rows or columns get one.
+#: The number of rows or columns with a non-finite value.
 COUNT = 3
 
 Axis = Literal["rows", "columns"]
@@ -42,13 +42,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """NonFinite values for some inputs, and their expected effect on a result."""
+    """Non-finite values for some inputs, and their expected effect on a result."""
 
     axis: Axis
     changes: tuple[Change, ...]
     #: Affected rows or columns of the result, in every matrix of a batch.
     places: torch.Tensor
-    #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything is accepted.
+    #: The expected kinds (:func:`kinds_of`) in these places, and where any result is accepted.
     kinds: torch.Tensor
     free: torch.Tensor
     #: A dimension of the result, and the number of its elements that are defined.
@@ -77,9 +77,9 @@ _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
 def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> NonFinite | None:
-    """Values for these inputs; None if no input can represent one.
+    """Choose non-finite values for these inputs; None if no input can represent one.
 
-    Along rows they are in a and the residual, along columns in b and the bias.
+    Those of rows are in a and the residual, those of columns in b and the bias.
 
     Args:
         room: Bytes that operands of the reference may take in fp64.
@@ -127,12 +127,12 @@ def _changes(
     along, end = problem.along, filled[-1][2]
     rows = axis == "rows"
     matrix = inputs.a if rows else inputs.b.mT
-    # Lines are rows of a, or columns of b; in a ragged dimension they are in groups.
+    # Lines are rows of a, or columns of b. In a ragged dimension only lines in groups count.
     lines = range(matrix.shape[-2])
     if along == ("m" if rows else "n"):
         lines = range(end)
     read = _read(inputs, end) if along == "m" and rows else {}
-    # The tail of the sum first.
+    # The last term first: kernels mask the tail of a sum.
     terms = [problem.k - 1, 0, chance.randrange(max(1, problem.k))]
     if along == "k":
         last, first = chance.choice(filled[:-1] or filled), chance.choice(filled[1:] or filled)
@@ -174,8 +174,8 @@ def _in_terms(
 
 
 def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
-    """The rows of the result for which each row of ``a`` is read, of those in a group; empty if
-    each is read for its own."""
+    """Map each row of ``a`` to the rows of the result that are computed from it, within groups;
+    empty if rows are neither gathered nor scattered."""
     given = inputs.rows
     if given is None or (given.a_index is None and given.out_index is None):
         return {}
@@ -188,7 +188,7 @@ def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
 
 
 def column(problem: Problem, line: int) -> int:
-    """The column of the result that a column of ``b`` or of the bias goes into."""
+    """The column of the result that depends on a column of ``b`` or of the bias."""
     return line // 2 if problem.epilogue.interleaved else line % problem.n
 
 
@@ -205,8 +205,8 @@ _FREE = 8.0
 
 
 def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The kinds of a result ``y``, plus a constant where anything is accepted: its epilogue makes
-    NaN of the Inf in ``z``."""
+    """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted, because
+    the epilogue turns an Inf in ``z`` into NaN."""
     undefined = z.isnan()
     if problem.gated:
         gate, up = problem.epilogue.inputs(undefined)
@@ -215,7 +215,7 @@ def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def split(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kinds in :func:`marks`, and where anything is accepted."""
+    """Split the result of :func:`marks` into kinds, and where any result is accepted."""
     free = marked > _FREE / 2
     return marked - _FREE * free, free
 

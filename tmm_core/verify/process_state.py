@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 _matmul = torch.backends.cuda.matmul
 
-#: Seconds at most to watch whether other threads draw random numbers.
+#: Maximum seconds for which a thread waits to see whether others draw random numbers.
 _WATCHED = 0.1
 
 
 class Piece(NamedTuple):
-    """One piece of state: how to read it, and how to put it back (None: it cannot be)."""
+    """A piece of state: how to read it, and how to restore it (None: it cannot be restored)."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any] | None
@@ -132,11 +132,11 @@ class State:
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
 
     def changed(self) -> list[str]:
-        """Names of the pieces that differ now."""
+        """Return the names of the pieces that differ now."""
         return [name for name, piece in self._pieces.items() if piece.read() != self._values[name]]
 
     def restore(self, names: list[str]) -> None:
-        """Put these pieces back."""
+        """Restore these pieces."""
         for name in names:
             if (write := self._pieces[name].write) is not None:
                 write(self._values[name])
@@ -147,10 +147,10 @@ class State:
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
-    """Call a launch; returns its result, and what it changed in the state, which is put back.
+    """Make a launch, and restore the state; returns the result and the names of what it changed.
 
-    A generator counts only if it changes in a second launch too, and does not while this thread
-    waits: another thread may draw from it.
+    Another thread may draw from a random generator. So a generator counts only if it also changes
+    in a second launch, and does not change while this thread waits.
     """
     before = State(device)
     begun = time.perf_counter()

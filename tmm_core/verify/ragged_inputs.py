@@ -21,8 +21,8 @@ from tmm_core.spec.problem import Problem
 
 #: One group in this many is empty.
 EMPTY_ONE_IN = 5
-#: Samples of group sizes that a chain of calls takes in turn. Each fills the groups' last tiles
-#: differently: torch's product of 4096 rows in 8 groups took 718 µs with some, 851 with others.
+#: Samples of group sizes over which a chain of calls cycles. Each fills the groups' last tiles
+#: differently: torch's product of 4096 rows in 8 groups took 718 to 851 µs.
 SIZE_SAMPLES = 6
 #: How often each gathered row is read: ``a`` has fewer rows by this factor.
 READS = 2
@@ -48,12 +48,12 @@ class Rows:
     offs: torch.Tensor
     #: The ends of groups, as in ``offs``.
     ends: tuple[int, ...]
-    #: Rows of ``a``, if rows are ragged.
+    #: The number of rows of ``a``, if rows are ragged.
     read: int
     a_index: torch.Tensor | None = None
     out_index: torch.Tensor | None = None
     out_weights: torch.Tensor | None = None
-    #: The ``offs`` of other samples, from the two distributions in turn.
+    #: The ``offs`` of other samples, alternately from the two distributions.
     other_offs: tuple[torch.Tensor, ...] = ()
 
     @classmethod
@@ -86,7 +86,7 @@ class Rows:
                 drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
             a_index = place(drawn, groups.a_index)
         if groups.out_index is not None:
-            # Rows in no group map to each other.
+            # Rows in no group stay in their places.
             there = [
                 torch.randperm(used, generator=chance, device="cpu"),
                 torch.arange(used, total, device="cpu"),
@@ -104,7 +104,7 @@ class Rows:
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
 
     def of_call(self, call: int) -> Rows:
-        """The rows of that call of a chain, whose calls take the samples in turn."""
+        """The rows of one call of a chain; calls cycle over the samples."""
         samples = (self.offs, *self.other_offs)
         return replace(self, offs=samples[call % len(samples)])
 
@@ -147,8 +147,8 @@ class Rows:
             _poison_at(given.bias, at)
 
     def defined(self, problem: Problem) -> tuple[int, int] | None:
-        """The dimension along which the result is defined only up to the last group, and that
-        limit; None: it is defined everywhere."""
+        """The dimension along which the result ends with the last group, and the number of defined
+        elements along it; None if the whole result is defined."""
         assert problem.groups is not None
         if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
             return None
@@ -174,8 +174,8 @@ class Inputs:
         return dict(self.parts) | (self.rows.given if self.rows else {})
 
     def by_row(self, problem: Problem, operand: str) -> dict[str, torch.Tensor]:
-        """The parts of ``a`` that belong to its rows, or of ``b`` to its columns, by name: one
-        number for each, or a grid."""
+        """The scales and zero points of ``a`` by row, or of ``b`` by column, by name; empty if the
+        operand has one scale in all."""
         spec: Operand = getattr(problem, operand)
         if spec.scale is None or spec.scale.kind == "tensor":
             return {}
@@ -188,7 +188,7 @@ class Inputs:
 
 
 def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> list[int]:
-    """Ends of ``count`` groups with ``total`` rows in all; some of several are empty."""
+    """Return the ends of ``count`` groups with ``total`` rows in all."""
     order = torch.randperm(count, generator=chance, device="cpu")
     if sizes == "single":
         rows = torch.zeros(count, dtype=torch.long, device="cpu")
@@ -224,8 +224,8 @@ def rows_read(total: int, reads: Reads) -> int:
 
 
 def poison(out: torch.Tensor) -> torch.Tensor:
-    """Overwrite with NaN, and integers with a large number, so that an element shows that is never
-    written or must not be read."""
+    """Fill ``out`` with NaN, or with the largest integer. Elements that a kernel never writes, or
+    must not read, then give wrong results."""
     floating = out.is_floating_point() or out.is_complex()
     return out.fill_(torch.nan if floating else torch.iinfo(out.dtype).max)
 

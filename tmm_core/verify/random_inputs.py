@@ -1,7 +1,7 @@
 """Makes the inputs of a problem, for tuning, verification, benchmarks and conformance suites.
 
-:func:`fill` draws the values for all of them. :func:`make` also allocates, by the problem's stride
-classes; conformance suites fill tensors of their own layouts.
+:func:`fill` draws the values. :func:`make` also allocates tensors of the problem's stride classes;
+conformance suites fill tensors of their own layouts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tmm_core.verify.ragged_inputs import Inputs, Reads, Rows, Sizes
 
 Tensor = torch.Tensor
 
-#: Makes an uninitialised tensor for the argument of that name, of that class and shape.
+#: Makes an uninitialised tensor, given the argument's name, its stride class and its shape.
 Empty = Callable[[str, Operand, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The numbers of a set of inputs, relative to the usual ones.
+    """Magnitudes of a set of inputs, relative to the usual ones.
 
     Attributes:
         a, b, terms: Factors on the operands, and on the bias and the residual.
-        cancelling: Sums grow beyond fp16's range and return: the first half of a's columns are
-            positive, the others negative, and b is positive.
+        cancelling: Sums grow beyond fp16's range and return: the first half of a's columns is
+            positive, the other half negative, and b is positive.
     """
 
     a: float = 1.0
@@ -60,10 +60,10 @@ class Recipe:
     """How inputs are made.
 
     Attributes:
-        sizes, reads: Of the groups of a ragged problem.
-        whole: Groups cover everything; else there is NaN beyond the last one.
-        poisoned: There is NaN in all that no group reads.
-        alpha: If the problem has one.
+        sizes, reads: The group sizes and gathered rows of a ragged problem.
+        whole: Groups cover everything; else the inputs are NaN beyond the last group.
+        poisoned: Elements that no group reads are NaN.
+        alpha: The factor, for a problem that has one.
     """
 
     values: Values = USUAL
@@ -90,11 +90,11 @@ def fill(
 ) -> Tensor:
     """Fill ``t``, the argument ``name`` of a product that sums ``k`` terms, with random numbers.
 
-    They are normally distributed, because zeros and constants run faster on real hardware and hide
-    wrong indexing. All but the bias are scaled by K^-¼, so that the product has unit variance and
-    an epilogue is tested where it is nonlinear and not where it saturates or overflows fp16. Scales
-    are around one, or around what gives stored numbers of all sizes such values. Integers are
-    drawn from −8 to 8.
+    They are normally distributed: zeros and constants run faster on real hardware and hide wrong
+    indexing. All but the bias are scaled by K^-¼, so that the product has unit variance. An
+    epilogue is then tested where it is nonlinear, and not where it saturates or overflows fp16.
+    Scales are around one; a format with a limit has scales that give its stored numbers the same
+    spread. Integers are drawn from −8 to 8.
 
     Args:
         form: The format of an operand, or of the operand to which a part belongs.
@@ -184,7 +184,7 @@ def make(
         dtype = operand.scale.dtype if name == "scale" else operand.zero
         assert dtype is not None
         if operand.grid:
-            # As a weight's owner has them; verification also has them the other way.
+            # The layout in which checkpoints store them; verification also uses the other one.
             return drawn(keyword, Operand(dtype, "row" if of == "a" else "col", False), size)
         return drawn(keyword, Operand(dtype), (1, math.prod(size))).view(size)
 
@@ -222,8 +222,8 @@ def make(
 
 
 def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
-    """A generator that starts from ``seed``, or from another number each time; torch's own, which
-    the user may have seeded, stays as it is."""
+    """Return a generator that starts from ``seed``, or from another number each time. Torch's own
+    generator, which the user may have seeded, does not change."""
     return torch.Generator(device).manual_seed(new_seed() if seed is None else seed)
 
 
@@ -240,8 +240,8 @@ def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor
 
 
 def _distinct(t: Tensor) -> Tensor:
-    """The elements of ``t``, each once: torch does not fill tensors whose elements share an
-    address."""
+    """Return a view with each address of ``t`` once: torch does not fill tensors whose elements
+    share an address."""
     for dimension, (size, step) in enumerate(zip(t.shape, t.stride(), strict=True)):
         if step == 0 and size > 1:
             t = t.narrow(dimension, 0, 1)

@@ -1,8 +1,8 @@
-"""Launches from two threads at once: line by line in turns, then freely.
+"""Launches from two threads at once: first alternating line by line, then freely.
 
-A launch takes as little as 20 µs, and on a busy machine chance may let none of hundreds overlap. So
-the threads first take turns inside the launcher's Python code. Code without lines, such as a GPU's,
-overlaps in the free launches that follow.
+A launch takes as little as 20 µs, and on a busy machine none of hundreds may overlap. So the
+threads first alternate inside the launcher's Python code. Code without Python lines, such as a
+GPU's, overlaps in the free launches that follow.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from tmm_core.verify.data_sets import DataSets, InputSet
 Tensor = torch.Tensor
 
 #: How two threads launch. ``lines``: they alternate after each line. ``launches``: after each line
-#: of one, the other makes a whole launch. ``free``: nothing holds them back.
+#: of one, the other makes a whole launch. ``free``: neither waits for the other.
 Pace = Literal["lines", "launches", "free"]
 
-#: Free launches of each thread in a round, and the seconds that they may take beyond the least
-#: number: 32 launches of 20 µs missed a shared scratch buffer once in ten times, 128 never in 40.
+#: Free launches of each thread in a round: minimum, maximum, and the seconds after which no more
+#: than the minimum are made. 32 launches of 20 µs missed a shared scratch buffer once in ten times,
+#: 128 never in 40.
 LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 32, 0.006
-#: Seconds for which a thread goes on until the other one has made its launches.
+#: Maximum seconds for which a thread goes on while the other one makes its launches.
 LONGEST_TOGETHER = 0.2
 #: Launches of each thread that alternates line by line.
 _ALTERNATING = 2
-#: Lines after which threads take no more turns; seconds of the process's CPU time, which others do
-#: not take from it; and seconds of the clock.
+#: Threads stop alternating after this many lines, seconds of the process's CPU time, or seconds of
+#: wall time.
 _MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
-#: How often a thread waits for its turn, and for how many seconds at a time: on a busy machine each
-#: wait takes longer. The other thread may need a lock that this one holds, so after some waits in
-#: vain threads take no more turns.
+#: How often a thread waits for its turn, and for how many seconds each time; on a busy machine each
+#: wait takes longer. The other thread may need a lock that this one holds, so threads stop
+#: alternating after some unsuccessful waits.
 _WAITS, _WAIT, _MOST_VAIN = 100, 0.001, 5
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
 _GATHERING = 1_000_000
@@ -51,7 +52,7 @@ _SWITCHING = 1e-6
 
 
 class Turns:
-    """Which of the threads 0 and 1 runs. No wait is without an end."""
+    """Decides which of the threads 0 and 1 runs. Every wait has a time limit."""
 
     def __init__(self) -> None:
         self._changed, self._turn = threading.Condition(), 0
@@ -88,7 +89,7 @@ class Turns:
                 self._left = 0
 
     def leave(self, thread: int) -> None:
-        """Let the other thread run alone, for ever."""
+        """Let the other thread run alone from now on."""
         with self._changed:
             self._left, self._turn = 0, 1 - thread
             self._changed.notify_all()
@@ -117,11 +118,11 @@ class Launches(threading.Thread):
     """Launches on one set of inputs, on a stream of its own.
 
     Args:
-        place: Which of the two threads it is.
-        busy: The threads that have launches to make. Free launches go on until there is none: so
-            the slower thread's launches run beside others.
-        most: Launches that are free, or are made between another's lines.
-        held: Results that are kept.
+        place: The number of this thread, 0 or 1.
+        busy: The threads that have launches to make. Free launches go on until it is empty, so that
+            the slower thread's launches overlap with others.
+        most: The number of free launches, or of launches between the other thread's lines.
+        held: The number of results that are kept.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Launches(threading.Thread):
         held = 1 if self._out is not None else held
         self.results: collections.deque[Any] = collections.deque(maxlen=held)
         self.raised: BaseException | None = None
-        # A product that the kernel computes knows by it that it is inside a kernel's code.
+        # Carries `settings.nested`: BLAS answers a product that the kernel itself computes.
         self._variables = contextvars.copy_context()
 
     def run(self) -> None:
@@ -202,7 +203,7 @@ def launch_together(
     """Launch on both sets of inputs from two threads at once, on two streams of a GPU.
 
     Args:
-        most: Launches of each thread that are free, or are made between another's lines.
+        most: The number of each thread's free launches, or of launches between the other's lines.
 
     Returns:
         The results that were kept for each set; None if no thread can be started.
@@ -238,7 +239,7 @@ def launch_together(
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Two streams for all verifications: torch keeps a stream's freed memory for that stream."""
+    """Two streams for all verifications: torch's allocator reuses memory within one stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 

@@ -39,7 +39,7 @@ class Verdict:
     error: float | None
     #: The fault, in one line; None: no fault.
     reason: str | None = None
-    #: Nothing was launched for lack of memory, which is the reason.
+    #: Nothing was launched, because memory was too small.
     unknown: bool = False
 
     @property
@@ -73,9 +73,9 @@ class Verifier(DataSets):
 
         Args:
             repeats: Number of repeated launches compared with the first, bit for bit if the kernel
-                is ``deterministic``, else by their errors. n of them miss a fault that occurs once
-                in twenty launches with a probability of 0.95ⁿ: 4.6 % for 60, 0.2 % for 120.
-            baseline: It is BLAS, whose error is reported but not judged.
+                is ``deterministic``, else by their errors. A fault that occurs once in twenty
+                launches passes n launches with a probability of 0.95ⁿ: 4.6 % for 60, 0.2 % for 120.
+            baseline: The launcher is BLAS, whose error is reported but not judged.
             extent: How much to verify.
             slack: Factor on the tolerance.
 
@@ -84,7 +84,7 @@ class Verifier(DataSets):
         """
         verifying = self._verifying(launcher, deterministic, baseline, slack, extent, repeats)
         while True:
-            # Not while it rests, in its caller's code.
+            # Between steps the caller's code runs, in its own modes.
             with torch.inference_mode(False), torch.no_grad():
                 try:
                     next(verifying)
@@ -118,7 +118,7 @@ class Verifier(DataSets):
             intact = not changed
         finally:
             if not intact:
-                self.release()  # overwritten inputs are of no use for the next
+                self.release()  # the inputs may be overwritten
         return Verdict(checks.error, reason)
 
 
@@ -165,9 +165,9 @@ class _Checks(WaysOfUse):
         self._check_released()
 
     def _same_again(self, first: torch.Tensor, repeats: int) -> Steps[None]:
-        """Repeat the same launch; one synchronization for all comparisons."""
+        """Repeat the same launch. All comparisons share one synchronisation."""
         of, errors, same = self._data.sets()[0], [], []
-        # A ring of buffers shows when more results are in use than it has.
+        # A launcher that returns buffers of a ring fails once more results are held than it has.
         held, room = [first], self._data.limit // 32
         out = None if self._data.allocates else 1
         for made in range(1, repeats + 1):

@@ -37,12 +37,12 @@ TOGETHER_ON_GPU = 0.004
 
 
 class WaysOfUse(CheckedLauncher):
-    """A launcher with further ways to launch, none for BLAS, which is not judged. Methods raise
+    """Further ways to launch a launcher; BLAS, which is not judged, has none. Methods raise
     :class:`WrongError` with the first fault."""
 
     def forms(self, limit: int | None = None) -> None:
-        """Launch N-D operands as the launcher folds them, in ``limit`` shapes, and its source as a
-        plan calls it."""
+        """Launch the launcher's source as a plan calls it, and its folded form on N-D operands of
+        up to ``limit`` shapes."""
         bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
         if self._baseline or self._outputs or not self._data.allocates or problem.groups:
             return
@@ -85,7 +85,7 @@ class WaysOfUse(CheckedLauncher):
         return result.view(self._data.problem.out_shape)
 
     def autocast(self) -> None:
-        """Launch under autocast to the dtype that operands and result have, which casts none."""
+        """Launch under autocast to the dtype of operands and result, which then needs no cast."""
         problem, of = self._data.problem, self._data.sets()[0]
         same = problem.a.dtype == problem.b.dtype == problem.out.dtype
         if self._baseline or not same or problem.a.dtype not in (torch.float16, torch.bfloat16):
@@ -97,7 +97,7 @@ class WaysOfUse(CheckedLauncher):
         """One launch on each of the data's further inputs, or on ``limit`` of them."""
         if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
-        self._check_inputs()  # as the values are put back afterwards
+        self._check_inputs()  # before they are rewritten
         of = self._data.sets()[-1]
         with restoring(self._data):
             for each in rounds:
@@ -127,7 +127,8 @@ class WaysOfUse(CheckedLauncher):
                     self._compare(of, result, ", launched by two threads at once")
 
     def _most_together(self) -> int:
-        """Launches of each thread that a GPU ends in time. A host submits long ones faster."""
+        """The number of launches of each thread that the GPU completes within
+        :data:`TOGETHER_ON_GPU`. A host submits long launches faster than the GPU runs them."""
         of, device = self._data.sets()[0], self._data.device
         torch.cuda.synchronize(device)
         begun = time.perf_counter()
@@ -155,7 +156,7 @@ def _interpret_one_at_a_time() -> None:
 
 
 def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int, ...]]]:
-    """The inputs with more dimensions, or fewer, as N-D calls pass them; and the result's shape."""
+    """Yield the inputs in the shapes of N-D calls, with the shape of the result."""
     m, n, batch = problem.m, problem.n, problem.batch
     if not m or not n or not batch:
         return
@@ -172,8 +173,8 @@ def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int,
 
 
 def _divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
-    """The inputs with the first dimension of these, and of their parts, divided; a scale of one
-    number stays one."""
+    """Return the inputs with the first dimension of the tensors in ``names``, and of their parts,
+    divided into ``lead``. A scale of one number is left as it is."""
 
     def divided(t: Tensor | None) -> Tensor | None:
         return t.unflatten(0, lead) if t is not None and t.numel() > 1 and t.dim() > 1 else t
