@@ -581,7 +581,7 @@ def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         if not posed[0]:
             raise tmm_core.errors.UnsupportedProblemError("another precision")
 
-    monkeypatch.setattr(background, "require_posed", require)
+    monkeypatch.setattr(background, "require_precision", require)
     for _ in range(20):
         d.bound(problem(), BACKGROUND)
         clock.now += 1.0

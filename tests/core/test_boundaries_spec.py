@@ -15,7 +15,7 @@ from tmm_core import Epilogue, Groups, Machine, Operand, Port, Supports, Unsuppo
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.operand import Scale
-from tmm_core.spec.precision import precision, require_posed
+from tmm_core.spec.precision import precision, require_precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
@@ -253,12 +253,12 @@ def test_the_precision_is_afterwards_what_it_was(before: str, matmul: Any) -> No
 def test_nothing_is_measured_under_another_precision_either_way(matmul: Any) -> None:
     for setting, other in (("ieee", True), ("tf32", False)):
         matmul.fp32_precision = setting
-        require_posed(replace(ON_GPU, tf32=not other))
+        require_precision(replace(ON_GPU, tf32=not other))
         with pytest.raises(UnsupportedProblemError, match="needs another precision than is set"):
-            require_posed(replace(ON_GPU, tf32=other))
+            require_precision(replace(ON_GPU, tf32=other))
         # 16 bits have none, nor has a CPU.
-        require_posed(replace(ON_GPU, a=Operand(BF16), b=Operand(BF16), tf32=other))
-        require_posed(problem(tf32=other))
+        require_precision(replace(ON_GPU, a=Operand(BF16), b=Operand(BF16), tf32=other))
+        require_precision(problem(tf32=other))
 
 
 # -- autocast -----------------------------------------------------------------------------

@@ -642,20 +642,20 @@ def test_bands_hold_a_tile_of_128_rows(dtype: torch.dtype, layout: Literal["row"
 
 
 def test_tuning_leaves_the_process_wide_precision_to_the_user() -> None:
-    from tmm_core.spec.precision import precision, require_posed
+    from tmm_core.spec.precision import precision, require_precision
 
     gpu = replace(problem().device, type="cuda")
     half = Operand(F16)
     rounded = problem(device=gpu, tf32=True)
-    require_posed(problem(a=half, b=half, out=half, device=gpu, tf32=True))
-    require_posed(problem(tf32=True))  # on a CPU nothing goes by it
-    require_posed(problem(device=gpu))
+    require_precision(problem(a=half, b=half, out=half, device=gpu, tf32=True))
+    require_precision(problem(tf32=True))  # on a CPU nothing depends on it
+    require_precision(problem(device=gpu))
     with pytest.raises(UnsupportedProblemError, match="fp32_precision = 'tf32'"):
-        require_posed(rounded)
+        require_precision(rounded)
     with precision(tf32=True):
-        require_posed(rounded)
+        require_precision(rounded)
         with pytest.raises(UnsupportedProblemError, match="fp32_precision = 'ieee'"):
-            require_posed(problem(device=gpu))
+            require_precision(problem(device=gpu))
     with pytest.raises(UnsupportedProblemError, match="fp32_precision"):
         Tuner(FakeTimer({})).tune(rounded, [FakeBlas()], settings())
 

@@ -37,7 +37,7 @@ def precision(tf32: bool) -> Iterator[None]:
             matmul.fp32_precision = before
 
 
-def require_posed(problem: Problem) -> None:
+def require_precision(problem: Problem) -> None:
     """Refuse to measure ``problem`` under a precision other than its own: BLAS multiplies fp32
     operands on CUDA by the process's setting, which other threads use too.
 

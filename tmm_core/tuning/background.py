@@ -1,8 +1,8 @@
-"""Tunings that rest between slices: later calls resume them, for a share of the time that passes.
+"""Tunes in the background, in slices that later calls run, for a share of the time that passes.
 
-A tuning consists of short steps (:data:`tmm_core.spec.steps.Steps`), which bound a slice. Each call
-pays for at most one slice, and only if earlier ones have been paid off. If calls stop, tuning
-stops, and only memory is held.
+A tuning consists of short steps (:data:`tmm_core.spec.steps.Steps`); a slice ends between two
+steps. Each call pays for at most one slice, and only once earlier slices are paid off. If calls
+stop, tuning stops and holds only memory.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import torch
 
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.precision import require_posed
+from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
 
-#: Seconds after which a slice begins no further step. A step that has begun is finished.
+#: Seconds after which a slice starts no further step. A started step is finished.
 SLICE = 0.005
-#: Seconds after which a tuning that waits is resumed all the same, to look at its time limits.
+#: Seconds after which a waiting tuning is resumed anyway, to check its time limits.
 LOOK = 1.0
 
 
 @dataclass(eq=False)
 class Task:
-    """A tuning, and where it rests."""
+    """A tuning, and the state in which it waits for its next slice."""
 
     problem: Problem
     steps: Steps[None]
-    #: Whether it is of no use any more: another process has stored the record.
+    #: Whether another process has stored the record, so that the tuning is of no use.
     is_done: Callable[[], bool]
-    #: The futures that it waits for; None before its first step.
+    #: The futures that the tuning waits for; None before its first step.
     pending: Sequence[Future[Any]] | None = None
-    #: Whether it has ever waited: when it goes on, it takes memory.
+    #: Whether the tuning has ever waited; once resumed after that, it takes memory.
     waited: bool = False
-    #: When it came to rest.
+    #: When the last slice ended.
     left: float = 0.0
-    #: Index of the GPU and the stream that it was started on.
+    #: Index of the GPU and the stream on which the tuning was started.
     gpu: int | None = None
     stream: Any = None
 
@@ -53,7 +53,7 @@ class Task:
         return not waiting or now - self.left > LOOK
 
     def may_run(self) -> bool:
-        """Whether it may be resumed on the current device, under the precision that is set."""
+        """Whether the tuning may be resumed on the current device, under the current precision."""
         if self.problem.device.type == "cuda":
             here = torch.cuda.current_device()
             started_elsewhere = self.pending is not None and self.gpu != here
@@ -61,19 +61,19 @@ class Task:
             if started_elsewhere or unlike or torch.cuda.is_current_stream_capturing():
                 return False
         try:
-            require_posed(self.problem)
+            require_precision(self.problem)
         except UnsupportedProblemError:
             return False
         return True
 
 
 class Background:
-    """The unfinished tunings of a process, oldest first. One of them measures at a time; while it
-    waits for compilers, the next one starts its own.
+    """The unfinished tunings of a process, oldest first. One of them measures at a time. While it
+    waits for compilers, the next one starts compiling.
 
     Args:
-        alone: A context in which no other process measures a problem; yields whether that is so.
-        clock: Seconds that pass.
+        alone: A context in which no other process measures a problem; yields whether that holds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Background:
     ) -> None:
         self._alone, self._clock = alone, clock
         self._tasks: dict[Hashable, Task] = {}
-        #: Seconds that slices may take now; negative: that are to be paid off.
+        #: Seconds that slices may take now; if negative, seconds to be paid off.
         self._credit, self._seen = 0.0, clock()
-        # Before the interpreter takes its modules apart.
+        # Runs before the interpreter clears its modules.
         self._finalizer = weakref.finalize(self, _close, self._tasks)
 
     def __contains__(self, name: Hashable) -> bool:
@@ -95,22 +95,22 @@ class Background:
         return len(self._tasks)
 
     def add(self, name: Hashable, task: Task) -> None:
-        """Begin ``task`` in a later slice, unless there is one of this name."""
+        """Add ``task`` for later slices, unless there is one of this name."""
         if not self._tasks:
             self._seen = self._clock()
         self._tasks.setdefault(name, task)
 
     def abandon(self) -> None:
-        """Keep what is held for ever, in a child process, which cannot free it."""
+        """Keep all tasks alive in a forked child, which cannot free the parent's GPU memory."""
         self._finalizer.detach()
         _ABANDONED.append(self._tasks)
 
     def resume(self, share: float) -> None:
-        """Go on with a tuning for a slice, if ``share`` of the time that passed allows one. Called
-        by one thread at a time.
+        """Resume a tuning for a slice, if ``share`` of the time that passed allows one. One thread
+        at a time may call it.
 
         Raises:
-            BaseException: What interrupts the slice, which ends its tuning.
+            BaseException: Whatever interrupts the slice; this ends the tuning.
         """
         now = self._clock()
         self._credit = min(SLICE, self._credit + share * (now - self._seen))
@@ -119,7 +119,7 @@ class Background:
         if name is None:
             return
         task = self._tasks[name]
-        # Calls that are queued would be waited for, so it is better done in between.
+        # A slice waits for launches that are queued. It starts between calls, if that is soon.
         if not _is_idle(task.problem) and self._credit < SLICE:
             return
         began, ended = now, False
@@ -128,7 +128,7 @@ class Background:
                 if mine:
                     queued = self._clock()
                     _wait_for_gpu(task.problem)
-                    began += self._clock() - queued  # which is the caller's own time
+                    began += self._clock() - queued  # the caller's own launches
                     ended = True
                     ended = self._go_on(task, began + self._credit)
         finally:
@@ -139,7 +139,7 @@ class Background:
                 task.steps.close()
 
     def _next(self, now: float) -> Hashable | None:
-        """The tuning to go on with; None if all wait."""
+        """The name of the tuning to resume; None if all of them wait."""
         able = (each for each in [*self._tasks.items()] if each[1].may_run())
         for place, (name, task) in enumerate(itertools.islice(able, 2)):
             if (place == 0 or not task.waited) and task.is_ready(now):
@@ -147,7 +147,7 @@ class Background:
         return None
 
     def _go_on(self, task: Task, until: float) -> bool:
-        """Resume a tuning until that time or until it waits; returns whether it has ended."""
+        """Resume a tuning until the time ``until``, or until it waits; returns whether it ended."""
         if task.is_done():
             return True
         on_gpu = task.problem.device.type == "cuda"
@@ -155,7 +155,7 @@ class Background:
             task.gpu, task.stream = torch.cuda.current_device(), torch.cuda.current_stream()
         rested = None if task.pending is None else True
         stream: Any = torch.cuda.stream(task.stream) if on_gpu else contextlib.nullcontext()
-        # One slice writes to tensors that another allocated.
+        # Slices write to tensors that earlier slices allocated, so modes must be the same.
         with stream, torch.inference_mode(False), torch.no_grad():
             while True:
                 try:
@@ -179,7 +179,7 @@ def _close(tasks: dict[Hashable, Task]) -> None:
 
 
 def _is_idle(problem: Problem) -> bool:
-    """Whether the current stream has nothing to do."""
+    """Whether the current stream has no work."""
     return problem.device.type != "cuda" or torch.cuda.current_stream().query()
 
 

@@ -1,8 +1,8 @@
 """Binds candidates in threads, and abandons a thread that hangs.
 
 ``bind`` compiles in this process what was not compiled elsewhere, and cannot be interrupted. So a
-candidate that takes too long keeps its thread while others are bound in parallel, and several that
-hang time out together.
+candidate that takes too long keeps its thread while others are bound in parallel. Several
+candidates that hang time out together.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ STALLED = 5.0
 #: Maximum number of stalled threads beside which others are started.
 _MOST_STALLED = 16
 
-#: A candidate and the problem to compile it for.
-Posed = tuple[Problem, Candidate]
+#: The problem to compile for, and the candidate.
+CompileJob = tuple[Problem, Candidate]
 #: A launcher, or the exception that binding it raised.
 Outcome = Launcher | BaseException
 
 
 @dataclass
 class Deadline:
-    """The end of a tuning's budget, postponed by waits that are not charged to it."""
+    """The end of a tuning's budget. Waits that are not charged to the budget postpone it."""
 
     #: A ``time.monotonic`` time.
     at: float
-    #: Seconds for which the tuning rested, by its caller's choice.
+    #: Seconds for which the caller did not resume the tuning.
     rested: float = 0.0
 
     @property
@@ -53,24 +53,25 @@ class Binding:
     """A batch of candidates being bound to launchers, each in a thread of its own.
 
     Args:
+        jobs: The candidates to bind.
         compiled: For each candidate, a future that is done when ``bind`` may be called.
-        deadline: After it none but BLAS is bound.
-        workers: Threads that bind at one time.
+        deadline: The time after which only BLAS is bound.
+        workers: The number of threads that bind at one time.
     """
 
     def __init__(
         self,
-        asked: Sequence[Posed],
+        jobs: Sequence[CompileJob],
         compiled: Sequence[Future[None]],
         device: torch.device,
         deadline: Deadline,
         workers: int,
     ) -> None:
-        self._asked, self._compiled, self._device = asked, compiled, device
+        self._jobs, self._compiled, self._device = jobs, compiled, device
         self._deadline, self._workers = deadline, workers
         self._stalled = min(STALLED, BIND_LIMIT / 8)
-        #: By the places of candidates in a thread, unless they were given up: the times at which
-        #: they began, and what the threads will answer.
+        #: By candidate: when its thread started, and the thread's future outcome. A candidate that
+        #: was given up is removed.
         self._begun: dict[int, tuple[float, Future[Outcome]]] = {}
         self._outcomes: dict[int, Outcome] = {}
 
@@ -79,7 +80,7 @@ class Binding:
         threads.
 
         Args:
-            late: Called after the deadline, once, to end the pending futures.
+            late: Called once, after the deadline, to end the pending futures.
         """
         is_late = False
         while True:
@@ -90,8 +91,8 @@ class Binding:
                     self._outcomes.setdefault(place, answer.result())
             self._expire(now)
             waiting = self._start(now)
-            if len(self._outcomes) == len(self._asked):
-                return [self._outcomes[place] for place in range(len(self._asked))]
+            if len(self._outcomes) == len(self._jobs):
+                return [self._outcomes[place] for place in range(len(self._jobs))]
             if not is_late and self._deadline.passed:
                 is_late = True
                 late()
@@ -99,8 +100,8 @@ class Binding:
                 yield [*waiting, *(answer for _, answer in self._begun.values())]
 
     def _start(self, now: float) -> list[Future[None]]:
-        """Start threads for compiled candidates, more while others are stalled; bind one here if no
-        thread can be started. Returns the pending compilations."""
+        """Start threads for compiled candidates, and more of them while others are stalled. If no
+        thread can be started, bind one candidate here. Returns the pending compilations."""
         waiting = []
         for place, compiled in enumerate(self._compiled):
             if place in self._outcomes or place in self._begun:
@@ -109,8 +110,8 @@ class Binding:
             room = self._workers + min(stalled, _MOST_STALLED) - len(self._begun)
             if not compiled.done():
                 waiting.append(compiled)
-            elif self._deadline.passed and self._asked[place][1].kernel.name != BASELINE:
-                self._outcomes[place] = self._bound(place)  # which binds nothing any more
+            elif self._deadline.passed and self._jobs[place][1].kernel.name != BASELINE:
+                self._outcomes[place] = self._bound(place)  # only returns the reason
             elif room > 0:
                 answer: Future[Outcome] = Future()
                 thread = threading.Thread(
@@ -133,7 +134,7 @@ class Binding:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread starts on device 0
             self._compiled[place].result()
-            problem, candidate = self._asked[place]
+            problem, candidate = self._jobs[place]
             if self._deadline.passed and candidate.kernel.name != BASELINE:
                 raise CancelledError
             return candidate.kernel.bind(problem, candidate.config)

@@ -1,8 +1,8 @@
-"""Copies of operands that a chain of calls rotates through, like a model's layers.
+"""Copies of operands through which a chain of calls rotates, like a model's layers.
 
-A layer's weight was last read a whole step ago and comes from memory; its activation was written by
-the previous layer and is in the L2 if it fits. So ``b`` rotates and ``a`` stays, unless it does not
-fit in the L2 or is not an activation.
+A layer's weight was last read a whole step ago, and comes from memory. Its activation was written
+by the previous layer, and is in the L2 if it fits. So ``b`` rotates. ``a`` rotates too if it does
+not fit in the L2 or is no activation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tmm_core.verify.ragged_inputs import SIZE_SAMPLES, Inputs
 
 T = TypeVar("T")
 
-#: Minimum total size of the copies, in bytes and in multiples of the L2: nothing of a copy is left
-#: in the L2 when it is read again.
+#: Minimum total size of the copies, in bytes and in multiples of the L2. A copy has then left the
+#: L2 when it is read again.
 CHAIN_BYTES, L2_TIMES = 240e6, 3
 #: Maximum number of calls in a chain. If its copies still fit in three times the L2, a problem is
 #: *resident*.
@@ -45,8 +45,8 @@ def rotating(problem: Problem) -> tuple[str, ...]:
 
 
 def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
-    """Calls in a chain of ``problem``: enough that rotating operands come from memory, within
-    ``limit`` bytes including outputs. 1 on a CPU."""
+    """Return the number of calls in a chain of ``problem``: enough that rotating operands come from
+    memory, within ``limit`` bytes including outputs. 1 on a CPU."""
     if problem.device.type != "cuda":
         return 2 if problem.groups else 1  # ragged: two distributions
     changing = _rotating_bytes(problem)
@@ -71,13 +71,13 @@ def memory_limit(device: torch.device) -> float:
 def rotated(
     arguments: T, problem: Problem, count: int | None = None, limit: float | None = None
 ) -> list[T]:
-    """The arguments of the calls of a chain: variants of a dataclass of tensors, in which
-    the rotating ones are copies. On a GPU a grouped product gets at least one call per draw of
-    group sizes, unless the outputs of these would exceed half of the limit.
+    """Return the arguments of a chain's calls: variants of a dataclass of tensors, with copies of
+    the rotating tensors. On a GPU a grouped product gets at least one call per sample of group
+    sizes, unless their outputs would exceed half of the limit.
 
     Args:
         count: The number of variants; by default :func:`copies`.
-        limit: Bytes that they may take; by default :func:`memory_limit`.
+        limit: Bytes that the variants may take; by default :func:`memory_limit`.
     """
     names = rotating(problem)
     given: Any = arguments
@@ -96,12 +96,12 @@ def rotated(
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides and the same offset modulo 16 bytes."""
+    """Return a copy with the same strides and the same address modulo 16 bytes."""
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 0)
     unit = max(1, ALIGNMENT // t.element_size())
     offset = t.data_ptr() % ALIGNMENT // t.element_size()
     memory = torch.empty(reach + unit, dtype=t.dtype, device=t.device)
-    # The raw span including gaps: elements may share an address.
+    # Copies the whole span with its gaps, since elements may share an address.
     memory[offset : offset + reach] = t.as_strided((reach,), (1,))
     return memory.as_strided(t.shape, t.stride(), offset)
 
@@ -114,10 +114,10 @@ class Copies:
     """Copies of a problem's operands, through which calls rotate.
 
     Args:
-        most: Bytes that they may take; by default :func:`memory_limit`, or one copy.
+        most: Bytes that the copies may take; by default :func:`memory_limit`, or one copy.
 
     Raises:
-        MemoryError: One copy takes more.
+        MemoryError: One copy takes more than ``most``.
     """
 
     def __init__(self, problem: Problem, device: torch.device, most: int | None) -> None:
@@ -130,8 +130,8 @@ class Copies:
         limit = limit if most is None else min(limit, most)
         inputs = random_inputs.make(problem, device)
         self._inputs = rotated(inputs, problem, limit=limit)
-        # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
-        # with a bias or an epilogue would lose to slower kernels.
+        # Calls are made without `out=`, as models make them. With it, torch's operators would copy
+        # their result, and BLAS with a bias or an epilogue would lose to slower kernels.
         self._problem, self._out = problem, None
         if not problem.allocates:
             self._out = random_inputs.empty(problem.out, problem.out_shape, device)

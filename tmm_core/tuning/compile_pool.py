@@ -1,10 +1,10 @@
-"""Runs candidates in other processes: what one does to its process costs that candidate alone.
+"""Runs candidates in other processes, so that a crash or a hang costs only its candidate.
 
-Compilers prepare candidates ahead of ``bind``, without a CUDA context. Triton's front end is
-Python: 23 candidates compile little faster on 16 threads than on two. A worker's output is in
-Triton's disk cache, where ``bind`` finds it. Where no process can be started, the job counts as
-done and ``bind`` compiles in this process. The processes are those of
-:mod:`tmm_core.tuning.pool_host` and :mod:`tmm_core.tuning.pool_worker`.
+Compilers prepare candidates ahead of ``bind``, without a CUDA context. They are processes, because
+Triton's front end is Python: 23 candidates compile little faster on 16 threads than on two. A
+worker's output is in Triton's disk cache, where ``bind`` finds it. Where no process can be started,
+the job counts as done, and ``bind`` compiles in this process. :mod:`tmm_core.tuning.pool_host` and
+:mod:`tmm_core.tuning.pool_worker` are the programs of these processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ COMPILE_LIMIT = 60.0
 _SPARE = 2
 #: Seconds the pool may take to import torch, Triton and the plugins.
 START_LIMIT = 60.0
-#: Seconds of its start that are not charged to a tuning: 3 to 6 are usual on an idle machine.
+#: Seconds of the pool's start that are not charged to a tuning. 3 to 6 are usual on an idle
+#: machine.
 START_PATIENCE = 20.0
 #: Seconds the pool may take to end before it is killed.
 _END_LIMIT = 2.0
@@ -88,12 +89,12 @@ class HungError(NotCompiledError):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What the workers of a pool are for: how they start, and the words for their failures."""
+    """A kind of pool: how its workers start, and the texts of failures."""
 
-    #: Whether a process that has imported everything forks them. If not, each worker imports
-    #: everything, and is free to use CUDA.
+    #: Whether workers are forked from a process that has imported everything. If not, each worker
+    #: imports everything itself, and may use CUDA.
     forks: bool
-    #: Environment variables of their own.
+    #: Environment variables of the workers.
     variables: Mapping[str, str]
     #: The warning where no process can be started.
     without: str
@@ -114,7 +115,7 @@ _COMPILE = Kind(
 
 
 class Compilers:
-    """Does the jobs of candidates in worker processes, started with the first.
+    """Runs candidates' jobs in worker processes, which are started with the first job.
 
     Args:
         workers: Processes that work at one time; by default two more than
@@ -131,26 +132,27 @@ class Compilers:
         self._lock = threading.Lock()
         self._host: _Host | None = None
         self._process = os.getpid()
-        #: Whether no process can be started, which was reported.
+        #: Whether no process can be started; a warning was issued.
         self._broken = False
 
     def _follow_fork(self) -> None:
-        """Drop the pool of the process that this one was forked from, and the lock that another
-        thread may have held there."""
+        """In a forked child, drop the parent's pool, and the lock that another thread of the parent
+        may have held."""
         if self._process != os.getpid():
             if self._host is not None:
                 self._host.process.returncode = 0  # not this process's child
             self._host, self._lock, self._process = None, threading.Lock(), os.getpid()
 
     def submit(self, problem: Problem, candidate: Candidate, **more: Any) -> Future[None]:
-        """Have ``candidate`` compiled for ``problem``.
+        """Compile ``candidate`` for ``problem`` in a worker.
 
-        The future is done when ``bind`` may be called: with a result if the candidate was compiled
-        or cannot be compiled elsewhere; with a :class:`NotCompiledError` if it does not compile,
-        timed out, or crashed its compiler.
+        The future is done when ``bind`` may be called. It has a result if the candidate was
+        compiled, or cannot be compiled elsewhere. It raises a :class:`NotCompiledError` if the
+        candidate does not compile, timed out, or crashed its compiler.
 
         Args:
-            more: Further fields of the job; a ``device`` to launch it on, and its ``memory``.
+            more: Further fields of the job: a ``device`` to launch on, and ``memory``, the bytes
+                that tensors of the launch may take.
         """
         self._follow_fork()
         future: Future[None] = Future()
@@ -165,8 +167,8 @@ class Compilers:
         return future
 
     def are_starting(self, futures: Iterable[Future[Any]]) -> bool:
-        """Whether ``futures`` wait for a pool that starts, and has for less than
-        :data:`START_PATIENCE`."""
+        """Whether ``futures`` wait for a pool that began to start less than
+        :data:`START_PATIENCE` ago."""
         host = self._host
         if host is None or host.started.is_set() or all(future.done() for future in futures):
             return False
@@ -188,11 +190,12 @@ class Compilers:
             host.close()
 
     def _environment(self) -> dict[str, Any]:
-        """The state of a job, which may have changed since the pool was started."""
+        """The environment of a job, which may have changed since the pool was started."""
         return {"environ": {**os.environ, **self._kind.variables}, "folder": _folder()}
 
     def _running(self) -> _Host | None:
-        """The host, started if there is none or its plugins differ; None if none can be started."""
+        """The host; a new one if there is none or its plugins differ; None if none can be
+        started."""
         if self._broken or not _startable():
             return None
         found = _circumstances()
@@ -240,7 +243,7 @@ class _Host:
         self._kind, self._report = kind, report
         self.circumstances = _circumstances()
         self.begun = time.monotonic()
-        #: Set when the pool works, or will not.
+        #: Set when the pool works, or has failed to start.
         self.started = threading.Event()
         self.ended = self._closing = False
         self._pending: dict[int, tuple[Future[None], float]] = {}
@@ -272,7 +275,7 @@ class _Host:
     def send(
         self, problem: Problem, candidate: Candidate, job: dict[str, Any], future: Future[None]
     ) -> bool:
-        """Whether the job will be answered."""
+        """Send a job; returns whether it will be answered."""
         number = next(self._numbers)
         asked = {
             "kernel": candidate.kernel.name,
@@ -328,7 +331,7 @@ class _Host:
                     _resolve(future, self._failure(answer, limit))
         except (EOFError, OSError):  # it ended, or was closed here
             pass
-        except Exception as error:  # no memory, not understood
+        except Exception as error:  # out of memory, or an invalid message
             reraise(error)
             fault = error_text(error)
         status = self._end()
@@ -356,8 +359,8 @@ class _Host:
         return NotCompiledError(reason, answer.get("cause"), answer.get("place", ""))
 
     def _end(self) -> int:
-        """Wait for the host, which ends when the channel is closed unless it still starts; kill
-        what is left of its processes. Returns its exit status."""
+        """Close the channel, wait for the host to end, and kill the rest of its processes. A host
+        that still starts is killed at once. Returns the exit status."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with suppress(subprocess.TimeoutExpired):
@@ -376,21 +379,21 @@ def _resolve(future: Future[None], failure: NotCompiledError | None = None) -> N
 
 
 def _compiles(kernel: Kernel[Any]) -> bool:
-    """Whether it compiles ahead of ``bind``."""
+    """Whether the kernel compiles ahead of ``bind``."""
     if isinstance(kernel, CheckedKernel):
         return kernel.compiles
     return type(kernel).compile is not Kernel.compile
 
 
 def _startable() -> bool:
-    """Whether this platform can fork and this executable is Python, not a program that embeds it
-    and would be started a second time."""
+    """Whether this platform can fork, and this executable is Python. A program that embeds Python
+    would be started a second time."""
     name = os.path.basename(sys.executable or "").lower()
     return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
 
 
 def _circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """The state that decides which plugins and which code a worker finds."""
+    """The state that decides which plugins and which code a worker imports."""
     here = _folder()
     path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
     variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")

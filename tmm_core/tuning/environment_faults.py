@@ -1,12 +1,12 @@
-"""Tells what the environment did from what a kernel did.
+"""Distinguishes faults of the environment from faults of a kernel.
 
-A candidate's failure is a verdict on its kernel only if the kernel caused it: a wrong result, a
-refusal, an exception of its own. A missing compiler, a full disk or GPU, a killed process and a
-budget that ended say nothing of the kernel: the candidate is *untried*.
+A candidate's failure is a verdict on its kernel only if the kernel caused it: by a wrong result, a
+refusal, or an exception of its own. A missing compiler, a full disk or GPU, a killed process and
+the end of the budget say nothing about the kernel: the candidate is *untried*.
 
-Who raised decides: an exception of the operating system or of a memory allocator, or one that comes
-from the part of Triton that finds and runs programs. Other processes report their failures as text,
-and so do old records; there the words of these exceptions decide.
+An exception of the operating system or of a memory allocator is the environment's. So is one raised
+in the part of Triton that finds and runs programs. Compilers, and records of older versions, give
+only a text; there the words of such exceptions decide.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tmm_core.spec.launcher import BASELINE
 
 #: Why a candidate is untried.
 #:
-#: ``toolchain``: something is missing or does not work, and stays so until it is repaired.
-#: ``passing``: a lack of memory or space, or a killed process, which a later process may not meet.
-#: ``alike``: all kernels failed in the same way, so that something they share is broken.
-#: ``hung``: it was given up after a time limit, or its compiler crashed.
-#: ``budget``: the tuning budget ended before it.
+#: ``toolchain``: a part of the toolchain is missing or does not work, until somebody repairs it.
+#: ``passing``: memory or space was too small, or a process was killed; a later process may succeed.
+#: ``alike``: all kernels failed in the same way, so something that they share is broken.
+#: ``hung``: the candidate was given up after a time limit, or its compiler crashed.
+#: ``budget``: the tuning budget ended before the candidate was tried.
 Cause = Literal["toolchain", "passing", "alike", "hung", "budget"]
 
-#: The reason of a candidate that had not compiled when the tuning budget ended.
+#: The reason of a candidate that was not compiled when the tuning budget ended.
 BUDGET_ENDED = "the tuning budget ended before it"
 
 #: Errors of the operating system that may pass without a repair.
@@ -48,8 +48,8 @@ _PASSING_ERRNO = {
     *(errno.EINTR, errno.EBUSY, errno.ETXTBSY, errno.ESTALE, errno.EIO),
 }
 
-#: Modules that find and run programs, load drivers and write files for Triton. What they raise is
-#: about the machine. Those that translate a kernel are not among them.
+#: Modules that find and run programs, load drivers and write files for Triton. Their exceptions are
+#: about the machine. Modules that translate a kernel are not among them.
 _TOOLS = (
     "triton.knobs",
     "triton.runtime.build",
@@ -62,7 +62,7 @@ _TOOLS = (
     "tempfile",
 )
 
-#: Words of exceptions that are about the machine, as other processes and old records tell them.
+#: Words of exceptions that are about the machine.
 _WORDS: tuple[tuple[Cause, str], ...] = (
     ("passing", r"\bout of memory\b"),
     ("passing", r"\bOutOfMemoryError\b|\bMemoryError\b|ALLOC_FAILED"),
@@ -96,7 +96,7 @@ _PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
 
 
 def cause_of(error: BaseException) -> Cause | None:
-    """The cause in the environment of ``error``; None if the code that raised it is to blame."""
+    """Return the environment's cause of ``error``; None if the kernel's code is to blame."""
     raised = list(chain(error))
     for each in raised:
         elsewhere: Cause | None = _read(each, "cause_elsewhere")  # found by another process
@@ -113,12 +113,12 @@ def cause_of(error: BaseException) -> Cause | None:
 
 
 def cause_of_text(reason: str) -> Cause | None:
-    """What of the environment a reason tells of; None if it tells of the kernel."""
+    """Return the environment's cause that a reason's words show; None if they show none."""
     return next((cause for cause, pattern in _PATTERNS if pattern.search(reason)), None)
 
 
 def _read(error: BaseException, name: str) -> Any:
-    """An attribute of an exception; None if it has none, or reading it fails."""
+    """Return an attribute of an exception; None if there is none, or if reading it fails."""
     try:
         return getattr(error, name, None)
     except BaseException as another:
@@ -147,8 +147,8 @@ def _raiser(error: BaseException) -> str:
 
 
 def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
-    """The file and line of a kernel's packages that raised ``error``, else of its ``bind``; empty
-    if neither is known."""
+    """Return the file and line in the kernel's packages that raised ``error``, else those of its
+    ``bind``; empty if neither is known."""
     place = None if error is None else _read(error, "place")
     if place and type(place) is str:  # found by another process
         return place
@@ -167,19 +167,19 @@ def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
 
 # -- many failures at once -----------------------------------------------------------------
 
-#: Parts of a reason that differ between kernels and calls: names, paths, numbers, addresses.
+#: The parts of a reason that differ between kernels and calls: names, paths, numbers, addresses.
 _OWN = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`|\(/[^)\n]*\)|/[^\s:,]+|0x[0-9a-f]+|\d+")
-#: Tmm's own words in front of a reason, which say whose it is.
+#: Prefixes that name the kernel or the step that failed.
 _WHOSE = re.compile(r"^PluginError: kernel .*?: (?:bind|compile) raised |^its first launch raised ")
-#: Kernels that have to fail alike before the machine is suspected.
+#: The number of kernels that have to fail alike before the machine is suspected.
 LEAST_ALIKE = 2
-#: Reasons of candidates that were never compiled, because others promised more.
+#: Reasons of candidates that were never compiled, because others were expected to be faster.
 _NOT_TRIED = re.compile(r"^expects to take |^its search space is empty|^not tried: ")
 
 
 def alike(results: Iterable[CandidateResult]) -> bool:
-    """Whether all of at least :data:`LEAST_ALIKE` kernels failed before their first launch, for one
-    and the same reason: then something that they share is broken."""
+    """Whether at least :data:`LEAST_ALIKE` kernels were tried, and all failed before their first
+    launch for the same reason. Something that they share is then broken."""
     kernels, reasons = set(), set()
     for result in results:
         reason = result.reason or ""
@@ -193,14 +193,14 @@ def alike(results: Iterable[CandidateResult]) -> bool:
 
 
 def common(reason: str) -> str:
-    """A reason's first line without what differs from kernel to kernel."""
+    """Return a reason's first line without the parts that differ from kernel to kernel."""
     first = _WHOSE.sub("", reason).strip().partition("\n")[0]
     return _OWN.sub("…", first)
 
 
 def verdicts(results: Sequence[CandidateResult]) -> list[CandidateResult]:
-    """The results that are verdicts on their kernels, without those of versions that recorded the
-    environment's faults, too. A budget's end stays: a call does not wait for it again."""
+    """Return the results that are verdicts on their kernels. Older versions also recorded faults
+    of the environment. The end of a budget counts as a verdict: calls do not tune again for it."""
     if alike(results):
         return [r for r in results if r.kernel == BASELINE or _NOT_TRIED.match(r.reason or "")]
 

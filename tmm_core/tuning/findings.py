@@ -1,5 +1,7 @@
-"""Collects what a tuning found out beside its times, and reports it once the record is saved: the
-kernels that the environment left untried, and the faults of plugins."""
+"""Collects the findings of a tuning that no record holds: untried kernels and plugins' faults.
+
+They are reported once the record is saved.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from tmm_core.tuning.untried import Able, Left
 
 #: The order of causes in a warning: the first is the one to repair.
 _GRAVEST: tuple[Cause, ...] = ("toolchain", "passing", "alike", "hung", "budget")
-#: Exceptions of Triton by which a kernel tells that a config does not fit, by name.
+#: Exceptions of Triton that mean that a config does not fit, by name.
 _DOES_NOT_FIT = ("OutOfResources",)
 
-#: Whether this process has warned of its environment.
+#: The reason of this process's warning about its environment; empty before that.
 _warned: set[str] = set()
 
 
@@ -38,14 +40,14 @@ class Fault:
 class Findings:
     """The findings of one tuning."""
 
-    #: Kernels that were to be tried, and those of them that the environment left untried.
+    #: The kernels to be tried, and the ones that the environment left untried.
     tried: set[Able] = field(default_factory=set)
     left: dict[Able, Left] = field(default_factory=dict)
-    #: Faults by the kernels' origins, as the plugins' warnings name them.
+    #: Faults by the kernels' sources, which warnings name.
     faults: dict[Any, list[Fault]] = field(default_factory=dict)
 
     def leave(self, kernel: Kernel[Any], left: Left) -> None:
-        """Note a kernel that the environment left untried, or some of whose candidates it did."""
+        """Note a kernel of which the environment left some or all candidates untried."""
         name, before = (kernel.name, kernel.version), self.left.get((kernel.name, kernel.version))
         if before is None or _GRAVEST.index(left.cause) < _GRAVEST.index(before.cause):
             self.left[name] = left
@@ -57,10 +59,10 @@ class Findings:
         self.faults.setdefault(source, []).append(fault)
 
     def report(self, about: object) -> None:
-        """Warn, if this process has not: of the environment once, of each distribution once.
+        """Issue one warning about the environment and one per distribution, once per process.
 
         Args:
-            about: The problem that was tuned.
+            about: The tuned problem.
         """
         warn_of_environment(self.left, about)
         for source, faults in self.faults.items():
@@ -70,13 +72,13 @@ class Findings:
 
 
 def placed(kernel: Kernel[Any], reason: str, raised: BaseException | None) -> str:
-    """A reason, with the file and line of the kernel's code that raised."""
+    """Return a reason with the file and line in the kernel's code that raised."""
     place = place_of(kernel, raised)
     return reason if not place or place in reason else f"{reason} ({place})"
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether an exception is how a kernel refuses a config, which is no fault."""
+    """Whether a kernel refuses a config by this exception, which is no fault."""
     return any(
         type(each).__name__ in _DOES_NOT_FIT
         or (issubclass(type(each), TmmError) and not issubclass(type(each), PluginError))
@@ -87,7 +89,7 @@ def refuses(error: BaseException) -> bool:
 def warn_of_environment(
     left: Mapping[Able, Left], about: object, causes: tuple[Cause, ...] = ("toolchain", "passing")
 ) -> None:
-    """Warn of kernels that the environment left untried, once per process."""
+    """Issue one warning per process about kernels that the environment left untried."""
     broken = {name: why for name, why in left.items() if why.cause in causes}
     if not broken or _warned:
         return

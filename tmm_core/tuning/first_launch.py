@@ -33,7 +33,7 @@ _LAUNCH = Kind(
 
 
 class FirstLaunches:
-    """Launches candidates in a worker process, started on first use.
+    """Launches candidates in a worker process, which the first of them starts.
 
     Args:
         device: The device to launch on, with its index.
@@ -52,8 +52,8 @@ class FirstLaunches:
     def failure(
         self, problem: Problem, candidate: Candidate, memory: int
     ) -> NotCompiledError | None:
-        """What went wrong in binding and launching ``candidate`` for ``problem``, with and without
-        ``out``; None if nothing did, or if there is no worker.
+        """Bind and launch ``candidate`` for ``problem`` in the worker, with and without ``out``;
+        returns the failure. None if there was none, or no worker can be started.
 
         Args:
             memory: Bytes that the worker's tensors may take.
@@ -68,7 +68,7 @@ class FirstLaunches:
             self._hung[about] += isinstance(failure, HungError)
             return failure
         finally:
-            self._workers.cancel_pending([launch])  # interrupted
+            self._workers.cancel_pending([launch])  # pending if this was interrupted
         return None
 
     def close(self) -> None:

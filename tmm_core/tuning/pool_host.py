@@ -1,8 +1,10 @@
-"""The process between tmm's and the workers: runs a pebble pool and ends with tmm's process.
+"""The process between the user's process and the workers, which runs a pebble pool.
 
-Pebble kills a worker that hangs and replaces one that died. It cannot run in the user's process:
-its workers would run the user's script again, and a daemonic process may not have any. This file is
-run as a script and imports nothing of tmm, which would import torch: it starts at once.
+It ends with the user's process.
+
+Pebble kills a worker that hangs, and replaces one that died. It cannot run in the user's process:
+its workers would run the user's script again, and a daemonic process may have no children. This
+file is run as a script. It imports nothing of tmm, so that it starts without importing torch.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from pebble import ProcessExpired, ProcessPool
 
 #: Seconds without a job after which the pool ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
-#: Seconds between two checks whether the parent is alive: a process that it forked may hold its end
-#: of the channel open.
+#: Seconds between two checks whether the parent is alive: a fork of the parent may hold its end of
+#: the channel open.
 _LOOK = 0.2
 #: The exit code of a worker that should not run another job; a fresh one runs it.
 WORN_OUT = 75
-#: How often a job is done again because its worker was worn out or its pool broke.
+#: How often a job is repeated because its worker was worn out or its pool broke.
 _MOST_RETRIES = 3
-#: Bytes of a path below which there is room for a socket's name; the system allows 108.
+#: Maximum bytes of a temporary folder's path: with a socket's name the system allows 108.
 _SHORT = 60
 _WORKER = "tmm_core.tuning.pool_worker"
 
@@ -42,13 +44,13 @@ Job = dict[str, Any]
 
 
 class Host:
-    """Passes jobs to workers and their answers to the parent.
+    """Passes jobs to workers, and their results to the parent.
 
     Args:
         channel: The channel to the parent.
-        workers: Processes that work at one time.
-        forks: Whether a process that has imported everything forks the workers. If not, each worker
-            imports everything, and is free to use CUDA.
+        workers: The number of worker processes.
+        forks: Whether workers are forked from a process that has imported everything. If not, each
+            worker imports everything itself, and may use CUDA.
         folder: The folder for temporary files and for the workers' output.
     """
 
@@ -59,12 +61,12 @@ class Host:
         self._pool = self._new_pool()
         self._waiting: deque[Job] = deque()
         self._running: dict[int, tuple[Job, Future[Any]]] = {}
-        #: Jobs that ended, by pebble's threads; a byte in the pipe for each.
+        #: Jobs that ended, added by pebble's threads; the pipe holds a byte for each.
         self._ended: deque[tuple[Job, Future[Any]]] = deque()
         self._wake, self._waker = os.pipe()
 
     def run(self) -> None:
-        """Serve until the parent is gone, or idle for too long."""
+        """Serve until the parent has ended, or sends no job for :data:`IDLE_LIMIT`."""
         parent, idle = os.getppid(), 0.0
         self._pool.schedule(perform, [None]).result()  # raises if no worker starts
         self._send(None, {})
@@ -116,7 +118,7 @@ class Host:
         os.write(self._waker, b".")
 
     def _conclude(self, job: Job, future: Future[Any]) -> None:
-        """Answer a job that has ended, or have it run again if its worker was not fit for it."""
+        """Report a job that has ended, or repeat it if its worker could not run it."""
         del self._running[job["id"]]
         error = None if future.cancelled() else future.exception()
         if isinstance(error, TimeoutError):
@@ -127,7 +129,7 @@ class Host:
             output = Path(self._folder, str(error.pid)).read_bytes()
             self._send(job, {"died": ending(error.exitcode, tail(output))})
         elif isinstance(error, ProcessExpired | BrokenProcessPool):
-            # Pebble breaks if a worker dies before it noticed that it took a job.
+            # A pebble pool breaks if a worker dies before it has acknowledged a job.
             if job["retries"] == _MOST_RETRIES:
                 raise error
             job["retries"] += 1
@@ -140,13 +142,13 @@ class Host:
 
 
 def tail(output: bytes) -> str:
-    """The end of what a process has printed, as messages show it."""
+    """Return the end of a process's output, as messages show it."""
     return output[-400:].decode(errors="replace").strip()
 
 
 def ending(status: int, output: str) -> str:
-    """How a process ended, by ``Popen.returncode``, and the end of its output: ``died (signal 11,
-    SIGSEGV): …``."""
+    """Describe how a process ended, from ``Popen.returncode`` and the end of its output: ``died
+    (signal 11, SIGSEGV): …``."""
     after = f": {output}" if output else ""
     if status >= 0:
         return f"ended with exit code {status}{after}"
@@ -156,7 +158,7 @@ def ending(status: int, output: str) -> str:
         return f"died (signal {-status}){after}"
 
 
-# The two functions that pebble calls in a worker, by name: this process imports nothing of theirs.
+# Pebble calls these two functions in a worker, by name. This process does not import that module.
 
 
 def begin(folder: str) -> None:
@@ -168,13 +170,13 @@ def perform(job: Job | None) -> Any:
 
 
 def main() -> None:
-    """Serve the parent, whose channel is standard input. Arguments: workers, whether they are
-    forked."""
+    """Serve the parent, whose channel is standard input. The arguments are the number of workers,
+    and ``forks`` if they are forked."""
     channel = Connection(os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     with tempfile.TemporaryDirectory(prefix="tmm-compile-", ignore_cleanup_errors=True) as folder:
-        # The path of a socket is limited.
+        # The system limits the path of a socket.
         tempfile.tempdir = folder if len(folder) < _SHORT else "/tmp"
         host = Host(channel, int(sys.argv[1]), sys.argv[2] == "forks", folder)
         try:

@@ -1,6 +1,6 @@
-"""What a worker process does: compiles a candidate, or binds and launches it.
+"""The program of a worker process, which compiles a candidate, or binds and launches it.
 
-Importing this module loads the plugins: the process that forks workers imports it once.
+Importing this module loads the plugins. The process that forks workers imports it once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tmm_core.verify.verifier import Verifier
 
 _PR_SET_PDEATHSIG = 1
 
-#: Whether a CUDA fault may have made every later launch of this process fail.
+#: Whether later launches in this process may fail because of an earlier CUDA fault.
 _worn_out = False
 
 
 def begin(folder: str) -> None:
-    """Prepare this process: it ends with its parent, and prints into a file in ``folder``."""
+    """Prepare this process to end with its parent, and to print into a file in ``folder``."""
     os.setpgid(0, 0)
-    # Compilers that it started end with it; code that hangs in C does not return to this handler,
-    # and is killed by pebble.
+    # Compilers that this process started end with it. Code that hangs in C does not return to this
+    # handler; pebble then kills the process.
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(Exception):  # no prctl: then at the end of its channel
+    with contextlib.suppress(Exception):  # without prctl it ends with its channel
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(os.path.join(folder, str(os.getpid())), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
@@ -54,15 +54,15 @@ def begin(folder: str) -> None:
 
 
 def perform(job: Job) -> Job:
-    """Do a job. The answer has its ``error``, or None; with the error come its ``cause``, if the
-    environment made it, and the ``place`` that raised. The error is also None if the candidate
-    differs here and is left to the parent: another version, an unregistered epilogue."""
+    """Do a job, and return its ``error`` or None. With an error come its ``cause``, if that is the
+    environment's, and the ``place`` that raised. The error is also None if this process has another
+    version of the kernel, or lacks the epilogue: the parent then binds the candidate itself."""
     if _worn_out:
         os._exit(WORN_OUT)
     os.ftruncate(1, 0)  # a failure shows only its own job's output
     os.environ.clear()
     os.environ.update(job["environ"])
-    with contextlib.suppress(OSError):  # removed since
+    with contextlib.suppress(OSError):  # the folder was removed
         os.chdir(job["folder"])
     try:
         problem, candidate = recalled(job)
@@ -80,10 +80,10 @@ def perform(job: Job) -> Job:
 
 
 def recalled(job: Job) -> tuple[Problem, Candidate]:
-    """The problem and the candidate of a job.
+    """Return the problem and the candidate of a job.
 
     Raises:
-        LookupError, ValueError: Their meaning differs in this process.
+        LookupError, ValueError: This process lacks one of them, or has another version.
         BaseException: Whatever a plugin raises.
     """
     kernel = _registry.kernel(job["kernel"])
@@ -97,7 +97,7 @@ def recalled(job: Job) -> tuple[Problem, Candidate]:
 
 
 def _launch(problem: Problem, candidate: Candidate, device: torch.device, memory: int) -> None:
-    """Bind the candidate and launch it, with and without ``out``; its results do not matter."""
+    """Bind the candidate and launch it, with and without ``out``; the results are not judged."""
     global _worn_out
     _worn_out = device.type == "cuda"  # until it has ended well
     if device.type == "cuda":
@@ -113,7 +113,7 @@ def _launch(problem: Problem, candidate: Candidate, device: torch.device, memory
 
 @functools.lru_cache(maxsize=1)
 def _verifier(problem: Problem, device: torch.device, memory: int) -> Verifier:
-    """The last problem's: its tensors serve all candidates."""
+    """The verifier of a problem. The last one is kept: its tensors serve all candidates."""
     return Verifier(problem, device, memory_limit=memory)
 
 

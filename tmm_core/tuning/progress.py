@@ -1,4 +1,4 @@
-"""The line that calls show while they wait for tuning: one for a whole step of a model."""
+"""The progress line that calls show while they wait for tuning: one for a whole step of a model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ APART = 2.0
 
 
 class Progress:
-    """The time that the tunings of a step take together. In a terminal or a notebook the line is
-    overwritten and at last erased; a log, if it is asked for, gets a line now and then."""
+    """Shows the time that the tunings of a step take together. In a terminal or a notebook the line
+    is overwritten, and erased at the end. A log gets a line every :data:`LOGGED` seconds, if the
+    settings want one."""
 
     def __init__(self) -> None:
         self._count, self._waited = 0, 0.0
@@ -33,8 +34,7 @@ class Progress:
 
     @contextmanager
     def of(self, title: str, shown: bool | None) -> Iterator[Callable[[], None]]:
-        """A context in which a product is tuned; yields a function to call after each step of the
-        tuning.
+        """A context for tuning one product; yields a function to call after each step.
 
         Args:
             title: Names the problem.
@@ -74,5 +74,5 @@ class Progress:
             self._width = len(line)
 
 
-#: This process's own.
+#: The progress line of this process.
 LINE = Progress()

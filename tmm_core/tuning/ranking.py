@@ -1,5 +1,4 @@
-"""Reads the times of a record: who won, who comes next, and who is ahead at another M of its
-bucket."""
+"""Ranks the candidates of a record by its times, at its own M and at other M of its bucket."""
 
 from __future__ import annotations
 
@@ -11,23 +10,23 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.launcher import BASELINE
 
-#: By how much a winner has to beat BLAS: with as many samples as in the last stage, two medians of
+#: The margin by which a winner has to beat BLAS. With the samples of the last round, two medians of
 #: one kernel differ by up to 0.5 % on a quiet H200.
 MARGIN = 0.01
 
-#: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
+#: Times this close to the best are a tie. A fixed rule breaks it, so that restarts agree.
 TIE = 0.005
 
-#: Times of large products that differ by less do not tell which is faster in longer use: in use,
-#: six kernels on three problems (H100) compare in bursts of 3 and 15 ms within 2 % as they do in
-#: bursts of a second; in steady state, one kernel measured twice differs by up to 3 %.
+#: Times of large products that differ by less do not show which is faster in longer use. Ratios of
+#: six kernels on three problems (H100) in bursts of 3 and 15 ms are within 2 % of those in bursts
+#: of a second. In steady state, one kernel measured twice differs by up to 3 %.
 CLOSE = 0.02
 
-#: An M that was never measured gets a race of its own where calls take more than this many µs, as a
-#: wrong choice costs more than the race, and the choice is open: candidates within :data:`OPEN`
-#: times the best. Orders of tiles differ by up to 8 % at one M, tiles by 15.
+#: An M that was never measured gets its own race if calls take more than this many µs, since a
+#: wrong choice then costs more than the race. Candidates within :data:`OPEN` times the best take
+#: part. Orders of tiles differ by up to 8 % at one M, tiles by 15.
 LONG_CALL_US, OPEN = 100.0, 1.15
-#: Maximum number of kernels of such a race, beside BLAS, and of M that a record keeps of them.
+#: Maximum number of kernels in such a race, besides BLAS, and of raced M that a record keeps.
 RACERS, MOST_RACED = 2, 16
 
 #: Kernel, and config as sorted pairs.
@@ -40,7 +39,7 @@ def identity(result: CandidateResult) -> CandidateId:
 
 
 def finalists(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """The valid results of the last round. Medians of others differ in more than the kernel:
+    """Return the valid results of the last round. Medians of earlier rounds are not comparable:
     600 µs in the first rounds are 660 in the last, when the GPU's clock has settled."""
     timed = [result for result in results if result.status == "ok" and result.samples_us]
     most = max((len(result.samples_us) for result in timed), default=0)
@@ -48,11 +47,11 @@ def finalists(results: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 
 def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
-    """The ranking: finalists before candidates eliminated earlier, and last of all those that are
-    slower than BLAS in steady state; the fastest first within each.
+    """Return the ranking: finalists, then candidates eliminated earlier, then candidates slower
+    than BLAS in steady state; each by time.
 
     Args:
-        also: Results of these statuses as well as valid ones.
+        also: Include results of these statuses besides valid ones.
     """
     ended = set(map(identity, finalists(record.candidates)))
     slower = slower_in_steady_state(record.candidates)
@@ -65,9 +64,9 @@ def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
 
 
 def slower_in_steady_state(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Kernels that take longer than BLAS in steady state, by :data:`CLOSE`. In interleaved bursts a
-    kernel that draws more power than the others runs at the GPU clock that their mean allows; in
-    steady state, at the one that its own draw allows."""
+    """Return the results that take longer than BLAS in steady state, by :data:`CLOSE`. In
+    interleaved bursts the GPU clock follows the mean power of all candidates; in steady state, the
+    power of this one."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:
@@ -77,12 +76,12 @@ def slower_in_steady_state(results: Iterable[CandidateResult]) -> list[Candidate
 
 
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
-    """Index of the winner, among the finalists.
+    """Return the index of the winner, among the finalists.
 
-    BLAS wins unless a kernel beats it by :data:`MARGIN` that is not slower in steady state. If some
-    were timed in steady state, only these can win: among those within :data:`CLOSE` of the best,
-    the fastest by that clock. If none was, ties within :data:`TIE` of the best are broken by
-    determinism, then workspace, the incumbent, and name.
+    BLAS wins unless a kernel beats it by :data:`MARGIN` and is not slower in steady state. If some
+    finalists were timed in steady state, only these can win: among those within :data:`CLOSE` of
+    the best, the fastest in steady state wins. Otherwise ties within :data:`TIE` of the best are
+    broken by determinism, then workspace, the incumbent, and name.
 
     Raises:
         ValueError: Nothing was timed.
@@ -111,11 +110,12 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
 def times_around(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:
-    """The times in µs measured around ``m`` in the bucket of ``record_m``, by M and candidate.
+    """Return the times in µs measured around ``m`` in the bucket of ``record_m``, by M and
+    candidate.
 
     There is one M on each side: the nearest that is not above ``m``, and the nearest that is not
     below it. Candidates slower than BLAS in steady state at the record's own M are left out. BLAS's
-    own times are those at the nearest M on each side at which it was timed, even alone.
+    times are from the nearest M on each side at which BLAS was timed, even without kernels.
     """
     results = list(results)
     slower = slower_in_steady_state(results)
@@ -131,7 +131,7 @@ def times_around(
     below = max((there for there in timed if there <= m), default=m + 1)
     above = min((there for there in timed if there >= m), default=m - 1)
     around = {there: at[there] for there in (below, above) if there in at}
-    # The nearest last, since it counts.
+    # The nearest M comes last, so that its time is kept.
     for there in sorted(at, key=lambda there: -abs(there - m)):
         alone = {name: us for name, us in at[there].items() if name[0] == BASELINE}
         for side in around:
@@ -141,16 +141,16 @@ def times_around(
 
 
 def compared_at(record: TuningRecord) -> list[int]:
-    """Every M of the bucket at which a kernel was compared with BLAS, which is timed at more,
-    including the record's own, sorted."""
+    """Return every M of the bucket at which a kernel was timed, and the record's own M, sorted.
+    BLAS alone is timed at more."""
     kernels = [c for c in record.candidates if c.kernel != BASELINE]
     timed = {record.extent, *(m for kernel in kernels for m in kernel.inside_us)}
     return [m for m in record.measured_at if m in timed]
 
 
 def racers(record: TuningRecord, m: int) -> list[int]:
-    """The candidates of a bucket's record to race at ``m``, which was not measured, as indices:
-    BLAS, and the best kernels around it. Empty if a race is not worth its time."""
+    """Return the indices of the candidates to race at ``m``: BLAS, and the kernels that are best
+    around ``m``. Empty if ``m`` was measured, or if a race is not worth its time."""
     edge = record.extent
     around = times_around(record.candidates, m, edge)
     ratios = behind(around)
@@ -169,8 +169,8 @@ def racers(record: TuningRecord, m: int) -> list[int]:
 
 
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
-    """Candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, best first, by their
-    largest ratio to the fastest at any of these M."""
+    """Return the candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, ordered by
+    their largest ratio to the fastest candidate at any of these M."""
     ahead = {
         name: slower
         for name, slower in behind(around).items()
@@ -186,15 +186,16 @@ def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[Can
 
 
 def fastest_blas(around: Mapping[int, Mapping[CandidateId, float]]) -> CandidateId | None:
-    """BLAS's own candidate that is least behind its others at any M of ``around``."""
+    """Return BLAS's candidate with the smallest worst ratio to BLAS's fastest at each M of
+    ``around``."""
     own = [{n: us for n, us in times.items() if n[0] == BASELINE} for times in around.values()]
     ratios = behind(dict(enumerate(own)))
     return min(ratios, key=lambda name: (ratios[name], name), default=None)
 
 
 def behind(around: Mapping[int, Mapping[CandidateId, float]]) -> dict[CandidateId, float]:
-    """The largest ratio to the fastest at any M of ``around``, of candidates timed at all of
-    them."""
+    """Return each candidate's largest ratio to the fastest at any M of ``around``, for candidates
+    that were timed at all of them."""
     common = set.intersection(*(set(times) for times in around.values())) if around else set()
     return {
         name: max(times[name] / min(times.values()) for times in around.values()) for name in common

@@ -24,10 +24,10 @@ from tmm_core.settings import Settings
 from tmm_core.spec.device import current_device
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
-from tmm_core.spec.precision import require_posed
+from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
-from tmm_core.tuning.bind import Deadline, Posed
+from tmm_core.tuning.bind import CompileJob, Deadline
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.compile_pool import Compilers, compiling_threads
@@ -56,7 +56,7 @@ class Tuner:
     #: Launches candidates in another process first; None: no such launches.
     first_launches: FirstLaunches | None = None
     #: What is being compiled for problems that are tuned next.
-    prepared: dict[Problem, dict[Posed, Future[None]]] = field(default_factory=dict)
+    prepared: dict[Problem, dict[CompileJob, Future[None]]] = field(default_factory=dict)
 
     def tune(
         self,
@@ -167,10 +167,10 @@ class Tuner:
         settings: Settings,
         deadline: Deadline,
         findings: Findings,
-        ahead: dict[Posed, Future[None]],
+        ahead: dict[CompileJob, Future[None]],
     ) -> Tuning:
         # The record's BLAS must run at the problem's precision.
-        require_posed(problem)
+        require_precision(problem)
         device = current_device(problem.device)
         launchers = CandidateLaunchers(
             *(self.compilers, self.workers, self.first_launches, device, settings.tune_memory),

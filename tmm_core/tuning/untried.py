@@ -1,14 +1,14 @@
-"""Keeps which kernels the environment left untried, so that they are tried again once it changes.
+"""Remembers which kernels the environment left untried, until it changes.
 
-Records hold verdicts alone. A note beside them lists, for each problem, the untried kernels and the
-toolchains under which they could not be tried:
+Records hold only verdicts. A note beside the records lists, for each problem, the untried kernels
+and the toolchains under which they could not be tried.
 
-- under another toolchain, the next call tries them;
-- after a passing cause (no memory, a full disk, a killed process), so do later processes, up to
-  :data:`PROCESSES` in all, so that serving does not wait for it at every start;
-- ``tmm tune`` and ``tmm_core.tune`` always do.
+- Under another toolchain, the next call tries them.
+- After a passing cause (no memory, a full disk, a killed process), later processes try them too, up
+  to :data:`PROCESSES` in all: serving must not wait for them at every start.
+- ``tmm tune`` and ``tmm_core.tune`` always try them.
 
-A process reads the toolchain again at every problem that it meets first.
+A process reads the toolchain again whenever it meets a new problem.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.environment_faults import BUDGET_ENDED, Cause, verdicts
 
-#: Processes that try a kernel again after a passing cause, under one toolchain.
+#: The number of processes that try a kernel under one toolchain after a passing cause.
 PROCESSES = 3
-#: Toolchains that a note remembers, the latest.
+#: The number of toolchains that a note remembers, the latest ones.
 _TOOLCHAINS = 8
-#: Letters of a reason that a note keeps.
+#: Maximum characters of a reason in a note.
 _REASON = 300
 
 #: Name and version.
@@ -51,14 +51,14 @@ class Noted:
     """The note about one problem."""
 
     kernels: Mapping[Able, Left] = field(default_factory=dict)
-    #: The processes that tried them under each toolchain, by its fingerprint.
+    #: The number of processes that tried them, by the toolchain's fingerprint.
     tried: Mapping[str, int] = field(default_factory=dict)
 
     def again(self, fingerprint: str, here: bool) -> frozenset[Able]:
-        """The kernels that a call tries again.
+        """Return the kernels that a call tries again.
 
         Args:
-            here: This process has tried them already, under this toolchain.
+            here: This process has already tried them, under this toolchain.
         """
         count = self.tried.get(fingerprint, 0)
         if count == 0:
@@ -77,7 +77,7 @@ class Noted:
 
     @classmethod
     def from_json(cls, document: object) -> Noted | None:
-        """The note; None if it is none."""
+        """Parse a note; None if the document is not a note."""
         try:
             assert isinstance(document, dict)
             kernels = {
@@ -93,13 +93,13 @@ class Noted:
 
 
 class Untried:
-    """The notes of one store, and what this process knows beside them."""
+    """The notes of one store, and the state of this process."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        #: By problem, written or tried by this process, with the toolchain of then.
+        #: Notes that this process wrote, by problem, with the toolchain at that time.
         self._mine: dict[Problem, tuple[Noted, str]] = {}
-        #: The file of notes about each device, as it was read, and its state then.
+        #: For each device, its file's state when it was read, and its notes.
         self._read: dict[DeviceFingerprint, tuple[list[JSON], Notes]] = {}
         #: The toolchain under which this process left kernels untried; None if it left none.
         self._toolchain: str | None = None
@@ -109,13 +109,13 @@ class Untried:
         return self._toolchain is not None
 
     def get(self, key: Problem) -> Noted | None:
-        """The note about a record's problem; None if nothing was ever left untried for it."""
+        """Return the note about a record's problem; None if no kernel was ever left untried."""
         if key in self._mine:
             return self._mine[key][0]
         return Noted.from_json(self._notes(key.device).get(digest(key.to_json())))
 
     def again(self, key: Problem, noted: Noted) -> frozenset[Able]:
-        """The kernels that a call tries again now."""
+        """Return the kernels that a call tries again now."""
         if not noted.kernels:
             return frozenset()
         now = toolchain.fingerprint()
@@ -124,7 +124,7 @@ class Untried:
         return noted.again(now, here)
 
     def left(self, key: Problem) -> tuple[frozenset[Able], frozenset[Able]]:
-        """The kernels that a call leaves untried now, and those that it tries again."""
+        """Return the kernels that a call leaves untried now, and those that it tries again."""
         noted = self.get(key)
         if noted is None:
             return frozenset(), frozenset()
@@ -132,11 +132,11 @@ class Untried:
         return frozenset(noted.kernels) - again, again
 
     def watch(self) -> None:
-        """Watch the toolchain, since it failed a kernel outside of tuning."""
+        """Watch the toolchain, because it made a kernel fail outside of tuning."""
         self._toolchain = self._toolchain or toolchain.fingerprint()
 
     def note(self, key: Problem, tried: Collection[Able], left: Mapping[Able, Left]) -> None:
-        """Note the outcome of a tuning: kernels ``tried``, of which some were ``left`` untried."""
+        """Write a note about a tuning: the kernels to be ``tried``, and those ``left`` untried."""
         before = self.get(key)
         if before is None and not left:
             return
@@ -152,7 +152,8 @@ class Untried:
         self._notes(key.device).add(digest(key.to_json()), noted.to_json())
 
     def changed(self) -> bool:
-        """Whether the toolchain changed since kernels were left untried here; once per change."""
+        """Whether the toolchain changed since this process left kernels untried; true once per
+        change."""
         if self._toolchain is None or (now := toolchain.fingerprint()) == self._toolchain:
             return False
         self._toolchain = now
@@ -160,7 +161,7 @@ class Untried:
         return True
 
     def _notes(self, device: DeviceFingerprint) -> Notes:
-        """The notes about a device, read again if another process has written some."""
+        """Return the notes about a device, read again if another process has changed the file."""
         state: list[JSON] = [device.gpu, device.environment]
         read, notes = self._read.get(device, (None, None))
         notes = notes or Notes("untried", state, self._store.root)
@@ -170,7 +171,7 @@ class Untried:
         return notes
 
     def of_device(self, device: DeviceFingerprint) -> list[Noted]:
-        """The notes about a device that list kernels."""
+        """Return the notes about a device that list untried kernels."""
         found = map(Noted.from_json, self._notes(device).values())
         return [noted for noted in found if noted is not None and noted.kernels]
 
@@ -182,12 +183,12 @@ def unmeasured(
     resume: bool = False,
     left: tuple[Collection[Able], Collection[Able]] = ((), ()),
 ) -> list[Kernel[Any]]:
-    """The kernels of which ``record`` has no verdict on this version, or none that uses the
-    caller's promises (``Config.assumes``).
+    """Return the kernels without a verdict on this version in ``record``, or without one for a
+    config that uses the caller's promises (``Config.assumes``).
 
     Args:
-        resume: Also those that the environment left untried, and those all of whose candidates the
-            end of the tuning budget left out.
+        resume: Include kernels that the environment left untried, and kernels of which the end of
+            the tuning budget left out all candidates.
         left: See :meth:`Untried.left`.
     """
     waiting, again = left
