@@ -661,6 +661,51 @@ def test_threads(sums: Sums) -> None:
     assert not failures
 
 
+def test_what_torch_answers_for_good_is_passed_on_by_a_part_of_the_key() -> None:
+    sums = Sums(against=lambda p: ["transposed"] if p.a.layout == "col" else [])
+    installed(FakeBlas(estimate=100.0), sums)
+    a, b, c, out = (torch.randn(4, 4) for _ in range(4))
+    expected = exact(torch.mm, a.t(), b).float()
+    names = ("mm", "mm.out", "addmm", "addmm.out")
+
+    def parts(name: str) -> int:
+        return sum(part[0].name == name for part in aten_answers.through)
+
+    with enable():
+        for _ in range(3):
+            torch.testing.assert_close(torch.mm(a.t(), b), expected)
+            torch.testing.assert_close(torch.mm(a.t(), b, out=out), expected)
+            torch.testing.assert_close(torch.addmm(c, a.t(), b), c + expected)
+            twice = torch.addmm(c[0], a.t(), b, alpha=2, out=out)
+            torch.testing.assert_close(twice, c[0] + 2 * expected)
+        assert [parts(name) for name in names] == [1, 1, 1, 1]
+        assert [calls(name)["torch"] for name in names] == [3, 3, 3, 3]
+        # Neither another layout nor other settings are passed on by it.
+        torch.mm(a, b)
+        torch.mm(a.t(), b)
+        torch.mm(a, b)
+        assert calls("mm") == {"sums": 2, "torch": 4}
+        with tmm_core.override(deterministic=True):
+            torch.mm(a.t(), b)
+        assert parts("mm") == 2
+        tmm_core.tune(tmm_core.problem(a, b))  # which may change who answers
+        assert not aten_answers.through
+
+
+def test_a_forced_kernel_that_declines_is_reported() -> None:
+    installed(FakeBlas(), Sums(against=lambda p: ["only small ones"] if p.m > 4 else []))
+    a, b = torch.randn(8, 4), torch.randn(4, 2)
+    expected = a @ b
+    with enable(), tmm_core.override(kernel="sums"):
+        assert torch.equal(a @ b, expected)
+        assert not tmm_core.enabled_report().operators["addmm"].declined
+        a[:4] @ b
+        report = tmm_core.enabled_report()
+    assert report.operators["mm"].calls == {"sums": 1, "torch": 1}
+    assert "sums" in report.operators["mm"].declined
+    assert "only small ones" in str(report)
+
+
 # -- where it does not pay -------------------------------------------------------------------------
 
 

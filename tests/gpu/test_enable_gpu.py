@@ -13,6 +13,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core.interop import aten, aten_answers
+from tmm_core.spec.precision import precision
 
 Tensor = torch.Tensor
 
@@ -27,8 +28,9 @@ pytestmark = [
     ),
 ]
 
-#: A kernel that serves every product below, so that a test does not depend on records.
-KERNEL = "triton.persistent"
+#: A kernel that serves the products below, so that a test does not depend on records; and one that
+#: serves fp32 without TF32, too.
+KERNEL, OF_FP32 = "triton.persistent", "triton.grouped"
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +55,17 @@ def calls(name: str) -> dict[str, int]:
     return {k: n for k, n in tmm_core.enabled_report().operators[name].calls.items() if n}
 
 
-def close(own: Tensor, torchs: Tensor, exact: Tensor) -> None:
+def answered(name: str, expected: dict[str, int]) -> None:
+    """Who answered an operator's calls, else the report, which says why."""
+    assert calls(name) == expected, str(tmm_core.enabled_report())
+
+
+def close(own: Tensor, torchs: Tensor, exact: Tensor, about: str = "") -> None:
     """At most twice as far from the product in fp64 as torch's."""
-    bound = 2 * (torchs.double() - exact).abs().max() + 1e-3 * exact.abs().max()
-    assert (own.double() - exact).abs().max() <= bound
+    error, torchs_error = ((t.double() - exact).abs().max() for t in (own, torchs))
+    largest = exact.abs().max()
+    text = f"{about} {own.dtype}: error {error:.3g}, torch's {torchs_error:.3g}, of {largest:.3g}"
+    assert error <= 2 * torchs_error + 1e-3 * largest, text
 
 
 CASES: dict[str, Callable[[torch.dtype], tuple[Tensor, ...]]] = {
@@ -75,22 +84,83 @@ CASES: dict[str, Callable[[torch.dtype], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.fixture
+def tf32(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with precision(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32"),
+    [
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.float32, False),
+        (torch.float32, True),
+    ],
+    indirect=["tf32"],
+)
 @pytest.mark.parametrize("name", CASES)
-def test_products_and_their_out_forms(forced: None, name: str, dtype: torch.dtype) -> None:
+def test_products_and_their_out_forms(name: str, dtype: torch.dtype, tf32: bool) -> None:
     function, tensors = getattr(torch, name), CASES[name](dtype)
     torchs = function(*tensors)
     exact = function(*(t.double() for t in tensors))
-    with tmm_core.enable():
+    kernel = OF_FP32 if dtype is torch.float32 and not tf32 else KERNEL
+    with tmm_core.override(kernel=kernel), tmm_core.enable():
         own = [function(*tensors) for _ in range(2)]
         out = torch.empty_like(torchs)
         function(*tensors, out=out)
-        assert calls(name) == {KERNEL: 2}
-        assert calls(f"{name}.out") == {KERNEL: 1}
+        answered(name, {kernel: 2})
+        answered(f"{name}.out", {kernel: 1})
     for y in (*own, out):
         assert (y.dtype, y.stride()) == (torchs.dtype, torchs.stride())
-        close(y, torchs, exact)
+        close(y, torchs, exact, name)
     assert torch.equal(function(*tensors), torchs)
+
+
+def test_a_forced_kernel_that_declines_fp32_leaves_it_to_torch(forced: None) -> None:
+    a, b = CASES["mm"](torch.float32)
+    torchs = torch.mm(a, b)
+    with tmm_core.enable():
+        assert torch.equal(torch.mm(a, b), torchs)
+        answered("mm", {"torch": 1})
+        assert "fp32 without TF32" in str(tmm_core.enabled_report())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_torchs_own_samples_with_gradients(dtype: torch.dtype) -> None:
+    pytest.importorskip("expecttest", reason="torch's samples need it")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    names = ("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear")
+    rtol = 3e-2 if dtype is torch.bfloat16 else 1e-4
+    served, failed = 0, []
+    for info in op_db:
+        if info.name not in names or info.variant_test_name:
+            continue
+        for number, sample in enumerate(info.sample_inputs("cuda", dtype, requires_grad=True)):
+            given = (sample.input, *sample.args)
+
+            def run(op: Any = info.op, given: Any = given, more: Any = sample.kwargs) -> Any:
+                leaves = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+                y = op(*given, **more)
+                grads = torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+                return y.detach(), *grads
+
+            torchs = run()
+            with tmm_core.override(kernel=OF_FP32), tmm_core.enable():
+                own = run()
+                served += tmm_core.enabled_report().calls
+            for mine, theirs in zip(own, torchs, strict=True):
+                try:
+                    torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
+                except AssertionError as error:
+                    shapes = [tuple(t.shape) for t in given if isinstance(t, Tensor)]
+                    failed.append(f"{info.name} {number} {shapes} {sample.kwargs}: {error}")
+    assert not failed, "\n".join(failed)
+    assert bool(served) == (dtype is not torch.float64)
 
 
 @pytest.mark.parametrize("by_row", [False, True])

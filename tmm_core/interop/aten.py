@@ -248,5 +248,6 @@ def enabled_report() -> EnabledReport:
             sum(tally.saved_us for tally in operator.tallies.values()),
             overhead_us(name) if measured else None,
             each.left,
+            operator.declined,
         )
     return EnabledReport(found, active)

@@ -89,11 +89,13 @@ class Answer:
 #: verification, which do not count.
 THROUGH, INSIDE = Answer(), Answer()
 
-#: Answers by keys, which begin with the operator.
+#: Answers by keys, which begin with the operator, or with a part that does.
 answers: dict[tuple[Any, ...], Answer] = {}
 #: Answers that are asked for anew after ``RETRY`` seconds.
 passing: dict[tuple[Any, ...], Answer] = {}
-warm.TABLES += answers, passing
+#: The first parts of keys whose calls torch answers for good.
+through: dict[tuple[Any, ...], Answer] = {}
+warm.TABLES += answers, passing, through
 
 
 class Operator:
@@ -125,6 +127,8 @@ class Operator:
         self.passed = 0
         #: Whether a choice was made since the last review that another one will replace.
         self.pending = False
+        #: Why the forced kernel does not serve a call that torch answered last.
+        self.declined = ""
         self._warned = False
 
     def count(self) -> None:
@@ -166,8 +170,11 @@ class Operator:
             reraise(error)
             if issubclass(type(error), USER_ERRORS):
                 raise
-            if not issubclass(type(error), (_LeftError, UnsupportedProblemError)):
-                self._warn(error)
+            if issubclass(type(error), (_LeftError, UnsupportedProblemError)):
+                if not isinstance(error, _LeftError):
+                    self.declined = str(error)
+                return _keep_for_good(key)
+            self._warn(error)
         return _keep(key, THROUGH)
 
     def _warn(self, error: BaseException) -> None:
@@ -189,7 +196,7 @@ class Operator:
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
         self.pending |= not lasting
         if plan.kernel == BASELINE and (lasting or capturing):
-            return THROUGH if capturing else _keep(key, THROUGH)
+            return THROUGH if capturing else _keep_for_good(key)
         answer = Answer()
         if plan.kernel == BASELINE:
             return _keep_for_now(key, answer)
@@ -242,8 +249,16 @@ class _LeftError(TmmError):
 def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:
     if len(answers) >= warm.MAX_PLANS:
         answers.clear()
+        through.clear()
     answers[key] = answer
     return answer
+
+
+def _keep_for_good(key: tuple[Any, ...]) -> Answer:
+    """Keep that torch answers, because no kernel is faster or none may."""
+    if isinstance(key[0], tuple):
+        through[key[0]] = THROUGH
+    return _keep(key, THROUGH)
 
 
 def _keep_for_now(key: tuple[Any, ...], answer: Answer) -> Answer:

@@ -6,8 +6,10 @@ torch's own, which was captured before. Torch's dispatcher has dealt with autogr
 and modes when an entry runs. Grad mode and ``requires_grad`` still look as the caller left them, so
 nothing here reads them.
 
-A call that is passed on to torch takes longer than it would alone.
-:mod:`tmm_core.interop.aten_report` measures by how much.
+A call that is passed on to torch takes longer than it would alone, and gains nothing. So the first
+part of its key decides as soon as torch answered such a call for good. Torch serves every call, so
+that passing on is never wrong: calls that differ in the rest of the key would at most miss a gain.
+``benchmarks/passed_on.py`` measures what is left of the cost.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.interop.aten_answers import INSIDE, THROUGH, Operator, answers
+from tmm_core.interop.aten_answers import INSIDE, THROUGH, Operator, answers, through
 from tmm_core.interop.aten_calls import (
     call_with_summand,
     grouped_call,
@@ -45,12 +47,17 @@ def product(op: Operator) -> Callable[..., Any]:
         if type(a) not in PLAIN or type(b) not in PLAIN:
             op.count()
             return torchs(keys, a, b)
-        key = (
-            op, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype,
-            (a.data_ptr() | b.data_ptr()) & 15, a.get_device(), b.get_device(),
-            overridden(), deterministic(), a.dtype is float32 and fp32_precision("cuda", "matmul"),
+        dtype = a.dtype
+        part = (
+            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
+            dtype is float32 and fp32_precision("cuda", "matmul"),
         )  # fmt: skip
-        plan = answers.get(key) or first(key, plain_call(key[7], a, b))
+        if part in through:
+            op.count()
+            return torchs(keys, a, b)
+        aligned = (a.data_ptr() | b.data_ptr()) & 15
+        key = part, b.dtype, aligned, a.get_device(), b.get_device(), deterministic()
+        plan = answers.get(key) or first(key, plain_call(aligned, a, b))
         if plan.launch is not None:
             try:
                 y = plan.launch(a, b, None, None, 1.0, None)
@@ -74,13 +81,20 @@ def product_out(op: Operator) -> Callable[..., Any]:
         if type(a) not in PLAIN or type(b) not in PLAIN or type(out) not in PLAIN:
             op.count()
             return torchs(keys, a, b, out=out)
-        key = (
-            op, a.shape, b.shape, out.shape, a.stride(), b.stride(), out.stride(), a.dtype,
-            b.dtype, out.dtype, (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15,
-            a.get_device(), b.get_device(), out.get_device(),
-            overridden(), deterministic(), a.dtype is float32 and fp32_precision("cuda", "matmul"),
+        dtype = a.dtype
+        part = (
+            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
+            dtype is float32 and fp32_precision("cuda", "matmul"),
         )  # fmt: skip
-        plan = answers.get(key) or first(key, plain_call(key[10], a, b, out=out))
+        if part in through:
+            op.count()
+            return torchs(keys, a, b, out=out)
+        aligned = (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15
+        key = (
+            part, b.dtype, out.dtype, out.shape, out.stride(), aligned,
+            a.get_device(), b.get_device(), out.get_device(), deterministic(),
+        )  # fmt: skip
+        plan = answers.get(key) or first(key, plain_call(aligned, a, b, out=out))
         if plan.launch is not None and not (ranges_meet(out, a) or ranges_meet(out, b)):
             try:
                 plan.launch(a, b, None, None, 1.0, out)
@@ -104,13 +118,21 @@ def sum_with(op: Operator) -> Callable[..., Any]:
         if type(a) not in PLAIN or type(b) not in PLAIN or type(c) not in PLAIN or beta != 1:
             op.count()
             return torchs(keys, c, a, b, beta=beta, alpha=alpha)
-        key = (
-            op, a.shape, b.shape, c.shape, a.stride(), b.stride(), c.stride(), a.dtype, b.dtype,
-            c.dtype, (a.data_ptr() | b.data_ptr() | c.data_ptr()) & 15,
-            a.get_device(), b.get_device(), c.get_device(), alpha == 1 or type(alpha),
-            overridden(), deterministic(), a.dtype is float32 and fp32_precision("cuda", "matmul"),
+        dtype = a.dtype
+        part = (
+            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
+            dtype is float32 and fp32_precision("cuda", "matmul"),
         )  # fmt: skip
-        plan = answers.get(key) or first(key, *call_with_summand(key[10], a, b, c, alpha))
+        if part in through:
+            op.count()
+            # Keyword arguments take longer to pass on.
+            return torchs(keys, c, a, b) if alpha == 1 else torchs(keys, c, a, b, alpha=alpha)
+        aligned = (a.data_ptr() | b.data_ptr() | c.data_ptr()) & 15
+        key = (
+            part, b.dtype, c.dtype, c.shape, c.stride(), aligned, alpha == 1 or type(alpha),
+            a.get_device(), b.get_device(), c.get_device(), deterministic(),
+        )  # fmt: skip
+        plan = answers.get(key) or first(key, *call_with_summand(aligned, a, b, c, alpha))
         if plan.launch is not None:
             try:
                 terms = (c, None) if plan.as_bias else (None, c)
@@ -122,7 +144,6 @@ def sum_with(op: Operator) -> Callable[..., Any]:
                 plan = THROUGH
         if plan is not INSIDE:
             op.count()
-        # Keyword arguments take longer to pass on.
         return torchs(keys, c, a, b) if alpha == 1 else torchs(keys, c, a, b, alpha=alpha)
 
     return entry
@@ -135,15 +156,26 @@ def sum_with_out(op: Operator) -> Callable[..., Any]:
     def entry(
         keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Tensor
     ) -> Any:
-        given = c, a, b, out
-        if any(type(t) not in PLAIN for t in given) or beta != 1:
+        if (
+            type(a) not in PLAIN or type(b) not in PLAIN or type(c) not in PLAIN
+            or type(out) not in PLAIN or beta != 1
+        ):  # fmt: skip
             op.count()
             return torchs(keys, c, a, b, beta=beta, alpha=alpha, out=out)
+        dtype = a.dtype
+        part = (
+            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
+            dtype is float32 and fp32_precision("cuda", "matmul"),
+        )  # fmt: skip
+        if part in through:
+            op.count()
+            if alpha == 1:
+                return torchs(keys, c, a, b, out=out)
+            return torchs(keys, c, a, b, alpha=alpha, out=out)
         aligned = (a.data_ptr() | b.data_ptr() | c.data_ptr() | out.data_ptr()) & 15
         key = (
-            op, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in given], aligned,
-            alpha == 1 or type(alpha), overridden(), deterministic(),
-            a.dtype is float32 and fp32_precision("cuda", "matmul"),
+            part, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in (b, c, out)], aligned,
+            alpha == 1 or type(alpha), a.get_device(), deterministic(),
         )  # fmt: skip
         plan = answers.get(key) or first(key, *call_with_summand(aligned, a, b, c, alpha, out=out))
         if plan.launch is not None and not any(ranges_meet(out, t) for t in (a, b, c)):
@@ -157,7 +189,7 @@ def sum_with_out(op: Operator) -> Callable[..., Any]:
                 plan = THROUGH
         if plan is not INSIDE:
             op.count()
-        return torchs(keys, c, a, b, beta=beta, alpha=alpha, out=out)
+        return torchs(keys, c, a, b, alpha=alpha, out=out)
 
     return entry
 

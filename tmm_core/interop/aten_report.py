@@ -65,6 +65,7 @@ class OperatorReport:
         host_us: µs by which a call that torch answers takes the host longer; None: not measured,
             as it answered too few.
         left: Why the operator was left to torch; empty if it was not.
+        declined: Why a forced kernel did not answer a call; empty if it answered all.
     """
 
     name: str
@@ -72,6 +73,7 @@ class OperatorReport:
     saved_us: float
     host_us: float | None
     left: str
+    declined: str = ""
 
     def __str__(self) -> str:
         calls = ", ".join(f"{kernel} {n}" for kernel, n in self.calls.items() if n) or "none"
@@ -79,7 +81,8 @@ class OperatorReport:
             "" if self.host_us is None else f"; {self.host_us:.1f} µs of the host per call passed"
         )
         left = f"; left to torch: {self.left}" if self.left else ""
-        return f"{self.name}: {calls}; saved {self.saved_us / 1e3:.3g} ms{cost}{left}"
+        declined = f"; {self.declined}" if self.declined else ""
+        return f"{self.name}: {calls}; saved {self.saved_us / 1e3:.3g} ms{cost}{left}{declined}"
 
 
 @dataclass(frozen=True)
