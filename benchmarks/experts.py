@@ -3,7 +3,7 @@
 The same module, weights and routing each time; only ``experts_implementation`` differs. What is
 timed is the whole layer behind the router: sorting tokens by expert, gathering, both products, the
 gate, weighing and adding; with ``--training`` also the gradients of tokens, weights and scores. On
-a GPU it is captured and replayed, by turns::
+a GPU it is captured and replayed, interleaved::
 
     python benchmarks/experts.py --json experts.json
 

@@ -3,7 +3,7 @@
 Each rank holds its share of the weights: query, key and value projection and the gate and up
 projection by columns, the output and the down projection by rows, each followed by an all-reduce.
 Attention and norms, the same for both, are left out. ``--layers`` layers with their own weights
-are captured as one CUDA graph for each way, and the graphs are replayed by turns::
+are captured as one CUDA graph for each way, and their replays are interleaved::
 
     torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py --json tp.json
 

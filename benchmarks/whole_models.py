@@ -1,7 +1,7 @@
 """Whole models by torch and by each way to use tmm without changing their code.
 
 Models have the widths of well-known ones, few layers and random weights, made on the GPU. Both ways
-run in one process, by turns::
+run in one process, interleaved::
 
     python benchmarks/whole_models.py --json whole_models.json --budget 480
     python benchmarks/whole_models.py --rows llama-enable small
@@ -473,7 +473,7 @@ def measure(bench: Bench, row: Row, tune_s: float, left_s: float) -> dict[str, A
 def _interleaved(
     ways: dict[str, Way], device: torch.device, seconds: float
 ) -> dict[str, list[float]]:
-    """ms of one call, by turns; each sample begins with a call that is not timed."""
+    """ms of one call, interleaved; each sample begins with a call that is not timed."""
     ms: dict[str, list[float]] = {name: [] for name in ways}
     calls = {}
     for name, way in ways.items():

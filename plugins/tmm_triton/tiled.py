@@ -166,7 +166,7 @@ class Tiled(TritonKernel[C]):
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
         if len(problem.epilogue.outputs) > MOST:
-            yield f"writes at most {MOST} outputs beside the result"
+            yield f"writes at most {MOST} auxiliary outputs"
 
     def workspace_bytes(self, problem: Problem, config: C) -> int:
         return 4 * _ports(problem, config).workspace()

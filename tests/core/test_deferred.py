@@ -129,21 +129,21 @@ from tmm_cache import CandidateResult, TuningRecord
 
 a = torch.randn(16, 16)
 tmm_core.settings.override  # settings are read
-posed = tmm_core.problem(a, a)
+described = tmm_core.problem(a, a)
 assert "triton" not in sys.modules and "pluggy" in sys.modules
 chooser = dispatch.default_dispatcher()
 if sys.argv[1] == "record":
-    able, _ = chooser.registry.candidates(posed, tmm_core.settings.current())
+    able, _ = chooser.registry.candidates(described, tmm_core.settings.current())
     assert len(able) > 3
     results = [
-        CandidateResult(k.name, k.version, k.default_config(posed).to_json(), "ok", (9.0,))
+        CandidateResult(k.name, k.version, k.default_config(described).to_json(), "ok", (9.0,))
         for k in able
     ]
     winner = [r.kernel for r in results].index(sys.argv[2])
     now = "2026-01-01T00:00:00Z"
-    record = TuningRecord(posed.to_json(), winner, tuple(results), now, 1.0)
-    chooser.store.save(posed.device.gpu, posed.device.environment, record)
-choice = chooser.choose(posed, tmm_core.settings.current())
+    record = TuningRecord(described.to_json(), winner, tuple(results), now, 1.0)
+    chooser.store.save(described.device.gpu, described.device.environment, record)
+choice = chooser.choose(described, tmm_core.settings.current())
 assert choice.candidate.kernel.name == sys.argv[2], choice
 torch.testing.assert_close(tmm_core.matmul(a, a), a @ a)
 print(*[name for name in sys.modules if name.startswith("tmm_core.")])

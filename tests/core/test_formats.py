@@ -72,11 +72,11 @@ expected = ((a.double() @ b.double()) * scale.double()).relu()
 torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
 said = tmm_core.explain(a, b).rejected["triton.naive"]
 assert "does not multiply fnuz operands, torch.float8_e4m3fnuz and torch.float8_e4m3fnuz" in said
-posed = tmm_core.problem(a, b, scale_a=scale)
-inputs = random_inputs.make(posed, torch.device("cpu"), seed=1)
-launcher = Blas().bind(posed, Blas().default_config(posed))
-error = compare.error(inputs.launch(launcher, None), compare.reference(posed, inputs))
-assert 0 < error <= compare.tolerance(posed) == 2e-3, error
+described = tmm_core.problem(a, b, scale_a=scale)
+inputs = random_inputs.make(described, torch.device("cpu"), seed=1)
+launcher = Blas().bind(described, Blas().default_config(described))
+error = compare.error(inputs.launch(launcher, None), compare.reference(described, inputs))
+assert 0 < error <= compare.tolerance(described) == 2e-3, error
 try:
     tmm_core.matmul(a, torch.randn(32, 8).to(torch.float8_e4m3fn))
 except RuntimeError as error:

@@ -204,7 +204,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "[1, M, N]": (extra_dimension, "shape"),
     "column-major memory": (transposed_strides, "strides"),
     "a reused buffer": (ring_of(1), "returned before"),
-    "two buffers by turns": (ring_of(2), "returned before"),
+    "two buffers alternately": (ring_of(2), "returned before"),
     "an overwritten input": (overwrites_a, "input a"),
     "an input in another order": (transposes_b_in_place, "input b"),
     "a write before an input": (writes_around_b, "input b"),

@@ -87,7 +87,7 @@ FRESH = [
            '            matmul.fp32_precision = "ieee"\n',
            "the user's precision is lost",
            (f"{SPEC}::test_the_precision_is_afterwards_what_it_was",)),
-    Mutant("boundary-require-posed-one-way", "spec/precision.py",
+    Mutant("boundary-require-described-one-way", "spec/precision.py",
            'if (setting == "tf32") != problem.tf32:',
            'if setting == "tf32" and not problem.tf32:',
            "TF32 problems are measured in fp32",

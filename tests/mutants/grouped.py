@@ -37,7 +37,7 @@ GROUPED = [
         (f"{CORE}::test_opcheck",),
     ),
     Mutant(
-        "grouped-posed-packed",
+        "grouped-described-packed",
         "launch/grouped_call.py",
         "strides = grouped_strides(shape, dtype)\n",
         "strides = torch.empty(shape, device='meta').stride()\n",
@@ -101,7 +101,7 @@ GROUPED = [
         (f"{EIGHT}::test_there_is_no_derivative",),
     ),
     Mutant(
-        "grouped-soiled-scales",
+        "grouped-poisoned-scales",
         "verify/ragged_inputs.py",
         "[(given.b, 1), *((t, -1) for t in of_b), (residual, 1)]",
         "[(given.b, 1), (residual, 1)]",

@@ -72,7 +72,7 @@ SAMPLED = [
     Mutant("sampled-bytes", "tmm_cache/measurements.py",
            "if size < 1024:",
            "if False:",
-           "every count of bytes is told in GiB",
+           "every count of bytes is printed in GiB",
            ("tests/cache/test_cache_summaries.py::test_counts_of_bytes_have_the_unit_that_fits",)),
     Mutant("turns-not-taken", "verify/two_threads.py",
            '            if event == "line":\n',

@@ -100,6 +100,4 @@ def test_sums_have_an_arithmetic_of_their_own() -> None:
 def test_what_it_has_no_arguments_for_is_declined() -> None:
     ports = tuple(Port(f"port{i}", "row", reduce="max") for i in range(MOST + 1))
     problem = posed(replace(IDENTITY, outputs=ports))
-    assert Grouped().reasons_against(problem) == [
-        f"writes at most {MOST} outputs beside the result"
-    ]
+    assert Grouped().reasons_against(problem) == [f"writes at most {MOST} auxiliary outputs"]

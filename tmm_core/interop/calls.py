@@ -36,7 +36,7 @@ def _parsed_text(epilogue: Any) -> str:
 
 
 def has_outputs(text: str) -> bool:
-    """Whether the epilogue of that text writes anything beside the result."""
+    """Whether the epilogue of that text has auxiliary outputs."""
     return bool(epilogue_of(text).outputs)
 
 

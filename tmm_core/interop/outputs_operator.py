@@ -1,4 +1,4 @@
-"""``tmm::matmul_outputs``: products whose epilogue has outputs beside the result.
+"""``tmm::matmul_outputs``: products whose epilogue has auxiliary outputs.
 
 An operator of its own, of the same arguments, so that ``tmm::matmul`` returns one tensor. Where
 derivatives are wanted or a transform is active, the result is that of ``tmm::matmul``; the outputs

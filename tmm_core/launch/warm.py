@@ -100,7 +100,7 @@ class Epilogues(Protocol):
 
 
 class Answerer(Hashable, Protocol):
-    """Chooses the kernel of a problem, and is told of one that failed."""
+    """Chooses the kernel of a problem, and learns of one that failed."""
 
     @property
     def registry(self) -> Epilogues: ...

@@ -63,12 +63,12 @@ class Epilogue:
         interleaved: A gated one that takes alternate columns instead, ``z[..., 0::2]`` and
             ``z[..., 1::2]``. It has no ``derivative``: torch differentiates its reference.
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
-        output_vjp: ``(grad, y, *parameters) -> Tensor``, ``grad`` times the derivative, of the
-            output ``y = f(z)`` where that tells it, as tanh's does. The call is then one fused
-            kernel while training too. Not for a gated epilogue; ``y`` is None for a linear one.
-            Made of torch's operators.
-        outputs: What is written beside the result: a call returns ``(result, *outputs)``. They
-            are not differentiable. In a chain each is of the whole chain's result.
+        output_vjp: ``(grad, y, *parameters) -> Tensor``, made of torch's operators: ``grad`` times
+            the derivative, if that follows from the output ``y = f(z)``, as tanh's does. The call
+            is then one fused kernel while training too. ``y`` is None for a linear epilogue. A
+            gated epilogue has none.
+        outputs: Auxiliary outputs: a call returns ``(result, *outputs)``. They are not
+            differentiable. In a chain each is of the whole chain's result.
 
     Raises:
         ValueError: The name is not an identifier, or a parameter is not a finite number, or not
@@ -347,7 +347,7 @@ class Epilogue:
         return torch.cat([columns, columns + n]) if self.gated else columns
 
     def beside(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs beside the result ``y``, by their references; nothing is differentiated."""
+        """The auxiliary outputs of the result ``y``, by their references, without gradients."""
         y = y.detach()
         return tuple(port.apply(y) for port in self.outputs)
 

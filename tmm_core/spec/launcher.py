@@ -20,9 +20,9 @@ class Launcher(Protocol):
     ``None``, with :attr:`Problem.out_strides`) and is returned. It launches on the current
     stream of the current device and does not synchronise.
 
-    What a problem has besides follows by keyword, and only where it has it: ``a_scale`` and
-    ``b_scale``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each
-    output of the epilogue ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
+    Other tensors of a problem follow by keyword, if it has them: scales and zero points such as
+    ``a_scale``, and ``outputs``, a tuple of contiguous tensors to write, one for each auxiliary
+    output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
     that does not declare such problems need not take them.
     """
 

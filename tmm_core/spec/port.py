@@ -1,4 +1,4 @@
-"""Outputs of an epilogue beside the result: a row's amax, a sum, a copy in another dtype."""
+"""Auxiliary outputs of an epilogue: a row's amax, a sum, a copy in another dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Port:
-    """One output of an :class:`~tmm_core.Epilogue` beside the result ``y[..., M, N]``.
+    """One auxiliary output of an :class:`~tmm_core.Epilogue`, beside its result ``y[..., M, N]``.
 
     Args:
         name: An identifier, for messages.
@@ -95,7 +95,7 @@ class Port:
         return terms.amax(along)
 
     def apply(self, y: Tensor) -> Tensor:
-        """The output beside the result ``y``, by torch's operators."""
+        """The auxiliary output of the result ``y``, by torch's operators."""
         return self.reduced(self.terms(y)).to(self.dtype)
 
     def __str__(self) -> str:
