@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Own:
-    """The process's own dispatcher, over installed plugins and the user's cache."""
+    """The dispatcher of this process, over installed plugins and the user's cache."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may call
@@ -26,14 +26,14 @@ class _Own:
         self.made: Dispatcher | None = None
 
     def __call__(self) -> Dispatcher:
-        """The dispatcher, made by the first thread that calls. functools.cache would make one in
-        every thread that arrives before the first call returns."""
+        """Return the dispatcher, made by the first thread that calls. functools.cache would make
+        one in each thread that calls before the first call returns."""
         with self._lock:
             if self.made is None:
                 from tmm_core.launch.collector import collector_off
 
                 with collector_off():
-                    # Imported here: they would take half of the time to import tmm_core.
+                    # Imported here: these take half of the time to import tmm_core.
                     from tmm_cache import CacheStore
 
                     from tmm_core.dispatch.dispatcher import Dispatcher
@@ -46,7 +46,7 @@ class _Own:
         self.made = None
 
     def after_fork(self) -> None:
-        """Replace locks in a child: no thread would release those that the parent's held."""
+        """Replace locks in a forked child: threads of the parent may hold them."""
         self._lock = threading.RLock()  # a signal's handler may call
         if self.made is not None:
             self.made.after_fork()

@@ -1,4 +1,4 @@
-"""Puts off what a call would wait for: later calls go on with it, in slices."""
+"""Defers tunings and races, for which a call would wait: later calls run them in slices."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from tmm_core.tuning.background import Background
     from tmm_core.tuning.tuner import Tuner
 
-#: Answers of unfinished problems that are kept.
+#: Maximum number of kept answers for problems whose tuning is unfinished.
 MOST_ANSWERS = 4096
 
-#: A measurement that is put off: its problem, and the settings.
+#: The name of a deferred measurement: its problem, and the settings.
 Name = tuple[Problem, Settings]
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A problem without a choice."""
+    """A problem to choose a kernel for."""
 
     problem: Problem
     #: The problem of its bucket's record.
@@ -42,22 +42,22 @@ class Query:
     settings: Settings
     #: The kernels that can serve it.
     able: list[Kernel[Any]]
-    #: Seconds of the tuning budget that finding these took.
+    #: Seconds of the tuning budget spent on finding these kernels.
     spent: float
-    #: Why nothing may be measured for it; None if it may.
+    #: Why nothing may be measured for the problem; None if measuring is allowed.
     forbidden: str | None
 
 
 class Deferring(Measuring):
-    """Measures in the background, and the exact M of a bucket."""
+    """Measures in the background, and races candidates at the exact M of a call."""
 
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         super().__init__(registry, tuner, store)
         self.first_use = FirstUse(store)
-        #: In the background: the answers of unfinished problems, which are chosen once, and the
-        #: names of what may finish them.
+        #: Answers for problems with an unfinished tuning or race, so that they are chosen only
+        #: once; with the names of these measurements.
         self.answers: dict[Name, tuple[tuple[Name, Name], tuple[Choice, Launcher]]] = {}
-        #: The tunings and races that ended there, and why the record may give no answer.
+        #: The measurements that ended, with the reason if the record gives no answer.
         self.ended: dict[Name, str] = {}
 
     @functools.cached_property
@@ -67,14 +67,14 @@ class Deferring(Measuring):
         return Background(lambda problem: self._alone_on(problem.device))
 
     def keep(self, problem: Problem, settings: Settings, found: tuple[Choice, Launcher]) -> None:
-        """Keep the answer of an unfinished problem."""
+        """Keep the answer for a problem while its tuning or race is unfinished."""
         if len(self.answers) >= MOST_ANSWERS:
             self.answers.clear()
         bare = problem.bare()
         self.answers[problem, settings] = ((bucketed(bare), settings), (bare, settings)), found
 
     def kept(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher] | None:
-        """The answer of a problem that is still unfinished."""
+        """Return the kept answer, if the problem's tuning or race is still unfinished."""
         names, found = self.answers.get((problem, settings), ((), None))
         if found is not None and not any(name in self.background for name in names):
             self.answers.pop((problem, settings), None)
@@ -88,10 +88,10 @@ class Deferring(Measuring):
             background.abandon()
 
     def defer(self, name: Name, query: Query, steps: Steps[Any], why: str) -> None:
-        """Have later calls go on with ``steps``, which store a record.
+        """Let later calls take ``steps``, which store a record.
 
         Args:
-            why: The reason for another answer if the record has none.
+            why: The reason to give if the stored record has no usable answer.
         """
         before = self.record_of(query.key)
 
@@ -110,7 +110,7 @@ class Deferring(Measuring):
         self.background.add(name, task)
 
     def resume(self, problem: Problem, settings: Settings) -> None:
-        """Go on with the tunings of earlier calls for a slice, where this call may be delayed."""
+        """Resume the tunings of earlier calls for a slice, if this call may be delayed."""
         if not self.background or self.forbids_tuning(problem, settings) is not None:
             return
         if self._lock.acquire(blocking=False):  # else another thread measures
@@ -120,8 +120,8 @@ class Deferring(Measuring):
                 self._lock.release()
 
     def raced(self, query: Query, choice: Choice) -> bool:
-        """Race the best of the bucket's record at an M that was never measured, if that is worth
-        its time; returns False if later calls do so."""
+        """Race the best candidates of the bucket's record at an M that was never measured, if a
+        race is worth its time. Returns False if later calls run the race."""
         problem, key, settings = query.problem, query.key, query.settings
         name = problem.bare(), settings
         known = choice.origin in ("cache", "tuned") and key.extent != problem.extent
@@ -161,8 +161,8 @@ class Deferring(Measuring):
         return found
 
     def _racing(self, query: Query, candidates: dict[int, Candidate]) -> Steps[None]:
-        """Add to the bucket's record what ``candidates``, by their indices in it, take at the
-        query's M."""
+        """Time ``candidates``, given by their indices in the bucket's record, at the query's M, and
+        add the times to the record."""
         key, m = query.key, query.problem.extent
         before = self.record_of(key)
         if before is None:

@@ -1,7 +1,7 @@
-"""Turns a problem into a plan's choice and launcher: the slow path, which warm calls skip.
+"""Chooses a candidate for a problem and binds it: the slow path, which warm calls skip.
 
-:meth:`Dispatcher.bound` is one pass: choose a candidate, bind it, verify it at its first use. The
-first source that has a candidate decides, and each choice names its source:
+:meth:`Dispatcher.bound` chooses a candidate, binds it, and verifies it at its first use. The first
+source that has a candidate decides. Each choice names its source:
 
 1. forced      ``kernel=``, ``TMM_KERNEL``, ``override(kernel=…)``
 2. cache       a record of this problem, else of its M bucket
@@ -64,7 +64,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _around_plugins(method: Method) -> Method:
-    """A method that runs plugins' code: compiles, verifies and times kernels."""
+    """Mark a method that runs plugins' code, since it compiles, verifies or times kernels."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -86,19 +86,19 @@ class Dispatcher(Deferring):
 
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         super().__init__(registry, tuner, store)
-        #: By the bucket's problem, with all that the caller requires.
+        #: Choices by the bucket's problem, with the caller's requirements, and by settings.
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
-        #: Settings whose names of plugins and kernels were looked up.
+        #: Settings whose names of plugins and kernels were checked.
         self._named: set[Settings] = set()
-        #: Kernels that the environment failed outside of tuning, and their buckets.
+        #: Kernels that failed outside of tuning because of the environment, and their buckets.
         self._outside: set[tuple[str, Problem]] = set()
         #: When this process last logged that another one is tuning.
         self._logged = -LOG_INTERVAL
 
     @_around_plugins
     def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
-        """The choice of :meth:`choose`, compiled, and verified if it never was. A kernel that fails
-        at either is quarantined, and the next source is tried.
+        """Return the choice of :meth:`choose` with its launcher, verified if it never was. A kernel
+        that cannot be bound or is wrong is quarantined, and the next choice is tried.
 
         Raises:
             TmmError: Like :meth:`choose`.
@@ -129,11 +129,12 @@ class Dispatcher(Deferring):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    # As ``checked_launch`` raises it. No attribute of a stranger's error is read.
+                    # ``checked_launch`` raises such an error. No attribute of a stranger's error
+                    # is read here.
                     ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
                     if issubclass(type(error), Exception) and not ends:
                         raise
-                    # It would end the process, or whatever generator the caller is in.
+                    # The exception would end the process, or a generator of the caller.
                     raise PluginError(f"kernel {kernel.name} raised {error_text(error)}") from error
                 self.quarantine(problem, choice, error)
             else:
@@ -144,11 +145,11 @@ class Dispatcher(Deferring):
     def _verified(
         self, problem: Problem, choice: Choice, launcher: Launcher, settings: Settings
     ) -> Choice:
-        """The choice, verified at its first use, or BLAS if it cannot be verified now.
+        """Verify a choice at its first use; returns it, or BLAS if it cannot be verified now.
 
         Raises:
-            _WrongError: It is wrong.
-            PluginError: It is forced and wrong.
+            _WrongError: The choice is wrong.
+            PluginError: The choice is forced and wrong.
         """
         name = choice.candidate.kernel.name
         if self.first_use.may_launch(problem, choice, settings.verify):
@@ -158,7 +159,7 @@ class Dispatcher(Deferring):
         if problem.capturing:
             why += ", and a CUDA graph is being captured"
         else:
-            with self._lock:  # not during timing
+            with self._lock:  # a launch would disturb another thread's timing
                 if self.first_use.may_launch(problem, choice, settings.verify):
                     return choice
                 verdict = self.first_use.verify(
@@ -185,7 +186,7 @@ class Dispatcher(Deferring):
         return blas
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
-        """The choice of the first source that has one.
+        """Return the choice of the first source that has one.
 
         Raises:
             UnknownNameError, UnsupportedProblemError, ConfigError, PluginError: A forced kernel or
@@ -202,8 +203,8 @@ class Dispatcher(Deferring):
             return self._choose(problem, settings)
         plain = replace(problem, batch_invariant=False)
         if problem.groups is not None:
-            # One config for any number of rows: the choice for ROWS_EACH rows per group. Sums over
-            # a ragged K belong to a single call.
+            # One config serves any number of rows: the one chosen for ROWS_EACH rows per group. For
+            # a ragged K there is no such config, since its sums belong to a single call.
             if problem.along == "k":
                 return self._choose(plain, settings)
             usual = bucketed(problem.at(ROWS_EACH * problem.groups.count))
@@ -218,32 +219,31 @@ class Dispatcher(Deferring):
         return choice
 
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
-        """Look the choice up, else measure, else choose without a measurement."""
+        """Choose by a record, else by measuring, else without a measurement."""
         key = bucketed(problem.bare())
         if self.untried and self.untried.changed():
             self._try_again()
         began = time.monotonic()
         able = self.able(problem, settings)
         spent = time.monotonic() - began
-        # If even BLAS declines, its own error is raised.
+        # If BLAS declines too, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
             return self._alone(problem)
         forbidden = self.forbids_tuning(problem, settings)
         query = Query(problem, key, settings, able, spent, forbidden)
-        # An exact record may exist beside the bucket's: exact sizes are looked up for each new
-        # shape, the bucket's choice is made once.
+        # A record of the exact size takes precedence. It is looked up for each new shape, whereas
+        # the bucket's choice is made once.
         if key.extent != problem.extent and (exact := self._recorded(query, problem.bare())):
             return exact
-        # A choice made during capture has fewer candidates, so it is not kept; kept ones serve
-        # capture.
+        # A choice made during capture has fewer candidates, so it is not kept. A kept choice also
+        # serves captures.
         kept = bucketed(replace(problem, capturing=False)), settings
         choice = self._kept(kept, able) or self._recorded(query)
         background = settings.on_cache_miss == "background" and forbidden is None
         if choice is None and background:
             choice = self._later(query)
         elif choice is None and forbidden is None:
-            # One measurement at a time, or they would disturb each other; other threads do not
-            # wait.
+            # Two measurements at one time would disturb each other.
             with self._lock:
                 choice = self._kept(kept, able) or self._recorded(query) or self._tuned(query)
         choice = choice or self._unmeasured(query, forbidden or "")
@@ -267,8 +267,8 @@ class Dispatcher(Deferring):
             config = _completed(kernel, problem, json.loads(settings.config))
             if unsaid := config.unsaid(problem):
                 raise UnsupportedProblemError(
-                    f"kernel {kernel.name!r} with config {config} relies on what was not said of "
-                    f"{problem}: {', '.join(unsaid)}"
+                    f"kernel {kernel.name!r} with config {config} relies on promises that the "
+                    f"caller of {problem} did not make: {', '.join(unsaid)}"
                 )
             return Choice(Candidate(kernel, config), "forced", f"config given{unverified}")
         found = self.record(problem)
@@ -278,13 +278,13 @@ class Dispatcher(Deferring):
         return Choice(usual, "forced", f"default config{unverified}")
 
     def _kept(self, kept: tuple[Problem, Settings], able: list[Kernel[Any]]) -> Choice | None:
-        """The earlier choice, if it may still serve."""
+        """Return the earlier choice, if its kernel can still serve."""
         choice = self._choices.get(kept)
         return choice if choice is not None and choice.candidate.kernel in able else None
 
     def _recorded(self, query: Query, exact: Problem | None = None) -> Choice | None:
-        """The choice from the record of the bucket, or of ``exact``. A bucket's record that lacks a
-        kernel (new plugin, other version) is left to be completed by tuning, if allowed."""
+        """Return the choice by the record of the bucket, or of ``exact``. None if the bucket's
+        record lacks a kernel (new plugin, other version) and tuning may complete it."""
         key = exact or query.key
         record = self.record_of(key)
         if record is None:
@@ -299,11 +299,11 @@ class Dispatcher(Deferring):
         return None if candidate is None else self.chosen_by(candidate, key, query.problem)
 
     def _tuned(self, query: Query) -> Choice:
-        """The winner of a tuning, or the answer without one if it fails or another process is
-        measuring."""
+        """Tune, and return the winner; an untuned choice if tuning fails or another process
+        measures."""
         problem, key, settings = query.problem, query.key, query.settings
         try:
-            # Bits must not change between two calls where they are asked to be the same.
+            # Where two calls must give the same bits, an interim answer is not allowed.
             waits = problem.batch_invariant or problem.deterministic
             known = key == problem.bare() or query.spent > settings.tune_budget
             able = query.able if known else self.able(key, settings)
@@ -320,15 +320,15 @@ class Dispatcher(Deferring):
         return self._unmeasured(query, "tuning gave no usable winner")
 
     def _later(self, query: Query) -> Choice:
-        """The answer for now, while later calls go on with the tuning; for good if it has ended
-        without a usable winner."""
+        """Return an interim choice, while later calls tune in the background; a lasting choice if
+        the tuning has ended without a usable winner."""
         name = query.key, query.settings
-        # A record may lack kernels that are to be added.
+        # A record may answer although it lacks kernels.
         known = self._recorded(replace(query, forbidden="it is being completed"))
         if (why := self.ended.get(name)) is not None:
             return known or self._unmeasured(query, why)
         if name not in self.background:
-            # Imported and listed once, in a call that loads the kernels anyway.
+            # Import the tuner and list the records now, since this call loads kernels anyway.
             _, _ = self.tuner, self._neighbours.families()
             able = self.able(query.key, query.settings)
             steps = self._tuning(query.key, able, query.settings, spent=query.spent)
@@ -338,8 +338,8 @@ class Dispatcher(Deferring):
         return self._for_now(query, "later calls tune it in the background")
 
     def _meanwhile(self, query: Query) -> Choice:
-        """The answer while another process tunes the problem. It is not kept, so that the record
-        answers once it is there; until then this process goes on to its next problem."""
+        """Return an interim choice while another process tunes the problem. It is not kept, so that
+        the record answers as soon as it is stored."""
         if time.monotonic() - self._logged >= LOG_INTERVAL:
             self._logged = time.monotonic()
             logging.getLogger("tmm_core").warning(
@@ -348,7 +348,8 @@ class Dispatcher(Deferring):
         return self._for_now(query, "another process is tuning it")
 
     def _for_now(self, query: Query, why: str) -> Choice:
-        """BLAS, which needs no compiling, if it serves the problem."""
+        """Return BLAS, which needs no compilation, if it serves the problem; else an untuned
+        choice. Neither is kept."""
         try:
             choice = self._fallback(query.problem, why)
         except UnsupportedProblemError:
@@ -356,7 +357,7 @@ class Dispatcher(Deferring):
         return replace(choice, lasting=False)
 
     def _unmeasured(self, query: Query, why: str) -> Choice:
-        """The neighbour's choice, the heuristic's, or BLAS.
+        """Return the neighbour's choice, the heuristic's, or BLAS.
 
         Raises:
             CacheMissError: The settings require a record.
@@ -373,7 +374,8 @@ class Dispatcher(Deferring):
         return heuristic.choose(self, self._neighbours, query.problem, query.able, why)
 
     def _alone(self, problem: Problem) -> Choice:
-        """BLAS, where every other kernel declines; says why if this machine cannot build them."""
+        """Return BLAS where every other kernel declines; warns if this machine cannot build Triton
+        kernels."""
         choice = self._fallback(problem, _ALONE)
         if problem.device.type == "cuda" and self.registry.deferred:
             lacking = toolchain.lacking()
@@ -384,11 +386,12 @@ class Dispatcher(Deferring):
         return choice
 
     def _fallback(self, problem: Problem, why: str) -> Choice:
-        """BLAS, whose own errors report the limits of torch; but a problem that it does not declare
-        would be computed wrongly.
+        """Return BLAS.
 
         Raises:
-            UnsupportedProblemError: No kernel serves the problem, and BLAS does not declare it.
+            UnsupportedProblemError: No kernel serves the problem, and BLAS's declaration excludes
+                it: BLAS would compute it wrongly. Problems that torch cannot compute raise torch's
+                errors later.
         """
         kernel = self.registry.kernel(BASELINE)
         if against := kernel.supports.reasons_against(problem):
@@ -397,19 +400,19 @@ class Dispatcher(Deferring):
             )
         return Choice(Candidate(kernel, kernel.config_type()), "fallback", why)
 
-    # -- what others ask of it -----------------------------------------------------------
+    # -- for commands and other modules -----------------------------------------------------
 
     @_around_plugins
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
 
-        A complete record is returned as it is unless ``force``. Kernels that a record lacks because
-        its budget ended too soon, or because the environment failed, are timed now; a call does not
-        do so in every process, as it would wait for them. If another process is tuning the same
-        problem, waits for its record.
+        A complete record is returned unchanged unless ``force``. Kernels that a record lacks
+        because its budget ended, or because the environment failed, are timed now. (Calls do not
+        time them in every process, since they would wait.) If another process is tuning the same
+        problem, this waits for its record.
 
         Raises:
-            UnsupportedProblemError: Called inside a plugin's code, which may be what is measured.
+            UnsupportedProblemError: Called inside a plugin's code, which may itself be measured.
         """
         if settings.nested:
             raise UnsupportedProblemError("a plugin's code cannot tune: it may be what is measured")
@@ -428,9 +431,9 @@ class Dispatcher(Deferring):
             return record
 
     def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
-        """Use ``record`` for choices, whatever its origin, as long as this process lives.
+        """Use ``record`` for choices until this process ends, whatever its origin.
 
-        It is also stored, unless it already is or the disk refuses it.
+        The record is also stored, unless it is stored already or the disk refuses it.
         """
         gpu, environment = device.gpu, device.environment
         with self._lock:
@@ -442,10 +445,10 @@ class Dispatcher(Deferring):
             self._neighbours.add(device, record)
 
     def quarantine(self, problem: Problem, choice: Choice, fault: BaseException | str) -> None:
-        """Never again use this kernel for problems of this bucket, in this process.
+        """Stop using this kernel for problems of this bucket, in this process.
 
         Args:
-            fault: Its exception, or verification's finding.
+            fault: The kernel's exception, or the finding of verification.
         """
         kernel, bucket = choice.candidate.kernel, bucketed(problem.bare())
         raised = isinstance(fault, BaseException)
@@ -464,7 +467,7 @@ class Dispatcher(Deferring):
         self.warn_of(kernel, about, fault if isinstance(fault, BaseException) else None)
 
     def _try_again(self) -> None:
-        """Choose again, since the toolchain changed: also for calls that have a plan."""
+        """Forget choices and plans, since the toolchain changed: every call chooses again."""
         for each in self._outside:
             self.quarantined.pop(each, None)
         self._outside.clear()
@@ -481,20 +484,20 @@ class Dispatcher(Deferring):
 
     @functools.cached_property
     def _invariance(self) -> Invariance:
-        # Created lazily: a process that never needs it does not import its module.
+        # Most processes never import this module.
         from tmm_core.dispatch.invariant import Invariance
 
         return Invariance(self, self.on_record)
 
     def after_fork(self) -> None:
-        """Replace locks that another thread of the parent process may hold."""
+        """Replace locks that other threads of the parent process may hold."""
         self._lock = threading.RLock()
         self.registry.after_fork()
         self.abandon()
 
 
 def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
-    """The config with these fields; missing ones come from the kernel's default config.
+    """Return the config with these fields; missing fields come from the kernel's default config.
 
     Raises:
         ConfigError: An unknown field, or a value out of bounds.

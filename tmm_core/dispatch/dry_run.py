@@ -1,5 +1,7 @@
-"""Runs a choice without side effects, for ``explain()``: under the current settings, up to where a
-call would measure, or raise because there is no record."""
+"""Chooses without side effects, for ``explain()``.
+
+A dry run ends where a call would measure, or would raise because there is no record.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tmm_core.tuning.untried import Noted
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What a call without a record does: tune or raise, and the reason."""
+    """What a call does if no record answers: tune or raise, and why."""
 
     action: Literal["tune", "error"]
     reason: str
@@ -31,7 +33,7 @@ class Miss:
 def dry_run(
     dispatcher: Dispatcher, problem: Problem, settings: Settings
 ) -> tuple[Choice, Miss | None]:
-    """The choice of ``dispatcher``; on a miss its untuned choice, and the miss.
+    """Return the choice of ``dispatcher``; on a miss, its untuned choice and the miss.
 
     Nothing is measured, launched or logged, and nothing waits for another thread's tuning.
 
@@ -53,7 +55,8 @@ def dry_run(
 
 
 class _Measuring(BaseException):
-    """Ends a dry run; a BaseException, since an Exception of a tuning is answered without it."""
+    """Ends a dry run. It is a BaseException, because the dispatcher catches a tuning's Exceptions
+    and chooses without a record."""
 
 
 class _DryRun(Dispatcher):

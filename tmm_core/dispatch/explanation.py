@@ -84,11 +84,11 @@ class Explanation:
     """Why a kernel serves a problem. ``str()`` is for people, ``to_json()`` for programs."""
 
     problem: Problem
-    #: The choice; on a miss, the guess that the settings do not allow.
+    #: The choice; on a miss, the untuned choice that the settings do not allow.
     choice: Choice
-    #: What the call does instead, if no record answers and the settings allow no guess.
+    #: What the call does instead, if no record answers and the settings allow no untuned choice.
     miss: Miss | None
-    #: The record that answers, and the problem it was measured for.
+    #: The record that answers, and the problem for which it was measured.
     record: TuningRecord | None
     measured: Problem | None
     #: Kernels that are not candidates, with their reasons.
@@ -101,7 +101,7 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that would run; on a miss, of the guess."""
+        """Name of the kernel that would run; on a miss, of the untuned choice."""
         return self.choice.candidate.kernel.name
 
     @property
@@ -208,7 +208,7 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
 
 
 def _left(left: Left) -> str:
-    """The reason why a kernel is untried, in one line, and when it is tried again."""
+    """Return the reason why a kernel is untried, and when it is tried again, in one line."""
     when = {
         "passing": "by later processes, and by `tmm tune`",
         "budget": "by `tmm tune`, or when the toolchain changes",

@@ -1,10 +1,10 @@
-"""Decides which choices are trusted, and verifies all others at their first use.
+"""Decides which choices were verified on this machine, and verifies all others at their first use.
 
-A tuning verifies its winner at one size, the edge of a bucket, and a record is evidence only on the
-machine that measured it. So a kernel is compared with samples of a reference before its first
-result is used: if it is forced or a guess, if its record came with a package, an image or an
-archive, and for every size (:func:`size_class`) at which it was not verified before. Stamps in the
-cache tell later processes, for one version of tmm.
+A tuning verifies its winner at the edge of a bucket, and a record is evidence only on the machine
+that measured it. So a kernel is compared with samples of a reference before its first result is
+used: if it is forced or untuned; if its record came with a package, an image or an archive; and at
+every size (:func:`size_class`) at which it was not verified before. Stamps in the cache keep this
+for later processes of the same version of tmm.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
     from tmm_core.verify.verifier import Verdict
 
 
-#: Each size up to this one is verified; above it, one of each remainder of a multiple of all tile
-#: heights.
+#: Each size up to this one is verified. Above it, sizes with the same remainder modulo a multiple
+#: of all tile heights are verified once.
 EACH_SIZE = 1024
-#: Sizes with the same remainder of it have the same alignment, and fill the last tile of up to this
-#: many rows alike.
+#: Sizes with the same remainder modulo this number have the same alignment, and fill the last tile
+#: of up to this many rows alike.
 TILE = 128
-#: Numbers of a config that may be the height of a taller tile, whatever the field's name.
+#: A number in a config counts as the height of a taller tile, whatever its field, if it is a
+#: multiple of the first number and at most the second.
 _STEP, _TALLEST = 64, 512
 
 
 def size_class(extent: int, config: Mapping[str, JSON] = MappingProxyType({})) -> str:
-    """The class of the sizes within a bucket for which a kernel of this config is verified once:
-    each size by itself, and beyond :data:`EACH_SIZE` those that fill its last tile alike.
+    """Return the class of a size; a kernel of this config is verified once per class and bucket.
+    Each size up to :data:`EACH_SIZE` is a class. Larger sizes are one if they fill the last tile
+    alike.
 
     >>> size_class(264), size_class(2056), size_class(2312)
     ('264', '8 of 128', '8 of 128')
@@ -74,14 +76,14 @@ class FirstUse:
         if choice.origin == "forced" and not forced:
             return True
         if self._tuned_at(problem, choice) == problem.extent:
-            return True  # verified there in every way
+            return True  # the tuning verified it in every way
         return self.is_verified(problem, candidate)
 
     def _tuned_at(self, problem: Problem, choice: Choice) -> int | None:
-        """The size at which the user's own tuning verified the choice, if one did."""
+        """Return the size at which a tuning by this user verified the choice; None if none did."""
         if choice.origin not in ("tuned", "cache"):
             return None
-        # A choice that is remembered for its bucket may have been made for the edge.
+        # A choice kept for its bucket may have been made for the bucket's edge.
         places = [choice.evidence] if choice.evidence else [problem, bucketed(problem)]
         for each in places:
             # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
@@ -115,10 +117,10 @@ class FirstUse:
         *,
         memory_limit: int | None = None,
     ) -> Verdict:
-        """Compare a few launches against samples of rows and columns, within a memory limit: about
-        5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the launches. Two launches do where
-        the candidate was verified for another size of the bucket. Stamps the candidate if it is
-        right.
+        """Compare a few launches with samples of rows and columns, within a memory limit, and stamp
+        the candidate if it is right. For 8192³ in bf16 on an H100 this takes about 5 ms, most of it
+        for the launches, and 0.5 GB. If the candidate was verified at another size of the bucket,
+        two launches suffice.
 
         Raises:
             Exception: Whatever the launcher raises, except for lack of memory.
@@ -141,8 +143,8 @@ class FirstUse:
 
 
 def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
-    """The key of a stamp: the kernel's current version, its config, the bucket's problem and, if
-    ``sized``, the class of its size."""
+    """Return the key of a stamp. It covers the kernel's version, its config, the bucket's problem
+    and, if ``sized``, the class of the size."""
     kernel = candidate.kernel
     document: dict[str, JSON] = {
         "kernel": kernel.name,

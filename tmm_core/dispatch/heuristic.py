@@ -1,4 +1,4 @@
-"""Guesses a candidate for a problem that is not on record and may not be measured."""
+"""Chooses a candidate without a measurement, for a problem without a record."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import fastest_first
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
-#: times this factor: estimates are rooflines, and a default config is not the best one. Over
-#: 431 shipped records guesses took 0.90 of BLAS's time on an H200 and 0.93 on an H100 with 0.85,
-#: 0.89 and 0.93 with 0.9, and 0.88 and 0.94 with 0.95, when 24 % of those on the H100 lose.
+#: times this factor: estimates are rooflines, and a default config is not the best one. Over 431
+#: shipped records, untuned choices took this share of BLAS's time on an H200 and an H100: 0.90 and
+#: 0.93 with a factor of 0.85; 0.89 and 0.93 with 0.9; 0.88 and 0.94 with 0.95, where 24 % of the
+#: choices on the H100 lose.
 ADVANTAGE = 0.9
 
-#: A near problem's winner is taken where its estimate is at most this many times the least one
-#: here: tiles that filled the GPU there may leave half of it idle here. Each of 940 shipped records
-#: was guessed from the others. The guesses took 1.053 times the best in the mean, and at most 1.28
-#: times BLAS's time. Without this limit these were 1.065 and 1.85; by estimates alone, 1.081 and
-#: 1.37.
+#: A near problem's winner is taken if its estimate is at most this many times the least estimate:
+#: tiles that filled the GPU there may leave half of it idle here. Leave-one-out over 940 shipped
+#: records: the choice takes 1.053 times the best on average, and at most 1.28 times BLAS's time.
+#: Without this limit these are 1.065 and 1.85; by estimates alone, 1.081 and 1.37.
 NEAR = 1.2
 
 
 def choose(
     host: Lookup, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]], why: str
 ) -> Choice | None:
-    """The winner of the nearest record if the estimates agree, else the least estimate; None if
-    BLAS can serve the problem and has no estimate."""
+    """Return the winner of the nearest record if estimates agree, else the candidate of the least
+    estimate; None if BLAS can serve the problem and has no estimate."""
     #: Each kernel's estimate of its default config, in µs.
     expected: dict[str, tuple[float, Candidate]] = {}
     for kernel in able:
@@ -62,7 +62,7 @@ def choose(
 def _nearest(
     host: Lookup, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]]
 ) -> tuple[Candidate, Near] | None:
-    """The fastest candidate of the nearest record that has one for this problem, and the record."""
+    """Return the fastest usable candidate of the nearest record that has one, and that record."""
     for near in neighbours.nearest(problem):
         for result in fastest_first(near.record):
             candidate = host.candidate(result, able, problem, any_version=True)

@@ -1,5 +1,4 @@
-"""Looks up records and kernels: which kernels can serve a problem, and which candidates of a record
-still can."""
+"""Looks up the kernels that can serve a problem, and the candidates of a record that still can."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ from tmm_core.tuning.untried import Noted, Untried, unmeasured
 
 
 class Lookup:
-    """The kernels of a registry and the records of a store, less what failed in this process."""
+    """The kernels of a registry and the records of a store, without kernels that failed in this
+    process."""
 
     def __init__(self, registry: Registry, store: CacheStore) -> None:
         self.registry = registry
@@ -56,7 +56,7 @@ class Lookup:
         return [k for k in able if (k.name, bucket) not in self.quarantined]
 
     def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
-        """Every kernel that is not a candidate, with reasons; for ``explain()``."""
+        """Return every kernel that is no candidate, with the reasons; for ``explain()``."""
         _, rejected = self.registry.candidates(problem, settings)
         for (name, bucket), error in list(self.quarantined.items()):
             if bucket == bucketed(problem.bare()):
@@ -64,7 +64,7 @@ class Lookup:
         return rejected
 
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
-        """The record that answers for ``problem``, exact or its bucket's, with its problem."""
+        """Return the record of ``problem``, else of its bucket, with the record's problem."""
         bare = problem.bare()
         own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
         for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
@@ -79,7 +79,7 @@ class Lookup:
     def best(
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
     ) -> Candidate | None:
-        """The winner on record, or the next fastest that may serve this call."""
+        """Return the winner on record, or the next fastest candidate that may serve this call."""
         for result in (record.best, *fastest_first(record)):
             candidate = self.candidate(result, able, problem)
             if candidate is not None:
@@ -104,7 +104,7 @@ class Lookup:
                     continue
                 candidate = Candidate(kernel, config)
                 if kernel.name == BASELINE and not fits(candidate, problem):
-                    # A candidate that does not bind falls back to BLAS.
+                    # A call whose candidate does not bind falls back to BLAS. BLAS has no fallback.
                     if not any_version:
                         self.warn_kernel_once(
                             kernel, f"{config} on record is not a config for {problem}"
@@ -128,9 +128,8 @@ class Lookup:
         return self.candidate(result, [kernel], problem)
 
     def inside(self, problem: Problem, edge: Problem, choice: Choice, settings: Settings) -> Choice:
-        """A bucket's choice for an M inside it: the best candidate that beats BLAS at the measured
-        M on both sides of this one; BLAS if there is none or nothing was measured, in that of its
-        ways that was fastest there."""
+        """Return a bucket's choice for an M inside the bucket: the best candidate that beats BLAS
+        at the measured M on both sides. If there is none, BLAS with its fastest config there."""
         if (
             problem.extent == edge.extent
             or problem.batch_invariant
@@ -199,7 +198,7 @@ class Lookup:
         """The kernels that a tuning of ``key`` would time.
 
         Args:
-            resume: Also those that a call does not try again.
+            resume: Include kernels that a call does not try again.
             asked: The problem of the call, if it is not ``key``.
         """
         left = self.untried.left(key) if record is not None else ((), ())
@@ -222,14 +221,14 @@ class Lookup:
         origin: Literal["cache", "tuned"] = "cache",
         arithmetic: str | None = None,
     ) -> Choice:
-        """The choice of a candidate for ``problem`` by the record of ``key``."""
+        """Return the choice of a candidate for ``problem`` by the record of ``key``."""
         path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
         other = key if key.extent != problem.extent else None
         return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
 
     def unstorable(self, record: TuningRecord) -> set[str]:
-        """The kernels with results in ``record`` that no file can hold. They are set aside: they
-        cost themselves, not the other kernels' times."""
+        """Set aside kernels whose results in ``record`` no file can hold, and return their names.
+        Such a kernel must not cost the other kernels' times."""
         bad: dict[str, BaseException] = {}
         for result in record.candidates:
             try:
@@ -242,15 +241,17 @@ class Lookup:
         for name, reason in bad.items():
             kernel = self.registry.kernel(name)
             if isinstance(kernel, CheckedKernel):
-                kernel.set_aside(f"gave what no record can hold: {error_text(reason)}")
+                kernel.set_aside(f"gave a result that no record can hold: {error_text(reason)}")
         return set(bad)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
-        """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
-        locked or the settings say so.
+        """Refuse a problem without a record, if the store is locked or the settings require one.
+
+        Args:
+            key: The problem of the bucket's record.
 
         Raises:
-            CacheMissError: They do.
+            CacheMissError: A record is required.
         """
         if self.store.locked:
             raise CacheMissError(self._unlocked(problem, key))
@@ -265,20 +266,23 @@ class Lookup:
             )
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
-        """Why a locked store has no answer: the differences from the nearest key."""
+        """Explain a miss in a locked store by the differences from the nearest key."""
         bucket = f"{key.along.upper()}={key.extent}"
-        said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
+        miss = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
         device = key.device
         near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
         if near is None:
-            return f"{said}, which is empty; run `tmm-cache freeze`"
+            return f"{miss}, which is empty; run `tmm-cache freeze`"
         if not near.differences:
-            return f"{said} is of kernels as they are here; tune and run `tmm-cache freeze` again"
+            return (
+                f"{miss} fits the kernels that are installed here; tune, and run "
+                "`tmm-cache freeze` again"
+            )
         differences = "".join(f"\n  {difference}" for difference in near.differences)
-        return f"{said}; the nearest key there differs in{differences}"
+        return f"{miss}; the nearest key there differs in{differences}"
 
     def warn_kernel_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
-        """Report a kernel whose answer cannot be used."""
+        """Report a kernel whose result cannot be used."""
         if not isinstance(fault, BaseException):
             self.warn_once(f"kernel {kernel.name}: {fault}")
             return
@@ -289,7 +293,7 @@ class Lookup:
     def warn_of(
         self, kernel: Kernel[Any], message: str, error: BaseException | None = None
     ) -> None:
-        """Report a fault of a kernel, as the one warning about its distribution."""
+        """Report a fault of a kernel, in the one warning about its distribution."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
         warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
 

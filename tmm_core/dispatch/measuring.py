@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.neighbour import Neighbours
     from tmm_core.tuning.tuner import Tuner
 
-#: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
-#: or under other versions, or of near problems.
+#: Number of records from which a tuning starts, and of candidates of each. They are records of this
+#: problem on another GPU or under other versions, or of near problems.
 HINTING_RECORDS, HINTS_EACH = 3, 3
 
-#: How long to wait for another process that is tuning the same problem, in tuning budgets.
+#: How many tuning budgets to wait for another process that tunes the same problem.
 LOCK_PATIENCE = 4.0
 
 
@@ -53,7 +53,7 @@ class Measuring(Lookup):
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
 
-    # Created lazily: a process that finds its problems on record imports none of their modules.
+    # Created lazily: a process that finds its problems on record does not import these modules.
 
     @functools.cached_property
     def tuner(self) -> Tuner:
@@ -69,8 +69,7 @@ class Measuring(Lookup):
 
     def prepare(self, problem: Problem, settings: Settings, force: bool = False) -> None:
         """Start compiling the first candidates for ``problem`` without waiting, unless it is on
-        record: when several problems are tuned in turn, the next one's kernels compile while one is
-        timed."""
+        record. Of several problems to tune, the next one's kernels compile while one is timed."""
         problem = problem.bare()
         if problem.device.interpreted or (not force and self.record_of(problem)):
             return
@@ -84,8 +83,8 @@ class Measuring(Lookup):
         tune: bool,
         force: bool = False,
     ) -> TuningRecord | None:
-        """The record of ``key`` for batch-invariant mode, measured now if ``tune``: of the
-        batch-invariant kernels, and BLAS for comparison."""
+        """Return the record of ``key`` for batch-invariant mode, measured now if ``tune``. It has
+        the batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
         names = {(k.name, k.version) for k in able}
         complete = record is not None and self.complete(names, record, key)
@@ -103,8 +102,8 @@ class Measuring(Lookup):
             return record
 
     def complete(self, able: Set[Able], record: TuningRecord, key: Problem) -> bool:
-        """Whether the record of ``key`` has a verdict on all these kernels, except for those that
-        the environment left untried and that a call does not try again."""
+        """Whether the record of ``key`` has a verdict on all these kernels. Kernels that the
+        environment left untried, and that a call does not try again, need none."""
         known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
         left, again = self.untried.left(key)
         return bool(known) and not able & again and able <= known | left
@@ -119,10 +118,11 @@ class Measuring(Lookup):
         wait: bool = True,
         spent: float = 0.0,
     ) -> TuningRecord:
-        """All of :meth:`_tuning` at once, with a line of progress.
+        """Take all steps of :meth:`_tuning` at once, with a line of progress.
 
         Args:
-            wait: For another process that is tuning it, rather than raising :class:`BusyError`.
+            wait: Wait for another process that tunes the problem, rather than raise
+                :class:`BusyError`.
         """
         from tmm_core.tuning.progress import LINE
 
@@ -148,14 +148,14 @@ class Measuring(Lookup):
     ) -> Steps[TuningRecord]:
         """Measure a problem, unless its record is complete, and store the record.
 
-        It yields between measurements (:meth:`Tuner.steps`). Its caller is :meth:`_alone_on` the
-        device while it goes on.
+        It yields between measurements (:meth:`Tuner.steps`). While it runs, its caller holds
+        :meth:`_alone_on` for the device.
 
         Args:
-            spent: Seconds of the budget that finding the kernels took.
+            spent: Seconds of the budget spent on finding the kernels.
         """
         findings = Findings()
-        # The locks' previous holder may have stored the record.
+        # The previous holder of the lock may have stored the record.
         kept = None if force else self.record_of(key)
         hints = self.hints(key) if kept is None else NO_HINTS
         yield ()
@@ -172,7 +172,7 @@ class Measuring(Lookup):
 
         record = yield from tuned()
         while record is not kept and (bad := self.unstorable(record)):
-            # Others may have left the race because of theirs.
+            # Other kernels may have been eliminated by the times of these.
             able = [kernel for kernel in able if kernel.name not in bad]
             record = yield from tuned()
         if record is not kept:
@@ -182,21 +182,21 @@ class Measuring(Lookup):
         return record
 
     def _is_trusted(self, key: Problem) -> bool:
-        """Whether this machine verified the candidates on record; not those from elsewhere."""
+        """Whether the record's candidates were verified on this machine."""
         found = self.store.locate(key.device.gpu, key.device.environment, key.to_json())
         return found is not None and found.trusted
 
     def _store(self, key: Problem, record: TuningRecord, verified: bool) -> None:
         device = key.device
-        # No other process can have an epilogue that does not last.
+        # Another process cannot have an epilogue that does not last.
         store = self.store.save if key.epilogue.lasting else self.store.hold
         store(device.gpu, device.environment, record, verified=verified)
         self._neighbours.add(device, record)
 
     @contextlib.contextmanager
     def _alone_on(self, device: DeviceFingerprint) -> Iterator[bool]:
-        """Hold the right to measure on the current GPU; yields False if another process has it: two
-        that measure there at one time disturb each other."""
+        """A context that holds the right to measure on the current GPU; yields False if another
+        process has it. Two measurements at one time would disturb each other."""
         if device.type != "cuda":
             yield True
             return
@@ -206,7 +206,8 @@ class Measuring(Lookup):
             yield held
 
     def hints(self, problem: Problem) -> Hints:
-        """Winners of this problem elsewhere, or of near ones, which a tuning tries first."""
+        """Return winners of this problem on other GPUs or versions, or of near problems. A tuning
+        tries them first."""
         near = list(itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS))
         candidates = [
             (result.kernel, result.config)
@@ -216,7 +217,7 @@ class Measuring(Lookup):
         return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
 
     def warn_of_tuning(self, problem: Problem, error: Exception, forbidden: str) -> None:
-        """Warn that a tuning failed; once per process if the environment is to blame."""
+        """Warn that a tuning failed; only once per process if the environment is to blame."""
         cause = cause_of(error)
         if cause is None:
             self.warn_once(f"{problem}: {forbidden}")

@@ -1,4 +1,4 @@
-"""Finds the nearest tuned problem, as a guess for one that was never measured."""
+"""Finds the nearest tuned problems, whose winners are chosen untuned or tried first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Near:
 
     record: TuningRecord
     octaves: float
-    #: The GPU, and whether under other versions.
+    #: The record's GPU, and whether it was measured under other versions.
     where: str
 
     def __str__(self) -> str:
@@ -35,11 +35,11 @@ class Near:
 
 
 class Neighbours:
-    """Finds records near a problem; lists the store on first use, then tracks additions."""
+    """Finds records near a problem. It lists the store on first use, then tracks additions."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        #: Records by their problems without sizes: a look-up compares only its own kind.
+        #: Records by their problems without sizes: a look-up compares only records of its family.
         self._families: dict[str | None, list[Summary]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
@@ -52,7 +52,7 @@ class Neighbours:
         self._families[key] = [*others, new]
 
     def families(self) -> dict[str | None, list[Summary]]:
-        """The records by family: the store is listed once."""
+        """Return the records by family; the store is listed once."""
         families = self._families
         if families is None:
             families = {}
@@ -62,9 +62,9 @@ class Neighbours:
         return families
 
     def nearest(self, problem: Problem) -> Iterator[Near]:
-        """Records of the same kind of problem within :data:`FARTHEST`, best guess first:
-        this environment, then this GPU under other versions, then the architecture's nearest SM
-        count; by distance within each. Each is read lazily."""
+        """Yield records of the same family within :data:`FARTHEST`: first those of this
+        environment, then of this GPU under other versions, then of this architecture by nearest SM
+        count; each by distance. Records are read lazily."""
         asked = problem.to_json()
         ranked = []
         for summary in self.families().get(_family(asked), ()):
@@ -82,7 +82,7 @@ class Neighbours:
 
 
 def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None:
-    """How close the record's device is to this one; None: not comparable."""
+    """Return the rank of a record's device, best first; None: not comparable."""
     environment = summary.environment or {}
     if summary.gpu == device.gpu:
         return (0, 0) if dict(environment) == device.environment else (1, 0)
@@ -94,7 +94,8 @@ def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None
 
 
 def _family(document: Mapping[str, Any]) -> str | None:
-    """The part that two neighbours share; None, which matches nothing, if it nests too deep."""
+    """Return the part of a problem that neighbours share; None, which matches nothing, if it is
+    nested too deeply."""
     shared = {key: value for key, value in document.items() if key not in _SIZES}
     try:
         return json.dumps(shared, sort_keys=True, default=dict)  # of any mapping

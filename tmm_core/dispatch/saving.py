@@ -12,10 +12,11 @@ from tmm_core.tuning.ranking import times_around
 
 
 def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
-    """Microseconds of GPU time that one launch of ``choice`` saves; 0 if nothing is known.
+    """Return the µs of GPU time that one launch of ``choice`` saves compared with BLAS; 0 if
+    unknown.
 
-    The record that chose it gives both times, at the measured M nearest to this one; without a
-    record, the kernels' estimates do.
+    Both times come from the record that chose it, at the measured M nearest to this one; without a
+    record, from the kernels' estimates.
     """
     candidate = choice.candidate
     if candidate.kernel.name == BASELINE:
@@ -36,8 +37,8 @@ def saving_us(host: Lookup, problem: Problem, choice: Choice) -> float:
 def record_times(
     host: Lookup, problem: Problem, candidate: Candidate | None = None
 ) -> float | None:
-    """Microseconds of a candidate on record, or of BLAS in its best way, at the measured M nearest
-    to the problem's; None if it was not timed there."""
+    """Return the µs of a candidate on record, or of BLAS's fastest config, at the measured M
+    nearest to the problem's; None if it was not timed."""
     found = host.record(problem)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Work in steps: a generator that its caller drains at once, or resumes whenever it likes."""
+"""Work in steps: a generator whose caller takes all steps at once, or resumes it at any time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Work to be resumed until it returns. It yields what it waits for: it has nothing to do until one
-#: of these is done; none if it can go on at once. True is sent to it if it rested meanwhile.
+#: Work to be resumed until it returns. It yields the futures that it waits for; an empty sequence
+#: if it can go on at once. The caller sends True if it paused the work meanwhile.
 Steps = Generator[Sequence["Future[Any]"], "bool | None", T]
 
-#: Seconds after which work that waits looks at its time limits.
+#: Seconds after which waiting work is resumed to check its time limits.
 LOOK = 0.05
 
 

@@ -35,26 +35,26 @@ from tmm_core.tuning.timing import LONG_US, Samples, in_steps, is_disturbed, nor
 from tmm_core.tuning.untried import Left
 from tmm_core.verify.verifier import Extent, Verifier
 
-#: Samples of each candidate, µs per sample, and how much slower than the best a candidate may be to
-#: stay: for the screening of every batch, the second round, and the last round.
+#: For the screening of every batch, the second round and the last round: samples of each candidate,
+#: µs per sample, and the ratio to the best up to which a candidate stays.
 SCREENING, SCREENING_US, SCREENING_KEEPS = 3, 400.0, 1.3
 SECOND, SECOND_US, SECOND_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
 #: Warm-up samples of the last round, until a GPU's clock is what its power allows: 4096³ on an H100
 #: takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
 SETTLE = 4
-#: µs of a steady-state measurement: with half of it the times of two orders of tiles differed by
-#: 10 %.
+#: µs of a steady-state measurement. With half of it, the times of two tile orders differed by 10 %.
 STEADY_US = 0.3e6
 #: A kernel is measured in steady state again if its first time was within this share of the longest
-#: with which it may still win: one kernel measured twice differs by up to 3 %.
+#: time with which it may still win: one kernel measured twice differs by up to 3 %.
 UNCLEAR = 0.03
-#: How many of those that beat BLAS in the last round are measured in steady state at first, and in
-#: all if these are slower than BLAS there. Four at first would have chosen another kernel for 12 of
-#: 44 products on record, 0.4 % faster in steady state and 0.1 % slower in use.
+#: Of the kernels that beat BLAS in the last round, this many are measured in steady state at first,
+#: and this many in all if the first are slower than BLAS there. Measuring four at first would have
+#: chosen another kernel for 12 of 44 products on record, 0.4 % faster in steady state and 0.1 %
+#: slower in use.
 STEADY_FIRST, STEADY_MOST = 2, 4
-#: A kernel that takes at most this share of BLAS's time in use is also faster in steady state: all
-#: 55 measurements of such, on both GPUs, were at least 1.3 % ahead there.
+#: A kernel that takes at most this share of BLAS's time in use is also faster in steady state: in
+#: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
 CLEAR = 1 / 1.15
 #: Maximum number of candidates that the last round compares with BLAS.
 FINALISTS = 6
@@ -62,11 +62,12 @@ FINALISTS = 6
 RACES = 3
 #: Samples at each other M of the bucket.
 INSIDE = 5
-#: Candidates that are verified and screened together. The first of a tuning are tried whatever the
-#: time, so that every kernel of an ordinary machine is; the others only within the budget.
+#: Candidates that are verified and screened together. The first such group of a tuning is tried
+#: whatever the time, so that every kernel of an ordinary machine is tried. Others are tried only
+#: within the budget.
 TOGETHER = 24
-#: Kernels that race, and that are verified as reserves, at most: the best. tmm itself has ten. And
-#: how many of them after the budget's end.
+#: Maximum number of kernels that race and are verified as reserves, and that number after the end
+#: of the budget. tmm itself has ten.
 MOST_RESERVES, LATE_RESERVES = 16, 4
 
 #: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
@@ -75,8 +76,8 @@ MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 
 class Tuning:
-    """The tuning of one problem: :meth:`run` is resumed to its end, then :meth:`conclude` returns
-    the results. :meth:`release` is called in any case."""
+    """The tuning of one problem. The caller takes all steps of :meth:`run`, then :meth:`conclude`
+    returns the results. :meth:`release` must be called in any case."""
 
     def __init__(
         self,
@@ -92,19 +93,22 @@ class Tuning:
         self._device = current_device(problem.device)
         self._timer, self._launchers = timer, launchers
         self._memory = settings.tune_memory
-        #: A third of the memory for each of the sets held at one time: the operands timed here and
-        #: at another M, and the tensors for verification.
+        #: A third of the memory for each of three sets of tensors: the operands timed here, those
+        #: timed at another M, and those for verification.
         self._share = None if self._memory is None else self._memory // 3
         self._verifier = Verifier(problem, self._device, memory_limit=self._share)
 
     @functools.cached_property
     def _copies(self) -> Copies:
-        # Made once kernels are compiled: until then another tuning may hold the memory.
+        # Made once kernels are compiled. Until then another tuning may hold the memory.
         return Copies(self._problem, self._device, self._share)
 
     def release(self, timer: bool) -> None:
-        """Free the tensors held for measuring, and the timer's if it is this tuning's own, and
-        compile no further."""
+        """Cancel compilations, and free the tensors held for measuring.
+
+        Args:
+            timer: Also free the timer's, which belongs to this tuning.
+        """
         if timer:
             self._timer.release()
         self._launchers.submit(())
@@ -147,7 +151,7 @@ class Tuning:
         return LATE_RESERVES if self._is_late() else MOST_RESERVES
 
     def _require_baseline(self) -> None:
-        """Refuse a record without BLAS: kernels would win for want of the memory that it needs.
+        """Refuse a record without BLAS: a kernel would win because BLAS had too little memory.
 
         Raises:
             RuntimeError: BLAS failed, and the environment may be to blame, or nothing else runs.
@@ -161,7 +165,7 @@ class Tuning:
 
     def _try(self, runs: list[CandidateRun], following: Sequence[Candidate]) -> Steps[None]:
         """Compile, verify and screen a batch. Candidates ``following`` are compiled in advance."""
-        must = not self.runs  # a small budget may end as the first batch is compiled
+        must = not self.runs  # a small budget may end while the first batch compiles
         self.runs += runs
         asked = [(self._problem, run.candidate) for run in runs]
         ahead = [(self._problem, candidate) for candidate in following]
@@ -188,7 +192,7 @@ class Tuning:
             yield from self._measure(running, SCREENING, SCREENING_US)
 
     def _weigh(self, run: CandidateRun) -> None:
-        """Fail a candidate that takes more scratch memory than it may."""
+        """Fail a candidate that needs more scratch memory than allowed."""
         run.workspace = run.candidate.kernel.workspace_bytes(self._problem, run.candidate.config)
         run.fail_if_set_aside()
         if self._memory is not None and run.workspace > self._memory:
@@ -200,7 +204,7 @@ class Tuning:
     def _verify(
         self, run: CandidateRun, verifier: Verifier, extent: Extent = "brief", repeats: int = 1
     ) -> Steps[None]:
-        """Fail a candidate whose launcher raises or is wrong, as far as ``extent`` shows."""
+        """Verify a candidate to ``extent``; fail it if its launcher raises or is wrong."""
         if run.launcher is None:
             return
         try:
@@ -244,7 +248,7 @@ class Tuning:
             if settle:
                 yield from measuring(settle)
             samples = yield from measuring(rounds)
-            # BLAS is one kernel with a stable time.
+            # BLAS shows disturbances best: it is one kernel with a stable time.
             blas = next((i for i, run in enumerate(racing) if run.is_baseline), 0)
             if settle is not None and is_disturbed(samples[blas]):
                 samples = yield from measuring(rounds)
@@ -255,8 +259,8 @@ class Tuning:
         yield ()
 
     def _measure_in_steady_state(self, racing: Sequence[CandidateRun]) -> Steps[None]:
-        """Time the candidates back to back, one after the other. The mean counts where one is timed
-        again, which happens once at most."""
+        """Time the candidates back to back, one after the other. A candidate is timed twice at
+        most; the mean then counts."""
 
         def sample(_: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options = {"copies": len(runners[0].inputs), "steady_us": STEADY_US}
@@ -271,8 +275,8 @@ class Tuning:
         racing: Sequence[CandidateRun],
         sample: Callable[[list[CandidateRun], list[Runner]], Steps[Samples]],
     ) -> Steps[list[tuple[CandidateRun, list[float]]]]:
-        """The candidates that run, with their samples; none, with a warning, if timing fails. One
-        whose launch fails drops out, and the others start over."""
+        """Return the candidates that run, with their samples; none, with a warning, if timing
+        fails. A candidate whose launch fails is removed, and the others are timed again."""
         racing = [run for run in racing if run.runner is not None]
         runners = [run.runner for run in racing if run.runner is not None]
         try:
@@ -287,8 +291,8 @@ class Tuning:
             return []
 
     def _race(self, racing: list[CandidateRun]) -> Steps[list[CandidateRun]]:
-        """Sample BLAS and the fastest until a winner is clear; returns these."""
-        # Others may answer in the winner's place, and so take part in the race.
+        """Sample BLAS and the fastest candidates until a winner is clear; returns these."""
+        # Reserves may answer in the winner's place, so they take part in the race.
         if self._problem.batch_invariant:
             spare = of_each_arithmetic(self._problem, racing, SCREENING_KEEPS)
         else:
@@ -299,7 +303,7 @@ class Tuning:
             yield from self._measure(racing, SECOND, SECOND_US)
         racing = survivors(self._problem, racing, SECOND_KEEPS, FINALISTS)
         racing = list(dict.fromkeys([*racing, *spare]))
-        # Compiled while these race: some of them are timed there afterwards.
+        # Some of these are timed at other M afterwards. They compile during the race.
         elsewhere = map(self._problem.at, inside(self._problem))
         self._launchers.submit((), [(at, run.candidate) for at in elsewhere for run in racing])
         if not self._is_late():
@@ -309,10 +313,10 @@ class Tuning:
         return [run for run in racing if run.runner is not None]
 
     def _race_in_steady_state(self, running: Sequence[CandidateRun]) -> Steps[None]:
-        """Time large products in steady state, too: BLAS and the first of those that beat it,
-        others if these are slower than BLAS; if the best is :data:`CLEAR`, only those that may be
-        chosen in its place. Not in batch-invariant mode, where BLAS is not used and the choice
-        depends on other M as well."""
+        """Time large products in steady state, too: BLAS and the first kernels that beat it; others
+        if these are slower than BLAS. If the best is :data:`CLEAR`, only kernels that may be chosen
+        in its place are timed. Batch-invariant mode skips this: BLAS is not used there, and the
+        choice depends on other M as well."""
         baseline = [run for run in running if run.is_baseline]
         blas = min((run.time for run in baseline), default=math.inf)
         ahead = sorted((r for r in running if r.time <= blas * (1 - MARGIN)), key=lambda r: r.time)
@@ -340,9 +344,8 @@ class Tuning:
             yield from self._measure_in_steady_state(others)
 
     def _measure_inside(self, finalists: Sequence[CandidateRun]) -> Steps[None]:
-        """Verify and time the finalists at other M of the record's bucket, and BLAS at more of
-        them."""
-        # Few constants depend on M: most of these are already compiled.
+        """Verify and time the finalists at other M of the record's bucket, and BLAS at more M."""
+        # Few constants depend on M, so most launchers are already compiled.
         if not (extents := inside(self._problem)):
             return
         places = dict.fromkeys(extents, finalists)
@@ -352,13 +355,14 @@ class Tuning:
         yield from self.measure_at(places)
 
     def measure_at(self, places: Mapping[int, Sequence[CandidateRun]]) -> Steps[None]:
-        """Time candidates at other M of the record's bucket, and verify them where kernels are."""
+        """Time candidates at other M of the record's bucket. They are verified at each M at which a
+        kernel is timed."""
         asked = [(m, run) for m, runs in places.items() for run in runs]
         outcomes = yield from self._launchers.bound(
             [(self._problem.at(m), run.candidate) for m, run in asked]
         )
         bound = dict(zip(asked, outcomes, strict=True))
-        self._verifier.release()  # hold the tensors of one M at a time
+        self._verifier.release()  # tensors of one M are held at a time
         for m, runs in places.items():
             if self._is_late():
                 return
@@ -392,7 +396,7 @@ class Tuning:
                     run.inside_us[m] = median(guest.samples)
 
     def _leave_inside(self, run: CandidateRun, error: BaseException, m: int) -> None:
-        """Note a kernel that the environment kept from being timed at another M."""
+        """Note a kernel that could not be timed at another M because of the environment."""
         cause = cause_of(error)
         if cause is not None and cause != "budget" and not run.is_baseline:
             along = self._problem.along.upper()
@@ -400,7 +404,7 @@ class Tuning:
             self._findings.leave(run.candidate.kernel, left)
 
     def conclude(self) -> list[CandidateResult]:
-        """The results for the record, which are verdicts. The findings get everything else."""
+        """Return the verdicts for the record. Everything else is added to the findings."""
         for run in self.runs:
             run.fail_if_set_aside()
         others = [run for run in self.runs if not run.is_baseline]
@@ -413,7 +417,7 @@ class Tuning:
         known = {run.candidate.kernel for run in tried}
         for run in self.runs:
             kernel, reason = run.candidate.kernel, run.reason or ""
-            # One config within the budget is enough to judge a kernel.
+            # A kernel with one config within the budget counts as tried.
             if run.cause is not None and not (run.cause == "budget" and kernel in known):
                 self._findings.leave(kernel, Left(run.cause, reason))
             if run.is_faulty:

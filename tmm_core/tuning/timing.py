@@ -1,17 +1,18 @@
 """Times candidates the way they are used: as a chain of calls over many weights, in a CUDA graph.
 
 The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
-layer, captured once and replayed in bursts of a few milliseconds, interleaved among candidates. It
-charges a kernel for its effect on its successor, reads weights from memory and activations from
-where a layer finds them, and includes no host time. The clock of tmm 0.1, a single launch after a
-flush that writes, ranked kernels by how they cope with 50 MB of dirty L2 lines, which no model
-leaves there: it chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
+layer. They are captured once, and replayed in bursts of a few milliseconds, interleaved among
+candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
+activations from where a layer finds them. It includes no host time. The clock of tmm 0.1 was a
+single launch after a flush that writes. It ranked kernels by how they cope with 50 MB of dirty L2
+lines, which no model leaves there: it chose a kernel of 852 µs where cuBLAS takes 670
+(2048×28672×4096 on an H100).
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
-that loses to BLAS there does not win. At the limit of power a kernel then runs at the GPU clock
-that its own draw allows, but in interleaved bursts at the one that the mean of all allows: 7424³ on
-an H200 is at 1.033 of cuBLAS in bursts, and at 0.935 in steady state. The clock ``alone`` is
-reported, and decides nothing.
+that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
+power in steady state, and the mean power of all candidates in interleaved bursts: 7424³ on an H200
+is at 1.033 of cuBLAS in bursts, and at 0.935 in steady state. The clock ``alone`` is reported, and
+decides nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from tmm_core.spec.steps import Steps, drained
 #: Makes the call on the i-th copy of its operands.
 Run = Callable[[int], object]
 
-#: Ratio of the third to the first quartile of one kernel's samples above which they were disturbed:
-#: on a busy host 31.7 and 50.6 µs, otherwise 31 and 32.
+#: Samples of one kernel were disturbed if the ratio of their third to their first quartile is above
+#: this: on a busy host 31.7 and 50.6 µs, otherwise 31 and 32.
 DISTURBED = 1.4
 
 #: Length of one candidate's burst, µs. Six kernels on three large problems (H100) compare in bursts
@@ -45,10 +46,10 @@ BURST_US = 3000.0
 #: largest L2 (126 MB on a B200).
 FLUSH_BYTES = 256 * 2**20
 
-#: µs of a product from which on it is timed by the clock "steady", too.
+#: Products that take at least this many µs are also timed by the clock "steady".
 LONG_US = 150.0
 
-#: Maximum µs of one step of a measurement, but for a chain that takes longer.
+#: Maximum µs of one step of a measurement, unless a single chain takes longer.
 STEP_US = 10e3
 
 #: µs per call of each run, one list each.
@@ -70,7 +71,7 @@ class Timer(Protocol):
             burst_us: Minimum length of one sample, if the timer can choose it.
 
         Returns:
-            µs of one call, per sample and run, in the order given.
+            µs of one call: for each run, in the given order, a list of samples.
         """
         ...
 
@@ -78,7 +79,7 @@ class Timer(Protocol):
 def in_steps(
     timer: Any, method: str, runs: Sequence[Run], rounds: int, **options: Any
 ) -> Steps[Samples]:
-    """The answer of a timer's ``method``, in steps if it has such."""
+    """Run a timer's ``method``, in steps if the timer has a method for that."""
     steps = getattr(timer, f"{method}_steps", None)
     samples: Samples
     if steps is None:
@@ -129,8 +130,8 @@ class GraphTimer:
     def measure_steps(
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
     ) -> Steps[Samples]:
-        """:meth:`measure`, one sample at a time, on the current device. After a rest a chain is
-        replayed once more, since other work has used the caches."""
+        """Do :meth:`measure` in steps of one sample, on the current device. After a pause the next
+        chain is replayed once first, since other work has used the caches."""
         chains = yield from self._chains_of(runs, copies)
         replays = [math.ceil(burst_us / max(chain.takes_us, 1.0)) for chain in chains]
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
@@ -167,16 +168,16 @@ class GraphTimer:
 
     def steady(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
         """µs of one call in chains replayed back to back for ``steady_us`` each, in a different
-        order every round. Neither a warm-up before the first chain counts nor the first third of
-        each, in which a power-limited kernel's clock settles."""
+        order every round. A warm-up before the first chain does not count, nor does the first third
+        of each chain's time, in which the clock of a power-limited kernel settles."""
         with torch.cuda.device(self.device):
             return drained(self.steady_steps(runs, rounds, **options))
 
     def steady_steps(
         self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
     ) -> Steps[Samples]:
-        """:meth:`steady` in steps of :data:`STEP_US`. If it rests between them, the state is only
-        as steady as other work keeps it."""
+        """Do :meth:`steady` in steps of :data:`STEP_US`. After a pause between two steps, the GPU's
+        state depends on other work."""
         samples: Samples = [[] for _ in runs]
         chains = yield from self._chains_of(runs, copies)
         thirds = [math.ceil(steady_us / 3 / max(chain.takes_us, 1.0)) for chain in chains]
@@ -195,7 +196,7 @@ class GraphTimer:
     def _replayed(
         self, chain: _Chain, replays: int
     ) -> Steps[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-        """The spans of as many replays."""
+        """Replay a chain; returns the spans of time between events."""
         at_once = max(1, int(STEP_US / max(chain.takes_us, 1.0)))
         spans = []
         for done in range(0, replays, at_once):
@@ -205,8 +206,8 @@ class GraphTimer:
         return spans
 
     def release(self) -> None:
-        """Give graphs and buffers back to the allocator. A graph that only the cyclic GC destroyed
-        could end the capture of another one."""
+        """Free graphs and buffers now. The cyclic GC might destroy a graph during a capture, which
+        would end the capture."""
         for chain in self._chains.values():
             if chain.graph is not None:
                 chain.graph.reset()
@@ -217,7 +218,7 @@ class GraphTimer:
     def _chains_of(self, runs: Sequence[Run], copies: int) -> Steps[list[_Chain]]:
         chains = []
         for run in runs:
-            # The run is kept with its chain, since an id may be reused.
+            # A chain keeps its run alive, so that no other run gets the same id.
             chain = self._chains.get((id(run), copies))
             if chain is None:
                 chain = self._captured(run, copies) or self._launched(run, copies)
@@ -242,13 +243,13 @@ class GraphTimer:
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         try:
             with unchanged, capture:
-                # Held until the end, so that every call has its own output.
+                # Outputs are held until the end, so that every call has its own.
                 outputs = [run(i) for i in range(copies)]
         except Exception as error:  # a kernel that synchronises or allocates outside torch
             reraise(error)
             torch.cuda.synchronize(self.device)
             compat.end_failed_capture(self._pool)
-            self._pool = None  # torch refuses to record into it again
+            self._pool = None  # torch refuses to capture into it again
             return None
         del outputs
         return _Chain(run, graph.replay, graph)
@@ -289,7 +290,7 @@ def timer_for(device: torch.device) -> GraphTimer | HostTimer:
 
 
 def _interleaved(count: int, rounds: int) -> Iterator[int]:
-    """The interleaved order, different in every round: the preceding kernel decides whether a
+    """Yield an interleaved order, different in every round: the preceding kernel decides whether a
     kernel's code is still cached (5 % of a 19 µs kernel on an H200 when two kernels alternated)."""
     shuffler = random.Random(0)
     order = list(range(count))
@@ -299,9 +300,9 @@ def _interleaved(count: int, rounds: int) -> Iterator[int]:
 
 
 def normalised(series: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Interleaved samples, without the part that a round did to all of them.
+    """Normalise interleaved samples per round.
 
-    The GPU's clock may change between rounds. On an H100 that went back and forth, cuBLAS had a
+    The GPU's clock may change between rounds. On an H100 whose clock alternated, cuBLAS had a
     median of 164 µs in one series and of 180 in another, with the same quartiles, 163 and 191.
     """
     middles = [statistics.median(mine) for mine in series]
@@ -314,7 +315,7 @@ def normalised(series: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def is_disturbed(samples: Sequence[float]) -> bool:
-    """Whether the machine disturbed these samples, so that they should be taken again."""
+    """Whether the machine disturbed these samples, so that they should be measured again."""
     if len(samples) < 2:
         return False
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")

@@ -51,11 +51,11 @@ class Tuner:
     #: Threads that bind, and compile what was not compiled elsewhere; by default the number of
     #: cores, at most 16.
     workers: int = field(default_factory=compiling_threads)
-    #: Compile in other processes; by default the process's own.
+    #: The pool of compiling processes; by default the one of this process.
     compilers: Compilers = field(default_factory=default_compilers)
     #: Launches candidates in another process first; None: no such launches.
     first_launches: FirstLaunches | None = None
-    #: What is being compiled for problems that are tuned next.
+    #: Jobs that are already compiling for problems to be tuned next.
     prepared: dict[Problem, dict[CompileJob, Future[None]]] = field(default_factory=dict)
 
     def tune(
@@ -66,7 +66,7 @@ class Tuner:
         before: TuningRecord | None = None,
         **options: Any,
     ) -> TuningRecord:
-        """All of :meth:`steps` at once."""
+        """Take all :meth:`steps` at once."""
         return drained(self.steps(problem, kernels, settings, before, **options))
 
     def steps(
@@ -144,8 +144,9 @@ class Tuner:
         candidates: Mapping[int, Candidate],
         settings: Settings,
     ) -> Steps[TuningRecord]:
-        """Time some candidates of the record of ``key``, by their indices, at another M of its
-        bucket; returns the record with these times. One that is wrong there does not win."""
+        """Time some candidates of the record of ``key``, given by index, at another M of its
+        bucket; returns the record with these times. A candidate that is wrong there does not
+        win."""
         deadline = Deadline(time.monotonic() + settings.tune_budget)
         tuning = self._tuning(key, settings, deadline, Findings(), {})
         runs = {index: CandidateRun(candidate) for index, candidate in candidates.items()}
@@ -169,7 +170,7 @@ class Tuner:
         findings: Findings,
         ahead: dict[CompileJob, Future[None]],
     ) -> Tuning:
-        # The record's BLAS must run at the problem's precision.
+        # BLAS multiplies by the process's precision setting.
         require_precision(problem)
         device = current_device(problem.device)
         launchers = CandidateLaunchers(
@@ -180,8 +181,8 @@ class Tuner:
         return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
 
     def _run(self, tuning: Tuning, steps: Steps[None], deadline: Deadline) -> Steps[None]:
-        """Go on with ``steps``, then free what is held. Neither rests nor the start of compiling
-        processes are charged to the budget."""
+        """Take ``steps``, then free the tuning's memory. Pauses, and the start of compiling
+        processes, are not charged to the budget."""
         process, rested = os.getpid(), None
         try:
             while True:
@@ -195,7 +196,7 @@ class Tuner:
             pass
         finally:
             steps.close()
-            if process == os.getpid():  # a child has no use of its parent's GPU
+            if process == os.getpid():  # a forked child cannot use its parent's GPU
                 tuning.release(timer=self.timer is None)
 
     def prepare(
