@@ -295,6 +295,10 @@ class Outcome:
     error: float
     communications: int
     gradients: dict[str, float]
+    #: Whether later calls multiply the shards without DTensor's dispatch, and whether all give this
+    #: result, bit for bit.
+    in_place: bool
+    repeats: bool
 
 
 def placements(text: str) -> list[Any]:
@@ -339,6 +343,7 @@ def product(case: Case, dtype: torch.dtype, grad: bool) -> Outcome:
         t.requires_grad_(grad)
     with CommDebugMode() as spy:
         out = tmm_core.matmul(**sharded, epilogue=case.epilogue or None)
+    in_place, repeats = again(sharded, case.epilogue, out)
     gradients = {}
     if grad:
         seed = random(*shape)
@@ -346,7 +351,42 @@ def product(case: Case, dtype: torch.dtype, grad: bool) -> Outcome:
         (out * distribute_tensor(seed.to(kind), mesh)).sum().backward()
         for name, t in sharded.items():
             gradients[name] = _error(t.grad, whole[name].grad)
-    return Outcome(spell(out.placements), _error(out, expected), spy.get_total_counts(), gradients)
+    error, communications = _error(out, expected), spy.get_total_counts()
+    return Outcome(spell(out.placements), error, communications, gradients, in_place, repeats)
+
+
+def again(operands: dict[str, Any], epilogue: str, out: Any) -> tuple[bool, bool]:
+    """Whether later calls of a product of shards dispatch nothing, and give ``out`` again. Calls
+    of ``linear`` are such, too."""
+    from tmm_core.interop import operator, sharding
+
+    a, b, more = operands["a"], operands["b"], {**operands, "epilogue": epilogue or None}
+    calls = [lambda: tmm_core.matmul(**more)] * 3
+    if b.ndim == 2:
+        weight = b.t()
+        rest = {name: t for name, t in more.items() if name not in ("a", "b")}
+        calls += [lambda: tmm_core.linear(a, weight, **rest)] * 3
+    dispatched = []
+    matmul = operator.matmul
+
+    def counted(*arguments: Any) -> Any:
+        dispatched.append(len(results))
+        return matmul(*arguments)
+
+    results: list[Any] = []
+    sharding.operator.matmul = tmm_core.api.operator.matmul = counted  # in a process of its own
+    try:
+        for call in calls:
+            results.append(call())
+    finally:
+        sharding.operator.matmul = tmm_core.api.operator.matmul = matmul
+    alike = all(
+        spell(y.placements) == spell(out.placements)
+        and (y.shape, y.stride(), y.dtype) == (out.shape, out.stride(), out.dtype)
+        and torch.equal(y.to_local(), out.to_local())
+        for y in results
+    )
+    return not {1, 2, 4, 5} & {*dispatched}, alike
 
 
 def _reference(tensors: dict[str, torch.Tensor], epilogue: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tmm_core import dispatch, foreign, settings
+from tmm_core import compat, dispatch, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
@@ -122,7 +122,26 @@ def matmul(
             if not fallbacks.concerns(a, b, bias, residual):
                 raise
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
+    if type(a) is not Tensor and (y := _sharded(call, epilogue)) is not None:
+        return y
     return _answer(call, epilogue)
+
+
+def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) -> Tensor | None:
+    """The product of DTensors, if their shards are multiplied where they lie; else None."""
+    if torch.compiler.is_compiling() or not isinstance(call.a, compat.dtensor()):
+        return None
+    plain = type(call.alpha) is float and (epilogue is None or type(epilogue) is str)
+    if not plain or call.out is not None or (call.scale_a, call.scale_b) != (None, None):
+        return None
+    text = text_of(epilogue)
+    if text and has_outputs(text):
+        return None
+    kind: type[Tensor] = type(call.a)
+    prepare_for(kind)
+    from tmm_core.interop import sharding
+
+    return sharding.in_place(call._replace(epilogue=text), transposed)
 
 
 def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
@@ -244,6 +263,10 @@ def linear(
     forced: dict[str, Any] = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
     weight = foreign.read(weight)
     call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
+    if type(x) is not Tensor and not any(forced.values()):
+        y = _sharded(call, epilogue, transposed=True)
+        if y is not None:
+            return y
     try:
         with settings.override(**forced) if any(forced.values()) else nullcontext():
             return _answer(call._replace(b=weight.t()), epilogue)

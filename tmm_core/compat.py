@@ -249,6 +249,18 @@ def local_tensor(t: Any) -> torch.Tensor | None:
     return getattr(t, "_local_tensor", None)
 
 
+def dtensor_spec(t: Any) -> Any:
+    """The mesh, placements, shape, strides and dtype of a DTensor; None if this torch hides it."""
+    return getattr(t, "_spec", None)
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """A DTensor without gradient that holds ``local`` on this rank; ``from_local`` derives a spec
+    and records a function, which takes 50 µs."""
+    kind: Any = dtensor()
+    return kind.__new__(kind, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
 if missing:
     warnings.warn(
         f"this torch ({torch.__version__}) lacks {', '.join(missing)}: results are the same, but "

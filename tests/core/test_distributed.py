@@ -73,6 +73,10 @@ def test_a_rule_computes_on_shards_as_they_lie(world: World, case: Case, grad: b
     for outcome in world.run(double, case, grad):
         assert outcome.placements == case.out
         assert outcome.communications == 0
+        assert outcome.repeats
+        # A replicated term of a sum is divided among the ranks first.
+        terms = "P" in case.out and (case.bias, case.residual) != (None, None)
+        assert outcome.in_place == (not grad and not terms)
         assert outcome.error < 1e-14
         assert all(error < 1e-13 for error in outcome.gradients.values()), outcome.gradients
 
@@ -82,6 +86,8 @@ def test_a_rule_computes_on_shards_as_they_lie(world: World, case: Case, grad: b
 def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool) -> None:
     for outcome in world.run(double, case, grad):
         assert outcome.communications > 0
+        assert outcome.repeats
+        assert not outcome.in_place
         # With gradients the epilogue is torch's, and DTensor may leave a factor of it partial.
         assert grad or "P" not in outcome.placements.split()
         assert outcome.error < 1e-14

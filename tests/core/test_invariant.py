@@ -109,6 +109,21 @@ def test_least_regret_counts_every_rung_and_the_worst_again() -> None:
     assert least_regret(rungs(*slight)) == "uneven"
 
 
+def test_least_regret_counts_every_m_of_a_bucket() -> None:
+    inside = [Rung(1.0, {"edges": 1.6}), Rung(1.0, {"edges": 1.6, "even": 1.1})]
+    edges = {"edges": 1.0, "even": 1.1}
+    assert least_regret([Rung(1.0, edges), Rung(1.0, edges)]) == "edges"
+    assert least_regret([Rung(1.0, edges), Rung(1.0, edges, inside)]) == "even"
+
+
+def test_what_is_fast_at_the_edges_alone_is_not_chosen(tmp_path: Path) -> None:
+    kernel = Summing("k", {1: "edges", 2: "even"})
+    d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
+    times = {("blas", 1): 10.0, ("k", 1): lambda m: 9.0 if m in LADDER else 20.0}
+    timed(d, times | {("k", 2): lambda m: 10.0})
+    assert chosen(d, 33) == ("k", 2, "even")
+
+
 def test_an_arithmetic_that_some_m_cannot_have_comes_last() -> None:
     assert least_regret(rungs({"a": 1.0, "b": 3.0}, {"b": 3.0})) == "b"
     assert least_regret(rungs({"b": 1.0, "a": 1.0})) == "a"

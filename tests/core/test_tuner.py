@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from statistics import median
@@ -737,6 +737,50 @@ def test_in_batch_invariant_mode_the_best_of_each_arithmetic_race() -> None:
     )
     raced = [c.config["tile"] for c in record.candidates if len(c.samples_us) == stages.FINAL]
     assert raced[1:] == [1, 3, 4, 9]
+
+
+class OfM(FakeKernel):
+    """A batch-invariant kernel of two arithmetics, even and odd tiles, that estimates ``us`` of a
+    tile at an M."""
+
+    def __init__(self, us: Callable[[int, int], float], tiles: Sequence[int]) -> None:
+        super().__init__("k", tiles=tiles, traits=Traits(batch_invariant=True))
+        self.us = us
+
+    def arithmetic(self, problem: Problem, config: Any) -> str | None:
+        return "odd" if config.tile % 2 else "even"
+
+    def estimate_us(self, problem: Problem, config: Any) -> float:
+        return self.us(config.tile, problem.m)
+
+
+def test_in_batch_invariant_mode_arithmetics_are_tried_in_turn() -> None:
+    """By estimates all even tiles come before the odd ones."""
+    kernel = OfM(lambda tile, m: float(tile + 100 * (tile % 2)), range(1, 41))
+    asked = problem(m=64, batch_invariant=True)
+    first = search.Search(asked, [FakeBlas(), kernel], [kernel]).first()
+    odd = [c.config.tile for c in first if c.kernel is kernel and c.config.tile % 2]
+    assert len(first) == search.BATCHES[0] + search.MORE_INVARIANT
+    assert odd[:3] == [1, 3, 5]
+    assert len(search.Search(problem(m=64), [FakeBlas(), kernel], [kernel]).first()) == 12
+
+
+def test_the_best_of_an_arithmetic_at_another_m_is_tried_and_timed_there() -> None:
+    """Tile 80 is the last by estimate at the edge, 64, and the first at M = 33."""
+
+    def estimate(tile: int, m: int) -> float:
+        return 1.0 if (tile, m) == (80, 33) else 10.0 + tile / 100
+
+    times = {("k", tile): 10.0 + tile / 100 for tile in range(2, 81, 2)}
+    kernel = OfM(estimate, range(2, 81, 2))
+    asked = problem(m=64, batch_invariant=True)
+    record = Tuner(FakeTimer({"blas": 20.0, **times, ("k", 80, 33): 1.0})).tune(
+        asked, [FakeBlas(), kernel], settings()
+    )
+    assert record.best.config == {"tile": 2}
+    (there,) = [c for c in record.candidates if c.config.get("tile") == 80]
+    assert there.inside_us[33] == 1.0
+    assert 78 not in [c.config.get("tile") for c in record.candidates]
 
 
 class Pauseless(FakeTimer):

@@ -48,22 +48,30 @@ _NO_IDEA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic."""
+    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic. And
+    likewise those at other M of its bucket, where not every arithmetic was timed."""
 
     best_us: float
     times: Mapping[str, float]
+    inside: Sequence[Rung] = ()
+
+    def regrets(self, name: str) -> list[float]:
+        """The logarithms of an arithmetic's time over the best, at each M at which it was timed."""
+        timed = [rung for rung in (self, *self.inside) if name in rung.times]
+        return [math.log(rung.times[name] / rung.best_us) for rung in timed]
 
 
 def least_regret(rungs: Sequence[Rung]) -> str | None:
     """The arithmetic with the lowest cost over the rungs relative to the best known at each: the
-    mean plus :data:`WORST` times the worst. Only those that serve the most rungs are compared, and
-    ties go to the first by name. None if there is no arithmetic."""
+    mean plus :data:`WORST` times the worst. A rung counts by its mean over the M of its bucket: a
+    kernel may be ahead at the edge and far behind inside. Only those that serve the most rungs are
+    compared, and ties go to the first by name. None if there is no arithmetic."""
     names = {name for rung in rungs for name in rung.times}
 
     def rank(name: str) -> tuple[int, float, str]:
         served = [rung for rung in rungs if name in rung.times]
-        regrets = [math.log(rung.times[name] / rung.best_us) for rung in served]
-        score = sum(regrets) / len(regrets) + WORST * max(regrets)
+        regrets = [rung.regrets(name) for rung in served]
+        score = statistics.fmean(map(statistics.fmean, regrets)) + WORST * max(map(max, regrets))
         return len(rungs) - len(served), score, name
 
     return min(names, key=rank, default=None)
@@ -207,16 +215,23 @@ class Invariance:
 
     def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
         times: dict[str, float] = {}
+        inside: dict[int, Rung] = {}
         results = fastest_first(record, _ELIMINATED)
         if not results:
             return None
         for result in results:
             candidate = self._host.candidate(result, able, rung)
-            if candidate is None:
-                continue
-            if (name := candidate.kernel.arithmetic(rung, candidate.config)) is not None:
+            name = None
+            if candidate is not None:
+                name = candidate.kernel.arithmetic(rung, candidate.config)
+            if name is not None:
                 times.setdefault(name, _us_beside(result, results[0]))
-        return Rung(statistics.median(results[0].samples_us), times) if times else None
+            for m, us in result.inside_us.items():
+                there = inside.get(m, Rung(math.inf, {}))
+                mine = {} if name is None else {name: min(us, there.times.get(name, math.inf))}
+                inside[m] = Rung(min(us, there.best_us), {**there.times, **mine})
+        best_us = statistics.median(results[0].samples_us)
+        return Rung(best_us, times, [*inside.values()]) if times else None
 
     def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
         offered = self._offered(rung, able)

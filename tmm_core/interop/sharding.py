@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tmm_core import compat
 from tmm_core.errors import TmmWarning
 from tmm_core.interop import grouped_operator, operator
+from tmm_core.interop.autograd_state import recorded
 from tmm_core.launch import warm
 from tmm_core.launch.grouped_call import ragged_along
 from tmm_core.spec.arguments import (
@@ -146,6 +147,81 @@ def _shard(t: Any, dimensions: Names, along: object) -> Placement:
     if along not in own or t.shape[own.index(along)] == 1:
         return Replicate()
     return Shard(own.index(along))
+
+
+def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
+    """A product of DTensors, each rank's of its local tensors, if no operand has to be moved;
+    else, or if more than the result is wanted, None.
+
+    DTensor's own dispatch of an operator of Python takes some 100 µs on the host each time, as
+    long as a small product takes on a GPU. So a call is dispatched once for each kind of operands,
+    and the placements of its result serve later calls.
+
+    Args:
+        call: Without an output and scales.
+        transposed: Whether ``call.b`` is a weight [N, K].
+    """
+    tensors = call.a, call.b, call.bias, call.residual
+    given: list[Any] = [t for t in tensors if t is not None]
+    if any(type(t) is not DTensor for t in given) or recorded(*given):
+        return None
+    held: list[Any] = [None if t is None else _awaited(t) for t in tensors]
+    a, b, bias, residual = held
+    if not warm.undisturbed(a, b, bias, residual):
+        return None
+    specs = tuple(None if t is None else compat.dtensor_spec(t) for t in tensors)
+    kind = specs, call.epilogue, call.out_dtype, transposed
+    if kind not in _decided:
+        return _decide(call, kind, transposed)
+    if (spec := _decided[kind]) is None:
+        return None
+    b = b.t() if transposed else b
+    y = warm.run(a, b, bias, residual, call.alpha, call.epilogue, call.out_dtype)
+    return compat.dtensor_of(y, spec)
+
+
+def _awaited(t: Any) -> Any:
+    """The local tensor, once the collective that computes it has ended."""
+    local: Any = compat.local_tensor(t)
+    return local.wait() if type(local) is not torch.Tensor and hasattr(local, "wait") else local
+
+
+#: The results' specs, by kind of call; None where operands are moved, or torch disagrees.
+_decided: dict[Any, Any] = {}
+#: Kinds that are kept.
+_MOST_DECIDED = 4096
+
+
+def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor:
+    """The result of the operator itself, whose placements later calls of this kind have."""
+    call = call._replace(b=call.b.t()) if transposed else call
+    y: Any = operator.matmul(*call[:-1])
+    given: list[Any] = [t for t in (call.a, call.b, call.bias, call.residual) if t is not None]
+    specs = [compat.dtensor_spec(t) for t in given]
+    placements = _unmoved(call, specs)
+    is_mine = type(y) is DTensor and y.device_mesh.get_coordinate() is not None
+    agrees = is_mine and placements is not None and tuple(y.placements) == tuple(placements)
+    if len(_decided) >= _MOST_DECIDED:
+        _decided.clear()
+    _decided[kind] = compat.dtensor_spec(y) if agrees else None
+    return y  # type: ignore[no-any-return]
+
+
+def _unmoved(call: Arguments, specs: Sequence[Any]) -> list[Placement] | None:
+    """The placements of the result if a rule holds for the operands as they are placed, along each
+    dimension of the mesh; else None."""
+    if len({spec.mesh for spec in specs}) > 1:
+        return None
+    named = (name for name in ("a", "b", "bias", "residual") if getattr(call, name) is not None)
+    rules = shardings(*call._replace(**dict(zip(named, specs, strict=True)))[:-1])
+    found: list[Placement] = []
+    for along in range(specs[0].mesh.ndim):
+        here = [spec.placements[along] for spec in specs]
+        results = [result for result, operands in rules if operands == here]
+        if not results:
+            return None
+        found += results[0]
+    return found
 
 
 register()

@@ -10,6 +10,7 @@ Imported by a :class:`tmm_core.nn.GatedMLP` that has a DTensor as a weight.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tmm_core.compat import local_tensor
+from tmm_core.compat import dtensor_of, dtensor_spec, local_tensor
+from tmm_core.interop.autograd_state import recorded
 from tmm_core.nn.linear import Linear
 
 Tensor = torch.Tensor
@@ -42,10 +44,7 @@ def gated(
     """
     if not (_column_sharded(gate) and _column_sharded(up)):
         return None
-    before, after = _placing(gate._forward_pre_hooks), _placing(gate._forward_hooks)
-    if before is None or before != _placing(up._forward_pre_hooks):
-        return None
-    if after is None or after != _placing(up._forward_hooks):
+    if not _placed_alike(gate, up):
         return None
     of_gate, of_up = _parameters(gate), _parameters(up)
     alike = [(p.shape, p.dtype, p.device_mesh) for p in of_gate]
@@ -59,22 +58,58 @@ def gated(
     if x.placements != (Replicate(),):
         return None
     held: Any = [[local_tensor(p) for p in each] for each in (of_gate, of_up)]
-    if None not in (*held[0], *held[1]):
+    hidden = any(t is None for t in (*held[0], *held[1]))  # `None in` compares tensors
+    if not hidden:
         with torch.no_grad():
             join(*held)
+    learns = hidden or recorded(x, *of_gate, *of_up)
     # Each rank's gradient of x is a term of the sum over the columns.
-    local = _awaited(x.to_local(grad_placements=[Partial()]))
-    shards = [[p.to_local() for p in of_gate], [p.to_local() for p in of_up]]
+    local: Any = x.to_local(grad_placements=[Partial()]) if learns else local_tensor(x)
+    if hasattr(local, "wait"):  # a collective is in flight
+        local = _awaited(local) if learns else local.wait()
+    shards: Any = [[p.to_local() for p in each] for each in (of_gate, of_up)] if learns else held
     biases = [pair[1] if len(pair) > 1 else None for pair in shards]
     y = product(local, shards[0][0], shards[1][0], biases[0], biases[1])
-    shape = torch.Size([*x.shape[:-1], of_gate[0].shape[0]])
-    stride = torch.empty(shape, device="meta").stride()
-    whole: Any = DTensor.from_local(
-        y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride
-    )
+    kind = dtensor_spec(x), dtensor_spec(of_gate[0]), y.dtype
+    if learns or kind not in _specs:
+        shape = torch.Size([*x.shape[:-1], of_gate[0].shape[0]])
+        stride = torch.empty(shape, device="meta").stride()
+        whole: Any = DTensor.from_local(
+            y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride
+        )
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        _specs[kind] = dtensor_spec(whole)
+    else:
+        whole = dtensor_of(y, _specs[kind])
     for hook in gate._forward_hooks.values():
         whole = hook(gate, (x,), whole)
     return whole  # type: ignore[no-any-return]
+
+
+#: The results' specs, by those of x and of the weight and by dtype, and how many are kept.
+_specs: dict[Any, Any] = {}
+_MOST_SPECS = 4096
+
+#: The hooks of pairs of layers that were seen to place alike, by the first: reading closures takes
+#: longer than comparing hooks with those seen before.
+_alike: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _placed_alike(gate: Any, up: Any) -> bool:
+    """Whether both layers' hooks are torch's own, and place inputs and outputs in the same way."""
+    hooks = [
+        *(gate._forward_pre_hooks, gate._forward_hooks),
+        *(up._forward_pre_hooks, up._forward_hooks),
+    ]
+    seen = [[*each.values()] for each in hooks]
+    if _alike.get(gate) == seen:
+        return True
+    before, after, before_up, after_up = map(_placing, hooks)
+    if None in (before, after) or (before, after) != (before_up, after_up):
+        return False
+    _alike[gate] = seen
+    return True
 
 
 #: Qualified-name prefix of the hooks that place inputs and outputs.
@@ -126,4 +161,4 @@ class _Awaited(torch.autograd.Function):
 
 
 def _awaited(t: Tensor) -> Tensor:
-    return _Awaited.apply(t) if hasattr(t, "wait") else t  # type: ignore[no-untyped-call]
+    return _Awaited.apply(t)  # type: ignore[no-untyped-call,no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -21,7 +21,7 @@ from tmm_core.tuning.compile_pool import NotCompiledError
 from tmm_core.tuning.environment_faults import Cause, cause_of, cause_of_text
 from tmm_core.tuning.findings import refuses
 from tmm_core.tuning.ranking import MARGIN
-from tmm_core.tuning.search import group
+from tmm_core.tuning.search import estimate_us, group
 from tmm_core.verify import compare
 
 #: The best config of every other kernel stays on record as a reserve if it takes at most this many
@@ -160,12 +160,35 @@ def of_each_arithmetic(
     """The two fastest of each arithmetic within a factor ``keep`` of its best. In batch-invariant
     mode other M may prefer an arithmetic that is slower here. Its best config is then used here,
     and screening does not show which that is (1500×1536×8960 on an H200, in two parts of K: the
-    config chosen by screening takes 82.7 µs in use, another 73)."""
+    config chosen by screening takes 82.7 µs in use, another 73). And those that should be the
+    fastest of theirs at another M of the record."""
     alike: dict[object, list[CandidateRun]] = {}
     for run in _fastest_first(racing):
         if (arithmetic := group(problem, run.candidate)) is not None:
             alike.setdefault(arithmetic, []).append(run)
-    return [r for each in alike.values() for r in each[:2] if r.time <= each[0].time * keep]
+    kept = [r for each in alike.values() for r in each[:2] if r.time <= each[0].time * keep]
+    return list(dict.fromkeys([*kept, *_best_inside(problem, alike.values())]))
+
+
+def _best_inside(
+    problem: Problem, alike: Iterable[Sequence[CandidateRun]]
+) -> Iterator[CandidateRun]:
+    """The run of each arithmetic that should be the fastest at another M of the record, where that
+    is not its fastest here: by its time, and by how its estimate differs there."""
+    for m in inside(problem):
+        there = problem.at(m)
+        for runs in alike:
+            expected: dict[CandidateRun, float] = {}
+            for run in runs:
+                kernel, config = run.candidate.kernel, run.candidate.config
+                here_us = estimate_us(problem, kernel, config)
+                there_us = estimate_us(there, kernel, config)
+                if here_us and there_us:
+                    expected[run] = run.time * there_us / here_us
+            if expected:
+                best = min(expected, key=expected.__getitem__)
+                if expected[best] < expected.get(runs[0], math.inf) * (1 - MARGIN):
+                    yield best
 
 
 def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[CandidateRun]:
