@@ -1,7 +1,7 @@
 """What ``enable()`` costs the host where torch answers after all: least µs per call.
 
 Each operator is timed on tiny operands by itself, under ``enable()`` when torch answers, and under
-``enable()`` after the operator was left to torch, by turns. ``plain`` is an override that passes
+``enable()`` after the operator was left to torch, interleaved. ``plain`` is an override that passes
 each call on and does nothing else: no override in Python can cost less::
 
     python benchmarks/passed_on.py
