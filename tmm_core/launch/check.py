@@ -17,7 +17,7 @@ from tmm_core.launch.output_memory import check_outputs
 from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 
-#: Torch's code for a tensor that overlaps itself (it may also not know).
+#: Torch's code for a tensor that overlaps itself; another code means that torch cannot tell.
 _OVERLAPS = 1
 
 #: Tensor types without overridden behaviour.
@@ -34,7 +34,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
 
     Raises:
         RuntimeError: Shapes, dtypes or devices do not match, as in ``torch.matmul``; a scale has a
-            dtype that the operand's format has not, or its operand has no format.
+            dtype that the operand's format does not allow, or its operand has no format.
         ValueError: A bias, residual, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
@@ -78,8 +78,9 @@ def check_terms(
     epilogue: Epilogue,
     **terms: torch.Tensor | None,
 ) -> torch.dtype:
-    """Check what an epilogue needs of a product, plain or grouped, and the dtypes of its result and
-    of what is added to it or multiplied with it; returns the result's. Raises as :func:`check`."""
+    """Check a product, plain or grouped, against its epilogue, and the dtypes of the result and of
+    ``terms``, which are added to it or multiplied with it. Returns the result's dtype. Raises as
+    :func:`check`."""
     b, out_dtype, own = call.b, call.out_dtype, pair.result
     assert own is not None
     if not epilogue.is_identity and not own.is_floating_point:
@@ -107,7 +108,7 @@ def check_residual(residual: torch.Tensor, shape: torch.Size) -> None:
     """Check the shape of a residual against the output's.
 
     Raises:
-        ValueError: It does not broadcast.
+        ValueError: The residual does not broadcast.
     """
     if not broadcasts(residual.shape, shape):
         raise ValueError(
@@ -125,7 +126,7 @@ def check_tensors(function: str, **tensors: Any) -> None:
     """Check the types of arguments of the API.
 
     Raises:
-        TypeError: One is neither a tensor nor None, or is an operand and None.
+        TypeError: An argument is neither a tensor nor None, or an operand is None.
     """
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor) and (value is not None or name in _OPERANDS):
@@ -134,22 +135,22 @@ def check_tensors(function: str, **tensors: Any) -> None:
 
 
 def number(function: str, alpha: Any, operand: Any = None) -> Any:
-    """``alpha`` as the number that torch takes it for where it wants a ``Scalar``: Python's and
-    numpy's numbers, and tensors of no dimension without a gradient, which are read.
+    """Convert ``alpha`` to a number as torch converts a ``Scalar``: from Python's and numpy's
+    numbers, and from tensors of no dimension without a gradient, whose value is read.
 
     Args:
-        function: Its name, for messages.
-        operand: Whose dtype allows a complex number.
+        function: The function's name, for messages.
+        operand: A complex operand allows a complex ``alpha``.
 
     Raises:
-        TypeError: It is none of these.
-        OverflowError: It is an integer of more than 64 bits.
-        RuntimeError: It is complex, and the operand is not.
+        TypeError: ``alpha`` is none of these.
+        OverflowError: ``alpha`` is an integer of more than 64 bits.
+        RuntimeError: ``alpha`` is complex, and the operand is not.
     """
     if isinstance(alpha, torch.Tensor) and not alpha.dim() and not alpha.requires_grad:
         alpha = alpha.item()
     elif torch.compiler.is_dynamo_compiling() and getattr(alpha, "ndim", None) == 0:
-        # Numpy's numbers are tensors in a graph; matmul takes those too.
+        # In a graph, numpy's numbers are tensors; tmm's matmul takes these too.
         alpha = torch.as_tensor(alpha, device="cpu")
         return alpha if function == "matmul" else alpha.item()
     elif not isinstance(alpha, (float, int, complex, torch.SymFloat, torch.SymInt)):
@@ -159,7 +160,7 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
             raise TypeError(f"{function}(): argument 'alpha' must be Number, not {kind}")
         alpha = alpha.item()
     elif isinstance(alpha, float):
-        alpha = float(alpha)  # numpy's float64 is one too, whose comparisons give numpy's bool
+        alpha = float(alpha)  # numpy's float64 is a float, but its comparisons give numpy's bool
     if isinstance(alpha, complex):
         if not alpha.imag:
             return alpha.real
@@ -174,8 +175,8 @@ def addressable(*tensors: torch.Tensor | None) -> None:
     """Refuse tensors without an address that kernels can use, and tensors on several devices.
 
     Raises:
-        RuntimeError: One is sparse, nested or in mkldnn's layout; or they are on several devices,
-            with torch's message.
+        RuntimeError: A tensor is sparse, nested or in mkldnn's layout; or the tensors are on
+            several devices (torch's message).
     """
     for t in tensors:
         if t is not None and not strided(t):
@@ -201,7 +202,7 @@ def result_dtype(call: Arguments | GroupedArguments) -> torch.dtype:
 
 
 def has_format(call: Arguments | GroupedArguments) -> bool:
-    """Whether an operand of a call has a format, so that the product has no derivative."""
+    """Whether an operand of a call has a format: the product then has no derivative."""
     return bool(call.formats) or call.a.dtype in formats.IMPLIED
 
 
@@ -211,13 +212,13 @@ def check_parts(
     """Check the scales and zero points of stored operands.
 
     Args:
-        shapes: The shapes that those of ``a`` and of ``b`` may have, unless they are a grid; or
-            they have one element.
+        shapes: The shapes that the parts of ``a`` and of ``b`` may have, besides one element and
+            grids.
 
     Raises:
-        RuntimeError: One has a dtype that its operand's format has not; the operand has no format
-            or no zero points; or a format that has to be named comes without a scale.
-        ValueError: One has another shape, or is for other values than the format allows.
+        RuntimeError: A part has a dtype that its operand's format does not allow; the operand has
+            no format, or its format no zero points; or an operand with a named format has no scale.
+        ValueError: A part has another shape, or blocks that the format does not allow.
     """
     for operand, form in ((call.a, pair.a), (call.b, pair.b)):
         if form is not None and operand.dtype not in form.storage:
@@ -270,10 +271,10 @@ def _extents(name: str, operand: torch.Tensor, form: Format) -> tuple[int, int, 
 def _grid_shape(
     name: str, operand: torch.Tensor, form: Format, block: grids.Block
 ) -> tuple[int, ...]:
-    """The shape of the scales of an operand, one for each block of its values.
+    """Return the shape of an operand's scales, one for each block of its values.
 
     Raises:
-        ValueError: The format has no such scales, or K has no whole groups.
+        ValueError: The format has no such scales, or K is no multiple of the block's.
     """
     outer, k, stack = _extents(name, operand, form)
     form.block(block, outer, k, stack)
@@ -285,10 +286,10 @@ def _grid_shape(
 
 
 def product_shape(a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1, 1)) -> torch.Size:
-    """Shape of ``torch.matmul(a, b)``, or torch's own error.
+    """Return the shape of ``torch.matmul(a, b)``, or raise torch's own error.
 
     Args:
-        packs: Values in an element of each, along K.
+        packs: The number of values in an element of each operand, along K.
 
     Raises:
         RuntimeError: The shapes cannot be multiplied.
@@ -311,7 +312,7 @@ def product_shape(a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1,
 
 
 def _values_like(t: torch.Tensor, pack: int, along: int) -> torch.Tensor:
-    """A tensor of the shape of the values of ``t``, which has no memory of its own."""
+    """Return a tensor with the shape of the values that ``t`` packs, without memory of its own."""
     shape = list(t.shape)
     if shape:
         shape[along] *= pack
@@ -319,15 +320,15 @@ def _values_like(t: torch.Tensor, pack: int, along: int) -> torch.Tensor:
 
 
 def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise torch's own error for operands that cannot be multiplied. The error names their
-    devices; tensor subclasses are replaced by stand-ins of their shapes, strides and dtypes.
-    Nothing is computed or read before it is raised."""
+    """Raise torch's own error for operands that cannot be multiplied. Only CUDA tensors are passed
+    to torch, whose error names their device. Others are replaced by empty tensors of their shapes,
+    strides and dtypes. Nothing is computed or read before torch raises."""
     if all(t.is_cuda and type(t) in PLAIN for t in (a, b)):
         with torch.no_grad():
             torch.matmul(a, b)
         return
     fixed = all(type(n) is int for t in (a, b) for n in (*t.shape, *t.stride()))
-    # A mode, such as that of fake tensors, would answer instead.
+    # A mode, such as the one of fake tensors, would handle the call instead.
     with compat.without_modes() if fixed else nullcontext():
         torch.matmul(
             *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
@@ -337,11 +338,11 @@ def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
 def check_out(
     out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Sequence[torch.Tensor]
 ) -> bool:
-    """Check ``out=`` against the result, resizing it as torch does.
+    """Check ``out=`` against the result, and resize it as torch does.
 
     Returns:
-        Whether the result can be written to ``out`` while inputs are read. They may interleave or
-        overlap in one another's gaps, which torch does not check.
+        Whether the result can be written to ``out`` while inputs are read. It cannot if their
+        memory ranges overlap. Torch does not check tensors with gaps for that.
 
     Raises:
         RuntimeError: A wrong dtype or device, or ``out`` overlaps an input or itself.
@@ -390,7 +391,7 @@ def ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
     if not out.numel() or not t.numel():
         return False
     if out.is_meta or type(out) not in PLAIN or type(t) not in PLAIN:
-        return False  # no memory, or no accessible address
+        return False  # there is no address to compare
     start, t_start = out.data_ptr(), t.data_ptr()
     return start < t_start + _span(t) and t_start < start + _span(out)
 
@@ -406,9 +407,9 @@ def _span(t: torch.Tensor) -> int:
 
 
 def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
-    """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
+    """Return the broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
     if not all(type(n) is int for n in (*x, *y)):
-        # Unbacked sizes of a graph can be neither compared nor guessed here.
+        # Unbacked sizes of a graph cannot be compared here.
         try:
             return tuple(torch.broadcast_shapes(x, y))
         except RuntimeError:

@@ -13,11 +13,11 @@ class Body(NamedTuple):
     """A launcher's source, which a plan writes out after its own checks.
 
     Attributes:
-        on_device: Returns the statement that runs its argument on the launch's device if another is
-            current.
+        on_device: Takes an expression; returns a statement that evaluates it on the launch's device
+            if another device is current.
         lines: Statements that end with the return of the output. They use a launcher's arguments by
             name, and ``<name>_ptr`` (see :func:`address`).
-        namespace: The other names that they use.
+        namespace: The other names that the statements use.
     """
 
     on_device: Callable[[str], str]
@@ -26,12 +26,13 @@ class Body(NamedTuple):
 
 
 def address(tensor: str) -> str:
-    """The statement that reads the address of the tensor with that name."""
+    """Return the statement that reads a tensor's address, given the tensor's name."""
     return f"{tensor}_ptr = {tensor}.data_ptr()"
 
 
 def written(name: str, parameters: str, lines: Iterable[str], namespace: dict[str, Any]) -> Any:
-    """The function with that source, which tracebacks and ``inspect`` show as long as it lives."""
+    """Compile a function from source. Tracebacks and ``inspect`` show the source until the function
+    is deleted."""
     body = "\n    ".join(lines)
     source = f"def {name}({parameters}):\n    {body}\n"
     filename = f"<tmm {name} {next(_numbers)}>"
@@ -42,5 +43,5 @@ def written(name: str, parameters: str, lines: Iterable[str], namespace: dict[st
     return function
 
 
-#: Numbers generated functions, for their file names.
+#: Numbers in the file names of generated functions.
 _numbers = itertools.count(1)

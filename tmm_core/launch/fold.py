@@ -17,11 +17,11 @@ from tmm_core.spec.launcher import Bound, Launcher
 
 
 class Fold(NamedTuple):
-    """Converts operands of given shapes to 2-D or 3-D, and the result back to N-D."""
+    """Converts operands of fixed shapes to 2-D or 3-D, and the result back to N-D."""
 
-    #: The broadcast batch shape of a and b; None: a's rows are folded.
+    #: The broadcast batch shape of a and b; None: a's leading dimensions become rows.
     batch: tuple[int, ...] | None
-    #: Shape of the product for kernels, and for the caller.
+    #: The shape of the product for kernels, and for the caller.
     flat: tuple[int, ...]
     shape: torch.Size
 
@@ -33,8 +33,8 @@ class Fold(NamedTuple):
         residual: torch.Tensor | None,
         shape: torch.Size,
     ) -> Fold | None:
-        """The fold of a product of output ``shape``; None if there is nothing to do: operands are
-        2-D and a residual needs no broadcasting."""
+        """Return the fold of a product of output ``shape``; None if operands are 2-D and a residual
+        needs no broadcasting."""
         if a.dim() == 2 and b.dim() == 2 and (residual is None or residual.shape == shape):
             return None
         m = a.shape[-2] if a.dim() > 1 else 1
@@ -45,7 +45,7 @@ class Fold(NamedTuple):
         count = math.prod(batch)
         return cls(batch, (m, n) if count == 1 else (count, m, n), shape)
 
-    # Each of these turns the N-D tensor of that name into the one that kernels see.
+    # Each of these methods converts the N-D tensor of its name for kernels.
 
     def a(self, t: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
@@ -67,7 +67,7 @@ class Fold(NamedTuple):
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
     def _of_a(self, t: torch.Tensor) -> torch.Tensor:
-        """A part of the folded a's rows; one number stays one. A grid is not copied."""
+        """Convert scales or zero points of a. One number is not changed; a grid is not copied."""
         if self.batch is None:
             return t.reshape(-1, t.shape[-1]) if t.dim() else t
         return t if t.numel() == 1 else self._parts(t, t.shape[-1])
@@ -86,20 +86,20 @@ class Fold(NamedTuple):
 
     @staticmethod
     def outputs(made: Any) -> Any:
-        return made  # as kernels see them
+        return made  # they are made in the shapes for kernels
 
     def in_place(
         self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
     ) -> dict[str, torch.Tensor] | None:
-        """The operands as kernels see them, by name, if all can be views; None if one has to be
-        copied or is empty."""
+        """Return the operands for kernels, by name, if all of them are views; None if an operand
+        has to be copied or is empty."""
         given = {"a": a, "b": b} | ({} if residual is None else {"residual": residual})
         flat = {name: self.flattened(name)(t) for name, t in given.items()}
         lie = [t.numel() and flat[name].data_ptr() == t.data_ptr() for name, t in given.items()]
         return flat if all(lie) else None
 
     def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
-        """The function that turns the N-D tensor of that name into the one that kernels see."""
+        """Return the function that converts the N-D tensor of this name for kernels."""
         operand = {role.keyword: role.of for role in PARTS}.get(name)
         function: Callable[[torch.Tensor], Any] = getattr(
             self, f"_of_{operand}" if operand else name
@@ -113,7 +113,7 @@ class Fold(NamedTuple):
         b: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> Launcher | Bound:
-        """A launcher that takes and returns N-D tensors with exactly these strides."""
+        """Return a launcher that takes and returns N-D tensors with exactly these strides."""
         bound = Bound.of(launcher)
         call: Any = bound.run  # may also take extras
         shape = tuple(self.shape)  # a torch.Size costs torch 1.5 µs more

@@ -1,4 +1,4 @@
-"""The path of a grouped call; :mod:`tmm_core.launch.warm` has the one of plain calls.
+"""The path of a grouped call; :mod:`tmm_core.launch.warm` is the path of plain calls.
 
 Nothing here reads the values of ``offs``: they stay on the device.
 """
@@ -41,7 +41,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def ragged_along(a: Tensor, b: Tensor) -> Ragged:
-    """The ragged dimension, inferred from the operands without a dimension of groups."""
+    """Return the ragged dimension, by the number of dimensions of the operands."""
     if a.ndim == 2:
         return "k" if b.ndim == 2 else "m"
     return "n"
@@ -65,8 +65,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 
     Raises:
         RuntimeError: Shapes, dtypes or devices do not match, as in
-            ``torch.nn.functional.grouped_mm``; a scale has a dtype that the operand's format has
-            not, or its operand has no format.
+            ``torch.nn.functional.grouped_mm``; a scale has a dtype that the operand's format does
+            not allow, or its operand has no format.
         ValueError: A bias, residual, index, weight, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
@@ -126,9 +126,9 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 def check_grouped_parts(
     call: GroupedArguments, pair: formats.Pair, along: Ragged | None, count: int
 ) -> None:
-    """Check scales and zero points against the shapes that torch takes for one per row of a and
-    column of b: one number for each in each group, except where rows (columns) belong to one group
-    anyway. Torch flattens those of a ragged sum.
+    """Check the shapes of scales and zero points, which are as torch's for one number per row of a
+    and column of b. Each group has its own numbers, unless a row (column) belongs to one group
+    only. For a ragged K torch takes them flat.
 
     Args:
         along: None: a batch.
@@ -147,11 +147,10 @@ def check_grouped_parts(
 
 
 def _refuse_parted(pair: formats.Pair, along: Ragged | None) -> None:
-    """Refuse groups that would part what belongs together: values of one stored element, or of one
-    scale.
+    """Refuse groups that could start within a stored element, or within a block of one scale.
 
     Raises:
-        ValueError: They may start inside an element or a block.
+        ValueError: They could.
     """
     if along == "k" and (pair.packs != (1, 1) or pair.blocks != (None, None)):
         raise ValueError("groups along K would part packed values, or those of one scale")
@@ -163,13 +162,13 @@ def _refuse_parted(pair: formats.Pair, along: Ragged | None) -> None:
 def check_operands(
     a: Tensor, b: Tensor, offs: Tensor | None, packs: tuple[int, int] = (1, 1)
 ) -> int:
-    """The number of groups of valid operands.
+    """Check operands; returns the number of groups.
 
     Args:
-        packs: Values in an element of each, along K.
+        packs: The number of values in an element of each operand, along K.
 
     Raises:
-        RuntimeError: They cannot be multiplied, with torch's message.
+        RuntimeError: They cannot be multiplied (torch's message).
     """
     for name, t in (("mat_a", a), ("mat_b", b)):
         if t.dim() not in (2, 3):
@@ -198,14 +197,14 @@ def check_operands(
 
 
 def each_bias(bias: Tensor | None, offs: Tensor) -> Tensor | None:
-    """A bias per group; one shared by all groups is expanded at the same address."""
+    """Return one bias per group. A bias that all groups share is expanded without a copy."""
     return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
 
 
 def pose(
     call: GroupedArguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, None]:
-    """The problem of one call's arguments, which are not folded."""
+    """Return the problem of one call's arguments, which are not folded."""
     shape = check(call, epilogue)
     a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
@@ -230,7 +229,7 @@ def pose(
     return problem, None
 
 
-#: As :data:`tmm_core.launch.warm.undisturbed`, whose queries it makes.
+#: :data:`tmm_core.launch.warm.undisturbed` for the tensors of grouped calls.
 undisturbed: Callable[..., bool] = written(
     "undisturbed_groups",
     parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",

@@ -1,8 +1,9 @@
-"""Finds kernels whose launch computes a product itself, such as one that pads and calls matmul.
+"""Finds kernels whose launch itself computes a product, such as one that pads its operands.
 
-Such a product is answered by BLAS, as while the kernel was verified and timed, or the kernel could
-choose itself for ever. A launch announces nothing, since that would cost every warm call 0.2 µs:
-the slow path finds the launch among its callers, and from then on the kernel's plans announce it.
+BLAS answers such a product, as it did when the kernel was verified and timed. Otherwise the kernel
+could choose itself without end. A launch does not announce itself, since that would cost every warm
+call 0.2 µs. The slow path finds the launch among its callers, and from then on the kernel's plans
+announce their launches.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import torch
 from tmm_core import settings
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 
-#: The code of the functions that launch plans; each has the plan in its variable ``plan``.
+#: The code of the functions that launch plans. Each has the plan in its variable ``plan``.
 ENTRIES: set[CodeType] = set()
 #: Names of the kernels whose launch was found to compute a product.
 NESTING: set[str] = set()
 
 
 def launching(skipped: int = 0) -> str | None:
-    """The name of the kernel whose launch this call is made from; None if there is none. BLAS runs
-    the callers' epilogues, so that it does not count.
+    """Return the name of the kernel whose launch made this call; None if there is none. Launches of
+    BLAS do not count, because BLAS runs the callers' epilogues.
 
     Args:
-        skipped: How many launches, the innermost first, not to count.
+        skipped: The number of launches to skip, from the innermost.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -40,7 +41,8 @@ def launching(skipped: int = 0) -> str | None:
 
 
 def announced(launcher: Launcher | Bound) -> Launcher:
-    """The launcher of a kernel in :data:`NESTING`."""
+    """Wrap the launcher of a kernel in :data:`NESTING`, so that its products are answered by
+    BLAS."""
     run = Bound.of(launcher).run
 
     def launch(*arguments: Any, **extras: Any) -> torch.Tensor:

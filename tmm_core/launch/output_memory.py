@@ -1,5 +1,4 @@
-"""Launchers of problems whose epilogue has outputs: they get memory for the outputs, and calls
-return a tuple."""
+"""Allocates the auxiliary outputs of an epilogue, with which calls return a tuple."""
 
 from __future__ import annotations
 
@@ -15,7 +14,10 @@ Tensor = torch.Tensor
 
 
 def check_outputs(call: Arguments, epilogue: Epilogue, dtype: torch.dtype) -> None:
-    """Refuse a call that cannot have the outputs of ``epilogue`` beside a result of ``dtype``.
+    """Refuse a call that cannot have the auxiliary outputs of ``epilogue``.
+
+    Args:
+        dtype: The result's dtype.
 
     Raises:
         ValueError: a or b is a vector, or b is a batch.
@@ -32,11 +34,11 @@ def check_outputs(call: Arguments, epilogue: Epilogue, dtype: torch.dtype) -> No
 
 
 def delivering(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) -> Any:
-    """A launcher that allocates the outputs beside a result of ``shape`` and returns
-    ``(result, *outputs)``; ``launcher`` itself if there are none.
+    """Wrap ``launcher`` to allocate the auxiliary outputs for a result of ``shape``, and to return
+    ``(result, *outputs)``. Returns ``launcher`` itself if there are no outputs.
 
     Args:
-        launcher: Gets the outputs by keyword, with the shapes they have beside ``[M, N]``.
+        launcher: Takes the outputs by keyword, in the shapes for a result ``[M, N]``.
     """
     if not epilogue.outputs:
         return launcher

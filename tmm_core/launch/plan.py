@@ -1,4 +1,4 @@
-"""Plans: choices made once and replayed."""
+"""Plans: choices that are made once and replayed."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class Choice:
     origin: Origin
     #: One line for ``explain()``: the record's file, the neighbour, what forbade tuning.
     reason: str = ""
-    #: The problem of the evidence, if it is not the requested one (bucket, neighbour).
+    #: The problem of the record behind the choice, if it is not the requested one.
     evidence: Problem | None = None
-    #: In batch-invariant mode, the name of the arithmetic of all M of the weight.
+    #: In batch-invariant mode, the name of the arithmetic that serves all M of the weight.
     arithmetic: str | None = None
-    #: Whether later calls may replay it; not if it answers only until a record is there.
+    #: Whether later calls may replay the choice. False if it only answers until a record is stored.
     lasting: bool = True
 
 
 class _Callable:
-    """Calls run the instance's own function instead of a method, which saves a frame."""
+    """Calls run a function of the instance instead of a method, which saves a frame."""
 
     __slots__ = ("__call__",)
 
@@ -76,29 +76,28 @@ class _Callable:
 
 @dataclass(frozen=True, slots=True)
 class Plan(_Callable):
-    """A candidate bound to a problem: compiled, and callable with tensors of exactly the shapes,
-    strides, dtypes, devices and alignment it was made for.
+    """A candidate that is bound to a problem: compiled, and callable with tensors of exactly the
+    shapes, strides, dtypes, devices and alignment for which it was made.
 
     >>> p = tmm_core.plan(x, weight.T, epilogue="silu")      # doctest: +SKIP
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
 
     It takes ``(a, b, bias=None, residual=None, out=None)`` and, by keyword, the call's scales,
-    unless they belong to an operand;
-    looks nothing up and launches on the current stream. ``out`` is row-major, of the result's
-    shape and dtype, and starts on 16 bytes.
+    unless they belong to an operand. It launches on the current stream, without a look-up. ``out``
+    is row-major, has the result's shape and dtype, and is aligned to 16 bytes.
 
     Raises, when called:
-        ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan,
-            or a bias, residual or scale is given or missing contrary to it.
+        ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan's;
+            or a bias, residual or scale is missing, or is given although the plan has none.
     """
 
     problem: Problem
     choice: Choice
     launcher: Launcher
     alpha: float
-    #: The properties of each tensor that the plan depends on, by name.
+    #: By tensor name, the properties on which the plan depends.
     signatures: Mapping[str, tuple[Any, ...]]
-    #: The launcher with all extras as positional arguments; it passes on those that the plan has.
+    #: The launcher with all extras as positional arguments. It passes on the plan's extras.
     with_extras: Callable[..., Tensor]
     #: The launcher's own source, if it has one.
     body: Body | None
@@ -175,8 +174,8 @@ class Plan(_Callable):
         return call
 
     def _written(self, call: Arguments) -> Callable[..., Tensor]:
-        """The function that a call runs: checks that read each tensor once, then the launcher's own
-        source, if it has one."""
+        """Return the function that a call runs: checks that read each tensor once, then the
+        launcher, inlined if it has source."""
         given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
         body = self.body
         # The address modulo 16 of each tensor that kernels address.
@@ -192,8 +191,8 @@ class Plan(_Callable):
         def check(*tensors: Tensor | None) -> None:
             nonlocal renewed
             self._check(tensors)
-            # They differ in an irrelevant property, such as inference mode. The guards are renewed
-            # only once, in case calls alternate.
+            # The tensors differ from the guards in an irrelevant property, such as inference mode.
+            # The guards are renewed only once, in case calls alternate.
             if not renewed and (guards := _guards(tensors)) is not None:
                 namespace["plan_same"], renewed = guards, True
 
@@ -247,7 +246,7 @@ class Plan(_Callable):
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
     def _mismatch(self, name: str, fields: tuple[str, ...], planned: Any, given: Any) -> str:
-        """A message with only the fields that differ."""
+        """Return a message with only the fields that differ."""
         if planned is None:
             return f"plan for {self.problem} takes no {name}, got one"
         if given is None:
@@ -279,17 +278,16 @@ def _shown(value: Any) -> str:
 
 
 def _misaligned(planned: dict[str, int]) -> str:
-    """The expression that is true if an address modulo 16 differs from the planned one."""
+    """Return an expression that is true if an address modulo 16 differs from the planned one."""
     if not any(planned.values()):
         return f"({' | '.join(f'{name}_ptr' for name in planned)}) & 15"
     return " or ".join(f"{name}_ptr & 15 != {offset}" for name, offset in planned.items())
 
 
 def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
-    """A guard that tells whether tensors have exactly the types, dtypes, devices, shapes and
-    strides of these: one C call instead of ten to read and compare them (0.35 µs instead of 0.9).
-    It may also fail for irrelevant differences. None if this torch has no guard, or none for
-    these."""
+    """Return a guard that is true for tensors with exactly the types, dtypes, devices, shapes and
+    strides of these. It is one C call instead of ten (0.35 µs instead of 0.9), and may also fail
+    for irrelevant differences. None if this torch has no guard for these tensors."""
     given = [t for t in tensors if t is not None]
     sizes: list[Any] = [list(t.shape) for t in given]
     strides: list[Any] = [list(t.stride()) for t in given]
@@ -312,8 +310,8 @@ def _with_extras(
 
 
 def _pack(problem: Problem, name: str) -> str:
-    """The statement that packs an extra, which kernels index only by row or column, under its name
-    in launches; a grid of scales, whose strides kernels use, stays as it is."""
+    """Return the statement that assigns an extra to its name in launches. Kernels index an extra by
+    row or column alone, so it is made contiguous; they use the strides of a grid of scales."""
     role = GROUPED_ROLE[name]
     grid = role.of and getattr(problem, role.of).grid
     return f"{role.keyword} = {name}" + ("" if grid else ".contiguous()")

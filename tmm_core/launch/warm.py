@@ -1,8 +1,8 @@
 """The path of a warm call: one tuple, one look-up, one launch.
 
-Everything else (parsing, checking, choosing, compiling) happens when the look-up misses. The two
-functions on that path are generated from the table of arguments by :func:`entry` and
-:func:`disturbances`; tracebacks show their sources.
+Parsing, checking, choosing and compiling happen when the look-up misses. The two functions of a
+warm call are generated from the table of arguments, by :func:`entry` and :func:`disturbances`.
+Tracebacks show their sources.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from tmm_core.spec.problem import Problem, stored_operands
 
 Tensor = torch.Tensor
 
-#: Maximum number of plans; then the table is cleared (a plan takes about 2 kB, and rebinding one
-#: whose kernel is compiled takes microseconds).
+#: Maximum number of plans, at which the table is cleared. A plan takes about 2 kB, and binding a
+#: compiled kernel again takes microseconds.
 MAX_PLANS = 65536
 
-#: Seconds between two looks for a record that another process is making.
+#: Seconds between two look-ups of a record that another process is tuning.
 _POLL = 0.1
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-#: All tables of plans, or of what has a plan's ``kernel``, ``choice`` and ``problem``: this one,
-#: and that of :mod:`tmm_core.interop.aten_answers`.
+#: All tables of plans, or of objects with a plan's ``kernel``, ``choice`` and ``problem``: this
+#: table and the one of :mod:`tmm_core.interop.aten_answers`.
 TABLES: list[dict[tuple[Any, ...], Any]] = [_plans]
 
 
 class Part(NamedTuple):
-    """The part of an epilogue that a recorded product computes.
+    """The part of an epilogue that the product of a differentiated call computes.
 
     Attributes:
         whole: The epilogue.
         text: The part's name for :func:`run`, which then takes the arguments of the whole call and
             checks them.
-        head, rest: As :attr:`Epilogue.parts`.
+        head, rest: See :attr:`Epilogue.parts`.
         takes_residual: Whether the product adds the residual too.
     """
 
@@ -81,7 +81,7 @@ _named_parts: dict[str, Part] = {}
 
 
 def part_of(epilogue: Epilogue) -> Part:
-    """The part of ``epilogue`` that a recorded product computes."""
+    """Return the part of ``epilogue`` that the product of a differentiated call computes."""
     return _parts.get(epilogue.key) or _make_part(epilogue)
 
 
@@ -113,11 +113,11 @@ class Answerer(Hashable, Protocol):
 
 
 def answerer() -> Answerer:
-    """The answerer for calls without a plan; :mod:`tmm_core.dispatch` replaces this function."""
+    """Return the answerer for calls without a plan; :mod:`tmm_core.dispatch` replaces this."""
     raise RuntimeError("tmm_core.dispatch is not imported")
 
 
-#: Turns a call into its problem, and the fold of its operands if they have to be folded.
+#: Checks a call; returns its problem, and the fold of its operands if they have to be folded.
 Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
 
 
@@ -138,17 +138,17 @@ def epilogue_of(text: str) -> Epilogue:
 
 @functools.lru_cache(256)
 def _parsed(chooser: Answerer, text: str) -> Epilogue:
-    """Parsed once per text: a call that records gradients asks twice, at 9 µs each."""
+    """Parse a text once: a call that records gradients needs it twice, at 9 µs each."""
     return chooser.registry.epilogue(text or None)
 
 
 def plain(t: Any) -> bool:
-    """Whether a kernel can take this as it is: no subclass, no pending negation or conjugate."""
+    """Whether a kernel can use this tensor directly: no subclass, no lazy negation or conjugate."""
     return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
 
 
 def _tf32() -> bool:
-    """Whether fp32 operands may be rounded. The older getters raise once this is set."""
+    """Whether fp32 operands may be rounded. Torch's older getters raise once this is set."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -157,7 +157,7 @@ def _tf32() -> bool:
 
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
     if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
-        # An earlier graph that the cyclic GC destroyed meanwhile would end the capture.
+        # If the cyclic GC destroyed an earlier graph now, the capture would end.
         with garbage_kept():
             return _built(key, call, pose)
     return _built(key, call, pose)
@@ -187,7 +187,7 @@ def _planned(call: Arguments | GroupedArguments, pose: Pose) -> Plan:
 
 
 def nest(kernel: str) -> None:
-    """From now on a product that the launch of ``kernel`` computes is answered by BLAS."""
+    """From now on, let BLAS answer products that the launch of ``kernel`` computes."""
     NESTING.add(kernel)
     for table in TABLES:
         for key, plan in list(table.items()):
@@ -196,7 +196,8 @@ def nest(kernel: str) -> None:
 
 
 def _product_of(call: Any) -> Any:
-    """The call itself, or the product of a call that is recorded in parts, checked as a whole."""
+    """Return the call itself, or the product of a call that is differentiated in parts. Such a call
+    is checked as a whole."""
     part = _named_parts.get(call.epilogue)
     if part is None:
         return call
@@ -213,14 +214,14 @@ def _without_residual(launcher: Launcher) -> Launcher:
 
 
 def _on_meta(call: Arguments | GroupedArguments) -> Any:
-    """The result of a call of meta tensors, by the operator's own rule for them."""
+    """Return the result of a call of meta tensors, by the operator's own rule for them."""
     call = _product_of(call)
     name = "matmul" if isinstance(call, Arguments) else "grouped_matmul"
-    beside = bool(epilogue_of(call.epilogue).outputs)
-    result = getattr(torch.ops.tmm, f"{name}_outputs" if beside else name).default(*call[:-1])
+    several = bool(epilogue_of(call.epilogue).outputs)
+    result = getattr(torch.ops.tmm, f"{name}_outputs" if several else name).default(*call[:-1])
     if call.out is not None:
         return call.out
-    return tuple(result) if beside else result
+    return tuple(result) if several else result
 
 
 def make_plan(
@@ -230,12 +231,12 @@ def make_plan(
     pose: Pose,
     waits: bool = True,
 ) -> Plan:
-    """Check, choose and bind; all errors for bad input are raised here.
+    """Check a call, choose and bind its kernel; all errors for bad input are raised here.
 
     Args:
-        pose: Checks the call and returns its problem: that of plain calls below, or the one of
+        pose: Checks the call and returns its problem: :func:`pose` for plain calls, or the one of
             :mod:`tmm_core.launch.grouped_call`.
-        waits: Until a choice can be made for good: for this tuning, or another process's.
+        waits: Wait for a lasting choice: for this process's tuning, or for another's.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
@@ -255,7 +256,7 @@ def make_plan(
     if choice.candidate.kernel.name in NESTING:
         launcher = announced(launcher)
     if epilogue.outputs:
-        launcher = Bound.of(launcher).run  # its other forms take no outputs
+        launcher = Bound.of(launcher).run  # other forms of the launcher take no outputs
     if fold is not None:
         launcher, shape = fold.wrap(launcher, a, call.b, call.residual), fold.shape
     launcher = delivering(epilogue, launcher, shape)
@@ -265,7 +266,7 @@ def make_plan(
 def pose(
     call: Arguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, Fold | None]:
-    """The problem of one call's arguments, with operands folded to 2-D or 3-D."""
+    """Return the problem of one call's arguments, with operands folded to 2-D or 3-D."""
     a, b, residual, out = call.a, call.b, call.residual, call.out
     shape, matrix = check(call, epilogue), b.dim() == 2
     fold = Fold.of(a, b, residual, shape)
@@ -285,7 +286,7 @@ def pose(
         residual=residual,
         stored=stored_operands(call),
         epilogue=epilogue,
-        # A tensor with more dimensions, or copied to fold them, is hardly a weight.
+        # A tensor with more dimensions is hardly a weight, and may be copied to fold it.
         static_weights=current.static_weights and matrix,
         **numerics(a, call.alpha, current),
     )
@@ -293,8 +294,8 @@ def pose(
 
 
 def numerics(a: Tensor, alpha: float, current: settings.Settings) -> dict[str, Any]:
-    """What a problem asks of every sum, as :meth:`Problem.of` takes it: alpha, TF32, and what the
-    settings and the current stream require."""
+    """Return the numeric fields of :meth:`Problem.of`: alpha, TF32, and the requirements of the
+    settings and the current stream."""
     return {
         "scaled": alpha != 1.0,
         "tf32": a.dtype is torch.float32 and a.is_cuda and _tf32(),
@@ -305,11 +306,11 @@ def numerics(a: Tensor, alpha: float, current: settings.Settings) -> dict[str, A
 
 
 def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
-    """The problem of a record or a miss, on the current ``device``.
+    """Return the problem of a record or a miss, on the current ``device``.
 
     Raises:
-        UnknownNameError, ValueError, KeyError, TypeError: It is not a problem, or names an epilogue
-            that is not registered.
+        UnknownNameError, ValueError, KeyError, TypeError: The document is no problem, or names an
+            epilogue that is not registered.
     """
     epilogue = answerer().registry.epilogue(document["epilogue"])
     return Problem.from_json(document, fingerprint(device), epilogue)
@@ -331,9 +332,9 @@ def quarantine(plan: Any, error: BaseException) -> bool:
             return False
         kept = [each for table in TABLES for each in list(table.values())]
         if plan.kernel in NESTING and not any(each is plan for each in kept):
-            return True  # this plan did not announce it yet
+            return True  # the plan is from before the kernel was found to nest
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    # Not isinstance, which asks a stranger's exception for its __class__.
+    # Not isinstance, which reads __class__ of a stranger's exception.
     if hopeless or issubclass(type(error), torch.OutOfMemoryError):
         if not issubclass(type(error), Exception):
             raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
@@ -346,10 +347,10 @@ def quarantine(plan: Any, error: BaseException) -> bool:
 
 
 def disturbances(tensors: Sequence[str]) -> Iterator[str]:
-    """Whether torch's dispatcher would only record the call's gradient: no autocast (unless it has
-    ``cast`` already), profiler (unless it has ``shown`` the operator, or sees the kernel alone),
-    transform, mode, tracer or tensor subclass is involved. The operator would then do the same as
-    ``run``, 2.5 µs later."""
+    """Yield the body of a function that is true if nothing but autograd needs torch's dispatcher:
+    there is no autocast (or operands are ``cast`` already), no profiler (or the operator is
+    ``shown`` already), no transform, mode, tracer or tensor subclass. The operator would then do
+    the same as ``run``, 2.5 µs later."""
     yield "return ("
     yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not autocasts())"
     yield "    and (shown or not profiles()) and not dispatch_modes() and not function_modes()"
@@ -366,8 +367,8 @@ def entry(
     launch: str,
     launch_stored: str,
 ) -> Iterator[str]:
-    """The only entry to a launch: one branch for calls of plain operands, which skips what belongs
-    to stored ones, and one for the others; each with the source of its launch."""
+    """Yield the body of the only entry to a launch. One branch is for plain operands, with a
+    shorter key; one is for stored operands. Each has the source of its launch."""
     absent = [f"{name} is None" for name in EXTRAS]
     yield f"if {' and '.join(absent)} and not formats:"
     for line in _replay([role for role in roles if role.name not in STORED], arguments, launch):
@@ -381,8 +382,8 @@ def entry(
 def _replay(
     roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
 ) -> Iterator[str]:
-    """Look the plan up by the keys of ``roles``, and launch it with the source ``launch``. Falls
-    through if the kernel was quarantined."""
+    """Yield statements that look the plan up by the keys of ``roles``, and launch it with the
+    source ``launch``. They fall through if the kernel was quarantined."""
     yield "key = ("
     for role in roles:
         part = role.key.format(role.name)
@@ -411,8 +412,8 @@ def _replay(
     yield "    plan = None  # its launch has ended"
 
 
-#: The names that the functions use: queries of torch's state and of the settings, each of which is
-#: one C call of about 50 ns, and this module's.
+#: The names that the functions use: this module's, and queries of torch's state and of the
+#: settings. Each query is one C call of about 50 ns.
 NAMES = vars(compat) | globals()
 NAMES |= {"overridden": settings.overridden, "float32": torch.float32}
 
