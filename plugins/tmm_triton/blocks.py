@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tmm_core.triton import factors
+
 
 @triton.jit
 def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M):
@@ -83,14 +85,14 @@ def rescale(
     absent."""
     if A_SCALE == "row":
         scale = tl.load(a_scale_ptr + z * M + rows, mask=rows < M, other=0.0)
-        acc *= scale.to(tl.float32)[:, None]
+        acc *= factors(scale)[:, None]
     elif A_SCALE == "tensor":
-        acc *= tl.load(a_scale_ptr).to(tl.float32)
+        acc *= factors(tl.load(a_scale_ptr))
     if B_SCALE == "row":
         scale = tl.load(b_scale_ptr + z * N + cols, mask=cols < N, other=0.0)
-        acc *= scale.to(tl.float32)[None, :]
+        acc *= factors(scale)[None, :]
     elif B_SCALE == "tensor":
-        acc *= tl.load(b_scale_ptr).to(tl.float32)
+        acc *= factors(tl.load(b_scale_ptr))
     return acc
 
 

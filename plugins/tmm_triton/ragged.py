@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Anatomy, Problem, Traits
-from tmm_core.triton import pointer
+from tmm_core.triton import factors, pointer
 from tmm_triton.blocks import affine, load, parts, tile_of
 from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.scaled_step import advance, stored, stored_range
@@ -99,15 +99,15 @@ def rescaled(
     if A_SCALE == "row":
         if RAGGED != "m":
             a_scale_ptr += group.to(tl.int64) * M
-        acc *= tl.load(a_scale_ptr + of_a, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+        acc *= factors(tl.load(a_scale_ptr + of_a, mask=in_rows, other=0.0))[:, None]
     elif A_SCALE == "tensor":
-        acc *= tl.load(a_scale_ptr).to(tl.float32)
+        acc *= factors(tl.load(a_scale_ptr))
     if B_SCALE == "row":
         if RAGGED != "n":
             b_scale_ptr += group.to(tl.int64) * WIDTH
-        acc *= tl.load(b_scale_ptr + of_b, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+        acc *= factors(tl.load(b_scale_ptr + of_b, mask=in_cols, other=0.0))[None, :]
     elif B_SCALE == "tensor":
-        acc *= tl.load(b_scale_ptr).to(tl.float32)
+        acc *= factors(tl.load(b_scale_ptr))
     return acc
 
 

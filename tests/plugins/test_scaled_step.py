@@ -39,6 +39,13 @@ OPERANDS = {
     "exponents": (
         Operand(FP16), Operand(torch.uint8, "col", format="mxfp4", scale=Scale.parse("1x32 uint8")),
     ),
+    # Where K is one group, and the matrix one column besides.
+    "exponents by row": (
+        Operand(BF16), Operand(torch.uint8, "col", format="mxfp4", scale=Scale.parse("row uint8")),
+    ),
+    "one exponent": (
+        Operand(BF16), Operand(E4M3, "col", format="mxfp8", scale=Scale.parse("tensor uint8")),
+    ),
     "blocks": (Operand(E4M3, scale=Scale.parse("1x128")), Operand(
         E4M3, "col", scale=Scale.parse("128x128"),
     )),

@@ -13,6 +13,7 @@ import torch
 
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format
+from tmm_core.formats.grids import ROW
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.groups import Groups
@@ -190,6 +191,10 @@ class ProbeProblems:
         for out_dtype in (torch.float16, torch.float32):
             yield replace(base, out_dtype=out_dtype, **rows)
         yield replace(base, k=8 * base.k, out_dtype=torch.float32, **rows)
+        if ROW not in form.grids:
+            # K of one group: its scales are by row.
+            whole = str(Scale(ROW, form.scale_dtypes[0]))
+            yield replace(weight, k=form.grids[0][1], b_scale=whole)
         yield replace(base, m=1, **rows)
         yield replace(base, k=0, bias="packed", **rows)
         batched = replace(base, batch=3, n=min(n, 48), k=min(k, 48), **rows)
