@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
     from tmm_core.interop.aten import disable, enable, enabled_report
     from tmm_core.interop.inductor import inductor_options
+    from tmm_core.interop.row_quantization import quantize_rows
     from tmm_core.spec.anatomy import Anatomy, Resources
     from tmm_core.spec.hookspecs import hookimpl
     from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Traits
@@ -53,6 +54,7 @@ _LATER = {
     "dispatch.explanation": ("Explanation", "KernelInfo"),
     "interop.aten": ("disable", "enable", "enabled_report"),
     "interop.inductor": ("inductor_options",),
+    "interop.row_quantization": ("quantize_rows",),
     "spec.anatomy": ("Anatomy", "Resources"),
     "spec.hookspecs": ("hookimpl",),
     "spec.kernel": ("Candidate", "Config", "Deferred", "Kernel", "Traits"),
@@ -116,6 +118,7 @@ __all__ = [
     "plan",
     "problem",
     "quantize",
+    "quantize_rows",
     "tune",
 ]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tmm_blas import grouped_mm
+from tmm_blas import cublaslt_blocks, grouped_mm
 from tmm_blas.dequantized import bind as bind_values
 from tmm_blas.dequantized import rescaled
 from tmm_core import (
@@ -57,10 +57,12 @@ class BlasConfig(Config):
     Args:
         fused: Bias and relu inside cuBLASLt.
         halves: Gate and up projection by a product each, as eager code has them.
+        blocks: 8-bit floats with scales of groups and blocks, by cuBLASLt.
     """
 
     fused: bool = False
     halves: bool = False
+    blocks: bool = False
 
 
 class Blas(Kernel[BlasConfig]):
@@ -112,6 +114,8 @@ class Blas(Kernel[BlasConfig]):
             yield BlasConfig(fused=True)
         if _divisible(problem):
             yield BlasConfig(halves=True)
+        if cublaslt_blocks.serves(problem):
+            yield BlasConfig(blocks=True)
 
     def default_config(self, problem: Problem) -> BlasConfig:
         return BlasConfig()
@@ -127,6 +131,8 @@ class Blas(Kernel[BlasConfig]):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.halves and not _divisible(problem):
             raise ValueError(f"halves are of a gated 2-D product of plain dtypes, not {problem}")
+        if config.blocks and not cublaslt_blocks.serves(problem):
+            raise ValueError(f"blocks are of e4m3 in groups of 128 along K, not {problem}")
         if config.fused:
             return _bind_biased(torch._addmm_activation, problem.scaled)  # bias and relu
         if problem.epilogue.outputs:
@@ -137,6 +143,8 @@ class Blas(Kernel[BlasConfig]):
             return bind_product(problem)
         if _takes_8_bit(problem):
             return _bind_scaled_mm(problem)
+        if config.blocks:
+            return _bind_blocks(problem)
         return _bind_dequantized(problem)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
@@ -149,7 +157,7 @@ class Blas(Kernel[BlasConfig]):
         if not (problem.a.aligned and problem.b.aligned):
             rate /= UNALIGNED_PENALTY
         widened = 0
-        if problem.stored and not _takes_8_bit(problem):
+        if problem.stored and not (_takes_8_bit(problem) or config.blocks):
             # Values are written in 16 bits and read again.
             rate = machine.tensor * REACH[2]
             widened = 4 * _stored_values(problem)
@@ -403,6 +411,24 @@ def _bind_dequantized(problem: Problem) -> Launcher:
         for name in rows:
             z = rescaled(z, parts.get(name))
         return finish(problem, z, *rest)
+
+    return run
+
+
+def _bind_blocks(problem: Problem) -> Launcher:
+    product = cublaslt_blocks.bind(problem)
+
+    def run(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        **parts: Tensor,
+    ) -> Tensor:
+        z = product(a, b, parts["a_scale"], parts["b_scale"])
+        return finish(problem, z, bias, residual, alpha, out)
 
     return run
 

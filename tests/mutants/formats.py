@@ -17,6 +17,7 @@ TEXTS = (f"{SCALES}::test_what_a_record_says",)
 EXPONENTS = (f"{SCALES}::test_exponents_have_torchs_values",)
 GRIDS_REFUSED = (f"{SCALES}::test_what_is_refused",)
 BINDING = "tmm_blas/dequantized.py"
+ROWS = "tests/core/test_quantize_rows.py"
 DEQUANTISE = "tests/plugins/test_dequantize.py"
 GRIDS = "formats/grids.py"
 CHECK = "launch/check.py"
@@ -96,6 +97,18 @@ FORMATS = [
     Mutant("step-stored", "triton/device_functions.py",
            "    if form is None or problem.a.form is not None:\n        return plain\n",
            "    return plain\n", "the bits of weights are multiplied", (f"{CONFORMANCE}::TestInt8",)),
+    Mutant("rows-invalid", "triton/quantize_rows.py",
+           'largest = tl.where(invalid, float("nan"), largest)', "largest = largest",
+           "a group with a NaN gets the scale of the others", (f"{ROWS}::test_the_kernel",)),
+    Mutant("rows-tail", "triton/quantize_rows.py",
+           "tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))", "scaled + 0.5",
+           "numbers are rounded up", (f"{ROWS}::test_the_kernel",)),
+    Mutant("blocks-padding", "tmm_blas/cublaslt_blocks.py",
+           "    beyond = -rows % _UNIT\n", "    beyond = 0\n",
+           "cuBLASLt reads the scales of other blocks", (f"{ROWS}::test_scales_lie_as_cublaslt_reads_them",)),
+    Mutant("blocks-order", "tmm_blas/cublaslt_blocks.py",
+           "    return scale.t().contiguous().t()\n", "    return scale.contiguous()\n",
+           "cuBLASLt reads the scales of other rows", (f"{ROWS}::test_scales_lie_as_cublaslt_reads_them",)),
     Mutant("dequantise-outer", "triton/dequantize.py",
            "at = z * scale_z + (row // OUTER)", "at = z * scale_z + row",
            "each row of a block is given another scale", (f"{DEQUANTISE}::test_values",)),

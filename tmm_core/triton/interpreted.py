@@ -2,7 +2,8 @@
 
 The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
 blocks is silently off by a factor of 1e6 there. It multiplies and casts NaN and Inf of 8-bit
-floats as the numbers next to the largest. Its loads and stores of bf16 are right, and its casts
+floats as the numbers next to the largest, and rounds some numbers to 8 bits to half of
+themselves. Its loads and stores of bf16 are right, and its casts
 from and to fp32; an integer cast to bf16 keeps its bits.
 """
 
@@ -94,10 +95,20 @@ def _mend() -> None:
         return interpreter.TensorHandle(numbers, tl.float32)
 
     def fp_to_fp(block: Any, kind: Any, rounding: Any) -> Any:
+        if kind.scalar in _EIGHT_BITS:
+            return rounded(block, kind)
         numbers = wide(block) if block.dtype.scalar in _EIGHT_BITS else block
-        if numbers is block or kind.scalar in _EIGHT_BITS:
+        if numbers is block:
             return convert(block, kind, rounding)
         return numbers if kind.scalar == tl.float32 else cast(numbers, kind)
+
+    def rounded(block: Any, kind: Any) -> Any:
+        stored = _AS_INTEGERS[kind.scalar]
+        largest = torch.finfo(stored).max
+        numbers = torch.tensor(wide(block).data, device="cpu").clamp(-largest, largest)
+        return interpreter.TensorHandle(
+            numbers.to(stored).view(torch.uint8).numpy(), kind.scalar
+        )  # fmt: skip
 
     def create_dot(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
         return multiply(wide(a), wide(b), *rest, **more)

@@ -1,0 +1,127 @@
+"""``quantize_rows``: activations in 8-bit floats, by one kernel on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from tmm_core.errors import error_text, reraise, warn
+from tmm_core.interop import autograd_state
+from tmm_core.quantized import Quantized
+from tmm_core.rounding import quantize
+from tmm_core.spec.device import fingerprint
+
+Tensor = torch.Tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: Groups of the format.
+_GROUPS = (0, 32, 64, 128)
+_E4M3 = torch.float8_e4m3fn
+
+#: By dtype, length, group, alignment and device; None where torch has to.
+_found: dict[tuple[Any, ...], Any] = {}
+
+
+def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
+    """Round activations to 8-bit floats (e4m3), for products with weights in 8-bit floats.
+
+    >>> y = tmm_core.linear(tmm_core.quantize_rows(x, group=128), w8)  # doctest: +SKIP
+
+    Each scale is the largest magnitude of its values divided by 448, in fp32. On a GPU one kernel
+    reads ``x`` once (rows of more than 4,096 values twice). The scales of groups lie as
+    ``torch.nn.functional.scaled_mm`` wants them, those of a group of all rows side by side. The
+    numbers are those of ``quantize(x, "fp8", group=group)``.
+
+    Args:
+        x: ``[…, K]`` in fp16, bf16 or fp32, of any strides.
+        group: The values along K that share a scale: 32, 64 or 128; 0: all of a row.
+
+    Returns:
+        The rows, of the shape of ``x``. NaN and Inf make their group NaN.
+
+    Raises:
+        TypeError: ``x`` has another dtype, or no dimension.
+        ValueError: The format has no such groups.
+        RuntimeError: A gradient of ``x`` would be recorded: rounding has none.
+    """
+    if type(group) is not int or group not in _GROUPS:
+        raise ValueError(f"quantize_rows() has groups of 32, 64 or 128 values, or 0, not {group}")
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not x.dim():
+        raise TypeError(
+            "quantize_rows() takes a tensor of rows in float16, bfloat16 or float32, not "
+            f"{getattr(x, 'dtype', type(x).__name__)}"
+        )
+    if autograd_state.recorded(x):
+        raise RuntimeError("quantize_rows() has no derivative: pass x.detach()")
+    stored, scale = torch.ops.tmm.quantize_rows(x, group)
+    return Quantized(stored, scale, format="fp8", group=group or None)
+
+
+def _run(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    *lead, k = x.shape
+    rows = x.reshape(-1, k)
+    if rows.stride(-1) != 1 and k > 1:
+        rows = rows.contiguous()
+    kernel = _kernel(rows, group) if rows.numel() else None
+    stored, scale = _by_torch(rows, group) if kernel is None else kernel(rows)
+    return stored.view(x.shape), scale.unflatten(0, lead) if len(lead) > 1 else _shaped(scale, lead)
+
+
+def _shaped(scale: Tensor, lead: list[int]) -> Tensor:
+    return scale if lead else scale.squeeze(0)
+
+
+def _by_torch(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    m, k = rows.shape
+    chunks = -(-k // group) if group else 1
+    if not rows.numel():
+        return rows.to(_E4M3), rows.new_empty((chunks, m), dtype=torch.float32).t()
+    width = group or k
+    padded = torch.nn.functional.pad(rows.float(), (0, chunks * width - k))
+    found: Any = quantize(padded.view(m * chunks, width), "fp8", group=0)
+    stored = found.stored.view(m, -1)[:, :k].contiguous()
+    return stored, found.scale.reshape(-1).expand(m * chunks).view(m, chunks).t().contiguous().t()
+
+
+def _kernel(rows: Tensor, group: int) -> Any:
+    """The kernel for these rows; None if torch has to."""
+    if not rows.is_cuda:
+        return None
+    aligned = not (rows.data_ptr() & 15 or rows.stride(0) * rows.element_size() & 15)
+    key = rows.dtype, rows.shape[1], group, aligned, rows.device
+    if key in _found:
+        return _found[key]
+    if torch.cuda.is_current_stream_capturing():
+        return None  # loading a kernel would end the capture
+    made, device = None, fingerprint(rows.device)
+    # Before Hopper, Triton rounds to 8 bits by way of fp16.
+    if device.triton and not device.cuda.startswith("hip") and device.capability >= (9, 0):
+        try:
+            module = importlib.import_module("tmm_core.triton.quantize_rows")
+            with torch.cuda.device(rows.device):
+                made = module.QuantizeRows(rows.dtype, rows.shape[1], group, aligned, rows.device)
+        except Exception as error:
+            reraise(error)
+            warn(f"quantize_rows() runs by torch's operators from now on: {error_text(error)}")
+    _found[key] = made
+    return made
+
+
+_library = torch.library.Library("tmm", "FRAGMENT")
+_library.define(
+    "quantize_rows(Tensor x, int group) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("quantize_rows", _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tmm::quantize_rows", lib=_library)  # type: ignore[untyped-decorator]
+def _fake(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    *lead, k = x.shape
+    chunks = -(-k // group) if group else 1
+    rows = x.numel() // k if lead else 1
+    scale = x.new_empty((chunks, rows), dtype=torch.float32).t()
+    stored = x.new_empty(x.shape, dtype=_E4M3)
+    return stored, scale.unflatten(0, lead) if len(lead) > 1 else _shaped(scale, lead)
