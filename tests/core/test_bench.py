@@ -344,6 +344,35 @@ def test_a_loop_that_was_held_up_is_run_once_more(monkeypatch: pytest.MonkeyPatc
     assert document["times"]["torch"]["p75_us"] == 15.0
 
 
+def test_a_large_product_is_captured_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratio is the median of the captures', and the report has their range."""
+
+    class Timer(HostTimer):
+        def forget_captures(self) -> None:
+            forgotten.append(1)
+
+    def samples(runs: Any, timer: Any, copies: int, seconds: float) -> list[list[float]]:
+        us = [200.0, 200.0 / ratios[len(forgotten)], 200.0]
+        return [[each * scale] * (20 - len(forgotten)) for each in us]
+
+    monkeypatch.setattr(runner, "timer_for", lambda device: Timer())
+    monkeypatch.setattr(runner, "GraphTimer", Timer)
+    monkeypatch.setattr(runner, "_samples", samples)
+    ratios, forgotten, scale = [0.9, 1.1, 1.0], list[int](), 1.0
+    (document,) = runner.run([task()], CPU, runner.Options(tune=False))
+    assert document["ratios"] == [0.9, 1.1, 1.0]
+    assert document["ratio"] == pytest.approx(1.0)
+    assert document["times"]["torch"]["samples"] == 3 * 18
+    assert "1.000×, 0.900 to 1.100 by capture" in report.line(document)
+    columns, rows = report.problem_table([document])
+    assert rows[0][columns.index("by capture")] == "0.900 to 1.100"
+    forgotten, scale = [], 0.1
+    (document,) = runner.run([task()], CPU, runner.Options(tune=False))
+    assert not forgotten
+    assert "ratios" not in document
+    assert "by capture" not in report.problem_table([document])[0]
+
+
 def test_columns_that_do_not_compete_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow column lets the GPU's clock rise, for the ones after it too."""
     register(FakeKernel("fake.other"))

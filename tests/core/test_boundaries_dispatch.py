@@ -18,7 +18,7 @@ from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
 from tmm_core.dispatch.explanation import _measurements
-from tmm_core.dispatch.invariant import LADDER, _place, ladder, weight
+from tmm_core.dispatch.invariant import LADDER, _at, _place, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.registry.registry import Registry
@@ -63,16 +63,17 @@ def test_every_matrix_of_a_rung_fits_the_limit() -> None:
     def rungs(**fields: Any) -> list[int]:
         return [rung.m for rung in ladder(asked(1, **fields))]
 
-    assert rungs(k=2**20) == rungs(n=2**20) == [1, 16, 64, 256]
-    assert rungs(n=2**18, batch=4) == [1, 16, 64, 256]
-    assert rungs(n=2**15) == list(LADDER)  # the largest is 2**28, the limit itself
-    assert rungs(n=2**15 + 8) == list(LADDER)[:-1]
-    assert rungs(n=2**29) == [1]
+    assert rungs(k=2**20) == rungs(n=2**20) == [16, 64, 256]
+    assert rungs(n=2**18, batch=4) == [16, 64, 256]
+    assert rungs(n=2**18) == list(LADDER)  # the largest is 2**28, the limit itself
+    assert rungs(n=2**18 + 8) == list(LADDER)[:-1]
+    assert rungs(n=2**29) == [16]
 
 
 def test_a_rung_is_of_dense_matrices() -> None:
     """One row of any length starts on 16 bytes; rows of 20 bytes do not all."""
-    one, *more = ladder(asked(9, k=5, n=5, residual=Operand(FP32, "strided", False)))
+    of = asked(9, k=5, n=5, residual=Operand(FP32, "strided", False))
+    one, more = _at(of, 1), ladder(of)
     assert one.a.aligned
     assert one.out.aligned
     assert one.residual == Operand(FP32)

@@ -213,6 +213,32 @@ def test_without_a_name_of_its_own_each_config_is_an_arithmetic() -> None:
     assert {chosen(d, m)[1] for m in (1, 2, 17, 64, 300, 512, 4096)} == {2}
 
 
+def test_the_next_rung_is_compiled_while_one_is_measured(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
+    events: list[tuple[str, int]] = []
+    prepare, steps = d.tuner.prepare, d.tuner.steps
+
+    def preparing(key: Problem, *rest: Any) -> None:
+        events.append(("compile", key.m))
+        prepare(key, *rest)
+        assert d.tuner.prepared[key].keys()
+
+    def measuring(key: Problem, *rest: Any, **named: Any) -> Any:
+        assert key in d.tuner.prepared
+        events.append(("measure", key.m))
+        return steps(key, *rest, **named)
+
+    d.tuner.prepare, d.tuner.steps = preparing, measuring  # type: ignore[method-assign]
+    assert chosen(d, LADDER[0])[0] == "k"
+    first, second, third, last = LADDER
+    assert events == [
+        *(("compile", first), ("compile", second), ("measure", first)),
+        *(("compile", third), ("measure", second), ("compile", last), ("measure", third)),
+        ("measure", last),
+    ]
+    assert not d.tuner.prepared
+
+
 # What stays.
 
 
@@ -236,15 +262,15 @@ def test_a_weight_is_the_same_whatever_m_makes_of_its_operands(tmp_path: Path) -
     assert weight(one) != weight(replace(one, n=one.n + 1))
     assert weight(one) != weight(replace(one, bias=torch.float32))
     # Rows of 20 bytes that follow each other do not all start on 16.
-    assert [rung.a.aligned for rung in ladder(one)] == [True] + [False] * 6
+    assert [rung.a.aligned for rung in ladder(one)] == [False] * len(LADDER)
     assert all(rung.out.aligned for rung in ladder(one))
     assert ladder(one) == ladder(many)
 
 
 def test_rungs_that_memory_does_not_hold_are_left_out() -> None:
     assert [rung.m for rung in ladder(asked(1))] == list(LADDER)
-    assert [rung.m for rung in ladder(asked(1, n=2**20))] == [1, 16, 64, 256]
-    assert [rung.m for rung in ladder(asked(1, n=2**29))] == [1]
+    assert [rung.m for rung in ladder(asked(1, n=2**20))] == [16, 64, 256]
+    assert [rung.m for rung in ladder(asked(1, n=2**29))] == [16]
 
 
 def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> None:
@@ -371,12 +397,12 @@ def test_a_rung_that_cannot_be_tuned_costs_the_rung(tmp_path: Path) -> None:
     steps = d.tuner.steps
 
     def failing(key: Problem, *rest: Any, **named: Any) -> Any:
-        if key.m == 8192:
+        if key.m == 1024:
             raise torch.OutOfMemoryError("no room")
         return steps(key, *rest, **named)
 
     d.tuner.steps = failing  # type: ignore[method-assign]
-    with pytest.warns(TmmWarning, match="for 8192×.*tuning failed: OutOfMemoryError: no room"):
+    with pytest.warns(TmmWarning, match="for 1024×.*tuning failed: OutOfMemoryError: no room"):
         assert chosen(d, 16) == ("k", 1, "one")
 
 

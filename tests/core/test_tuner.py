@@ -21,7 +21,7 @@ from tmm_core import Traits
 from tmm_core.registry.registry import Source
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning import bind, search, stages
+from tmm_core.tuning import bind, search, stages, timing
 from tmm_core.tuning.cold_operands import LaunchError
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.findings import Findings
@@ -737,6 +737,37 @@ def test_in_batch_invariant_mode_the_best_of_each_arithmetic_race() -> None:
     )
     raced = [c.config["tile"] for c in record.candidates if len(c.samples_us) == stages.FINAL]
     assert raced[1:] == [1, 3, 4, 9]
+
+
+class Recapturing(FakeTimer):
+    """A GPU's timer, by which each capture of a kernel takes its own time."""
+
+    def __init__(self, captures: dict[str, list[float]]) -> None:
+        super().__init__({})
+        self.captures, self.forgotten = captures, 0
+
+    def forget_captures(self) -> None:
+        self.forgotten += 1
+
+    def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+        self.times = {name: us[self.forgotten % len(us)] for name, us in self.captures.items()}
+        return super().measure(runs, rounds, **chain)
+
+
+def test_large_products_are_captured_anew_in_the_last_round() -> None:
+    """The first capture of p is 20 % slower than two others: its outputs lie badly."""
+
+    def raced(scale: float) -> tuple[str, int, int]:
+        captures = {"blas": [250.0], "p": [240.0, 200.0, 200.0], "q": [220.0]}
+        timer = Recapturing({name: [us * scale for us in each] for name, each in captures.items()})
+        kernels = [FakeBlas(), FakeKernel("p"), FakeKernel("q")]
+        record = Tuner(timer).tune(problem(), kernels, settings())
+        samples = {len(c.samples_us) for c in record.candidates}
+        assert len(samples) == 1
+        return winner(record), timer.forgotten, samples.pop()
+
+    assert raced(1.0) == ("p", timing.CAPTURES - 1, stages.FINAL)
+    assert raced(0.5) == ("q", 0, stages.FINAL)
 
 
 class OfM(FakeKernel):

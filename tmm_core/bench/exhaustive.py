@@ -29,14 +29,14 @@ from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.stages import SCREENING, SECOND
-from tmm_core.tuning.timing import LONG_US, GraphTimer, normalised, timer_for
+from tmm_core.tuning.timing import CAPTURES, LONG_US, GraphTimer, normalised, timer_for
 from tmm_core.verify.verifier import Verifier
 
 #: The screening of all candidates: rounds, and µs of a burst.
 FIRST, FIRST_US = 3, 2000.0
 #: How many of them race against BLAS and the tuning's choice; the race's captures, its rounds in
 #: each, µs of a burst, and µs of a sample in steady state.
-FINALISTS, CAPTURES, ROUNDS, BURST_US, STEADY_US = 6, 3, 7, 5000.0, 0.15e6
+FINALISTS, ROUNDS, BURST_US, STEADY_US = 6, 7, 5000.0, 0.15e6
 #: Seconds to wait for the compilation of one candidate.
 PATIENCE = 120.0
 #: Bytes that the copies of a race may take.

@@ -154,9 +154,10 @@ def line(document: Document) -> str:
     if "times" not in document:
         return f"{name}: {document.get('skipped') or 'failed: ' + document['failed']}"
     us = {name: summary["median_us"] for name, summary in document["times"].items()}
+    each = f", {by_capture(document)} by capture" if "ratios" in document else ""
     return (
         f"{name}: torch {microseconds(us[TORCH])}, tmm {microseconds(us[TMM])} µs, "
-        f"{times(document['ratio'])} (A/A {document['noise']:.3f}) {chosen(document)} "
+        f"{times(document['ratio'])}{each} (A/A {document['noise']:.3f}) {chosen(document)} "
         f"[{document['origin']}]"
     )
 
@@ -228,10 +229,13 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         "torch µs": lambda d: _spread(d["times"][TORCH]),
         "tmm µs": lambda d: _spread(d["times"][TMM]),
         "ratio": lambda d: times(d["ratio"]),
+        "by capture": by_capture,
         "A/A": lambda d: f"{d['noise']:.3f}",
         "TFLOPS": lambda d: f"{told(d, TMM, 'tflops'):.1f}",
         "GB/s": lambda d: f"{told(d, TMM, 'gbs'):.0f}",
     }
+    if not any("ratios" in document for document in documents):
+        del columns["by capture"]
     timed = {column for document in documents for column in document["times"]}
     if INDUCTOR in timed:
         columns["inductor µs"] = us(INDUCTOR)
@@ -291,6 +295,12 @@ def title(document: Document) -> str:
 def chosen(document: Mapping[str, Any]) -> str:
     """Kernel and config that tmm chose."""
     return f"{document['kernel']} {config_text(document['config'])}".rstrip()
+
+
+def by_capture(document: Mapping[str, Any]) -> str:
+    """The range of a large product's ratio over its captures."""
+    ratios = document.get("ratios")
+    return f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else ""
 
 
 def times(ratio: float | None) -> str:

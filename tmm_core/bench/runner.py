@@ -33,6 +33,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning import cold_operands
 from tmm_core.tuning.stages import SETTLE
 from tmm_core.tuning.timing import (
+    CAPTURES,
     LONG_US,
     GraphTimer,
     HostTimer,
@@ -169,14 +170,16 @@ def _times(
 ) -> Document:
     """Each column's median and quartiles, measured again if the host delayed torch or tmm. The
     document gets the ratios of torch's time to tmm's and to its own, normalised per round, and if
-    it is about regret the time of the best known candidate.
+    it is about regret the time of the best known candidate. A large product's ratios are medians
+    over several captures, which the document lists.
 
     Columns that do not compete are timed after the others. A column that is several times slower
     draws less power, and the columns after it in the same loop would run at a higher GPU clock.
     """
     beside = {name: run for name, run in runs.items() if name == LOOP or name.startswith("kernel ")}
     racing = {name: run for name, run in runs.items() if name not in beside}
-    samples = _samples(list(racing.values()), timer, copies, seconds)
+    captures = _captures(list(racing.values()), timer, copies, seconds)
+    samples = pooled(captures)
     disturbed = {
         name: _summary(mine)
         for name, mine in zip((TORCH, TMM), samples, strict=False)
@@ -184,10 +187,18 @@ def _times(
     }
     if disturbed:
         document["held_up"] = disturbed
-        samples = _samples(list(racing.values()), timer, copies, seconds)
-    medians = dict(zip(racing, map(statistics.median, normalised(samples)), strict=True))
-    document["ratio"] = medians[TORCH] / medians[TMM]
-    document["noise"] = medians[TORCH] / medians[AGAIN]
+        captures = _captures(list(racing.values()), timer, copies, seconds)
+        samples = pooled(captures)
+    each = [
+        dict(zip(racing, map(statistics.median, normalised(mine)), strict=True))
+        for mine in captures
+    ]
+    ratios = [medians[TORCH] / medians[TMM] for medians in each]
+    if len(ratios) > 1:
+        document["ratios"] = [round(ratio, 4) for ratio in ratios]
+    document["ratio"] = statistics.median(ratios)
+    document["noise"] = statistics.median(m[TORCH] / m[AGAIN] for m in each)
+    medians = {name: statistics.median(m[name] for m in each) for name in racing}
     if document["kind"] == "regret":
         known = {name: us for name, us in medians.items() if name == TMM or name.startswith(KNOWN)}
         best = min(known, key=known.__getitem__)
@@ -337,6 +348,25 @@ def _samples(
     per_round = time.monotonic() - started
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds / per_round)))
     return timer.measure(runs, rounds, copies=copies)
+
+
+def _captures(
+    runs: Sequence[Run], timer: GraphTimer | HostTimer, copies: int, seconds: float
+) -> list[list[list[float]]]:
+    """The samples of each capture; there are several of large products."""
+    captures = [_samples(runs, timer, copies, seconds)]
+    if isinstance(timer, GraphTimer) and min(map(statistics.median, captures[0])) >= LONG_US:
+        for _ in range(CAPTURES - 1):
+            timer.forget_captures()
+            captures.append(_samples(runs, timer, copies, seconds / CAPTURES))
+    return captures
+
+
+def pooled(captures: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Each run's samples, as many of every capture."""
+    least = min(len(samples[0]) for samples in captures)
+    parts = zip(*captures, strict=True)
+    return [[us for samples in mine for us in samples[:least]] for mine in parts]
 
 
 def _summary(samples: Sequence[float]) -> dict[str, Any]:

@@ -487,7 +487,7 @@ class Dispatcher(Deferring):
         # Most processes never import this module.
         from tmm_core.dispatch.invariant import Invariance
 
-        return Invariance(self, self.on_record)
+        return Invariance(self, self.on_record, self.prepare_record)
 
     def after_fork(self) -> None:
         """Replace locks that other threads of the parent process may hold."""

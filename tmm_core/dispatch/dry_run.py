@@ -67,7 +67,7 @@ class _DryRun(Dispatcher):
         self._choices = dict(original._choices)
         self._lock = threading.RLock()
         self._forbidden = forbidden
-        invariance = Invariance(self, self.on_record)
+        invariance = Invariance(self, self.on_record, lambda rung, able: None)
         invariance.know(original._invariance)
         self.__dict__["_invariance"] = invariance
 

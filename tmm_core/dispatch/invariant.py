@@ -3,9 +3,9 @@
 An arithmetic names everything that the bits of a row depend on (:meth:`Kernel.arithmetic`), the
 same on every machine. A weight's arithmetic is chosen by its cost at every M of a ladder::
 
-    M            1      16     64    256    1024   4096   8192
-    sm90-k16    1.00   1.02   1.00   1.10   1.03   1.00   1.00   ← least regret
-    …/split4    1.00   1.00   1.05   1.00   1.21   1.30   1.33
+    M            16     64    256    1024
+    sm90-k16    1.02   1.00   1.10   1.03   ← least regret
+    …/split4    1.00   1.05   1.00   1.21
 
 where a cost is the time over the fastest known, including BLAS. A measured choice is pinned in the
 cache's notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so that machines agree.
@@ -14,6 +14,7 @@ cache's notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so th
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +34,10 @@ from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
-#: The M at which arithmetics are compared, from decode to prefill.
-LADDER = (1, 16, 64, 256, 1024, 4096, 8192)
+#: The M at which arithmetics are compared, from decode to prefill. With 1, 4096 and 8192 as well,
+#: each of 24 weights on record, on both GPUs, has the same arithmetic, and its first call waits for
+#: three more tunings.
+LADDER = (16, 64, 256, 1024)
 #: Weight of the worst M relative to the mean over all M, both as logarithms.
 WORST = 0.5
 #: Elements of the largest matrix of a rung; larger rungs are left out: verifying takes about ten
@@ -83,10 +86,16 @@ class Invariance:
     Args:
         on_record: Returns the record of a problem, measured now if asked
             (:meth:`Measuring.on_record`).
+        prepare: Starts compiling for it (:meth:`Measuring.prepare_record`).
     """
 
-    def __init__(self, host: Lookup, on_record: Callable[..., TuningRecord | None]) -> None:
-        self._host, self._on_record = host, on_record
+    def __init__(
+        self,
+        host: Lookup,
+        on_record: Callable[..., TuningRecord | None],
+        prepare: Callable[[Problem, list[Kernel[Any]]], None],
+    ) -> None:
+        self._host, self._on_record, self._prepare = host, on_record, prepare
         #: By weight and settings. A guess stays too: bits must not change between two calls because
         #: the second may measure.
         self._arithmetics: dict[tuple[str, Settings], str] = {}
@@ -205,7 +214,12 @@ class Invariance:
         """The arithmetic of least regret on record; if nothing may be measured, None unless all
         rungs are on record."""
         known = []
-        for rung, able in rungs:
+        for (rung, able), following in itertools.zip_longest(rungs, rungs[1:]):
+            if tune and not force:
+                # In this order, in which they are compiled. The next rung's compile while this one
+                # is timed.
+                for each in filter(None, ((rung, able), following)):
+                    self._prepare(*each)
             record = self._on_record(rung, able, settings, tune, force)
             found = None if record is None else self._known(rung, able, record)
             if found is None and not tune:

@@ -75,6 +75,18 @@ class Measuring(Lookup):
             return
         self.tuner.prepare(problem, self.able(problem, settings), self.hints(problem))
 
+    def prepare_record(self, key: Problem, able: list[Kernel[Any]]) -> None:
+        """Start compiling the first candidates of :meth:`on_record`, which is to measure, without
+        waiting."""
+        if key.device.interpreted or self.record_of(key) or key in self.tuner.prepared:
+            return  # an incomplete record lacks few kernels
+        self.tuner.prepare(key, self._with_baseline(able), self.hints(key))
+
+    def _with_baseline(self, able: list[Kernel[Any]]) -> list[Kernel[Any]]:
+        """The kernels, and BLAS for comparison."""
+        blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
+        return [*able, *blas]
+
     def on_record(
         self,
         key: Problem,
@@ -92,10 +104,9 @@ class Measuring(Lookup):
             if names & self.untried.left(key)[0]:
                 self.warn_untried(key, self.untried.get(key))
             return record
-        blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
         try:
             with self._lock:
-                return self._tune(key, [*able, *blas], settings, force)
+                return self._tune(key, self._with_baseline(able), settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
             reraise(error)
             self.warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")

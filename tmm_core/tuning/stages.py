@@ -31,7 +31,7 @@ from tmm_core.tuning.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.search import Search
-from tmm_core.tuning.timing import LONG_US, Samples, in_steps, is_disturbed, normalised
+from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, in_steps, is_disturbed, normalised
 from tmm_core.tuning.untried import Left
 from tmm_core.verify.verifier import Extent, Verifier
 
@@ -235,8 +235,8 @@ class Tuning:
         """Sample the racing candidates; a failing launch costs only its candidate.
 
         Args:
-            settle: For the last round: warm-up samples of each candidate. The round is repeated if
-                BLAS was disturbed during it.
+            settle: For the last round: warm-up samples of each candidate. Large products are
+                captured several times in that round. It is repeated if BLAS was disturbed during it.
         """
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
@@ -247,7 +247,16 @@ class Tuning:
 
             if settle:
                 yield from measuring(settle)
-            samples = yield from measuring(rounds)
+            again = getattr(self._timer, "forget_captures", None)
+            long = min(run.time for run in racing) >= LONG_US
+            captures = CAPTURES if settle is not None and again is not None and long else 1
+            samples = yield from measuring(rounds // captures)
+            for _ in range(captures - 1):
+                assert again is not None
+                again()
+                yield from measuring(1)
+                more = yield from measuring(rounds // captures)
+                samples = [[*mine, *further] for mine, further in zip(samples, more, strict=True)]
             # BLAS shows disturbances best: it is one kernel with a stable time.
             blas = next((i for i, run in enumerate(racing) if run.is_baseline), 0)
             if settle is not None and is_disturbed(samples[blas]):
