@@ -1,14 +1,14 @@
 """Derivatives of ``tmm::matmul``: reverse and forward mode, any order, and under vmap.
 
-A differentiated call is split into parts with cheap derivatives: one product, fused with those
-stages of the epilogue whose derivative follows from their output, then the rest of the epilogue,
-then the residual. If only a gradient is needed, the rest is one kernel and its derivative another
-(``epilogue_kernels``); else torch's own operators compute it, which Inductor fuses
-and transforms decompose.
+A differentiated call is split into parts with cheap derivatives: a product, the rest of the
+epilogue, and the residual. The product is fused with the first stage of the epilogue if the output
+of that stage determines its derivative. If only a gradient is needed, the rest is one kernel and
+its derivative another (``epilogue_kernels``). Otherwise torch's own operators compute the rest,
+which Inductor fuses and transforms decompose.
 
 Backward saves ``a`` if ``b`` needs a gradient, ``b`` if ``a`` does, and the output of the product
-if an epilogue follows it. That is never more than eager saves, and if the whole epilogue is fused,
-the pre-activation is never in memory. Nothing is computed twice.
+if an epilogue follows it. Eager torch saves at least as much. If the whole epilogue is fused, the
+pre-activation is never in memory. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def in_parts(
     transposed: bool = False,
     eager: bool = True,
 ) -> Tensor:
-    """A recorded call: the product with the part of the epilogue that it can fuse (its head); then
-    the rest of the epilogue, by kernels where there are any; then the residual.
+    """Compute a differentiated call: the product with the stage of the epilogue that it can fuse
+    (the head); then the rest of the epilogue, by kernels if there are any; then the residual.
 
-    The whole call is checked before any of it is computed: with the plan of its product or, if the
-    product needs the dispatcher, here.
+    The whole call is checked before any part is computed. The check is made when the product's plan
+    is built or, if the product needs torch's dispatcher, here.
 
     Args:
-        parts: What belongs to stored operands, of which there are none: checked with the call.
-        transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be
-            another node.
+        parts: Arguments of stored operands, which are only checked: such calls have no derivative.
+        transposed: ``b`` is a layer's weight, ``[N, K]``. A transposed view of it would be another
+            node.
         eager: The call needs no dispatcher (:func:`tmm_core.launch.warm.undisturbed`): one node,
             without the operator.
     """

@@ -1,5 +1,4 @@
-"""What derivatives of all products share: whether one is recorded, and autograd functions below
-torch's dispatcher."""
+"""The state of autograd, and autograd functions that work below torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def apply_stage(stage: Epilogue, z: Tensor) -> Tensor:
 
 @contextmanager
 def outer_levels() -> Iterator[None]:
-    """Enable derivatives in both modes, for the transforms outside of this one: custom functions
-    run with them off."""
+    """Enable derivatives in both modes, for outer transforms: custom functions run with both modes
+    off."""
     if not transforms_active():
         yield
         return
@@ -69,9 +68,9 @@ def below_autograd() -> Iterator[None]:
 
 
 class OneLevel(compat.SingleLevelFunction):
-    """An autograd function for the one level of transforms that is left where the dispatcher has
-    unwrapped the others, as in the formulas of torch's own operators: ``autograd.Function`` works
-    above the dispatcher and would unwrap them once more."""
+    """An autograd function for a single level of transforms, as in the formulas of torch's own
+    operators: the dispatcher has unwrapped the other levels already. ``autograd.Function`` works
+    above the dispatcher, and would unwrap them once more."""
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
@@ -126,7 +125,7 @@ def _slopes(stage: Epilogue, z: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def primal(t: Any) -> Any:
-    """``t`` without its tangent at this level, which would be differentiated a second time."""
+    """Return ``t`` without its tangent at this level, so that it is not differentiated twice."""
     return None if t is None else forward_ad.unpack_dual(t).primal
 
 
@@ -135,15 +134,15 @@ def form_of(t: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
 
 
 def as_gradient(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t`` as the gradient of a tensor of ``dtype``: its real part, if that is real."""
+    """Convert ``t`` to the gradient of a tensor of ``dtype``: for a real dtype, its real part."""
     if t.dtype is dtype:
         return t
     return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
 
 
 def owned(y: Tensor) -> Tensor:
-    """``y`` as the result of an autograd function. Torch refuses to modify a view made inside such
-    a function in place, which models do: ``F.relu(layer(x), inplace=True)``."""
+    """Return ``y`` as a tensor that is no view. Torch refuses in-place changes of a view made
+    inside an autograd function, and models make them: ``F.relu(layer(x), inplace=True)``."""
     return y.detach() if y._is_view() else y
 
 
@@ -163,9 +162,9 @@ def by_operator(*arguments: Any) -> Tensor:
 def lying_as(
     column_major: bool, multiply: Callable[..., Tensor], x: Tensor, y: Tensor, *more: Any
 ) -> Tensor:
-    """``multiply(x, y, *more)``, the gradient of an operand, in its layout. Weights are passed
-    transposed: autograd copies, by transposing, a gradient in another layout, at a tenth of the
-    product's cost."""
+    """Return ``multiply(x, y, *more)``, the gradient of an operand, in the operand's layout.
+    Weights are passed transposed, and autograd would transpose a gradient in another layout by a
+    copy, at a tenth of the product's cost."""
     if column_major:
         return multiply(y.mT, x.mT, *more).mT
     return multiply(x, y, *more)

@@ -15,7 +15,7 @@ from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 
 def text_of(epilogue: EpilogueLike) -> str:
-    """The text of an epilogue, as the operator takes it."""
+    """Return the text by which the operator takes an epilogue."""
     if epilogue is None:
         return ""
     if isinstance(epilogue, Epilogue):
@@ -24,7 +24,7 @@ def text_of(epilogue: EpilogueLike) -> str:
 
 
 def interned_text(epilogue: EpilogueLike) -> str:
-    """:func:`text_of`, with the epilogue stored where a tracer finds it without tracing the
+    """Return :func:`text_of`, and store the epilogue where a tracer finds it without tracing the
     registry."""
     if isinstance(epilogue, Epilogue):
         return epilogue.interned()
@@ -40,13 +40,13 @@ def has_outputs(text: str) -> bool:
     return bool(epilogue_of(text).outputs)
 
 
-# As Epilogue.interned.
+# See Epilogue.interned.
 _parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def prepare_for(kind: type[torch.Tensor]) -> None:
-    """Register the sharding rules when a DTensor is first seen: importing them takes 1.5 s."""
+    """Register the sharding rules at the first DTensor: importing them takes 1.5 s."""
     if issubclass(kind, compat.dtensor()):
         importlib.import_module("tmm_core.interop.sharding")

@@ -1,7 +1,8 @@
-"""Declares an operator of the library ``tmm`` with all the rules that torch wants of one.
+"""Declares an operator of the library ``tmm`` with all rules that torch needs for it.
 
-Each of tmm's operators is declared by one call of :func:`declare`. It is opaque to torch.compile
-and dispatches at run time (:mod:`tmm_core.dispatch`), so that thousands of M cost no recompile.
+Each of tmm's operators is declared by one call of :func:`declare`. An operator is opaque to
+torch.compile and chooses a kernel at run time (:mod:`tmm_core.dispatch`), so that thousands of M
+cause no recompilation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def declare(
     transforms or counts, so that these see only one operator.
 
     Args:
-        arguments: Its arguments; their roles give its schema, and say which autocast casts.
+        arguments: The class of its arguments, whose roles give the schema and the autocast rule.
         run: Computes the result.
         check: ``(call, epilogue) -> shape`` of the result; raises if arguments do not fit.
         empty: ``(call, shape) -> result``, uninitialised.
@@ -91,8 +92,8 @@ def declare(
 
 
 def _in_memory(*tensors: Tensor) -> bool:
-    """Whether these tensors can be passed to a kernel as they are, and no mode or transform has to
-    see the call."""
+    """Whether a kernel can use these tensors directly, and no mode or transform has to see the
+    call."""
     return (
         not compat.dispatch_modes()
         and not autograd_state.differentiated(*tensors)
@@ -103,12 +104,12 @@ def _in_memory(*tensors: Tensor) -> bool:
 def _autocast(
     device: str, operator: Callable[..., Any], arguments: type[Arguments | GroupedArguments]
 ) -> Callable[..., Any]:
-    """The autocast rule on ``device`` of ``operator``, which takes these ``arguments``."""
+    """Return the autocast rule of ``operator`` for ``device``."""
     roles = ROLES_OF[arguments]
 
     def cast(*given: Any) -> Any:
-        """Cast floating operands to the active dtype, as torch.matmul does. Stored operands stay
-        as they are, and where both are stored also what is added to their product."""
+        """Cast floating operands to the active dtype, as torch.matmul does. Stored operands are not
+        cast; if both are stored, neither are the bias and the residual."""
         dtype = torch.get_autocast_dtype(device)
         call = arguments(*given)
         forms = pair(call.a.dtype, call.b.dtype, call.formats)
@@ -123,7 +124,7 @@ def _autocast(
             taken = [to(role, value) for role, value in zip(roles, given, strict=False)]
             if taken[1] is given[1]:
                 return operator(*taken)
-            # The cast has just written the weight.
+            # The weight was just written by the cast, so it is not static.
             return within(overridden(), operator, *taken)
 
     return cast

@@ -30,9 +30,9 @@ _found: dict[tuple[Any, ...], Pointwise | None] = {}
 def kernels(
     epilogue: Epilogue, width: int, dtype: torch.dtype, like: torch.Tensor
 ) -> Pointwise | None:
-    """The kernels that apply ``epilogue`` and its derivative to products of this width on the
-    device of ``like``. None if torch has to: the epilogue lacks device functions, or a derivative
-    in torch, which second derivatives need; the kernels do not support the dtype; Triton is
+    """Return the kernels that apply ``epilogue`` and its derivative to products of this width, on
+    the device of ``like``. None if torch has to apply them: the epilogue lacks device functions, or
+    a derivative in torch (for second derivatives); the kernels do not support the dtype; Triton is
     absent, or failed.
     """
     key = (epilogue.key, width, dtype, like.device, settings.overridden())
@@ -55,15 +55,15 @@ def kernels(
 
 
 def takes(z: torch.Tensor) -> bool:
-    """Whether the kernels support the product's strides: those of products made by kernels."""
+    """Whether the product is contiguous and aligned, as the kernels require."""
     return z.is_contiguous() and not z.data_ptr() & 15
 
 
 def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
-    """Replace these kernels by torch's operators from now on.
+    """Use torch's operators in place of these kernels from now on.
 
     Raises:
-        OutOfMemoryError: ``error`` is one, which torch would not avoid.
+        OutOfMemoryError: ``error`` is one. Torch's operators would not avoid it.
     """
     if issubclass(type(error), torch.OutOfMemoryError):
         raise error

@@ -1,8 +1,9 @@
-"""Calls that no kernel takes as they are: operands without strides, which torch multiplies, biases
-with shapes other than ``[N]`` that ``torch.nn.functional.linear`` accepts, and weights of other
-libraries' types, which multiply themselves.
+"""Serves calls that no kernel can serve directly.
 
-The warm path does not check for them. It raises when it reads their strides or addresses, or
+Torch multiplies operands without strides. A bias may have a shape other than ``[N]`` that
+``torch.nn.functional.linear`` accepts. A weight of another library's type has its own product.
+
+The warm path does not check for such calls. It raises when it reads strides or addresses, or
 compares the bias with the product, and the API then calls this module.
 """
 
@@ -45,11 +46,11 @@ def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None)
 
 
 def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tensor:
-    """The result of a call that this module :func:`concerns`.
+    """Return the result of a call that this module :func:`concerns`.
 
     Args:
-        matmul: Answers a call with its epilogue, if kernels can serve it with the bias in another
-            form.
+        matmul: Computes a call with an epilogue. It is used if kernels can serve the call once its
+            bias has another form.
 
     Raises:
         UnsupportedProblemError: A kernel is forced, and an operand has no strides.
@@ -83,8 +84,8 @@ def foreign(weight: Any) -> bool:
 
 
 def linear(call: Arguments) -> Tensor:
-    """The result of ``torch.nn.functional.linear`` and of what follows it, by torch and by the
-    types of its arguments.
+    """Compute a call by ``torch.nn.functional.linear``, which the weight's type overrides, and its
+    epilogue and residual by torch.
 
     Args:
         call: With the weight ``[N, K]`` as ``b``.
@@ -95,7 +96,7 @@ def linear(call: Arguments) -> Tensor:
     """
     _refuse_what_torch_cannot(call, f"a weight of type {type(call.b).__name__}")
     parsed = epilogue_of(call.epilogue)
-    # Its dtype is its own affair.
+    # Only the weight's type knows which dtypes it multiplies.
     _checked(call._replace(b=call.a.new_empty(()).expand(call.b.shape).t()), parsed)
     y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
     return delivered(y, call.out, call.a, call.bias, call.residual)
@@ -115,11 +116,11 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
 
 
 def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
-    """Check a call as kernels' calls are checked, but for the bias's shape, and that as torch does;
-    returns whether the bias is one row, and its width."""
+    """Check a call as kernels' calls are checked, but the shape of the bias as torch checks it.
+    Returns whether the bias is one row, and its width."""
     a, b, bias, residual = call[:4]
     if any(t is not None and t.is_nested for t in call[:4]):
-        # Of ragged shapes torch says whether they fit.
+        # Torch checks ragged shapes.
         check_terms(call, Pair(None, None, a.dtype), epilogue, bias=bias, residual=residual)
         return False, 0
     shape = product_shape(a, b, pair(a.dtype, b.dtype, call.formats).packs)
@@ -144,7 +145,7 @@ def _checked(call: Arguments, epilogue: Epilogue) -> tuple[bool, int]:
 
 
 def _of_form(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """A dense tensor of the dtype and device of ``t``."""
+    """Return a dense tensor of this shape, with the dtype and device of ``t``."""
     return torch.empty((), dtype=t.dtype, device=t.device).expand(shape)
 
 
@@ -175,7 +176,12 @@ def _finished(
     product: Callable[[Tensor | None], Tensor],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Alpha, bias, epilogue, residual and dtype, of a product that adds the call's bias."""
+    """Apply alpha, bias, epilogue, residual and dtype to a product.
+
+    Args:
+        product: Computes the product plus the bias that it is given.
+        bias: A bias to add here.
+    """
     plain = not isinstance(call.alpha, Tensor) and call.alpha == 1.0
     if plain:
         z = product(call.bias)
@@ -186,7 +192,8 @@ def _finished(
 
 
 def delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
-    """The result, copied to ``out`` if there is one; raises if that does not fit or overlaps."""
+    """Return the result, copied to ``out`` if there is one; raises if ``out`` does not fit or
+    overlaps an input."""
     if out is None:
         return y
     apart = [t for t in inputs if t is not None and strided(t)]

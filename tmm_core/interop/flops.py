@@ -1,7 +1,7 @@
 """Registers FLOP formulas with ``torch.utils.flop_counter``, without importing it.
 
-That module imports Triton (150 ms) and most programs never need it, so the formulas are registered
-if and when it is imported.
+Importing that module imports Triton (150 ms), and most programs never need it. So the formulas are
+registered when it is imported.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MODULE = "torch.utils.flop_counter"
 def matmul_flops(
     a: Sequence[int], b: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    """FLOPs of ``a @ b``, a multiply-add counted as two; without the epilogue, since torch does
-    not count its own pointwise operators."""
+    """Return the FLOPs of ``a @ b``; a multiply-add counts as two. The epilogue is not counted, as
+    torch does not count its pointwise operators."""
     rows = a[-2] if len(a) > 1 else 1
     width = b[-1] if len(b) > 1 else 1
     batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
-    # Of packed values the other operand has them all.
+    # If one operand is packed, the other has the whole K.
     k = max(a[-1], b[-2] if len(b) > 1 else b[-1])
     return int(2 * math.prod(batch) * rows * k * width)
 

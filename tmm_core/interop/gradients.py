@@ -1,5 +1,4 @@
-"""Gradients of a product, for every node that records one; the node of calls that need no
-dispatcher, with the lowest host cost; and the node of the rest of the epilogue."""
+"""Gradients of a product; autograd nodes of the product and of the rest of its epilogue."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class Call:
-    """The non-tensor state that the backward of a product needs.
+    """The state besides tensors that the backward of a product needs.
 
     Args:
         transposed: ``b`` is a layer's weight, ``[N, K]``.
@@ -55,20 +54,20 @@ class Call:
         #: Whether all rows of a are multiplied by one matrix.
         self.many = len(self.b) <= 2 < len(self.a)
         self.a_columns = autograd_state.is_column_major(a) and not self.many
-        #: Whether b is column-major, in the orientation in which it is multiplied.
+        #: Whether b is column-major, in the orientation ``[K, N]``.
         self.b_columns = autograd_state.is_column_major(b) is not transposed
         self.transposed, self.eager = transposed, eager
         self.settings = overridden()
 
 
 class Recorded(NamedTuple):
-    """The arguments of a recorded product that it is not differentiated in. They are one argument,
-    since autograd handles each at a cost.
+    """The arguments of a product that have no derivative. They are passed as one, since autograd
+    handles each argument at a cost.
 
     Attributes:
-        text: The head's, or that of its part (:class:`tmm_core.launch.warm.Part`).
+        text: The text of the head, or of its part (:class:`tmm_core.launch.warm.Part`).
         outside: The call's residual, which may be added after the product.
-        parts: What belongs to stored operands.
+        parts: The arguments of stored operands.
     """
 
     alpha: float
@@ -82,9 +81,9 @@ class Recorded(NamedTuple):
 
 
 class Product(autograd_state.OneLevel):
-    """``head(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the residual
-    only where the epilogue is the identity. Without the operator for calls that need no
-    dispatcher."""
+    """``head(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; with a
+    residual only if the epilogue is the identity. A call that needs no dispatcher is launched
+    without the operator, at the lowest host cost."""
 
     @staticmethod
     def forward(
@@ -150,7 +149,7 @@ class Product(autograd_state.OneLevel):
 
 
 def gradients(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """:func:`_gradients` under the settings of ``call``."""
+    """Return :func:`_gradients`, computed under the settings of ``call``."""
     return within(call.settings, _gradients, call, *arguments)
 
 
@@ -166,10 +165,10 @@ def _gradients(
 
     Args:
         call: The forward call.
-        wanted: Which gradients are needed.
-        a, b: Saved if the other's gradient is needed.
+        wanted: Whether each of these gradients is needed.
+        a, b: The operands; each is saved only if the other's gradient is needed.
         y: The output, if the head is not linear.
-        grad: Its gradient.
+        grad: The gradient of the output.
     """
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
@@ -178,7 +177,7 @@ def _gradients(
     if head is not IDENTITY:
         assert head.output_vjp is not None
         dz = head.output_vjp(dz, y, *head.parameters)
-    # Vectors are matrices of one row or column here; their gradients drop it again.
+    # A vector is a matrix of one row or column here, and its gradient drops that dimension.
     dz = dz if len(call.b) > 1 else dz[..., None]
     dz = dz if len(call.a) > 1 else dz[..., None, :]
     sharded = call.many and hasattr(dz, "placements")
@@ -194,7 +193,7 @@ def _gradients(
         shape, dtype = call.residual
         dresidual = autograd_state.as_gradient(_summed_to(grad, shape), dtype)
     dz = autograd_state.as_gradient(dz, call.dtype)
-    # In the operands' layouts: autograd copies, by transposing, a gradient in another layout.
+    # Gradients have their operands' layouts: autograd would transpose others by a copy.
     if wants_a:
         assert b is not None
         b = b.conj() if len(call.b) > 1 else b.conj()[:, None]
@@ -222,7 +221,7 @@ def _gradients(
 
 
 def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """``t.sum_to_size(shape)``, also for data-dependent sizes."""
+    """Return ``t.sum_to_size(shape)``, also for data-dependent sizes."""
     if all(type(n) is int for n in (*t.shape, *shape)):
         return t.sum_to_size(tuple(shape))
     lead = t.dim() - len(shape)
@@ -232,8 +231,8 @@ def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """The DTensors ``[…, M, K]`` and ``[…, M, N]`` as matrices with the same number of rows. Rows
-    are summed over, so their order is free: a sharded dimension becomes the first, because DTensor
+    """Flatten the DTensors ``[…, M, K]`` and ``[…, M, N]`` into matrices with the same rows. Rows
+    are summed over, so their order is free, and a sharded dimension becomes the first: DTensor
     flattens without communication (torch 2.10: flattens at all) only if no other dimension is
     sharded."""
     for placement in getattr(a, "placements", ()):
@@ -244,8 +243,7 @@ def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_direct(grad: Tensor) -> bool:
-    """Whether backward's products of ``grad`` need no dispatcher, and are not recorded for second
-    derivatives."""
+    """Whether products of ``grad`` in backward need no dispatcher and no second derivatives."""
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
@@ -255,8 +253,8 @@ def _is_direct(grad: Tensor) -> bool:
 
 
 class _Following(autograd_state.OneLevel):
-    """The part of the epilogue after a product, by kernels. As a separate node it frees the product
-    before the gradients of its operands are computed."""
+    """The rest of the epilogue after a product, by kernels. A node of its own frees the product
+    before the gradients of the operands are computed."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, epilogue: Epilogue, found: Pointwise) -> Tensor:
@@ -286,11 +284,11 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
-    """The part of the epilogue after a product, ``rest``, applied to the product: by kernels where
-    there are any, else by torch's operators.
+    """Apply ``rest``, the part of the epilogue after a product: by kernels if there are any, else
+    by torch's operators.
 
     Args:
-        eager: Nothing but a gradient is recorded, at one level; only then can kernels serve.
+        eager: Only a gradient is recorded, at one level. Kernels serve only such calls.
     """
     found = kernels(rest, z.shape[-1], z.dtype, z) if eager else None
     if found is not None:

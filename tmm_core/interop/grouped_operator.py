@@ -1,8 +1,8 @@
 """``tmm::grouped_matmul`` as a torch operator, and its derivatives.
 
-Gradients are grouped products themselves: for a product with ragged rows, the gradient of ``a`` has
-ragged rows and that of ``b`` a ragged sum, and so on cyclically. Data beyond the last group gets a
-gradient of zero, whatever its values.
+Gradients are grouped products themselves. For a product with ragged rows, the gradient of ``a`` is
+a product with ragged rows, and the gradient of ``b`` one with a ragged K. Data beyond the last
+group has a gradient of zero, whatever its values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     """The operator's kernel for the Autograd dispatch key.
 
     A differentiated call is split as in :mod:`tmm_core.interop.autograd`: one product, fused with
-    those stages of the epilogue whose derivative follows from their output, then the rest, then
-    weights, places and residual.
+    the first stage of the epilogue if possible; then the rest of the epilogue, row weights,
+    scattering, and the residual.
     """
     call = GroupedArguments(*given, **named)
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
@@ -45,8 +45,8 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     eager = _is_eager(call)
     _check_whole(call, parsed, eager)
     head, rest = parsed.parts
-    # A weight's gradient sums over its row, and scattering reads all rows. Rows beyond the
-    # last group are replaced, never multiplied by zero: they may be NaN.
+    # The gradient of a row weight sums over its row, and scattering reads all rows. Rows beyond the
+    # last group are replaced, not multiplied by zero: they may be NaN.
     clean = zeroed or out_weights is not None or out_index is not None
     along = ragged_along(a, b)
     inner = residual if rest is None and head is IDENTITY and not clean else None
@@ -72,13 +72,13 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     return y
 
 
-#: The forms of recorded calls that were found valid.
+#: The shapes, dtypes and other arguments of differentiated calls that were found valid.
 _valid: set[tuple[Any, ...]] = set()
 
 
 def _check_whole(call: GroupedArguments, epilogue: Epilogue, eager: bool) -> None:
-    """Check a call before a part of it is computed; an eager one of a known form is valid, which
-    saves a quarter of a small call's host time."""
+    """Check a call before a part of it is computed. An eager call whose arguments were valid before
+    is not checked again, which saves a quarter of a small call's host time."""
     key: tuple[Any, ...] = ()
     if eager:
         key = tuple(
@@ -95,7 +95,7 @@ def _check_whole(call: GroupedArguments, epilogue: Epilogue, eager: bool) -> Non
 
 
 def _is_eager(call: GroupedArguments) -> bool:
-    """Whether nothing but the call's gradient is recorded, at one level."""
+    """Whether only the call's gradient is recorded, at one level."""
     rows = call.a_index, call.out_index, call.out_weights
     return (
         not torch.compiler.is_dynamo_compiling()
@@ -105,18 +105,19 @@ def _is_eager(call: GroupedArguments) -> bool:
 
 
 def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
-    """A mask of the rows or columns of the result in a group; with a ragged sum, all are."""
+    """Return a mask of the rows or columns of the result that are in a group. If K is ragged, all
+    are."""
     if along == "k":
         return torch.ones((), dtype=torch.bool, device=y.device)
     dimension = ("m", "n").index(along)
-    # DTensors take DTensors alone: ``offs`` makes one of its own kind.
+    # A DTensor can only be combined with DTensors, so the mask is made from ``offs``.
     places = offs.new_ones(y.shape[dimension]).cumsum(0) <= offs[-1]
     return places[:, None] if along == "m" else places
 
 
 class _Product(autograd_state.OneLevel):
-    """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the
-    residual only where the epilogue is the identity."""
+    """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; with a
+    residual only if the epilogue is the identity."""
 
     @staticmethod
     def forward(
@@ -203,8 +204,8 @@ class _Product(autograd_state.OneLevel):
 
 
 def _spread(bias: Tensor, offs: Tensor, shape: torch.Size, along: str) -> Tensor:
-    """A bias that broadcasts to the result: shared, or the one of each row's group. Beyond the last
-    group it is the last group's."""
+    """Return a bias that broadcasts to the result: the shared one, or each row's group's. Rows
+    beyond the last group get the last group's bias."""
     if bias.dim() == 1:
         return bias
     if along == "k":
@@ -215,19 +216,19 @@ def _spread(bias: Tensor, offs: Tensor, shape: torch.Size, along: str) -> Tensor
 
 
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
-    """A grouped product whose result is zero beyond the last group."""
+    """Return a grouped product that is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
     seen = autograd_state.recorded(a, b) or compat.is_batched(a) or compat.is_batched(b)
     if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
         if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
-            # Autograd would copy a weight's gradient whose rows are padded and the weight's not.
+            # Autograd would copy a gradient with padded rows for a weight without padding.
             call = call._replace(out=a.new_empty((offs.shape[0], a.shape[0], b.shape[1])))
         return run(*call)
     return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
 def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of a bias: the sum of each group's rows, which is a product with ones."""
+    """Return the gradient of a bias: the sum of each group's rows, as a product with ones."""
     wide = torch.promote_types(dz.dtype, torch.float32)
     if along == "k":
         sums = dz.sum(1, dtype=wide)
@@ -238,10 +239,10 @@ def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torc
 
 
 def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
-    """FLOPs, a multiply-add counted as two, as if all rows were in a group."""
+    """Return the FLOPs, as if all rows were in a group; a multiply-add counts as two."""
     call: Any = GroupedArguments(*given, **named)
     rows = call.a[-2] if call.a_index is None else call.a_index[0]
-    k = max(call.a[-1], call.b[-2])  # of packed values the other operand has them all
+    k = max(call.a[-1], call.b[-2])  # if one operand is packed, the other has the whole K
     return int(2 * rows * k * call.b[-1])
 
 

@@ -1,7 +1,9 @@
-"""Products in graphs that ``torch.compile`` compiles: a pass rewrites a product and the pointwise
-operators behind it as one ``tmm::matmul``, where the records say that this is faster.
+"""A pass over the graphs of ``torch.compile``, which fuses products with what follows them.
 
-Inductor otherwise calls BLAS for the product and fuses what follows into a kernel of its own, which
+It rewrites a product and the pointwise operators behind it as one ``tmm::matmul``, if the records
+say that this is faster.
+
+Without it Inductor calls BLAS for the product, and fuses what follows into another kernel, which
 reads the product from memory and writes it again.
 """
 
@@ -40,7 +42,8 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
     """The pass.
 
     Args:
-        when: ``"records"``: where they say that it pays; ``"always"``: wherever it can.
+        when: ``"records"``: rewrite where records say that it is faster; ``"always"``: wherever it
+            is possible.
         before: The passes that run first, as set in torch's options.
     """
 
@@ -60,8 +63,8 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
                 warn(f"torch.compile keeps {tail.product}: tmm's pass raised {error_text(error)}")
 
     def uuid(self) -> Any:
-        """A key for torch's cache of compiled graphs, which changes with the records; None, which
-        turns that cache off, if a pass before has none."""
+        """A key for torch's cache of compiled graphs, which changes with the records. None, which
+        turns that cache off, if an earlier pass has no key."""
         others = [getattr(each, "uuid", lambda: None)() for each in self.before]
         if None in others:
             return None
@@ -111,8 +114,8 @@ def inductor_options(*, when: When = "records", **options: Any) -> dict[str, Any
     >>> model = torch.compile(model, options=tmm_core.inductor_options())  # doctest: +SKIP
 
     Args:
-        when: ``"records"``: where records of this GPU say that it is faster; a size that varies
-            counts as it is in the first call. ``"always"``: wherever it can be done.
+        when: ``"records"``: rewrite where records of this GPU say that it is faster; a dynamic size
+            counts with its value in the first call. ``"always"``: wherever it is possible.
         options: Other options. A pass given here, or set in ``torch._inductor.config``, runs
             before tmm's.
 
@@ -131,7 +134,8 @@ def _has_pass(before: Any) -> bool:
 
 
 def install() -> bool:
-    """Set the pass for all graphs compiled from now on in this process; false if it was set."""
+    """Set the pass for all graphs compiled from now on in this process; returns False if it was
+    already set."""
     config = compat.inductor_config()
     before = getattr(config, OPTION)
     if _has_pass(before):
@@ -180,7 +184,7 @@ def pays(tail: Tail, terms: Any) -> bool:
 
 
 def problem_of(tail: Tail, terms: Any) -> Problem:
-    """The problem of the rewritten call, with the example's value of each size that varies."""
+    """Return the problem of the rewritten call, with the example's value of each dynamic size."""
     a, b, bias, residual, alpha = terms
     device, fp32 = a.meta["val"].device, a.meta["val"].dtype is torch.float32
     added = residual
@@ -205,19 +209,20 @@ def problem_of(tail: Tail, terms: Any) -> Problem:
 
 
 def _like(node: Node) -> torch.Tensor:
-    """A tensor without memory that lies as the node's value."""
+    """Return a meta tensor with the shape, strides and dtype of the node's value."""
     val = node.meta["val"]
     shape, strides = _hints(val.shape), _hints(val.stride())
     return torch.empty_strided(shape, strides, dtype=val.dtype, device="meta")
 
 
 def _hints(sizes: Any) -> list[int]:
-    """Sizes, with the example's value of each that varies."""
+    """Return sizes, with the example's value of each dynamic size."""
     return [int(size.node.hint) if isinstance(size, torch.SymInt) else int(size) for size in sizes]
 
 
 def _flat(shape: Any) -> list[int] | None:
-    """A shape as an argument of a reshape: one size that varies is -1; None: more vary."""
+    """Return a shape as an argument of a reshape, with -1 for a dynamic size; None if several are
+    dynamic."""
     sizes = [-1 if isinstance(size, torch.SymInt) else int(size) for size in shape]
     return sizes if sizes.count(-1) <= 1 else None
 
@@ -231,7 +236,7 @@ def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Nod
 
 
 def _state_of_records() -> str:
-    """A text that changes when this user's records do."""
+    """Return a text that changes when this user's records change."""
     root = dispatch.default_dispatcher().store.root
     found = []
     for path in Path(root).rglob("*.json"):

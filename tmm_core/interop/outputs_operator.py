@@ -1,8 +1,8 @@
 """``tmm::matmul_outputs``: products whose epilogue has auxiliary outputs.
 
-An operator of its own, of the same arguments, so that ``tmm::matmul`` returns one tensor. Where
-derivatives are wanted or a transform is active, the result is that of ``tmm::matmul``; the outputs
-are computed from it by their references, in torch, and are not differentiable.
+It is a separate operator with the same arguments, so that ``tmm::matmul`` returns one tensor. If
+derivatives are needed or a transform is active, ``tmm::matmul`` computes the result. The outputs
+are then computed from it by their references, in torch, and are not differentiable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _run(*given: Any) -> list[Tensor]:
 
 
 def _differentiate(*given: Any) -> list[Tensor]:
-    """At the dispatcher's Autograd key: what is traced for a gradient is two operators."""
+    """The operator's kernel for the Autograd dispatch key."""
     call = Arguments(*given)
     if autograd_state.differentiated(*call.given):
         return list(_by_references(call))

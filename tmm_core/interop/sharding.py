@@ -1,19 +1,19 @@
 """DTensor sharding rules: which shards of the operands give which shard of the result.
 
-For each call, DTensor queries which placements the operator can work with, one mesh dimension at
-a time, and redistributes operands to the cheapest of them before it runs the operator on every
-rank's local tensors. With
-``out[…, m, n] = epilogue(alpha · Σ_k a[…, m, k] · b[…, k, n] + bias[n]) + residual[…, m, n]``
-the operator works where
+For each call and mesh dimension, DTensor queries the placements with which the operator works. It
+redistributes operands to the cheapest of them, then runs the operator on every rank's local
+tensors. With ``out[…, m, n] = epilogue(alpha · Σ_k a[…, m, k] · b[…, k, n] + bias[n]) + residual[…,
+m, n]`` the operator works where
 
 * everything is replicated;
 * a batch dimension, M or N is sharded, in the result and in all operands that have it;
-* K is sharded in ``a`` and ``b``: each rank holds a term of the sum. This passes through a linear
-  epilogue, and through bias and residual if they are terms of such a sum too.
+* K is sharded in ``a`` and ``b``, so that each rank holds a term of the sum. The epilogue must be
+  linear, and bias and residual must be terms of such a sum too.
 
 A gated epilogue pairs column n of ``b`` with column N + n. A contiguous shard of the 2N columns
-holds one without the other, so there is no rule for its columns: shard the gate and the up
-projection the same way and call with local tensors, as ``examples/tensor_parallel_swiglu.py`` does.
+holds one without the other, so there is no rule for the columns. Shard the gate and the up
+projection the same way, and call with local tensors, as ``examples/tensor_parallel_swiglu.py``
+does.
 
 Importing this module registers the rules with DTensor, which takes 1.5 s, so ``import tmm_core``
 does not. A call of ``tmm_core.matmul`` with a DTensor imports it; before ``torch.compile``, import
@@ -48,7 +48,7 @@ from tmm_core.spec.arguments import (
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
-#: Dimensions in order; those of a batch are numbers.
+#: Names of dimensions in order; the names of batch dimensions are numbers.
 Names = Sequence[object]
 
 
@@ -65,9 +65,10 @@ def register() -> None:
         )
         return
     # DTensor caches its decisions, keyed by the operands' placements and by the arguments from
-    # `static_argnum` on. Of these `register_sharding` includes only integers, so "silu" would
-    # get the partial sums allowed to an earlier call without epilogue. Absent tensors count too
-    # (torch 2.10 omits them below `static_argnum`): a decision refers to operands by position.
+    # `static_argnum` on. `register_sharding` includes only integers of these. A call with "silu"
+    # would then get the partial sums of an earlier call without an epilogue. Absent tensors must be
+    # in the key too, since a decision refers to operands by position (torch 2.10 omits them below
+    # `static_argnum`).
     rules = {operator.matmul: shardings, grouped_operator.grouped_matmul: grouped_shardings}
     for product, rule in rules.items():
         register_sharding(product)(rule)
@@ -75,7 +76,7 @@ def register() -> None:
 
 
 def shardings(*given: Any, **named: Any) -> list[Rule]:
-    """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
+    """Return the rules over one mesh dimension for operands of these shapes."""
     call: Any = Arguments(*given, **named)
     a, b = call.a, call.b
     lacking = "m" * (a.ndim == 1) + "n" * (b.ndim == 1)
@@ -84,14 +85,14 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
 
 
 def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
-    """The rules for a grouped product: M, N or K sharded, unless it is ragged. Groups and the
-    ragged dimension are not sharded, since ``offs`` covers all of them: experts are sharded as
+    """Return the rules for a grouped product: M, N or K is sharded, except the ragged one. Groups
+    and the ragged dimension are not sharded, since ``offs`` describes all of them. Shard experts as
     local tensors."""
     call: Any = GroupedArguments(*given, **named)
     ragged = ragged_along(call.a, call.b)
     free = [each for each in ("m", "n", "k") if each != ragged]
     if ragged == "k":
-        # Flat scales of a ragged sum have a group's rows side by side.
+        # Flat scales hold the groups one after another, so their rows cannot be sharded.
         for each, part in (
             (role.dims.strip("1").lower(), getattr(call, role.name)) for role in PARTS
         ):
@@ -103,10 +104,10 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
 
 
 def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> dict[str, Names]:
-    """The names of each tensor's dimensions, of which it may have only the last.
+    """Return the names of each tensor's dimensions; a tensor may have only the last of them.
 
     Args:
-        lead: The dimensions before a matrix's.
+        lead: The dimensions before those of a matrix.
         lacking: The dimensions that no tensor has.
     """
     return {
@@ -117,11 +118,11 @@ def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> 
 
 
 def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule]:
-    """The rules of a product.
+    """Return the rules of a product.
 
     Args:
-        dimensions: The names of each tensor's.
-        free: Those along which tensors may be sharded.
+        dimensions: The names of each tensor's dimensions.
+        free: The dimensions along which tensors may be sharded.
     """
     fused, out = warm.epilogue_of(call.epilogue), dimensions["out"]
     tensors = {name: t for name in dimensions if (t := getattr(call, name)) is not None}
@@ -142,7 +143,8 @@ def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule
 
 
 def _shard(t: Any, dimensions: Names, along: object) -> Placement:
-    """Sharded along that dimension; replicated if ``t`` lacks it or is broadcast along it."""
+    """Return the shard of ``t`` along a dimension; replicated if ``t`` lacks the dimension or is
+    broadcast along it."""
     own = dimensions[max(0, len(dimensions) - t.ndim) :]
     if along not in own or t.shape[own.index(along)] == 1:
         return Replicate()

@@ -1,8 +1,9 @@
-"""Finds a product in a compiled graph and the pointwise operators behind it, as Inductor writes
-them after decomposition: bias, activation and residual.
+"""Finds the products of a compiled graph and the pointwise operators behind them.
+
+These are a bias, an activation and a residual, in the operators of Inductor's decompositions.
 
 Inductor computes an activation of 16-bit values in fp32, between two conversions, and reshapes the
-rows of a layer's product. Both are part of a tail.
+rows of a layer's product. A tail includes both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.fx import Node
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
-#: The products, by operator: where their operands and their summand are.
+#: The operators that are products.
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
@@ -46,13 +47,13 @@ _ROOTS = {expression[0] for expression in ACTIVATIONS.values()}
 
 @dataclass
 class Tail:
-    """A product with what follows it.
+    """A product with the operators that follow it.
 
     Attributes:
-        last: The node whose value the whole computes.
-        nodes: All nodes that it replaces.
+        last: The last node, whose value is the result.
+        nodes: All nodes of the tail, which a rewrite replaces.
         epilogue: The activation's name; empty if there is none.
-        residual: What is added last.
+        residual: The summand of the last addition.
         shape: The shape argument of the last reshape; None if nothing is reshaped.
     """
 
@@ -65,7 +66,8 @@ class Tail:
 
 
 def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
-    """Each product of the graph with the longest tail that only its result needs."""
+    """Yield each product of the graph with its longest tail whose inner values nothing else
+    reads."""
     for product in list(graph.nodes):
         if product.op == "call_function" and product.target in PRODUCTS:
             yield _with_residual(_with_activation(Tail(product, product, [product])))
@@ -120,7 +122,7 @@ def _with_residual(tail: Tail) -> Tail:
 
 
 def _through(tail: Tail) -> Tail:
-    """The tail with the reshape behind it, if nothing else reads what is reshaped."""
+    """Return the tail with the reshape behind it, if nothing else reads its value."""
     user = _only_user(tail.last)
     if user is None or user.target not in RESHAPES:
         return tail
@@ -133,7 +135,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _reached(z: Node) -> Iterator[Node]:
-    """The nodes that may be an activation's root: those near ``z`` among its users."""
+    """Yield nodes that may be an activation's root: users of ``z``, up to some steps away."""
     seen, near = {z}, [z]
     for _ in range(8):  # the longest path of an activation
         near = [user for node in near for user in node.users if user not in seen]
@@ -142,7 +144,8 @@ def _reached(z: Node) -> Iterator[Node]:
 
 
 def _matches(expression: Any, node: Any, z: Node, inside: list[Node]) -> bool:
-    """Whether ``node`` computes ``expression`` of ``z``; adds the nodes it consists of."""
+    """Whether ``node`` computes ``expression`` of ``z``; adds the nodes of that computation to
+    ``inside``."""
     if expression is Z:
         return node is z
     if not isinstance(expression, tuple):
@@ -166,13 +169,13 @@ def _matches(expression: Any, node: Any, z: Node, inside: list[Node]) -> bool:
 
 
 def _closed(nodes: list[Node], root: Node) -> bool:
-    """Whether only ``nodes`` read any of them but ``root``."""
+    """Whether values of ``nodes``, except that of ``root``, are read only by ``nodes``."""
     own = set(nodes)
     return all(node is root or own.issuperset(node.users) for node in nodes)
 
 
 def _summand_of(product: Node) -> tuple[Node | None, Node | None]:
-    """The summand of ``addmm``, as a bias or as a residual."""
+    """Return the summand of ``addmm``: as a bias if it is a vector, else as a residual."""
     if product.target is not aten.addmm.default:
         return None, None
     c: Any = product.args[0]
@@ -180,7 +183,7 @@ def _summand_of(product: Node) -> tuple[Node | None, Node | None]:
 
 
 def terms_of(product: Node) -> tuple[Node, Node, Node | None, Node | None, float] | None:
-    """``a``, ``b``, bias, residual and alpha of a product; None: tmm does not express it."""
+    """Return ``a``, ``b``, bias, residual and alpha of a product; None if tmm has no such call."""
     alpha: Any = product.kwargs.get("alpha", 1)
     if product.kwargs.get("beta", 1) != 1 or not isinstance(alpha, (int, float)):
         return None

@@ -15,11 +15,11 @@ Tensor = torch.Tensor
 
 
 def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tensor, int]:
-    """The rule for ``torch.library.register_vmap``: ``in_dims`` gives the mapped dimension of each
-    argument; the result's is the first.
+    """The rule for ``torch.library.register_vmap``. ``in_dims`` gives the mapped dimension of each
+    argument; the result's mapped dimension is the first.
 
-    Kernels take bias as a vector, so torch adds a mapped one and applies everything after it.
-    Operands with scales, of which each has its own rows, are multiplied one after another.
+    Kernels take a bias as a vector, so torch adds a mapped bias and applies everything after it.
+    Products of stored operands are computed one after another.
     """
     call = Arguments(*given)
     dims = (*in_dims, *(None,) * (len(given) - len(in_dims)))
@@ -40,7 +40,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     rank = max(*ranks, 2) - ranks.count(1)
 
     def term(t: Tensor, dim: int | None) -> Tensor:
-        """``t`` with the rank of the result, to be added to it."""
+        """Return ``t`` with the rank of the result, to which it is added."""
         lead = 0 if dim is None else 1
         t = t if dim is None else t.movedim(dim, 0)
         ones = (1,) * (rank - t.dim() + lead)
@@ -63,7 +63,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
 
 
 def _unmapped(value: Any, dim: int | None) -> Any:
-    """An argument as one call of the mapped function has it, without its values."""
+    """Return an argument of one call of the mapped function, without its values."""
     if dim is None:
         return value
     shape = [size for place, size in enumerate(value.shape) if place != dim % value.dim()]
@@ -80,7 +80,7 @@ def _products(
     residual: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    """One call for all mapped products. The residual has the rank of one result, preceded by the
+    """Compute all mapped products by one call. The residual has the rank of one result, after the
     mapped dimension if ``of_residual``."""
     operator = torch.ops.tmm.matmul
     lead_a, lead_b, lead_r = int(of_a is not None), int(of_b is not None), int(of_residual)

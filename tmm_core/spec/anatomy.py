@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The layout of one call's work on the GPU, and the times that a model expects."""
+    """How a kernel divides one call's work on the GPU, and the times that its model expects."""
 
     #: The tile of one program and its step along K.
     block_m: int
@@ -30,7 +30,7 @@ class Anatomy:
     resident: int
     #: Names of the functions that are launched, as a profiler shows them.
     functions: tuple[str, ...] = ()
-    #: The terms that the model adds up or takes the maximum of, in µs by name.
+    #: The model's terms in µs, by name. The model adds them up, or takes their maximum.
     model_us: Mapping[str, float] = field(default_factory=dict)
 
     @property

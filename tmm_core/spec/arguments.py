@@ -1,11 +1,11 @@
 """The arguments of a call, and their role in every part that handles calls.
 
-The table :data:`ROLES` drives the operator's schema, the key of a warm call, its checks, autocast,
+The table :data:`ROLES` gives the operator's schema, the key of a warm call, its checks, autocast,
 sharding, plans and the generated launch. It is read when code is generated, not in warm calls.
 
-A launch takes ``(a, b, bias, residual, alpha, out)`` as positional arguments, and the
-:data:`EXTRAS` of the call as keyword arguments. A kernel gets an extra only for a problem that has
-it, and declares such problems in :class:`~tmm_core.Supports`.
+A launch takes ``(a, b, bias, residual, alpha, out)`` as positional arguments, and the call's
+:data:`EXTRAS` as keyword arguments. A kernel gets an extra only for a problem that has it, and
+declares such problems in :class:`~tmm_core.Supports`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 Tensor = torch.Tensor
 
-#: The properties of a tensor, besides values, that a plan depends on: for one whose strides and
-#: address kernels use, and for one that is passed packed.
-#: The device is whole, since a CPU's index and that of meta tensors are both -1.
+#: The properties of a tensor, besides its values, on which a plan depends: of a tensor whose
+#: strides and address kernels use, and of one that is made contiguous. The device's index alone
+#: would not do: it is -1 for a CPU and for meta tensors.
 SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.device"
 PACKED = "{0}.shape, {0}.dtype, {0}.device"
 
@@ -57,15 +57,15 @@ class Role(NamedTuple):
     """The role of one argument in the handling of calls.
 
     Attributes:
-        name: As in :class:`Arguments`.
-        type: In the operator's schema.
-        key: Source of its part of a warm call's key.
-        dims: The dimensions of a tensor, after those of a batch or the one of groups: ``m``, ``n``,
-            ``k``, ``N`` for the columns of b, of which a gated result has half, and ``1``.
+        name: The name in :class:`Arguments`.
+        type: The type in the operator's schema.
+        key: Source of the argument's part of a warm call's key.
+        dims: The dimensions of a tensor, without those of a batch or of groups: ``m``, ``n``,
+            ``k``, ``1``, and ``N`` for the columns of b (twice ``n`` if gated).
         cast: Whether autocast casts it.
         extra: Whether launches take it by keyword, if a call has it.
-        of: The operand of which it is a part.
-        part: Which: ``"scale"``, ``"zero"``.
+        of: The operand to which a scale or zero point belongs.
+        part: Its kind: ``"scale"``, ``"zero"``.
     """
 
     name: str
@@ -99,7 +99,7 @@ ROLES = (
     Role("alpha", "float", "{0} == 1.0"),
     Role("epilogue", "str", "{0}"),
     Role("out_dtype", "ScalarType?", "{0}"),
-    # Kernels index a scale only by row or column, so it is passed packed.
+    # Kernels index a scale only by row or column, so it is made contiguous.
     Role("scale_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="scale"),
     Role("scale_b", "Tensor?", PACKED, "1N", extra=True, of="b", part="scale"),
     Role("zero_a", "Tensor?", PACKED, "m1", extra=True, of="a", part="zero"),
@@ -154,14 +154,14 @@ GROUPED_ROLES = (
 )
 assert tuple(role.name for role in GROUPED_ROLES) == GroupedArguments._fields
 GROUPED_ROLE = {role.name: role for role in GROUPED_ROLES}
-#: By the arguments of which they are.
+#: Roles by the class of arguments.
 ROLES_OF: dict[type, tuple[Role, ...]] = {Arguments: ROLES, GroupedArguments: GROUPED_ROLES}
 GROUPED_TENSORS = tuple(
     role.name for role in GROUPED_ROLES if role.is_tensor and role.name != "out"
 )
-#: What a grouped launch takes by keyword: ``offs`` and numbers of rows, then scales.
+#: The keyword arguments of a grouped launch: ``offs`` and tensors by row, then scales.
 GROUPED_EXTRAS = tuple(role.name for role in GROUPED_ROLES if role.extra)
-#: The tensors that a call reads, and those of them that a launch takes by keyword.
+#: The tensors that a call reads, and the ones that a launch takes by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
 #: The parts of stored operands, in the order of a call's arguments; and by operand and part.
@@ -177,7 +177,7 @@ LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")
 
 
 def signature(name: str) -> Callable[[Tensor], tuple[Any, ...]]:
-    """The function that returns the properties that a plan depends on, for the tensor of that
+    """Return the function that reads the properties on which a plan depends, for the tensor of this
     name."""
     return _SIGNATURES[ROLE[name].key]
 
@@ -194,12 +194,12 @@ FIELDS = {
 
 
 def extras(call: Any) -> dict[str, Tensor]:
-    """The parts of stored operands that a call has, by their names in launches."""
+    """Return the scales and zero points of a call, by their names in launches."""
     return {role.keyword: t for role in PARTS if (t := getattr(call, role.name)) is not None}
 
 
 def schema(arguments: type[Arguments | GroupedArguments] = Arguments) -> str:
-    """The parameters of the operator that takes these arguments, ``out`` left out."""
+    """Return the parameters of the operator that takes these arguments, without ``out``."""
     default = arguments._field_defaults
     parts = [
         f"{role.type} {role.name}" + (f"={default[role.name]!r}" if role.name in default else "")
@@ -212,16 +212,16 @@ def schema(arguments: type[Arguments | GroupedArguments] = Arguments) -> str:
 def parameters(
     names: Iterable[str], arguments: type[Arguments | GroupedArguments] = Arguments
 ) -> str:
-    """Parameters of a generated function, with the defaults that these arguments have."""
+    """Return the parameters of a generated function, with the defaults of these arguments."""
     default = arguments._field_defaults
     return ", ".join(f"{n}={default[n]!r}" if n in default else n for n in names)
 
 
 def launch_parameters() -> str:
-    """Parameters of a generated launcher, which accepts any extra."""
+    """Return the parameters of a generated launcher, which accepts any extra."""
     return ", ".join(LAUNCHED) + "".join(f", {name}=None" for name in LAUNCHED_PARTS)
 
 
 def keywords(names: Iterable[str]) -> str:
-    """These names as keyword arguments of a call, with a comma before each."""
+    """Return these names as keyword arguments of a call, each after a comma."""
     return "".join(f", {name}={name}" for name in names)

@@ -11,11 +11,11 @@ WIDE = 256
 
 
 def bucket_edge(m: int) -> int:
-    """The upper edge of the bucket of ``m``: the size whose choice serves it.
+    """Return the upper edge of the bucket of ``m``: the size whose choice serves ``m``.
 
     Up to 64 the edges are powers of two: a decode kernel's M tile is 16 to 64, and all sizes in a
-    bucket cost the same. Above there are four edges per octave, so that a choice is made at a size
-    at most 25 % above the one it serves.
+    bucket cost the same. Above 64 there are four edges per octave, so that a choice is made at a
+    size at most 25 % above the size that it serves.
 
     >>> [bucket_edge(m) for m in (1, 3, 16, 17, 65, 300, 4096, 4097)]
     [1, 4, 16, 32, 80, 320, 4096, 5120]
@@ -26,15 +26,17 @@ def bucket_edge(m: int) -> int:
 
 
 def bucketed(problem: Problem) -> Problem:
-    """The problem whose record answers for ``problem``."""
+    """Return the problem whose record answers for ``problem``: the one of its bucket's edge."""
     return problem.at(bucket_edge(problem.extent))
 
 
 def probes(edge: int) -> tuple[int, ...]:
-    """The M inside the bucket of ``edge`` at which a record is measured besides its edge. They are
-    odd: the smallest M of the bucket and one in its middle, or one in every quarter if the bucket
-    is wider than two large tiles. The times of tile kernels grow in steps: for 2434×5120², the best
-    config at M = 2305 and 2560 took 1.15 times the best one. Empty if the bucket is only its edge.
+    """Return the M inside the bucket of ``edge`` at which a record is measured, besides the edge.
+
+    They are odd: the smallest M of the bucket and one in its middle, or one in every quarter if the
+    bucket is wider than two large tiles. Times of tile kernels grow in steps: for 2434×5120², the
+    best config at M = 2305 and 2560 took 1.15 times the best one. Empty if the bucket is only its
+    edge.
 
     >>> [probes(edge) for edge in (1, 2, 4, 16, 64, 320, 5120)]
     [(), (), (3,), (9, 13), (33, 49), (257, 289), (4097, 4353, 4609, 4865)]
@@ -46,9 +48,9 @@ def probes(edge: int) -> tuple[int, ...]:
 
 
 def between(edge: int) -> tuple[int, ...]:
-    """Further M inside the bucket of ``edge``, at which BLAS alone is timed: it needs no compiling,
-    and its time does not grow with M. By weights of 1280×8192 with a bias cuBLAS takes 44 µs for
-    M = 769, 27 for 833 and 36 for 896 (H100). Empty up to 64.
+    """Return further M inside the bucket of ``edge``, at which only BLAS is timed. BLAS needs no
+    compilation, and its time is no monotonic function of M: with a weight of 1280×8192 and a bias,
+    cuBLAS takes 44 µs for M = 769, 27 for 833 and 36 for 896 (H100). Empty up to 64.
 
     >>> [between(edge) for edge in (64, 80, 320, 5120)]
     [(), (67, 69, 71, 74, 76, 78), (265, 273, 281, 296, 304, 312), (4225, 4481, 4737, 4992)]
@@ -62,7 +64,7 @@ def between(edge: int) -> tuple[int, ...]:
 
 
 def inside(problem: Problem) -> tuple[int, ...]:
-    """The other M at which a record of ``problem`` is measured: none unless it is its bucket's
+    """Return the other M at which a record of ``problem`` is measured; none unless its M is an
     edge."""
     edge = problem.extent
     return probes(edge) if edge == bucket_edge(edge) else ()

@@ -23,20 +23,19 @@ from tmm_cache.fields import NAME_MAX
 OWN = frozenset(("tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"))
 #: Packages whose versions belong to a record's environment, or to Python's; and tmm's own.
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | OWN
-#: The contents of a package's first files are read, up to this many bytes: about 30 ms. Later files
-#: count by size and modification time.
+#: The contents of a package's first files are read, up to this many bytes, which takes about 30 ms.
+#: Later files count by size and modification time.
 _MOST_BYTES = 32 * 2**20
-#: Bytes that a file counts at least: opening a small one takes as long as reading these.
+#: A file counts as at least this many bytes: opening it takes as long as reading these.
 _LEAST_BYTES = 8192
-#: Differs in every process.
+#: A text that differs in every process.
 PROCESS = os.urandom(6).hex()
 _numbers = itertools.count()
 
 
 def version_of(kernel: Any, stated: str) -> str:
-    """The version under which a kernel's measurements are stored. The version that the author of a
-    third party's kernel ``stated`` is combined with the files, since an author may forget to change
-    it."""
+    """Return the version under which a kernel's measurements are stored. A third party's ``stated``
+    version is combined with a digest of files, since its author may forget to change it."""
     if is_own(type(kernel)):
         return stated
     files = code_version(type(kernel), kernel.config_type)
@@ -52,9 +51,9 @@ def is_own(kind: type) -> bool:
 
 
 def code_version(*kinds: type) -> str:
-    """Twelve hexadecimal digits of the files of the packages in which these classes and their base
-    classes are. If a class is in no file, as one from a prompt or a notebook, they are valid in
-    this process only."""
+    """Return twelve hexadecimal digits of the files of the packages that define these classes and
+    their base classes. If a class is in no file, as in a notebook, the digits are valid only in
+    this process."""
     found = (base for kind in kinds for base in kind.__mro__)
     bases = [base for base in found if _top(base.__module__) not in LIBRARIES]
     files = [package_digest(module) for module in sorted({base.__module__ for base in bases})]
@@ -73,8 +72,8 @@ def _of_process(kinds: tuple[type, ...]) -> str:
 
 
 def package_digest(module: str) -> str | None:
-    """A digest of the files of the top-level package that a module is in, wherever they are; None
-    if it is in no file. Files that changed are read again."""
+    """Return a digest of all files of a module's top-level package; None if the module is in no
+    file. Files that changed are read again."""
     stamps = tuple(_stamp(path, name) for path, name in _files(module))
     return _digest(_package(module), stamps) if stamps else None
 
@@ -88,8 +87,8 @@ def _short(*texts: str) -> str:
 
 
 def _package(module: str) -> str:
-    """The top-level package of a module. Within a namespace, which several distributions share, it
-    is the first package that has a file."""
+    """Return the top-level package of a module. Several distributions may share a namespace; within
+    one, it is the first package that has a file."""
     if module == "__main__":
         spec: ModuleSpec | None = getattr(sys.modules[module], "__spec__", None)
         if spec is None or not spec.parent:  # a script
@@ -117,7 +116,7 @@ def _file(module: str) -> str | None:
 
 
 def _files(module: str) -> list[tuple[str, str]]:
-    """The files of a module's package, and their names within it."""
+    """Return the files of a module's package, with their names within the package."""
     package = _package(module)
     folders, alone = _found(package)[1], _file(package)
     if alone is not None and "." in package and not folders:

@@ -1,4 +1,4 @@
-"""Identifies the GPU and software, and so the folder of a tuning record."""
+"""Identifies the GPU and the software, which determine the folder of a tuning record."""
 
 from __future__ import annotations
 
@@ -116,13 +116,14 @@ def fingerprint(device: torch.device) -> DeviceFingerprint:
 
 
 def current_device(of: DeviceFingerprint) -> torch.device:
-    """The current torch device of a fingerprint's type: fingerprints have no index."""
+    """Return the current torch device of a fingerprint's type; fingerprints have no index."""
     if of.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(of.type)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that can be allocated, with those that torch's allocator caches unused."""
+    """Return the bytes of a GPU that can be allocated, including unused memory that torch's
+    allocator caches."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -2,10 +2,10 @@
 
 ``out = epilogue(alpha · (a @ b) + bias) + residual``
 
-An :class:`Epilogue` holds the same function in several forms: as torch code (the reference that
-kernels are verified against and that BLAS applies), as a device function in Triton's language
-(which kernels fuse) and, to train without torch differentiating the reference, as a derivative.
-Those that every installation has are in :mod:`tmm_core.epilogues`.
+An :class:`Epilogue` holds one function in several forms. The reference in torch is what kernels are
+verified against, and what BLAS applies. Kernels fuse the device function, in Triton's language. A
+derivative saves torch from differentiating the reference in training. The epilogues of every
+installation are in :mod:`tmm_core.epilogues`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Epilogue:
             the numbers that ``reference`` has as defaults.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
             (up), and returns one of width N.
-        interleaved: A gated one that takes alternate columns instead, ``z[..., 0::2]`` and
+        interleaved: A gated epilogue that takes alternate columns instead, ``z[..., 0::2]`` and
             ``z[..., 1::2]``. It has no ``derivative``: torch differentiates its reference.
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
         output_vjp: ``(grad, y, *parameters) -> Tensor``, made of torch's operators: ``grad`` times
@@ -71,9 +71,9 @@ class Epilogue:
             differentiable. In a chain each is of the whole chain's result.
 
     Raises:
-        ValueError: The name is not an identifier, or a parameter is not a finite number, or not
-            above 0 where it has to be, or two outputs have one name, or an interleaved one is not
-            gated or has a derivative.
+        ValueError: The name is no identifier; a parameter is no finite number, or not above 0 where
+            it has to be; two outputs have one name; or an interleaved epilogue is not gated, or has
+            a derivative.
         TypeError: A device function is not a function.
     """
 
@@ -89,11 +89,11 @@ class Epilogue:
     outputs: tuple[Port, ...] = ()
     #: Parameters have to be above 0, in fp32 too: softcap divides by its cap.
     positive: bool = field(default=False, repr=False)
-    #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
-    #: ``reference`` is its first stage's; ``apply`` goes through them all.
+    #: The stages of a chain, each an epilogue; empty for a single stage. The ``reference`` of a
+    #: chain is its first stage's. ``apply`` applies all stages.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
     interleaved: bool = False
-    #: Whether it is built in: its behaviour depends on tmm's version, so its name is its key.
+    #: Whether it is built in. Tmm's version then determines its behaviour, so its name is its key.
     builtin: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -117,9 +117,10 @@ class Epilogue:
 
     @cached_property
     def key(self) -> str:
-        """Identity on disk: the name, the parameters and, for a user's, a digest of its functions
-        when it is first used. If it is not :attr:`lasting`, only this process has that digest. A
-        later change of a closure variable is not noticed here: the change is another epilogue's."""
+        """Identity on disk: the name, the parameters and, for a user's epilogue, a digest of its
+        functions at its first use. If it is not :attr:`lasting`, the digest is valid only in this
+        process. Once a closure variable changes, :meth:`interned` returns another epilogue's text;
+        this key does not change."""
         if self.stages:
             return "+".join(stage.key for stage in self.stages)
         text = self.name
@@ -135,18 +136,18 @@ class Epilogue:
 
     @property
     def lasting(self) -> bool:
-        """Whether other processes can have the same key: each function is None, a name, a function
-        of torch's, or one without a closure in a module with files."""
+        """Whether other processes can have the same key. Each function then is None, a function of
+        torch's, or a function without a closure in a module with files."""
         return all(stage._texts is not None for stage in self.stages or (self,))
 
     @cached_property
     def _texts(self) -> list[str] | None:
-        """What identifies it in every process; None if nothing does."""
+        """Texts that identify the epilogue in every process; None if there are none."""
         texts = [text for each in self._functions if (text := lasting_text(each)) is not None]
         return [repr(self._fields), *texts] if len(texts) == len(self._functions) else None
 
     def _identity(self) -> Hashable:
-        """What identifies it in this process, at present."""
+        """The epilogue's identity in this process, with the present closure variables."""
         if self.stages:
             return tuple(stage._identity() for stage in self.stages)
         return self._fields, tuple(map(identity, self._functions))
@@ -160,14 +161,15 @@ class Epilogue:
 
     @property
     def _functions(self) -> list[Any]:
-        """The functions that results depend on; those of a built-in epilogue are its name's."""
+        """The functions on which results depend. For a built-in epilogue the name stands for
+        them."""
         names = () if self.builtin else _FUNCTIONS
         ports = [each for port in self.outputs for each in (port.of, port.device)]
         return [getattr(self, name) for name in names] + ports
 
     def interned(self) -> str:
-        """The text under which the operator finds this epilogue again, with the closure variables
-        that its functions have now."""
+        """Store this epilogue, with the present closure variables of its functions, and return the
+        text under which the operator finds it."""
         kept, cells = self._kept
         for cell, value in cells:
             if cell.cell_contents is not value:
@@ -180,8 +182,8 @@ class Epilogue:
 
     @cached_property
     def _kept(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
-        """This epilogue with its closure variables as they are, and these variables: plans outlive
-        calls, and equal epilogues share them."""
+        """A copy of this epilogue with its present closure variables, and these variables. Plans
+        outlive calls, and equal epilogues share plans."""
         stages = self.stages or (self,)
         cells = [cell for stage in stages for each in stage._functions for cell in cells_of(each)]
         if not cells:
@@ -199,7 +201,7 @@ class Epilogue:
 
     @cached_property
     def _text(self) -> str:
-        """The key, or the key with a number if another epilogue of that key reads other objects."""
+        """The key; with a number if another epilogue with this key reads other objects."""
         for number in itertools.count():
             text = f"{self.key}#{number}" if number else self.key
             known = INTERNED.setdefault(text, self)
@@ -207,8 +209,8 @@ class Epilogue:
                 return text
         raise AssertionError("unreachable")
 
-    # Like torch.compiler.assume_constant_result, which would import the whole compiler: this runs
-    # while a graph is traced and is not part of it.
+    # The effect of torch.compiler.assume_constant_result, which would import the whole compiler:
+    # the method runs while a graph is traced, and is not part of the graph.
     interned._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
@@ -228,16 +230,16 @@ class Epilogue:
 
     @cached_property
     def parts(self) -> tuple[Epilogue, Epilogue | None]:
-        """The part that a differentiated product can fuse, whose derivative its output determines,
-        and the part that follows it."""
+        """The first stage, if a differentiated product can fuse it because its output determines
+        its derivative, else the identity; and the rest of the chain."""
         first, *rest = self.stages or (self,)
         if first.output_vjp is None:
             return IDENTITY, self
         return first, functools.reduce(Epilogue.then, rest) if rest else None
 
     def vjp(self, grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """``grad`` times the derivative at the product ``z``, by torch's operators; every stage
-        needs ``derivative`` or ``output_vjp``."""
+        """Return ``grad`` times the derivative at the product ``z``, by torch's operators. Every
+        stage needs ``derivative`` or ``output_vjp``."""
         stages = self.stages or (self,)
         inputs = [z]
         for stage in stages[:-1]:
@@ -267,7 +269,7 @@ class Epilogue:
         return self.key
 
     def with_parameters(self, *parameters: float) -> Epilogue:
-        """The same epilogue with other values for its first parameters.
+        """Return the same epilogue with other values for its first parameters.
 
         Raises:
             ValueError: More values than the epilogue has parameters.
@@ -280,7 +282,7 @@ class Epilogue:
         return replace(self, parameters=parameters + self.parameters[len(parameters) :])
 
     def then(self, after: Epilogue) -> Epilogue:
-        """The chain ``after(self(z))``.
+        """Return the chain ``after(self(z))``.
 
         Raises:
             ValueError: ``after`` is gated (only the first stage sees both halves).
@@ -316,17 +318,17 @@ class Epilogue:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rest of a call after its product ``z``, in torch: ``epilogue(z + bias) +
+        """Compute the rest of a call from its product ``z``, in torch: ``epilogue(z + bias) +
         residual``."""
         y = self.apply(z if bias is None else z + bias)
         return y if residual is None else y + residual
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
-        """The reference on the whole product ``z`` (width 2N where gated), in z's dtype."""
+        """Apply the reference to the whole product ``z`` (of width 2N if gated), in z's dtype."""
         return z if self.is_identity else self.apply_to(*self.inputs(z))
 
     def apply_to(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The reference on its :meth:`inputs`."""
+        """Apply the reference to its :meth:`inputs`."""
         first, *others = self.stages or (self,)
         y = first.reference(*inputs, *first.parameters)
         for stage in others:
@@ -334,13 +336,14 @@ class Epilogue:
         return y
 
     def inputs(self, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The arguments of the reference in the whole product ``z``: gate and up, or all of it."""
+        """Return the arguments of the reference, views of the whole product ``z``: gate and up, or
+        all of it."""
         if self.interleaved:
             return z[..., 0::2], z[..., 1::2]
         return z.chunk(2, dim=-1) if self.gated else (z,)
 
     def sources(self, columns: torch.Tensor, n: int) -> torch.Tensor:
-        """The columns of the product from which ``columns`` of an output of width ``n`` are
+        """Return the columns of the product from which ``columns`` of an output of width ``n`` are
         computed, in the order in which :meth:`apply` takes them."""
         if self.interleaved:
             return torch.stack([2 * columns, 2 * columns + 1], -1).flatten()
@@ -352,18 +355,18 @@ class Epilogue:
         return tuple(port.apply(y) for port in self.outputs)
 
 
-#: The fields with functions.
+#: The fields that hold functions.
 _FUNCTIONS = ("reference", "derivative", "output_vjp", "device", "device_derivative")
 #: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
-#: The numbers of epilogues that only this process has, by their identities. An epilogue is kept, so
-#: that no other object gets an id in its identity.
+#: Numbers of epilogues that are not lasting, by identity. Each epilogue is kept alive, so that no
+#: other object gets an id that is part of its identity.
 _of_process: dict[Hashable, tuple[int, Epilogue]] = {}
 
 
 def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
-    """The numeric defaults of the reference's arguments after its inputs; none if the device
-    function, to which they would be passed, takes no such arguments."""
+    """Return the numeric defaults of the reference's arguments after its inputs, as many as the
+    device function takes."""
     if epilogue.stages:
         return ()
     operands = 2 if epilogue.gated else 1

@@ -24,7 +24,7 @@ class Groups:
     - ``"n"``: ``a[count, M, K] @ b[K, N] → out[M, N]``, columns likewise;
     - ``"k"``: ``a[M, K] @ b[K, N] → out[count, M, N]``, one product of each range of K.
 
-    If rows are ragged, and only then, launches may take further tensors with one number per row:
+    Only if rows are ragged, launches may take further tensors with one number per row:
     ``a_index``, the row of ``a`` to multiply; ``out_index``, the row of the result to write, all
     distinct; ``out_weights``, a factor applied after the epilogue and before the residual, in the
     order of the result's rows. The fields hold their dtypes.
@@ -32,8 +32,8 @@ class Groups:
     Scales of 8-bit operands are ``a_scale`` per row and ``b_scale`` per column of each group
     (:meth:`Problem.shape`).
 
-    Elements beyond ``offs[-1]`` belong to no group: they are not read, and in the result they are
-    left unchanged or, with ``zeroed``, set to zero, as a gradient requires.
+    Elements beyond ``offs[-1]`` belong to no group, and are not read. In the result they are not
+    changed; with ``zeroed`` they are set to zero, as a gradient requires.
 
     Raises:
         ValueError: ``count`` is not positive, ``ragged`` is not a dimension, or a dimension other
@@ -57,8 +57,7 @@ class Groups:
 
     @property
     def extras(self) -> dict[str, torch.dtype | None]:
-        """The tensors that launches may take besides those of a plain product, by name, with their
-        dtypes if present."""
+        """The further tensors of a launch of groups, by name, with their dtypes; None if absent."""
         return {
             "offs": torch.int32,
             "a_index": self.a_index,

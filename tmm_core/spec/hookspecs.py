@@ -1,9 +1,9 @@
 """The three hooks a plugin may implement. Each returns a list and does nothing else.
 
-Both may be called more than once. With ``@hookimpl(tryfirst=True)`` a plugin is called before
-others, so that it owns names that both register; tmm's kernels come before all.
-``@hookimpl(wrapper=True)`` wraps each other plugin's hook, one plugin at a time, if its plugin has
-no other implementation of that hook: ``yield`` returns a list of the returned lists, and the
+A hook may be called more than once. With ``@hookimpl(tryfirst=True)`` a plugin is called before
+others, so that it owns names that both register; tmm's kernels come before all. With
+``@hookimpl(wrapper=True)`` a plugin wraps the hooks of other plugins, one at a time, if it has no
+other implementation of that hook. ``yield`` then returns a list of the returned lists, and the
 wrapper returns such a list.
 """
 

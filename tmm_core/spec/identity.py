@@ -1,8 +1,8 @@
 """Identifies the functions of users' epilogues.
 
-Within a process two functions are one if they have the same code and read the same constants and
-objects. Other processes can have a function only if it has no closure and a module with files has
-its code: then its text on disk holds a digest of these files.
+Within a process, two functions count as one if they have the same code and read the same constants
+and objects. A function is identified in other processes only if it has no closure and its code is
+in a module with files: its text on disk then holds a digest of these files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
 def identity(function: Any) -> Hashable:
-    """A value that two functions share only if they compute the same. It holds ids of objects, so
-    it is valid while ``function``, or its :func:`frozen` copy, exists."""
+    """Return a value that two functions share only if they compute the same. It holds ids of
+    objects, so it is valid only while ``function``, or its :func:`frozen` copy, exists."""
     if is_frozen(function):
         reads = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
@@ -37,15 +37,15 @@ def identity(function: Any) -> Hashable:
 
 
 def _value(value: Any) -> Hashable:
-    """Constants are equal by type and value, other objects only if they are one."""
+    """Return an identity: of constants by type and value, of other objects by id."""
     if type(value) in _CONSTANTS:
         return type(value), repr(value)
     return tuple(map(_value, value)) if type(value) is tuple else id(value)
 
 
 def is_frozen(function: Any) -> bool:
-    """Whether :func:`frozen` copies a function. One that writes its closure variables, or has
-    attributes of its own, stands for itself."""
+    """Whether :func:`frozen` copies a function. A function that writes its closure variables, or
+    has attributes, is not copied."""
     if type(function) is not FunctionType or vars(function) or _writes(function.__code__):
         return False
     try:
@@ -62,13 +62,13 @@ def _writes(code: CodeType) -> bool:
 
 
 def cells_of(function: Any) -> list[tuple[CellType, Any]]:
-    """The closure variables of a function that is copied, with their present values."""
+    """Return the closure variables of a function that is copied, with their present values."""
     cells = function.__closure__ or () if is_frozen(function) else ()
     return [(cell, cell.cell_contents) for cell in cells]
 
 
 def frozen(function: Any) -> Any:
-    """A copy of a function that keeps the present values of its closure variables."""
+    """Return a copy of a function that keeps the present values of its closure variables."""
     if not cells_of(function):
         return function
     cells = tuple(CellType(value) for _, value in cells_of(function))
@@ -80,7 +80,7 @@ def frozen(function: Any) -> Any:
 
 
 def lasting_text(function: Any) -> str | None:
-    """A text that identifies a function, or a ``@triton.jit`` function, in every process; None if
+    """Return a text that identifies a function, plain or ``@triton.jit``, in every process; None if
     there is none."""
     if function is None:
         return ""
@@ -105,7 +105,8 @@ def lasting_text(function: Any) -> str | None:
 
 
 def _code_text(code: CodeType) -> str:
-    """The same under every hash seed: two functions of one file may have one name."""
+    """Return a text of the code, which distinguishes functions of one name in one file. It is the
+    same under every hash seed."""
     constants = (
         _code_text(each) if isinstance(each, CodeType)
         else repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each)

@@ -94,9 +94,9 @@ def config_text(values: Mapping[str, Any]) -> str:
 C = TypeVar("C", bound=Config)
 
 
-#: Whether :meth:`Kernel.configs` leaves out what is unlikely to win, for the sake of a tuning's
-#: time. A kernel that limits its search space lifts the limit where this is false, in a search that
-#: may take any time.
+#: Whether :meth:`Kernel.configs` leaves out configs that are unlikely to win, to save tuning time.
+#: An exhaustive search sets it to false; a kernel that limits its search space then yields all
+#: configs.
 SEARCH_LIMITED: ContextVar[bool] = ContextVar("tmm_search_limited", default=True)
 
 
@@ -115,23 +115,24 @@ class Kernel(abc.ABC, Generic[C]):
 
     @functools.cached_property
     def version(self) -> str:
-        """A version that changes when results or speed may, so that only edited kernels are timed
-        again. By default a digest of all files of the packages that the class, its base classes
-        and its config's are in; an own text is combined with that digest. A class in no file has a
-        version of this process. tmm's own kernels state versions, which the digests of their PTX
-        in ``tests/plugins/ptx_digests.json`` keep honest."""
+        """A version that changes whenever results or speed may, so that only edited kernels are
+        timed again. The default is a digest of all files of the packages that define the class, its
+        base classes and its config. A version that a class states is combined with that digest. A
+        class in no file has a version that is valid in this process. tmm's own kernels state
+        versions; a test compares them with digests of PTX
+        (``tests/plugins/ptx_digests.json``)."""
         if is_own(type(self)):
             raise TypeError(f"{type(self).__qualname__} states no version")
         return code_version(type(self), self.config_type)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why this kernel cannot serve ``problem``; empty if it can. Not to be overridden: the
-        reasons are everything not declared in ``supports``, then those of ``declines``."""
+        """Why this kernel cannot serve ``problem``; empty if it can. The reasons are what
+        ``supports`` does not declare, else those of ``declines``. Do not override this method."""
         return self.supports.reasons_against(problem) or list(self.declines(problem))
 
     def declines(self, problem: Problem) -> Iterable[str]:
-        """Why this kernel cannot serve a problem that ``supports`` admits: reasons without a field
-        in :class:`Supports`. Does not raise in order to decline."""
+        """Why this kernel cannot serve a problem that ``supports`` admits: reasons for which
+        :class:`Supports` has no field. A kernel declines by yielding a reason, not by raising."""
         return ()
 
     @abc.abstractmethod
@@ -140,7 +141,7 @@ class Kernel(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def default_config(self, problem: Problem) -> C:
-        """A good guess without measuring."""
+        """A good config, without measuring."""
 
     @abc.abstractmethod
     def bind(self, problem: Problem, config: C) -> Launcher | Bound:
@@ -154,22 +155,22 @@ class Kernel(abc.ABC, Generic[C]):
         """Compile for the device that ``problem`` names, without using a GPU, and store the result
         where :meth:`bind` finds it, such as a disk cache.
 
-        Called before ``bind`` in another process, which has no CUDA context and is killed if it
-        takes too long. By default it does nothing and ``bind`` compiles.
+        It is called before ``bind``, in another process. That process has no CUDA context, and is
+        killed if it takes too long. The default does nothing, and ``bind`` compiles.
 
         Raises:
             Exception: Any failure; it costs this candidate, which is then not bound.
         """
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
-        """The name of the arithmetic that, with the data, determines the bits of a row: two
-        configs, of the same or different kernels, with equal names give a row the same bits, for
+        """The name of the arithmetic that, together with the data, determines the bits of a row.
+        Configs with equal names, of the same or different kernels, give a row the same bits, for
         any M and on any machine.
 
-        In batch-invariant mode one arithmetic serves every M of a weight, so if several configs
-        share one, each M can use the fastest of them. By default each config has its own, named
-        after the kernel, its version and the architecture. ``None``: with this config the bits
-        depend on M, and the mode excludes it.
+        In batch-invariant mode one arithmetic serves every M of a weight. If several configs share
+        it, each M can use the fastest of them. The default gives each config an arithmetic of its
+        own, named after the kernel, its version and the architecture. ``None``: with this config
+        the bits depend on M, and the mode excludes it.
         """
         if not self.traits.batch_invariant:
             return None
@@ -178,8 +179,8 @@ class Kernel(abc.ABC, Generic[C]):
         return f"{architecture}-{self.name}@{self.version}({config})"
 
     def estimate_us(self, problem: Problem, config: C) -> float | None:
-        """Expected GPU time in µs, compared with other kernels' only if nothing was measured.
-        ``None``: no estimate; never chosen untuned."""
+        """Expected GPU time in µs. It is compared with other kernels' estimates only if nothing was
+        measured. ``None``: no estimate; the kernel is then never chosen untuned."""
         return None
 
     def workspace_bytes(self, problem: Problem, config: C) -> int:
@@ -187,7 +188,7 @@ class Kernel(abc.ABC, Generic[C]):
         return 0
 
     def anatomy(self, problem: Problem, config: C) -> Anatomy | None:
-        """The layout of the work and the expected times, for ``tmm explain --why``."""
+        """How the work is divided, and the expected times, for ``tmm explain --why``."""
         return None
 
     def resources(self, problem: Problem, config: C) -> Sequence[Resources]:
@@ -197,7 +198,7 @@ class Kernel(abc.ABC, Generic[C]):
         Raises:
             Exception: They cannot be determined.
         """
-        raise NotImplementedError(f"{self.name} does not tell")
+        raise NotImplementedError(f"{self.name} reports no resources")
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} {self.version}>"

@@ -1,4 +1,4 @@
-"""Launchers: what a kernel's ``bind`` returns, and all of a kernel that warm calls need."""
+"""Launchers, which a kernel's ``bind`` returns. Warm calls use nothing else of a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-#: Name of the kernel that serves every problem, and that every other has to beat.
+#: Name of the baseline kernel, which every other kernel has to beat.
 BASELINE = "blas"
 
 
@@ -39,17 +39,17 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A launcher with alternative ways to launch it, which ``bind`` may return instead of a
-    function. It is called like the launcher.
+    """A launcher with faster ways to launch it, which ``bind`` may return instead of a function. It
+    is called like the launcher.
 
     Args:
         run: The launcher.
-        body: Its statements, which a plan writes out after its own checks
+        body: The launcher's statements, which a plan inlines after its own checks
             (:class:`tmm_core.launch.codegen.Body`).
-        folded: Takes the fold of N-D operands (:class:`tmm_core.launch.fold.Fold`), the caller's a,
-            b and residual with fixed shapes and strides, and the launcher that passes views of
-            them; returns a launcher of the same products without views, or None. Two views cost 2
-            µs in a call whose kernel may take 3.
+        folded: Makes a launcher for N-D operands that creates no views. (Two views cost 2 µs in a
+            call whose kernel may take 3.) It takes the fold (:class:`tmm_core.launch.fold.Fold`),
+            the caller's a, b and residual, and a launcher that creates views; it returns a launcher
+            for operands of the same shapes and strides, or None.
     """
 
     run: Launcher
@@ -61,5 +61,5 @@ class Bound:
 
     @classmethod
     def of(cls, launcher: Launcher | Bound) -> Bound:
-        """The result of ``bind`` as a Bound, whether it is a function or not."""
+        """Return the result of ``bind`` as a Bound."""
         return launcher if type(launcher) is Bound else cls(launcher)

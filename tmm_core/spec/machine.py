@@ -1,6 +1,6 @@
-"""The rates of a GPU, which all estimates of time start from.
+"""The peak rates of a GPU, on which all estimates of time are based.
 
-They only rank configs and replace missing measurements; a measurement always takes precedence.
+Estimates rank configs and replace missing measurements. A measurement always takes precedence.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tmm_core.spec.problem import Problem
 _TENSOR = {
     (8, 0): 2.9e6, (8, 6): 0.87e6, (8, 9): 1.3e6, (9, 0): 7.5e6, (10, 0): 15.2e6, (12, 0): 1.2e6,
 }  # fmt: skip
-#: fp32 FMA FLOP per µs of one SM: 128 lanes × 2 × 1.7 GHz (64 lanes on 8.0, at 1.4); and those of
-#: dtypes without tensor cores here, such as fp64.
+#: FLOP per µs of one SM: in fp32, 128 lanes × 2 × 1.7 GHz (64 lanes at 1.4 GHz on sm_80); and in
+#: other dtypes without tensor cores here, such as fp64.
 _FMA, _OTHER = 0.43e6, 0.04e6
 #: Bytes per µs of memory: measured by a copy for the H200, as specified for the others.
 _MEMORY = {"H200": 4.27e6, "H100": 3.35e6, "A100": 1.9e6, "B200": 7.7e6}
-#: The same for a GPU that is not listed, per SM.
+#: Rates per SM of a GPU that is not listed.
 _UNKNOWN_TENSOR, _UNKNOWN_MEMORY = 1.0e6, 8e3
 
-#: Reads first evict this many bytes that have to be written back, and reach this share of the
-#: bandwidth: cuBLAS's 19 µs for 34 MB, 43 for 117, 71 for 235.
+#: Reads first evict this many dirty bytes from the L2, and reach this share of the bandwidth:
+#: cuBLAS takes 19 µs for 34 MB, 43 for 117 and 71 for 235.
 _DISPLACED, _DISPLACING_SHARE = 16e6, 0.9
 
 
@@ -42,8 +42,8 @@ class Machine:
     #: Bytes of memory.
     memory: float
 
-    #: µs of an empty kernel, its launch and drain: 3.3 on an H200. And µs until memory reaches full
-    #: speed: a bare read of 34 MB takes 14 there, of 235 MB 64.
+    #: µs of an empty kernel with its launch and drain (H200); and µs until memory reaches full
+    #: speed. On an H200 a read of 34 MB takes 14 µs, and of 235 MB 64.
     EMPTY_US = 3.3
     RAMP_US = 2.5
 
@@ -55,7 +55,7 @@ class Machine:
         return cls(sms, _TENSOR.get(device.capability, _UNKNOWN_TENSOR), memory)
 
     def flops(self, problem: Problem) -> float:
-        """FLOP of one SM for the problem's operands."""
+        """FLOP per µs of one SM for the problem's operands."""
         if problem.a.dtype is torch.float32:
             return self.tensor / 2 if problem.tf32 else min(_FMA, self.tensor)
         if problem.a.dtype.itemsize > 2:
@@ -63,6 +63,6 @@ class Machine:
         return 2 * self.tensor if problem.native else self.tensor
 
     def moving_us(self, size: float) -> float:
-        """µs to move ``size`` bytes that are not in L2."""
+        """µs to move ``size`` bytes that are not in the L2."""
         size = (size + min(size, _DISPLACED)) / _DISPLACING_SHARE
         return size / self.memory + self.RAMP_US

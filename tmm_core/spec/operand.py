@@ -1,5 +1,4 @@
-"""Describes one matrix of a call by what kernels depend on: dtype, stride class, alignment, format
-and scale."""
+"""Describes a matrix of a call by the properties on which kernels depend."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor | None, block: Block | None = None) -> Scale | None:
-        """Classify a scale: without a block one element counts as per-tensor, even for a single
+        """Classify a scale. Without a block, one element counts as per-tensor, even for a single
         row."""
         if t is None:
             return None
@@ -42,7 +41,7 @@ class Scale(NamedTuple):
 
     @property
     def grid(self) -> bool:
-        """Whether it has two dimensions, whose strides kernels use."""
+        """Whether the scales form a grid of two dimensions, whose strides kernels use."""
         return self.block not in (TENSOR, ROW)
 
     @staticmethod
@@ -56,10 +55,10 @@ class Scale(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Scale:
-        """The scale of which that is the text.
+        """Parse the text of a scale.
 
         Raises:
-            ValueError: There is none.
+            ValueError: It is not a scale's text.
         """
         block, _, dtype = text.partition(" ")
         return cls(grids.parse(block), dtype_of(dtype or "float32"))
@@ -73,8 +72,8 @@ class Operand:
     ``aligned``: base address and leading stride (and batch stride) are multiples of 16 bytes and
     rows (columns) do not overlap, so that TMA can address it. ``wide``: its largest offset does not
     fit in 32 bits. ``format`` is empty for plain numbers and where the dtype implies the format.
-    ``zero``: the dtype of its zero points, which have the scale's kind; None, or False: it has
-    none; True: they are stored numbers.
+    ``zero``: the dtype of the zero points, which have the scale's kind; True: the storage dtype;
+    None or False: there are no zero points.
     """
 
     dtype: torch.dtype
@@ -94,7 +93,7 @@ class Operand:
         """Classify the last two dimensions of a 2-D or 3-D tensor.
 
         Args:
-            stored: The format, scale and zero point, as the fields.
+            stored: The fields ``format``, ``scale`` and ``zero``.
         """
         rows, cols = t.shape[-2:]
         s_row, s_col = t.stride()[-2:]
@@ -117,7 +116,7 @@ class Operand:
             and all(s * t.element_size() % ALIGNMENT == 0 for s in steps)
             and (count <= 1 or leading >= width)
         )
-        # A single row's stride is an argument too where an index names the row.
+        # The stride of a single row counts too: an index may address the row.
         reach = max((rows - 1) * s_row + (cols - 1) * s_col, s_row if rows == 1 else 0)
         return cls(t.dtype, layout, aligned, reach > _INT32_MAX, **stored)
 
@@ -133,7 +132,7 @@ class Operand:
 
     @property
     def block(self) -> Block:
-        """The values that share a scale; those of a row, if there is none."""
+        """The block of values that share a scale; a row if there is no scale."""
         return ROW if self.scale is None else self.scale.block
 
     @property
@@ -150,12 +149,12 @@ class Operand:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What belongs to it besides the stored numbers: ``"scale"``, ``"zero"``."""
+        """The operand's parts besides the stored numbers: ``"scale"``, ``"zero"``."""
         return ("scale",) * (self.scale is not None) + ("zero",) * (self.zero is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """The operand as a part of a record's key, which dense operands share with older records:
-        newer fields are included only where they differ from their defaults."""
+        """The operand as a part of a record's key. Newer fields are included only if they differ
+        from their defaults, so that the keys of dense operands do not change."""
         document: dict[str, Any] = {
             "dtype": dtype_name(self.dtype),
             "layout": self.layout,
@@ -182,8 +181,8 @@ class Operand:
 
 
 def grouped_strides(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """The strides of a grouped product's result where none is given, as torch allocates it: rows
-    start at multiples of 16 bytes, as TMA requires; on ROCm they are packed."""
+    """Return the strides of a grouped product's result as torch allocates it. Rows start at
+    multiples of 16 bytes, as TMA requires; on ROCm they are contiguous."""
     rows, width = shape[-2:]
     unit = 1 if torch.version.hip else ALIGNMENT // dtype.itemsize
     leading = (width + unit - 1) // unit * unit

@@ -72,7 +72,7 @@ class Port:
         return self.of is None or self.device is not None
 
     def shape(self, result: Sequence[int]) -> tuple[int, ...]:
-        """The output's, beside a result ``[..., M, N]``."""
+        """The output's shape for a result ``[..., M, N]``."""
         shapes = {"scalar": (), "row": result[:-1], "col": result[-1:], "tile": result}
         return tuple(shapes[self.kind])
 
@@ -82,7 +82,7 @@ class Port:
         return wide if self.of is None else self.of(wide)
 
     def reduced(self, terms: Tensor) -> Tensor:
-        """The reduction of ``[..., M, N]``; of nothing it is -inf, or 0 for a sum."""
+        """Reduce ``[..., M, N]``. The maximum of no elements is -inf, their sum 0."""
         if self.reduce is None:
             return terms
         if self.kind != "row":

@@ -11,8 +11,8 @@ import torch
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.problem import Problem
 
-#: Held while the setting differs from the user's: it is per process, so that of two concurrent
-#: changes one would persist. Reentrant within a thread.
+#: Held while the setting differs from the user's. The setting is per process: of two concurrent
+#: changes, one would persist. Reentrant within a thread.
 _changing = threading.RLock()
 
 
@@ -20,9 +20,9 @@ _changing = threading.RLock()
 def precision(tf32: bool) -> Iterator[None]:
     """A context in which fp32 products on CUDA may, or may not, be rounded to TF32.
 
-    torch keeps this setting per process, not per thread: other threads see the change, so it is for
-    commands with their own process, never for a call. If the setting is already right, nothing is
-    changed or locked.
+    Torch has one such setting per process, so other threads see the change. Use this only in
+    commands, which have their own process, never in a call. If the setting is right already,
+    nothing is changed or locked.
     """
     matmul = torch.backends.cuda.matmul
     if (matmul.fp32_precision == "tf32") == tf32:
@@ -38,8 +38,8 @@ def precision(tf32: bool) -> Iterator[None]:
 
 
 def require_precision(problem: Problem) -> None:
-    """Refuse to measure ``problem`` under a precision other than its own: BLAS multiplies fp32
-    operands on CUDA by the process's setting, which other threads use too.
+    """Refuse to measure ``problem`` under another precision than its own. BLAS multiplies fp32
+    operands on CUDA by the setting of the process, which other threads use too.
 
     Raises:
         UnsupportedProblemError: The setting differs.

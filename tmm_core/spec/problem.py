@@ -1,4 +1,4 @@
-"""Describes one call by exactly the properties that decide which kernel is right and fast."""
+"""Describes one call by the properties that decide which kernel is correct and fast."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand, Scale, dtype_name, dtype_of, grouped_strides
 
-#: Fields of a :class:`Problem` that a caller asks for besides the result. They are fields because
-#: kernels are asked about problems alone: batch invariance and static weights decide which configs
-#: they propose.
+#: Fields of a :class:`Problem` that state requirements of the caller. They are fields because
+#: kernels see only the problem: batch invariance and static weights decide which configs they
+#: propose.
 REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
 
 
@@ -31,12 +31,12 @@ class Problem:
     else 3-D. With ``groups`` the products are ragged and ``batch`` is one; see
     :class:`Groups` for shapes.
 
-    A stored operand (:attr:`Operand.form`) stands for its values, of which K counts all; a stored
-    element may hold several, along K. Its scale, and a zero point likewise, is contiguous and has
-    one element or the shape ``[M, 1]`` of ``a``, ``[1, N]`` of ``b`` (``[1, 2N]`` if gated), with
-    the operand's batch dimension in front; with groups that of :meth:`shape`; of gathered rows, one
-    for each row of ``a``. Where a scale is for a block of values (:attr:`Scale.grid`), they form a
-    grid ``[M, K/g]`` of ``a``, ``[K/g, N]`` of ``b``, of any strides.
+    A stored operand (:attr:`Operand.form`) stands for its values. An element may hold several
+    values along K, and K counts values. Scales are contiguous. They have one element, or the shape
+    ``[M, 1]`` for ``a`` and ``[1, N]`` for ``b`` (``[1, 2N]`` if gated), after the operand's batch
+    dimension. With groups they have the shape of :meth:`shape`, before rows are gathered. Scales of
+    blocks (:attr:`Scale.grid`) form a grid ``[M, K/g]`` for ``a`` and ``[K/g, N]`` for ``b``, of
+    any strides. Zero points have the shape of the scales.
 
     A new field needs a check in :mod:`tmm_core.spec.supports`; a test lists the one of each field.
     """
@@ -59,7 +59,7 @@ class Problem:
     tf32: bool = False
     #: The products of a ragged problem.
     groups: Groups | None = None
-    #: The call's :data:`REQUIREMENTS`. They filter candidates; except for batch invariance they are
+    #: The call's :data:`REQUIREMENTS`. They filter candidates. Except for batch invariance they are
     #: not part of the record's key, because a record keeps every candidate's timing.
     deterministic: bool = False
     batch_invariant: bool = False
@@ -81,8 +81,8 @@ class Problem:
         stored: Mapping[str, Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> Problem:
-        """The problem of these tensors, which must already match: 2-D or 3-D operands, ``residual``
-        with the shape of ``out``. ``out`` may be a meta tensor.
+        """Return the problem of tensors that were checked: 2-D or 3-D operands, and ``residual`` of
+        the shape of ``out``. ``out`` may be a meta tensor.
 
         Args:
             stored: Formats, scales and zero points by operand (:func:`stored_operands`).
@@ -124,9 +124,9 @@ class Problem:
         return replace(self, **change)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the argument, or of the part of an operand, of that name: of ``a`` and its
-        parts after gathering, if rows are gathered; of a scale per row or column, which in a
-        ragged sum may be flat."""
+        """Return the shape of an argument, or of a part of an operand. If rows are gathered, the
+        shapes of ``a`` and its parts are those after gathering. Scales per row or column may be
+        flat if K is ragged."""
         dims = _DIMENSIONS[name]
         sizes = {"m": self.m, "n": self.n, "k": self.k, "N": self.width, "1": 1}
         if name in ("a", "b"):
@@ -181,8 +181,8 @@ class Problem:
         return Operand.of(self.empty_out("meta")) == self.out
 
     def lies_as_made(self, out: torch.Tensor) -> bool:
-        """Whether ``out`` has the strides of a result that a launcher allocates. The
-        stride of a dimension of size one does not count."""
+        """Whether ``out`` has the strides of a result that a launcher allocates. Strides of
+        dimensions of size one do not count."""
         steps = zip(out.shape, out.stride(), self.out_strides, strict=True)
         return not out.numel() or all(size == 1 or own == made for size, own, made in steps)
 
@@ -209,8 +209,8 @@ class Problem:
 
     @property
     def value(self) -> torch.dtype:
-        """The dtype of plain operands, or that in which stored ones are multiplied: that of the
-        plain operand beside, or their format's."""
+        """The dtype in which operands are multiplied: the plain operand's, or the format's if both
+        are stored."""
         form_a, form_b = self.forms
         if form_a is None or form_b is None:
             return self.b.dtype if form_a is not None else self.a.dtype
@@ -264,7 +264,7 @@ class Problem:
             "scaled": self.scaled,
             "tf32": self.tf32,
             **({"groups": self.groups.to_json()} if self.groups else {}),
-            # That mode tries other configs and fewer kernels.
+            # Batch-invariant mode tries other configs and fewer kernels.
             **({"batch_invariant": True} if self.batch_invariant else {}),
         }
 
@@ -272,7 +272,7 @@ class Problem:
     def from_json(
         cls, doc: Mapping[str, Any], device: DeviceFingerprint, epilogue: Epilogue
     ) -> Problem:
-        """The problem a record or a misses file describes, on ``device``.
+        """Return the problem that a record or a misses file describes, on ``device``.
 
         Raises:
             KeyError, TypeError, ValueError: The document does not describe a problem, or one with
@@ -300,8 +300,8 @@ class Problem:
         )
 
     def bare(self) -> Problem:
-        """This problem without its requirements. The caller's promises stay: they allow more
-        candidates."""
+        """Return this problem without its requirements. The caller's promises stay, since they
+        allow more candidates."""
         none: dict[str, Any] = dict.fromkeys(REQUIREMENTS, False)
         return replace(self, **none)
 
@@ -340,12 +340,13 @@ _DIMENSIONS |= {role.keyword: role.dims for role in PARTS}
 
 
 def stored_operands(call: Arguments | GroupedArguments) -> dict[str, dict[str, Any]]:
-    """The formats, scales and zero points of a call's operands, as :class:`Operand` has them."""
+    """Return the formats, scales and zero points of a call's operands, as fields of
+    :class:`Operand`."""
     found: dict[str, dict[str, Any]] = {}
     for operand, (name, block) in zip(("a", "b"), read(call.formats), strict=True):
         scale, zero = (getattr(call, PART[operand, part].name) for part in ("scale", "zero"))
         if name and IMPLIED.get(getattr(call, operand).dtype) is named(name):
-            name = ""  # its dtype tells
+            name = ""  # its dtype implies it
         if name or scale is not None:
             of_scale = Scale.of(scale, block)
             found[operand] = {

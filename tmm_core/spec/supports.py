@@ -45,8 +45,8 @@ class Supports:
         below: The first compute capability that is too new.
         operands: Dtypes of a and b, which share one dtype.
         formats: Formats that both operands may have (:class:`tmm_core.Format`): ``"fp8"``.
-        weights: Formats that ``b`` may have beside a plain ``a``; of those that a kernel does not
-            name, only the ones with a device function.
+        weights: Formats that ``b`` may have beside a plain ``a``. A format that the kernel does not
+            name needs a device function.
         activations: Formats that ``a`` may have beside a plain ``b``, or beside a ``b`` of another
             format.
         scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``, ``"group"``
@@ -68,7 +68,7 @@ class Supports:
         interleaved: Gated ones that take alternate columns.
         unfused: Epilogues without a device function, by their reference.
         outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
-        reduces: By what these may be reduced: ``"max"``, ``"sum"``.
+        reduces: Reductions of these outputs: ``"max"``, ``"sum"``.
         ragged: Dimensions along which groups may differ (:class:`~tmm_core.Groups`).
         indexed: Gathering, scattering or weighting rows of ragged products.
         zeroed: Zeroing everything beyond the last group.

@@ -1,7 +1,7 @@
 """Describes the toolchain: what Triton needs of this machine to compile, load and launch a kernel.
 
-Its fingerprint changes when someone repairs, replaces or breaks a part. It is read anew each time,
-without importing Triton (0.3 ms), and only where some candidate could not be tried.
+Its fingerprint changes when somebody repairs, replaces or breaks a part. It is read each time,
+without importing Triton (0.3 ms), and only if some candidate could not be tried.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 #: Space below which a disk counts as full: a compiled kernel takes some 200 kB, a linker more.
 LEAST_FREE_BYTES = 16 * 2**20
 
-#: Triton's files that decide whether it compiles, beside its programs.
+#: Triton's files that decide whether it compiles, besides its programs.
 _BACKENDS = ("backends/nvidia", "backends/amd")
 _FILES = (
     *("__init__.py", "knobs.py", "_C/libtriton.so", "compiler/compiler.py"),
     *(f"{backend}/{name}.py" for backend in _BACKENDS for name in ("compiler", "driver")),
 )
-#: Variables that name a place for output: jobs give each process another.
+#: Variables that name a folder for output. They often differ from process to process.
 _OUTPUTS = ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_HOME")
-#: Other variables that tell Triton which programs and libraries to use.
+#: Other variables by which Triton finds programs and libraries.
 _VARIABLES = ("CC", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -49,7 +49,7 @@ def fingerprint() -> str:
 
 
 def toolchain() -> dict[str, JSON]:
-    """The parts of the toolchain as they are now, by name; a file with its size and times."""
+    """Return the present state of the toolchain's parts, by name; of a file its size and times."""
     return {
         "triton": _version(),
         "files": [_file(path) for path in _triton_files()],
@@ -64,7 +64,7 @@ def toolchain() -> dict[str, JSON]:
 
 
 def lacking() -> str | None:
-    """The part that this machine lacks to build Triton's launcher at a process's first launch."""
+    """Return what this machine lacks to build Triton's launcher; None if it lacks nothing."""
     if c_compiler() is None:
         return f"Triton needs a C compiler ({os.environ.get('CC') or 'gcc or clang'} not found)"
     header = python_header()
@@ -72,7 +72,7 @@ def lacking() -> str | None:
 
 
 def ptxas() -> Path | None:
-    """The assembler that Triton runs; None if there is none."""
+    """Return the path of the assembler that Triton runs; None if there is none."""
     given = os.environ.get("TRITON_PTXAS_PATH")
     if given and os.path.exists(given):
         return Path(given)
@@ -82,14 +82,14 @@ def ptxas() -> Path | None:
 
 
 def c_compiler() -> Path | None:
-    """The C compiler that builds Triton's launcher; None if there is none."""
+    """Return the C compiler that builds Triton's launcher; None if there is none."""
     given = os.environ.get("CC")
     found = shutil.which(given) if given else shutil.which("gcc") or shutil.which("clang")
     return None if found is None else Path(found)
 
 
 def python_header() -> Path:
-    """Where ``Python.h`` has to be."""
+    """Return the path at which ``Python.h`` has to be."""
     # Debian's default scheme points to /usr/local, which has no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return Path(sysconfig.get_paths(scheme)["include"], "Python.h")
@@ -108,7 +108,7 @@ def folders() -> dict[str, Path]:
 
 
 def usable(folder: Path) -> str:
-    """``yes``, or why nothing can be written into a folder, which need not exist yet."""
+    """Return ``yes``, or the reason why a folder, which need not exist yet, cannot be written."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -146,7 +146,7 @@ def _triton_files() -> list[Path]:
 
 
 def _site_packages() -> list[str]:
-    """Folders whose times change when a package is installed or removed."""
+    """Return the folders whose times change when a package is installed or removed."""
     paths = sysconfig.get_paths()
     found = {paths["purelib"], paths["platlib"]}
     found |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
@@ -154,7 +154,7 @@ def _site_packages() -> list[str]:
 
 
 def _variables() -> dict[str, JSON]:
-    """The variables that decide what Triton uses; with the file, where one names a path."""
+    """Return the variables that decide what Triton uses, with the file of each that is a path."""
     found: dict[str, JSON] = {}
     for name, value in sorted(os.environ.items()):
         if name in _OUTPUTS or not (name.startswith("TRITON_") or name in _VARIABLES):
@@ -164,7 +164,7 @@ def _variables() -> dict[str, JSON]:
 
 
 def _file(path: Path | None) -> list[JSON]:
-    """The path, size, permissions and times of a file; its path alone if it is not there."""
+    """Return the path, size, permissions and times of a file; only the path if it is missing."""
     if path is None:
         return []
     try:
@@ -183,7 +183,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-#: Functions of Triton that remember what they found of its programs, by module.
+#: Functions of Triton that cache the paths and versions of its programs, by module.
 _REMEMBERED = {
     "triton.knobs": ("NvidiaTool.from_path",),
     "triton.backends.nvidia.compiler": ("get_ptxas_version",),
@@ -191,7 +191,7 @@ _REMEMBERED = {
 
 
 def forget_programs() -> None:
-    """Make Triton look for its programs again, if it is imported: it also remembers that one was
+    """Make Triton look for its programs again, if it is imported. It also caches that a program was
     missing."""
     for module, names in _REMEMBERED.items():
         for name in names:

@@ -1,7 +1,7 @@
 """Reports a plugin whose code does not return, without stopping it.
 
 Python cannot interrupt another thread, so a hook or a kernel's method that never returns would hang
-the call without a word. One daemon thread, started on demand, names it on stderr.
+the call without a message. One daemon thread, started on demand, names the plugin on stderr.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 
 from tmm_cache.cache_errors import suppress
 
-#: Seconds after which a query is reported, and one that may compile.
+#: Seconds after which a query is reported, and a query that may compile.
 PATIENCE, COMPILE_PATIENCE = 10.0, 120.0
-#: Seconds between two looks; the thread ends when it sees nothing under way.
+#: Seconds between two checks. The thread ends when no query is running.
 _LOOK = 0.5
 
-#: Off in a process that must not have threads, since it forks.
+#: False in a process that forks, and so must not have threads.
 enabled = True
-#: The queries under way, and when each is reported (``time.monotonic``; None: it was).
+#: The running queries, and when each is reported (``time.monotonic``; None: it was reported).
 _running: dict[int, tuple[float | None, Callable[[], str]]] = {}
 _numbers = itertools.count()
 _thread: threading.Thread | None = None
@@ -62,7 +62,7 @@ def _look() -> None:
                 with suppress(Exception):  # stderr is closed
                     print(f"tmm: {what()}", file=sys.stderr, flush=True)
         if not _running:
-            # Whoever adds an entry from here on starts another thread, or is seen below.
+            # A query that starts after this starts another thread, or keeps this loop running.
             _thread = None
 
 
