@@ -155,7 +155,6 @@ class TuningRecord:
     candidates: tuple[CandidateResult, ...]
     created: str
     tuning_seconds: float
-    note: str | None = None
 
     @property
     def along(self) -> str:
@@ -209,7 +208,7 @@ class TuningRecord:
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON document of this record. Raises RecordError if problem or a config is not."""
-        document: dict[str, JSON] = {
+        return {
             "schema": SCHEMA,
             "clock": CLOCK,
             "problem": _plain(self.problem, "problem"),
@@ -218,9 +217,6 @@ class TuningRecord:
             "tuning_seconds": self.tuning_seconds,
             "candidates": [candidate.to_json() for candidate in self.candidates],
         }
-        if self.note is not None:
-            document["note"] = self.note
-        return document
 
     @classmethod
     def from_json(cls, document: object) -> TuningRecord:
@@ -233,7 +229,7 @@ class TuningRecord:
         # First, or another schema would be rejected for its fields.
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
         fields.at(".schema", _RECORD["schema"], schema)
-        values = fields.fields(document, _RECORD, {"note"})
+        values = fields.fields(document, _RECORD, ())
         del values["schema"], values["clock"]
         record = cls(**values)
         winner, candidates = record.winner, record.candidates
@@ -278,5 +274,4 @@ _RECORD: Final = {
     "candidates": fields.items(CandidateResult.from_json),
     "created": fields.kind("a UTC time like '2026-01-31T12:00:00Z'", _is_utc_time),
     "tuning_seconds": fields.measure,
-    "note": fields.optional(fields.text),
 }

@@ -58,16 +58,23 @@ WRONG = CandidateResult("triton.atomic", "a1", {}, "wrong", deterministic=False,
 FAILED = CandidateResult("triton.big", "g1", {}, "failed", reason="out of shared memory [red]")
 
 
-def record(asked: dict[str, Any] | None = None, **changes: Any) -> TuningRecord:
+def record(
+    asked: dict[str, Any] | None = None, *, mark: str | None = FAILED.reason, **changes: Any
+) -> TuningRecord:
+    """A record; `mark` tells it from others of the same problem."""
     plain = TuningRecord(
         problem=problem() if asked is None else asked,
         winner=1,
-        candidates=(BLAS, SPLIT_K, SLOW, WRONG, FAILED),
+        candidates=(BLAS, SPLIT_K, SLOW, WRONG, replace(FAILED, reason=mark)),
         created="2026-01-31T12:00:00Z",
         tuning_seconds=3.25,
-        note="tuned by a test",
     )
     return replace(plain, **changes)
+
+
+def mark_of(found: TuningRecord) -> str | None:
+    """The `mark` that :func:`record` gave it."""
+    return found.candidates[4].reason
 
 
 def made(ago: timedelta) -> str:

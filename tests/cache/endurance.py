@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 os.environ |= {"TMM_ENDURANCE": "1", "TMM_SHIPPED_RECORDS": "0"}
 
-from cache_builders import ENVIRONMENT, GPU, child, problem  # noqa: E402  # found by the path
+from cache_builders import ENVIRONMENT, GPU, child, mark_of, problem  # noqa: E402  # found by the path
 from tmm_cache import CacheStore, CacheWarning  # noqa: E402
 
 #: Saves, and says of each that it was acknowledged, until it is killed.
@@ -37,7 +37,7 @@ from tmm_cache import CacheStore
 store, number = CacheStore(), int(sys.argv[1])
 for turn in itertools.count():
     m = number * 1000 + turn % 50
-    if store.save(GPU, ENVIRONMENT, record(problem(m=m), note=str(turn))) is not None:
+    if store.save(GPU, ENVIRONMENT, record(problem(m=m), mark=str(turn))) is not None:
         os.write(1, f"{m} {turn}\\n".encode())
 """
 WRITERS = 4
@@ -71,8 +71,8 @@ def kill_writers(seconds: float, chance: random.Random) -> Counter[str]:
                     found = store.load(GPU, ENVIRONMENT, problem(m=int(m)))
                     assert found is not None, f"{m} is lost"
                     # The writer may have been killed after a save and before it said so.
-                    assert int(found.note or 0) in (turn, turn + 50), (
-                        f"{m} is {found.note} and not {turn}, which was acknowledged: "
+                    assert int(mark_of(found) or 0) in (turn, turn + 50), (
+                        f"{m} is {mark_of(found)} and not {turn}, which was acknowledged: "
                         f"{lines.splitlines()[:3]} … {lines.splitlines()[-3:]}"
                     )
                     counts["records read back"] += 1

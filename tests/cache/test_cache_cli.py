@@ -118,7 +118,7 @@ def test_show_lists_own_records_and_with_all_those_of_layers(
     filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     below = CacheStore(tmp_path / "below", [])
-    below.save(GPU, ENVIRONMENT, record(problem(m=16), note="below"))
+    below.save(GPU, ENVIRONMENT, record(problem(m=16), mark="below"))
     below.save(GPU, ENVIRONMENT, record(problem(m=64)))
     monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
     assert main(["show", "--all", "--shape", "16x*x*"]) == 0
@@ -200,7 +200,6 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
         "(3d ago)",
         "3.2 s",
         "1.83x over blas",
-        "tuned by a test",
         "out of shared memory [red]",
         "9.00e-04",
         "1.00e-02",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
+from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
 from faulty_fs import CODES, Faults, How, dying, faulty
 from tmm_cache import CacheStore, CacheWarning, CandidateResult, TuningRecord, cache_errors, files
 from tmm_cache.cli import main
@@ -26,13 +26,8 @@ Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
 #: M of the problems that exist beforehand; each scenario adds, replaces or removes some of them.
 BEFORE = (1, 2, 3)
 DAY = 86400
-MINE = record().candidates
-#: A record of the other cache, which knows one more kernel.
-THEIRS = (
-    record(candidates=(*MINE, CandidateResult("theirs", "1", {}, "slow", (99.0,))))
-    .thinned()
-    .candidates
-)
+#: The kernel that the other cache knows besides.
+THEIRS = CandidateResult("theirs", "1", {}, "slow", (99.0,))
 
 
 def prepare(folder: Path) -> Path:
@@ -41,7 +36,7 @@ def prepare(folder: Path) -> Path:
     root = folder / "root"
     store = CacheStore(root, [])
     for m in BEFORE:
-        store.save(GPU, ENVIRONMENT, record(problem(m=m), note="before"))
+        store.save(GPU, ENVIRONMENT, record(problem(m=m), mark="before"))
         age(store.path(GPU, ENVIRONMENT, problem(m=m)), 10 - m)
         if m == BEFORE[0]:
             assert main(["--cache-dir", str(root), "freeze"]) == 0
@@ -53,8 +48,8 @@ def prepare(folder: Path) -> Path:
     age(left, 2)
     other = CacheStore(folder / "other", [])
     for m in (2, 4, 5):
-        new = record(problem(m=m), created="2026-02-02T00:00:00Z", note="imported")
-        other.save(GPU, ENVIRONMENT, replace(new, candidates=THEIRS))
+        new = record(problem(m=m), created="2026-02-02T00:00:00Z", mark="imported")
+        other.save(GPU, ENVIRONMENT, replace(new, candidates=(*new.candidates, THEIRS)))
     assert main(["--cache-dir", str(other.root), "export", str(folder / "records.json")]) == 0
     return root
 
@@ -71,7 +66,7 @@ def save(root: Path, acknowledge: Acknowledge) -> None:
         with store.lock(GPU, ENVIRONMENT, problem(m=m), timeout=1) as mine:
             assert mine
             store.load(GPU, ENVIRONMENT, problem(m=m))
-            new = record(problem(m=m), note="saved")
+            new = record(problem(m=m), mark="saved")
             if store.save(GPU, ENVIRONMENT, new) is not None:
                 acknowledge(f"{m}=saved")
             # Whatever the disk says, this process answers with what it tuned.
@@ -93,7 +88,7 @@ def clear(root: Path, acknowledge: Acknowledge) -> None:
 
 
 def eviction(root: Path, acknowledge: Acknowledge) -> None:
-    size = len(files.record_bytes(record(problem(m=1), note="before")))
+    size = len(files.record_bytes(record(problem(m=1), mark="before")))
     evict(root, Limits(int(2.6 * size)), lambda path: False)  # of four, two fit
     for m in (8, 1, 2):  # in this order, the third where one of the others can't be removed
         acknowledge(f"{m}=gone")
@@ -138,15 +133,17 @@ def check(name: str, root: Path, said: list[str]) -> None:
             if found is None:
                 assert str(m) in gone
                 continue
-            assert found.note in ("before", "saved", "imported")
+            assert mark_of(found) in ("before", "saved", "imported")
             assert found.problem == problem(m=m)
         frozen = new.pop("lock", None)
         for m, what in new.items():
             found = fresh.load(GPU, ENVIRONMENT, problem(m=int(m)))
             assert found is not None, f"{m} was acknowledged and is lost"
-            assert found.note == what
+            assert mark_of(found) == what
         for entry in fresh.entries():
-            assert entry.record.candidates in (MINE, THEIRS)
+            mine = record(mark=mark_of(entry.record))
+            theirs = replace(mine, candidates=(*mine.candidates, THEIRS)).thinned()
+            assert entry.record.candidates in (mine.candidates, theirs.candidates)
         locked = [record for _, _, record in Transport(root / LOCK_NAME).records()]
         assert all(isinstance(each, TuningRecord) for each in locked)
         assert frozen is None or len(locked) == len(BEFORE) + 1
@@ -228,7 +225,7 @@ def run_deaths(name: str, prepared: Path, copy: Path) -> int:
         after = CacheStore(root, [])
         with after.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:
             assert mine
-            assert after.save(GPU, ENVIRONMENT, record(problem(m=2), note="after")) is not None
+            assert after.save(GPU, ENVIRONMENT, record(problem(m=2), mark="after")) is not None
         if not died:
             return deaths
         deaths += 1

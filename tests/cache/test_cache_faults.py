@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, problem, record, warned
+from cache_builders import ENVIRONMENT, GPU, mark_of, problem, record, warned
 from tmm_cache import CacheStore, files, miss_log
 from tmm_cache import store as store_module
 from tmm_cache.cli import main
@@ -120,10 +120,10 @@ def test_a_layer_answers_for_a_broken_record_of_the_root(
 ) -> None:
     _, path, _ = broken
     below = CacheStore(tmp_path / "below", [])
-    answer = below.save(GPU, ENVIRONMENT, record(note="below"))
+    answer = below.save(GPU, ENVIRONMENT, record(mark="below"))
     store = CacheStore(layers=[below.root])
     with warned(str(path)):
-        assert store.load(GPU, ENVIRONMENT, problem()) == record(note="below")
+        assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="below")
     assert store.found(GPU, ENVIRONMENT, problem()) == answer
 
 
@@ -264,15 +264,15 @@ def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
         assert store.save(GPU, ENVIRONMENT, record()) is not None
     monkeypatch.setattr(os, name, failing(name, code))
     with warned("") as caught:
-        assert store.save(GPU, ENVIRONMENT, record(note="new")) is None
+        assert store.save(GPU, ENVIRONMENT, record(mark="new")) is None
         assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
     monkeypatch.undo()
     complaint = f"{store.root}: cannot be written ({os.strerror(code)})"
     assert str(caught[0].message).startswith(complaint)
     # This process goes by what it tuned.
-    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="new")
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="new")
     assert store.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
-    assert {entry.record.note for entry in store.entries()} == {"new", record().note}
+    assert {mark_of(entry.record) for entry in store.entries()} == {"new", mark_of(record())}
     if name != "mkdir":
         # The record of before is whole, and no temporary file takes up the space that is missing.
         assert CacheStore(store.root).load(GPU, ENVIRONMENT, problem()) == record()
@@ -290,7 +290,7 @@ def test_an_interrupt_in_the_middle_of_a_save_leaves_no_temporary_file(
     assert path is not None
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store.save(GPU, ENVIRONMENT, record(note="new"))
+        store.save(GPU, ENVIRONMENT, record(mark="new"))
     monkeypatch.undo()
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
     assert sorted(os.listdir(path.parent)) == sorted([path.name, "environment.json"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
+from cache_builders import ENVIRONMENT, GPU, child, mark_of, problem, record, warned
 from tmm_cache import CacheStore, locks
 from tmm_cache import store as store_module
 from tmm_cache.locks import acquire
@@ -62,7 +62,7 @@ store = CacheStore()
 sys.stdin.readline()
 for turn in range(20):
     for m in range(1, 9):
-        assert store.save(GPU, ENVIRONMENT, record(problem(m=m), note=sys.argv[1])) is not None
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=m), mark=sys.argv[1])) is not None
 """
 
 
@@ -110,8 +110,8 @@ def test_processes_that_save_the_same_records_never_show_a_torn_one(store: Cache
         for m in range(1, 9):
             found = store.load(GPU, ENVIRONMENT, problem(m=m))  # a warning would be an error
             if found is not None:
-                assert found == record(problem(m=m), note=found.note)
-                seen.add(found.note)
+                assert found == record(problem(m=m), mark=mark_of(found))
+                seen.add(mark_of(found))
     for saver in savers:
         assert saver.communicate() == ("", "")
         assert saver.returncode == 0

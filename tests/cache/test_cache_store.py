@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
+from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
 from tmm_cache import CacheStore, RecordError, Summary, TuningRecord, digest
 from tmm_cache.header import Header
 
@@ -82,8 +82,8 @@ def test_saving_again_replaces_the_record_and_keeps_the_environment_file(store: 
     first = store.save(GPU, ENVIRONMENT, record())
     assert first is not None
     marker = first.with_name("environment.json").stat().st_ino
-    assert store.save(GPU, ENVIRONMENT, record(winner=0, note=None)) == first
-    assert store.load(GPU, ENVIRONMENT, problem()) == record(winner=0, note=None)
+    assert store.save(GPU, ENVIRONMENT, record(winner=0, mark=None)) == first
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(winner=0, mark=None)
     assert first.with_name("environment.json").stat().st_ino == marker
 
 
@@ -115,13 +115,13 @@ def test_root_comes_before_layers_and_near_before_far(
             store.found(GPU, ENVIRONMENT, problem()),
         )
 
-    path = far.save(GPU, ENVIRONMENT, record(note="far"))
-    assert answer() == (record(note="far"), path)
-    path = near.save(GPU, ENVIRONMENT, record(note="near"))
-    assert answer() == (record(note="near"), path)
-    path = store.save(GPU, ENVIRONMENT, record(note="own"))
-    assert answer() == (record(note="own"), path)
-    assert far.load(GPU, ENVIRONMENT, problem()) == record(note="far")
+    path = far.save(GPU, ENVIRONMENT, record(mark="far"))
+    assert answer() == (record(mark="far"), path)
+    path = near.save(GPU, ENVIRONMENT, record(mark="near"))
+    assert answer() == (record(mark="near"), path)
+    path = store.save(GPU, ENVIRONMENT, record(mark="own"))
+    assert answer() == (record(mark="own"), path)
+    assert far.load(GPU, ENVIRONMENT, problem()) == record(mark="far")
 
 
 def test_saving_never_writes_to_a_layer(layered: tuple[CacheStore, CacheStore, CacheStore]) -> None:
@@ -137,7 +137,7 @@ def test_entries_are_of_all_layers_in_a_stable_order(
     store, near, far = layered
     for m in (3, 1, 2):
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
-    near.save(GPU, ENVIRONMENT, record(problem(m=1), note="near"))
+    near.save(GPU, ENVIRONMENT, record(problem(m=1), mark="near"))
     far.save("nvidia-a100", OLDER_ENVIRONMENT, record(problem(m=9)))
     entries = list(store.entries())
     assert entries == list(store.entries())
@@ -153,7 +153,7 @@ def test_entries_are_of_all_layers_in_a_stable_order(
         environment=ENVIRONMENT,
         header=Header.of(record(problem(m=1))),
     )
-    assert entries[3].record == record(problem(m=1), note="near")
+    assert entries[3].record == record(problem(m=1), mark="near")
     assert [entry.gpu for entry in store.entries("nvidia-a100")] == ["nvidia-a100"]
     assert list(store.entries("nvidia-b200")) == []
 
@@ -177,20 +177,20 @@ def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: Cac
 
 
 def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None:
-    store.hold(GPU, ENVIRONMENT, record(note="held"))
-    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="held")
+    store.hold(GPU, ENVIRONMENT, record(mark="held"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) is None
     assert not store.root.exists()
     # Another process writes; this one is not swayed.
-    path = CacheStore(store.root).save(GPU, ENVIRONMENT, record(note="written"))
-    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="held")
+    path = CacheStore(store.root).save(GPU, ENVIRONMENT, record(mark="written"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) == path
     (entry,) = store.entries(GPU)
-    assert (entry.path, entry.environment, entry.record.note) == (path, ENVIRONMENT, "held")
+    assert (entry.path, entry.environment, mark_of(entry.record)) == (path, ENVIRONMENT, "held")
     assert list(store.entries("another-gpu")) == []
 
 
 def test_a_save_ends_what_was_held(store: CacheStore) -> None:
-    store.hold(GPU, ENVIRONMENT, record(note="held"))
-    store.save(GPU, ENVIRONMENT, record(note="newer"))
-    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="newer")
+    store.hold(GPU, ENVIRONMENT, record(mark="held"))
+    store.save(GPU, ENVIRONMENT, record(mark="newer"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="newer")

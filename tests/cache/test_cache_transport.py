@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, made, problem, record, warned
+from cache_builders import (
+    ENVIRONMENT,
+    GPU,
+    OLDER_ENVIRONMENT,
+    made,
+    mark_of,
+    problem,
+    record,
+    warned,
+)
 from tmm_cache import CacheStore, Difference, TuningRecord, files, transport
 from tmm_cache.cli import main
 from tmm_cache.files import sealed
@@ -37,8 +46,8 @@ def locked(monkeypatch: pytest.MonkeyPatch, value: str = "1") -> CacheStore:
 def test_what_is_frozen_answers_alone(
     store: CacheStore, below: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    store.save(GPU, ENVIRONMENT, record(note="own"))
-    below.save(GPU, ENVIRONMENT, record(note="below"))
+    store.save(GPU, ENVIRONMENT, record(mark="own"))
+    below.save(GPU, ENVIRONMENT, record(mark="below"))
     below.save(GPU, ENVIRONMENT, record(problem(m=2)))
     assert main(["freeze"]) == 0
     assert "2 records written to" in capsys.readouterr().err
@@ -47,7 +56,7 @@ def test_what_is_frozen_answers_alone(
     assert deployed.locked
     found = deployed.locate(GPU, ENVIRONMENT, problem())
     assert found is not None
-    assert found.record == record(note="own").thinned()
+    assert found.record == record(mark="own").thinned()
     assert (found.path, found.own, found.sealed) == (store.root / "tmm.lock.json", False, True)
     assert deployed.load(GPU, ENVIRONMENT, problem(m=2)) is not None
     # Neither what was added since, nor what this process holds.
@@ -324,15 +333,15 @@ def test_a_failed_export_leaves_the_old_file(
 def test_import_keeps_newer_records_unless_forced(
     store: CacheStore, target: CacheStore, file: Path, capsys: Captured
 ) -> None:
-    store.save(GPU, ENVIRONMENT, record(created="2026-01-05T00:00:00Z", note="theirs"))
+    store.save(GPU, ENVIRONMENT, record(created="2026-01-05T00:00:00Z", mark="theirs"))
     assert main(["export", str(file)]) == 0
 
     def note_after(created: str, *options: str) -> str | None:
-        target.save(GPU, ENVIRONMENT, record(created=created, note="mine"))
+        target.save(GPU, ENVIRONMENT, record(created=created, mark="mine"))
         assert import_into(target, file, *options) == 0
         found = target.load(GPU, ENVIRONMENT, problem())
         assert found is not None
-        return found.note
+        return mark_of(found)
 
     capsys.readouterr()
     assert note_after("2026-01-06T00:00:00Z") == "mine"
@@ -382,7 +391,7 @@ def test_a_file_with_what_is_no_record_is_refused_whole(
 def test_records_that_are_invalid_or_of_the_future_are_left_out(
     target: CacheStore, file: Path, capsys: Captured
 ) -> None:
-    target.save(GPU, ENVIRONMENT, record(problem(m=1), note="mine"))
+    target.save(GPU, ENVIRONMENT, record(problem(m=1), mark="mine"))
     bad = item(record(problem(m=4)))
     bad["record"]["winner"] = 99
     write(
@@ -398,7 +407,7 @@ def test_records_that_are_invalid_or_of_the_future_are_left_out(
     assert error.count("winner: found 99") == 1
     mine = target.load(GPU, ENVIRONMENT, problem(m=1))
     assert mine is not None
-    assert mine.note == "mine"
+    assert mark_of(mine) == "mine"
     assert sorted(each.record.problem["m"] for each in target.entries()) == [1, 3]
 
 
@@ -488,7 +497,7 @@ def test_what_cannot_be_read_this_time_is_not_replaced(
     """A record behind a passing error may be newer than the file's."""
     fill(store)
     assert main(["export", str(file)]) == 0
-    newer = record(problem(m=2), created="2026-03-03T00:00:00Z", note="newer")
+    newer = record(problem(m=2), created="2026-03-03T00:00:00Z", mark="newer")
     mine = store.save(GPU, ENVIRONMENT, newer)
     assert mine is not None
     real = files.read_file

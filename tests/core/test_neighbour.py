@@ -63,9 +63,10 @@ def test_a_save_adds_one_record_and_lists_nothing_again(
     assert sizes(neighbours, problem(m=100)) == [64]
     monkeypatch.setattr(CacheStore, "summaries", lambda *_: pytest.fail("listed again"))
     neighbours.add(DEVICE, new)
-    neighbours.add(DEVICE, replace(new, note="again"))
+    neighbours.add(DEVICE, replace(new, created="2026-02-02T00:00:00Z"))
     (first, second) = neighbours.nearest(problem(m=100))
-    assert (first.record.note, second.record.problem["m"]) == ("again", 64)
+    assert first.record.created == "2026-02-02T00:00:00Z"
+    assert second.record.problem["m"] == 64
 
 
 def test_what_a_dispatcher_tunes_is_a_neighbour_at_once(

@@ -53,12 +53,12 @@ def _small(task: suites.Task, largest: int) -> suites.Task:
     return replace(task, case=replace(case, **sizes, groups=groups, batch=batch))
 
 
-def gains(results: Results, dtype: str = "bfloat16") -> list[tuple[str, ...]]:
-    """A row for each class of :data:`ROWS` that was measured in ``dtype``."""
+def gains(results: Results) -> list[tuple[str, ...]]:
+    """A row for each class of :data:`ROWS` that was measured in bfloat16."""
     classes = report.by_class(results.measured)
     rows: list[tuple[str, ...]] = []
     for name, row in ROWS.items():
-        ratios: Sequence[float] = [each["ratio"] for each in classes.get((name, dtype), ())]
+        ratios: Sequence[float] = [each["ratio"] for each in classes.get((name, "bfloat16"), ())]
         if ratios:
             mean = statistics.geometric_mean(ratios)
             rows.append((*row, str(len(ratios)), report.times(mean), report.times(min(ratios))))

@@ -194,8 +194,6 @@ def _print_record(summary: Summary, record: TuningRecord, store: CacheStore) -> 
         ("tuning", f"{record.tuning_seconds:.1f} s"),
         ("speedup", f"{_times(Best.of(record).speedup)} over blas"),
     ]
-    if record.note is not None:
-        lines.append(("note", printable(record.note)))
     for name, text in lines:
         print("\n".join(console.paragraph(f"{name:<16}{text}", console.width(), hanging=16)))
     rows: list[tuple[str, ...] | str] = []
