@@ -205,7 +205,7 @@ DISPATCHING = [
            ("tests/core/test_invariant.py::test_first_rounds_are_compared_with_first_rounds",)),
     Mutant("invariant-inside", "invariant.py", "(edge, _place(edge, own.extent), ", "(edge, (0, False), ",
            "the first M of a bucket decides for all", ("tests/core/test_invariant.py",)),
-    Mutant("bench-normalised", "bench/runner.py", "map(statistics.median, normalised(samples))", "map(statistics.median, samples)",
+    Mutant("bench-normalised", "bench/runner.py", "map(statistics.median, normalised(mine)), strict", "map(statistics.median, mine), strict",
            "the GPU's clock is in a ratio",
            ("tests/core/test_bench.py::test_a_clock_that_changes_between_rounds_is_in_no_ratio",)),
     Mutant("bench-stale-clocks", "bench/results.py",
