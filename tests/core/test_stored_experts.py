@@ -4,6 +4,7 @@ dequantised weights, without any kernel from a hub."""
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 import warnings
@@ -17,7 +18,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core import Quantized
-from tmm_core.nn import convert, stored_weights
+from tmm_core.nn import Experts, convert, stored_weights
 from tmm_core.nn.mxfp4_experts import Mxfp4Experts
 
 Tensor = torch.Tensor
@@ -321,6 +322,61 @@ def test_mxfp4_without_the_name(ours: Any, tmp_path: Path) -> None:
     method = quantizer.Mxfp4HfQuantizer._process_model_before_weight_loading
     assert method.__module__ == quantizer.__name__
     assert not hasattr(method, "_tmm_theirs")
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4", "mxfp4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_of_experts_are_rounded(
+    name: str, weights: str, ours: Any, products: list[Any]
+) -> None:
+    """In either layout; an undone model has the rounded values."""
+    model = tiny(name)
+    exact = copy.deepcopy(model).double()
+    report = convert(model, weights=weights)
+    wanted = dict(exact.named_parameters())
+    rounded = 0
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, Quantized):
+            wanted[path].data.copy_(parameter.dequantize())
+            error = (parameter.dequantize().double() - tiny_weight(name, path)).abs()
+            step = {"int8": 1 / 254 + 2**-8, "fp8": 1 / 26, "int4": 1 / 13, "mxfp4": 1 / 3.9}[
+                weights
+            ]
+            assert float(error.max()) <= step * float(tiny_weight(name, path).abs().max())
+            rounded += path.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    layers = 1 if name == "DeepseekV3" else 2
+    assert rounded == 2 * layers
+    close(model, exact)
+    assert [weight.format for weight, _ in products] == [weights] * 2 * layers
+    report.undo()
+    layer = model.model.layers[-1].mlp.experts
+    assert type(layer.down_proj) is nn.Parameter
+    assert layer.down_proj.is_contiguous()
+    close(model, exact)
+
+
+def tiny_weight(name: str, path: str) -> Tensor:
+    return _original(name).get_parameter(path).double()
+
+
+@functools.cache
+def _original(name: str) -> Any:
+    return tiny(name)
+
+
+def test_tmms_own_experts_are_rounded(products: list[Any]) -> None:
+    layer = Experts(4, 64, 32, dtype=BF16).requires_grad_(False)
+    x, index = torch.randn(5, 64, dtype=BF16), torch.randint(0, 4, (5, 2))
+    weights = torch.rand(5, 2, dtype=BF16)
+    report = convert(nn.Sequential(layer), weights="int4")
+    assert len(report.rounded) == 2
+    exact = Experts(4, 64, 32, dtype=torch.float64)
+    for name in ("gate_up_proj", "down_proj"):
+        exact.get_parameter(name).data.copy_(layer.get_parameter(name).dequantize())
+    with torch.no_grad():
+        found, expected = layer(x, index, weights), exact(x.double(), index, weights.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
+    assert products[0][0].block == (1, 0)  # all of K is a group of 64
 
 
 def test_experts_for_a_hubs_kernels_are_named(ours: Any) -> None:

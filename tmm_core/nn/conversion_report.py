@@ -62,6 +62,7 @@ class Rounded(NamedTuple):
     """A weight that was rounded to a format."""
 
     layer: nn.Module
+    name: str
     weight: nn.Parameter
     dtype: torch.dtype
     requires_grad: bool
@@ -105,10 +106,10 @@ class Report:
             if hasattr(after, "_swapped_out"):
                 module._swapped_out()  # type: ignore[operator]
             module.__class__ = before
-        for layer, weight, dtype, requires_grad in self.rounded:
-            if layer._parameters.get("weight") is weight:
+        for layer, name, weight, dtype, requires_grad in self.rounded:
+            if layer._parameters.get(name) is weight:
                 values = cast(Quantized, weight.to(dtype)).dequantize().contiguous()
-                layer._parameters["weight"] = nn.Parameter(values, requires_grad)
+                layer._parameters[name] = nn.Parameter(values, requires_grad)
         self.rounded.clear()
         self.static.clear()
         self.swaps.clear()

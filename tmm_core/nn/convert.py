@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ def convert(
             :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
             is called writes its weight (docs/serve.md). Use it for inference. A compiled graph
             uses the setting in force when it runs instead.
-        weights: ``"int8"``, ``"fp8"`` or ``"int4"``: round the weights of layers to it, to
-            nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. Such weights
-            have no gradient. A weight that is used elsewhere too, as a tied embedding,
+        weights: ``"int8"``, ``"fp8"`` or ``"int4"``: round the weights of layers and experts to
+            it, to nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. Such
+            weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
             stays as it is. ``undo()`` gives the original dtype with the rounded values.
 
     Returns:
@@ -238,32 +239,44 @@ class _Conversion:
                 self._report.static.append(module)
 
     def _quantise(self, format: str) -> None:
-        """Round the weights of the layers whose products are tmm's."""
+        """Round the weights of the layers and experts whose products are tmm's."""
         uses = Counter(
             id(parameter)
             for module in self._paths
             for parameter in module._parameters.values()
             if parameter is not None
         )
-        for layer in self._layers:
-            weight: Any = layer._parameters["weight"]
+        for layer, name, turned in self._weights_of_products():
+            weight: Any = layer._parameters[name]
             if not _is_plain(weight) or not weight.is_floating_point() or weight.itemsize == 1:
                 continue
+            its = f"its {name}"
             if uses[id(weight)] > 1:
-                self._leave(layer, f"its weight is used elsewhere too, and not rounded to {format}")
+                self._leave(layer, f"{its} is used elsewhere too, and not rounded to {format}")
                 continue
-            columns = not isinstance(layer, nn.Linear)  # a Conv1D's is [K, N]
             try:
-                stored = stored_weights.quantised(weight.t() if columns else weight, format)
+                stored = stored_weights.quantised(weight.mT if turned else weight, format)
             except ValueError as error:
-                self._leave(layer, f"its weight is not rounded: {error}")
+                self._leave(layer, f"{its} is not rounded: {error}")
                 continue
-            rounded = stored_weights.parameter(stored.t() if columns else stored)
-            layer._parameters["weight"] = rounded
-            self._report.rounded.append(Rounded(layer, rounded, weight.dtype, weight.requires_grad))
+            rounded = stored_weights.parameter(stored.mT if turned else stored)
+            layer._parameters[name] = rounded
+            made = Rounded(layer, name, rounded, weight.dtype, weight.requires_grad)
+            self._report.rounded.append(made)
         for module in self._paths:
             if isinstance(module, GatedMLP):
                 module.merge()
+
+    def _weights_of_products(self) -> Iterator[tuple[Any, str, bool]]:
+        """Layers and experts whose products are tmm's, the names of their weights, and whether
+        these have K first."""
+        for layer in self._layers:
+            yield layer, "weight", not isinstance(layer, nn.Linear)  # a Conv1D's is [K, N]
+        for module in self._paths:
+            if isinstance(module, (experts.TransformersExperts, experts.Experts)):
+                for name in ("gate_up_proj", "up_proj", "down_proj"):
+                    if module._parameters.get(name) is not None:
+                        yield module, name, bool(module.is_transposed)
 
     def _swap(self, module: nn.Module, after: Any) -> None:
         before, module.__class__ = type(module), after

@@ -22,7 +22,8 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def quantised(weight: Tensor, format: str) -> Quantized:
-    """``weight`` ``[N, K]`` by :func:`tmm_core.quantize`, as a tensor of the weight's dtype.
+    """``weight`` ``[N, K]`` or ``[E, N, K]`` by :func:`tmm_core.quantize`, as a tensor of the
+    weight's dtype.
 
     Numbers of 8 bits have a scale for each row. Smaller ones have one for each group along K, the
     format's longest that divides K; if none does, one for each row.
@@ -33,7 +34,13 @@ def quantised(weight: Tensor, format: str) -> Quantized:
     form, k = formats.named(format), weight.shape[-1]
     fit = [size for rows, size in form.grids if rows == 1 and size and k % size == 0]
     group = max(fit, default=0) if form.pack > 1 else 0
-    found = quantize(weight, format, group=group)
+    if weight.dim() == 2:
+        found = quantize(weight, format, group=group)
+    else:  # one by one: fp32 copies of all would take several times their memory
+        each = [quantize(matrix, format, group=group) for matrix in weight]
+        scales = [one.scale.reshape(one.shape[0], -1) for one in each]
+        stored = torch.stack([one.stored for one in each])
+        found = Quantized(stored, torch.stack(scales), format=format, group=group or None)
     return found.to(weight.dtype)  # type: ignore[return-value]
 
 
