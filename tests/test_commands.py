@@ -14,7 +14,7 @@ from tmm_core.tools import cli as tmm_cli
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("docs", "plugins", "examples", "benchmarks")
-#: The changelog also names what is gone.
+#: The changelog also names removed commands.
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (*ROOT.glob("*.md"), *(p for name in FOLDERS for p in (ROOT / name).rglob("*.md")))

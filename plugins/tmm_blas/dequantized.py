@@ -22,15 +22,15 @@ Values = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
 def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
-    """A function that gives the values of operand ``of``, with those scales that differ along K;
-    the operand itself, if it is plain. On a GPU it is one pass of a Triton kernel where that serves
-    the operand, else torch's operators.
+    """A function that returns the values of operand ``of``, times the scales that differ along K.
+    It returns a plain operand itself. On a GPU it is one pass of a Triton kernel if that serves the
+    operand, otherwise torch's operators.
 
-    It takes the stored numbers; their scales, which are read only if they form a grid; and zero
-    points, a grid too, or what broadcasts to the values.
+    Its arguments are the stored numbers, their scales and their zero points. Scales are read only
+    if they form a grid. Zero points form a grid too, or broadcast to the values.
 
     Args:
-        dtype: Of the values; by default one that holds them exactly, or with such scales as
+        dtype: The values' dtype. The default holds them exactly, or with scales of a grid as
             precisely as the result needs.
     """
     spec: Operand = getattr(problem, of)
@@ -49,7 +49,7 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
     def values(t: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
         scale = scale if spec.grid else None
         if of == "b":
-            # Along K, as a weight's owner stores it, what torch's operators return is aligned.
+            # In the layout of the stored weight, with K contiguous, torch's results are aligned.
             t = t.mT
             scale, zero = (x if x is None or x.dim() < 2 else x.mT for x in (scale, zero))
         if fused is not None:

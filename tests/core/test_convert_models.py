@@ -1,5 +1,5 @@
-"""Converted models of Transformers, with adapters of peft and weights of torchao, before and after:
-what the unconverted model gives."""
+"""Converted models of Transformers give the original's results, with peft's adapters and torchao's
+weights too, whether these come before or after ``convert``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES |= {"intermediate_size": 24}
 
 
 def library(name: str) -> Any:
-    """Imports a library, which may warn of its own affairs; skips the test without it."""
+    """Import a library without its own warnings; skip the test if it is absent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""``tmm bench --no-records``: tuning without any record, held against an exhaustive search."""
+"""``tmm bench --no-records``: tuning without any record, compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def problem() -> Any:
 
 
 class Wide(FakeKernel):
-    """A kernel whose last tile is proposed in an exhaustive search alone."""
+    """A kernel whose last tile only an exhaustive search proposes."""
 
     def configs(self, problem: Any) -> Iterable[FakeConfig]:
         tiles = self.tiles[:-1] if SEARCH_LIMITED.get() else self.tiles
@@ -44,7 +44,7 @@ class Wide(FakeKernel):
 
 
 class Costs:
-    """A timer by which a kernel takes the µs of its tile, and BLAS 10."""
+    """A timer: a kernel takes the µs given for its tile, and BLAS 10 µs."""
 
     def __init__(self, us: dict[int, float]) -> None:
         self.us = us
@@ -60,7 +60,7 @@ class Costs:
 def searched(
     monkeypatch: pytest.MonkeyPatch, us: dict[int, float], *tried: CandidateResult
 ) -> dict[str, Any]:
-    """The search's document where a tuning chose the first of what it tried, or else BLAS."""
+    """The search's document if a tuning chose the first candidate it tried, or BLAS."""
     monkeypatch.setattr(exhaustive, "timer_for", lambda device: Costs(us))
     blas = CandidateResult("blas", "1", blas_config(), "ok", (10.0,))
     record = TuningRecord(
@@ -96,7 +96,7 @@ def test_a_tuning_that_found_the_best_has_no_regret(monkeypatch: pytest.MonkeyPa
     register(Wide("fake.wide", tiles=(1, 2, 3)))
     found = searched(monkeypatch, {1: 5.0, 2: 6.0, 3: 7.0}, tile(1, 9), tile(2, 9))
     assert (found["step"], found["regret"]) == ("found", 1.0)
-    # BLAS is the best there is where no kernel beats it by the margin.
+    # BLAS is the best if no kernel beats it by the margin.
     found = searched(monkeypatch, {1: 9.95, 2: 20.0, 3: 20.0})
     assert (found["step"], found["regret"]) == ("found", 1.0)
 
@@ -114,7 +114,7 @@ def test_a_wrong_or_failing_candidate_is_not_the_best(monkeypatch: pytest.Monkey
 
 
 def test_searches_share_what_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not where the tunings compile, which start with nothing."""
+    """Their compile cache is not the tunings', which starts empty."""
     folders = []
 
     class Noting(Wide):

@@ -1,4 +1,4 @@
-"""Expert layers of Transformers with quantised weights: logits of the same models with the
+"""Expert layers of Transformers with quantised weights give the logits of the same models with
 dequantised weights, without any kernel from a hub."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ours() -> Iterator[Any]:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The weight and epilogue of every grouped product that is asked for."""
+    """The weight and epilogue of every grouped product that is called."""
     asked: list[Any] = []
     original = tmm_core.grouped.grouped_matmul
 

@@ -1,4 +1,4 @@
-"""Estimates of time: of all kernels on one machine model, held against the shipped records."""
+"""Time estimates of all kernels, from one machine model, compared with the shipped records."""
 
 from __future__ import annotations
 

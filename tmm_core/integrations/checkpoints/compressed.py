@@ -1,4 +1,4 @@
-"""compressed-tensors, pack-quantized: words of eight numbers along K, which are bytes of two."""
+"""compressed-tensors, pack-quantized: each 32-bit word holds eight numbers along K, two a byte."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def read(
     """A weight of 4 bits of a compressed-tensors checkpoint, in the memory of its tensors.
 
     Args:
-        weight_packed: ``[N, K/8]`` int32, of numbers plus 8.
+        weight_packed: ``[N, K/8]`` int32; the stored numbers are 8 larger.
         weight_scale: ``[N, K/g]``.
-        weight_zero_point: ``[N/8, K/g]`` int32, of numbers plus 8, packed along N.
+        weight_zero_point: ``[N/8, K/g]`` int32, packed along N; the stored numbers are 8 larger.
 
     Raises:
         ValueError: A tensor has another dtype or shape, or K has no such groups.
