@@ -236,7 +236,8 @@ class Tuning:
 
         Args:
             settle: For the last round: warm-up samples of each candidate. Large products are
-                captured several times in that round. It is repeated if BLAS was disturbed during it.
+                captured several times in that round. It is repeated if BLAS was disturbed during
+                it.
         """
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
