@@ -324,8 +324,10 @@ def test_mxfp4_without_the_name(ours: Any, tmp_path: Path) -> None:
     assert not hasattr(method, "_tmm_theirs")
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8", "int4", "mxfp4"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("Qwen3Moe", "int8"), ("DeepseekV3", "fp8"), ("GptOss", "int4"), ("GptOss", "mxfp4")],
+)
 def test_weights_of_experts_are_rounded(
     name: str, weights: str, ours: Any, products: list[Any]
 ) -> None:
@@ -356,7 +358,7 @@ def test_weights_of_experts_are_rounded(
 
 
 def tiny_weight(name: str, path: str) -> Tensor:
-    return _original(name).get_parameter(path).double()
+    return _original(name).get_parameter(path).detach().double()
 
 
 @functools.cache
