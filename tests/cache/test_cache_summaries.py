@@ -11,7 +11,7 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
 from tmm_cache import CacheStore, measurements, scan
 from tmm_cache.header import HEADER_BYTES, Best, Header, read_header
-from tmm_cache.record import TuningRecord
+from tmm_cache.record import CandidateResult, TuningRecord
 
 
 def test_summaries_say_in_brief_what_entries_say(
@@ -146,3 +146,16 @@ def test_a_winner_that_was_not_timed_has_no_speedup(
     us: float | None, blas_us: float | None, speedup: float | None
 ) -> None:
     assert Best("k", {}, us, blas_us).speedup == speedup
+
+
+def test_candidates_without_a_time_come_last_and_the_winner_first() -> None:
+    candidates = [
+        CandidateResult("failed", "1", {}, "failed", ()),
+        CandidateResult("slow", "1", {}, "ok", (9.0, 9.0)),
+        CandidateResult("wrong", "1", {}, "wrong", ()),
+        CandidateResult("won", "1", {}, "ok", (5.0, 5.0)),
+        CandidateResult("fast", "1", {}, "ok", (4.0, 4.0)),
+    ]
+    shown = [cells[:2] for cells, _ in measurements.rows(candidates, 3)]
+    expected = [("*", "won"), ("", "fast"), ("", "slow"), ("", "failed"), ("", "wrong")]
+    assert shown == expected

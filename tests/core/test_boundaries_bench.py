@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from fakes import FakeKernel, register
 from test_bench import ColumnTimer, document, small_problems
 from tmm_cache import CandidateResult
 
-from tmm_core.bench import host, providers, report, runner, suites
+from tmm_core.bench import grouped_baselines, host, providers, report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results
 
@@ -132,3 +133,47 @@ def test_the_worst_by_another_clock_is_the_least_ratio() -> None:
     found = dict(zip(report.CLOCK_COLUMNS, row, strict=True))
     assert (found["in use"], found["steady"]) == ("1.414 / 1.000", "1.000 / 0.800")
     assert found["alone"] == ""
+
+
+# -- torch's grouped products -------------------------------------------------------------
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+class OnGpu:
+    """The form of a tensor on a GPU."""
+
+    is_cuda, device = True, "cuda"
+
+    def __init__(self, *shape: int, dtype: torch.dtype = E4M3, column: bool = False) -> None:
+        stored = (*shape[:-2], *shape[:-3:-1]) if column else shape
+        form = torch.empty(stored, dtype=dtype, device="meta")
+        self.form = form.mT if column else form
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.form, name)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "serves"),
+    [
+        (OnGpu(8, 64), OnGpu(2, 64, 32, column=True), True),
+        (OnGpu(8, 64), OnGpu(2, 64, 32), False),
+        (OnGpu(8, 64, dtype=torch.float8_e5m2), OnGpu(2, 64, 32, column=True), False),
+        (OnGpu(8, 64), OnGpu(2, 64, 24, column=True), False),
+        (OnGpu(8, 72), OnGpu(2, 72, 32, column=True), False),
+        (OnGpu(2, 8, 64), OnGpu(64, 32, column=True), False),
+    ],
+)
+def test_torchs_scaled_groups_need_multiples_of_16(
+    monkeypatch: pytest.MonkeyPatch, a: Any, b: Any, serves: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    call: Any = types.SimpleNamespace(a=a, b=b)
+    assert grouped_baselines._scales_each(call) is serves
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not grouped_baselines._scales_each(call)

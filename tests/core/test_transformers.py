@@ -353,3 +353,27 @@ def test_pipeline(way: Any, products: list[Any]) -> None:
     for ours_, theirs in zip(found, expected, strict=True):
         assert ours_["label"] == theirs["label"]
         assert ours_["score"] == pytest.approx(theirs["score"], rel=1e-5)
+
+
+class ReadingMLP(nn.Module):
+    """A gated MLP whose forward reads an attribute, which is not proven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.down_proj, self.act_fn, self.factor = nn.Linear(16, 8), nn.SiLU(), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y * self.factor
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_class_that_is_not_proven_runs_its_own_forward(compiled: bool) -> None:
+    from tmm_core.integrations import kernel_layers
+
+    mlp, x = ReadingMLP(), torch.randn(3, 8)
+    expected = mlp(x)
+    mlp.forward = kernel_layers.GatedMLP.forward.__get__(mlp)  # type: ignore[method-assign]
+    call: Any = torch.compile(mlp, backend="eager", fullgraph=True) if compiled else mlp
+    assert_close(call(x), expected)

@@ -968,3 +968,30 @@ def test_a_tuning_that_is_closed_frees_what_it_holds(monkeypatch: pytest.MonkeyP
     assert released == ["tensors"]
     assert cancelled == list(pending)
     assert tuner.tune(problem(), [FakeBlas()], settings()).best.kernel == "blas"
+
+
+def test_threads_are_started_beside_so_many_stalled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 that are stalled beside those that may work."""
+    ended = threading.Event()
+
+    class Hanging(FakeKernel):
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            ended.wait(30)
+            return super().bind(problem, config)
+
+    monkeypatch.setattr(bind, "STALLED", 0.0)
+    kernel, compiled = Hanging("hanging"), Future[None]()
+    compiled.set_result(None)
+    jobs = [(problem(), search.Candidate(kernel, FakeConfig(tile=1 + i))) for i in range(40)]
+    binding = bind.Binding(
+        jobs, [compiled] * 40, torch.device("cpu"), bind.Deadline(time.monotonic() + 60), workers=2
+    )
+    steps = binding.outcomes(lambda: None)
+    try:
+        for _ in range(20):  # each starts what has room
+            next(steps)
+        assert len(binding._begun) == 2 + 16
+    finally:
+        ended.set()
+        for _, answer in list(binding._begun.values()):
+            answer.result(30)

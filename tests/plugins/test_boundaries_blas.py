@@ -11,7 +11,7 @@ from tmm_blas import blas, grouped_mm
 from tmm_blas.blas import Blas, BlasConfig
 
 import tmm_core
-from tmm_core import Groups, Operand, Problem
+from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.interop.grouped_operator import grouped_matmul
@@ -242,3 +242,27 @@ def test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns
     expected = torch.ones(8, 8) + len(terms)
     expected[6:] = 0
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_products_of_values_have_the_rate_of_16_bits(name: str) -> None:
+    """Many rows are bound by arithmetic, which is that of the dense product."""
+    form = tmm_core.formats.named(name)
+    large = replace(LAYER, m=2**16)
+    scale = Scale.parse("row" if name == "int8" else "row bfloat16")
+    weight = Operand(form.storage[0], "col", format=name, scale=scale)
+    dense, stored = (
+        Blas().estimate_us(each, BlasConfig()) for each in (large, replace(large, b=weight))
+    )
+    assert dense is not None
+    assert stored == pytest.approx(dense, rel=0.1)
+
+
+@pytest.mark.parametrize("scale", [BF16, FP32])
+def test_values_beyond_the_range_of_fp16_are_wider(scale: torch.dtype) -> None:
+    codes = torch.full((16, 64), 127, dtype=torch.int8)
+    scales = torch.full((16, 2), 1024.0, dtype=scale)
+    x = torch.full((4, 64), 2.0**-10, dtype=FP16)
+    weight = tmm_core.Quantized(codes, scales, group=32)
+    y = tmm_core.linear(x, weight, kernel="blas")
+    assert torch.equal(y, torch.full((4, 16), 127.0 * 64, dtype=FP16))

@@ -273,3 +273,13 @@ def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:
     for m in (1, 200, 1000):
         for config in hopper_configs(ask(m, 8192, 8192)):
             assert max(1, -(-m // config.BLOCK_M)) >= config.GROUP_M
+
+
+@pytest.mark.parametrize(("m", "tiles"), [(1, 1), (64, 1), (65, 2), (256, 4)])
+def test_programs_of_split_k_go_down_all_tiles_of_m(m: int, tiles: int) -> None:
+    a, b, out = torch.empty(m, 64), torch.empty(64, 32), torch.empty(m, 32)
+    problem = problem_of(a.half(), b.half(), out.half())
+    config = replace(SplitK().default_config(problem), BLOCK_M=64)
+    found = SplitK().described(problem, config)
+    assert found is not None
+    assert found.group_m == tiles

@@ -1,0 +1,145 @@
+"""The PTX that decodes words of weights, executed instruction by instruction for every word of
+equal values and for random words, and compared with the format's own values."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton.word_decoders import PER_WORD, program
+
+from tmm_core import formats
+
+Tensor = torch.Tensor
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FLOATS = {"bf16": BF16, "f16": FP16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MASK = 0xFFFFFFFF
+
+
+def bits(t: Tensor) -> Tensor:
+    """Unsigned 32-bit words of 32-bit numbers."""
+    return t.view(torch.int32).to(torch.int64) & MASK
+
+
+def words(t: Tensor) -> Tensor:
+    """32-bit words as int32, whose bytes can be viewed."""
+    return torch.where(t >= 2**31, t - 2**32, t).to(torch.int32)
+
+
+def halves(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The 16-bit floats of words, the low one first, in fp64."""
+    return words(t).view(dtype).unflatten(-1, (-1, 2)).double()
+
+
+def pairs(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+    both = torch.stack((low, high), -1).to(dtype).contiguous()
+    return bits(both.view(torch.int32)[..., 0])
+
+
+class Machine:
+    """Registers, each of which holds a word for every lane, and the instructions of PTX."""
+
+    def __init__(self, given: dict[str, Tensor]) -> None:
+        self.registers = dict(given)
+        self.lanes = len(next(iter(given.values())))
+
+    def read(self, name: str) -> Tensor:
+        if name in self.registers:
+            return self.registers[name]
+        return torch.full((self.lanes,), int(name, 0), dtype=torch.int64)
+
+    def run(self, text: str) -> None:
+        for line in text.strip("{}").split(";"):
+            if not (line := line.strip()) or line.startswith(".reg"):
+                continue
+            name, _, rest = line.partition(" ")
+            places = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+            getattr(self, name.partition(".")[0])(name.split(".")[1:], *places)
+
+    def xor(self, kind: list[str], to: str, a: str, b: str) -> None:
+        self.registers[to] = self.read(a) ^ self.read(b)
+
+    def shr(self, kind: list[str], to: str, a: str, by: str) -> None:
+        assert kind == ["u32"]
+        self.registers[to] = self.read(a) >> int(by)
+
+    def prmt(self, kind: list[str], to: str, a: str, b: str, chosen: str) -> None:
+        both = self.read(a) | self.read(b) << 32
+        found = torch.zeros_like(both)
+        for place in range(4):
+            byte = (int(chosen, 0) >> 4 * place) & 7
+            # Of a negative int64 the shift brings ones, which the mask removes.
+            found |= ((both >> 8 * byte) & 0xFF) << 8 * place
+        self.registers[to] = found
+
+    def lop3(self, kind: list[str], to: str, a: str, b: str, c: str, table: str) -> None:
+        x, y, z = map(self.read, (a, b, c))
+        found = torch.zeros_like(x)
+        for row in range(8):
+            if int(table, 0) >> row & 1:
+                terms = [t if row & m else ~t & MASK for t, m in ((x, 4), (y, 2), (z, 1))]
+                found |= terms[0] & terms[1] & terms[2]
+        self.registers[to] = found
+
+    def mov(self, kind: list[str], to: str, a: str) -> None:
+        value = self.read(a) if a[0] != "{" else None
+        if to[0] == "{":
+            assert value is not None
+            low, high = re.findall(r"\w+", to)
+            self.registers |= {low: value & 0xFFFF, high: value >> 16}
+        else:
+            assert value is not None
+            self.registers[to] = value
+
+    def fma(self, kind: list[str], to: str, a: str, b: str, c: str) -> None:
+        dtype = FLOATS[kind[1].removesuffix("x2")]
+        x, y, z = (halves(self.read(each), dtype) for each in (a, b, c))
+        both = (x * y + z).to(dtype)
+        self.registers[to] = pairs(both[..., 0], both[..., 1], dtype)
+
+    def sub(self, kind: list[str], to: str, a: str, b: str) -> None:
+        x, y = (words(self.read(each)).view(FP32) for each in (a, b))
+        self.registers[to] = bits(x - y)
+
+    def cvt(self, kind: list[str], to: str, *given: str) -> None:
+        target, source = kind[-2], kind[-1]
+        if source == "f32":  # the first operand becomes the upper half
+            high, low = (words(self.read(each)).view(FP32) for each in given)
+            self.registers[to] = pairs(low, high, FLOATS[target.removesuffix("x2")])
+        elif target == "f32":
+            half = self.read(given[0]).to(torch.int32).view(FP16)[::2].to(FP32)
+            self.registers[to] = bits(half)
+        else:
+            narrow = self.read(given[0]).to(torch.int32).view(FLOATS[source.removesuffix("x2")])
+            low, high = narrow.unflatten(-1, (-1, 4))[:, :2].to(FP32).unbind(-1)
+            self.registers[to] = pairs(low, high, FP16)
+
+
+STORED = {"fp8": tuple(formats.named("fp8").storage)}
+CASES = [
+    (name, stored, value)
+    for name in PER_WORD
+    for stored in STORED.get(name, formats.named(name).storage[:1])
+    for value in (BF16, FP16)
+]
+
+
+@pytest.mark.parametrize(("name", "stored", "value"), CASES, ids=str)
+def test_pairs_of_values(name: str, stored: torch.dtype, value: torch.dtype) -> None:
+    count, form = PER_WORD[name], formats.named(name)
+    first = torch.cat((torch.arange(256) * 0x01010101, torch.randint(0, 2**32, (512,))))
+    second = torch.cat((torch.randint(0, 2**32, (512,)), torch.arange(256) * 0x01010101))
+    machine = Machine({f"${count}": first, f"${count + 1}": second})
+    machine.run(program(name, stored, value))
+    expected = [
+        form.dequantize(form.unpacked(words(each).view(stored).unflatten(-1, (-1, 4))))
+        for each in (first, second)
+    ]
+    for place in range(count):
+        found = halves(machine.registers[f"${place}"], value)
+        truth = torch.stack([each[:, place] for each in expected], -1).to(value).double()
+        torch.testing.assert_close(found, truth, rtol=0, atol=0, equal_nan=True)
