@@ -29,7 +29,7 @@ from tmm_core.triton import target_of
 
 def problems(capability: tuple[int, int]) -> Iterator[Problem]:
     """One of every kind: small and large, gated, batched, of 8-bit floats, unaligned, ragged, and
-    with a packed weight."""
+    with packed weights."""
     device = DeviceFingerprint(
         type="cuda",
         name="none",
@@ -56,6 +56,7 @@ def problems(capability: tuple[int, int]) -> Iterator[Problem]:
     yield replace(large, groups=Groups(8, "m", torch.int64), epilogue=parse("swiglu"))
     four = Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), torch.bfloat16))
     yield replace(decode, b=four)
+    yield replace(large, b=four, groups=Groups(8, "m", torch.int64))
 
 
 def main(capability: tuple[int, int]) -> int:

@@ -1,5 +1,5 @@
-"""``triton.gathered``: rows of ``a`` that an index names are copied side by side, and the Hopper
-kernel multiplies the copy.
+"""``triton.gathered`` and ``triton.gathered_mixed_input``: rows of ``a`` that an index names are
+copied side by side, and a Hopper kernel multiplies the copy.
 
 On Hopper TMA loads rows that lie side by side. ``triton.ragged`` gathers them through registers
 instead: it needs no copy, but reaches less of the tensor cores' rate. A copy reads and writes each
@@ -11,19 +11,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Machine, Operand, Problem
+from tmm_core import Config, Launcher, Machine, Operand, Problem
 from tmm_core.triton import pointer
 from tmm_triton.hopper.config import WarpSpecializedConfig
 from tmm_triton.hopper.operand_layout import ALIGNMENT
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
+from tmm_triton.mixed_input import MixedInput, MixedInputConfig
 from tmm_triton.operands import Build
 from tmm_triton.triton_kernel import Built, version_with
+
+C = TypeVar("C", bound=Config)
 
 #: Rows and bytes of a row that one program copies.
 _ROWS, _BYTES = 8, 2048
@@ -47,22 +50,20 @@ def gather_kernel(
     tl.store(copy_ptr + rows[:, None].to(tl.int64) * K + columns[None, :], row, mask=inside)
 
 
-class Gathered(Built[WarpSpecializedConfig]):
-    """A copy of the gathered rows, then ``triton.warp_specialized``."""
+class _Copied(Built[C]):
+    """A copy of the gathered rows, then another kernel."""
 
-    name = "triton.gathered"
-    traits = WarpSpecialized.traits
-    config_type = WarpSpecializedConfig
-    # Scales would be gathered with their rows.
-    supports = replace(WarpSpecialized.supports, ragged=("m",), formats=(), scales=())
+    #: The class of that kernel, and the version of the copy.
+    after: ClassVar[type[Built[Any]]]
+    own_version: ClassVar[str]
 
     @functools.cached_property
-    def inner(self) -> WarpSpecialized:
-        return WarpSpecialized()
+    def inner(self) -> Built[C]:
+        return self.after()
 
     @functools.cached_property
     def version(self) -> str:
-        return version_with("3", [self.inner])
+        return version_with(self.own_version, [self.inner])
 
     def declines(self, problem: Problem) -> Iterable[str]:
         if problem.groups is None or problem.groups.a_index is None:
@@ -74,26 +75,26 @@ class Gathered(Built[WarpSpecializedConfig]):
         else:
             yield from self.inner.reasons_against(gathered(problem))
 
-    def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
+    def configs(self, problem: Problem) -> Iterable[C]:
         return self.inner.configs(gathered(problem))
 
-    def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
+    def arithmetic(self, problem: Problem, config: C) -> str | None:
         return self.inner.arithmetic(gathered(problem), config)
 
-    def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
-        product = self.inner.estimate_us(gathered(problem), config)
+    def estimate_us(self, problem: Problem, config: C) -> float:
+        product = self.inner.estimate_us(gathered(problem), config) or 0.0
         # Read once, written once.
         moved = 2 * problem.m * problem.k * problem.a.dtype.itemsize
         return product + _LAUNCH_US + moved / Machine.of(problem.device).memory
 
-    def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
+    def workspace_bytes(self, problem: Problem, config: C) -> int:
         own = problem.m * problem.k * problem.a.dtype.itemsize
         return own + self.inner.workspace_bytes(gathered(problem), config)
 
-    def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
+    def builds(self, problem: Problem, config: C) -> list[Build]:
         return [_copy(problem), *self.inner.builds(gathered(problem), config)]
 
-    def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
+    def bind(self, problem: Problem, config: C) -> Launcher:
         groups = problem.groups
         assert groups is not None
         product: Any = self.inner.bind(gathered(problem), config)
@@ -111,6 +112,29 @@ class Gathered(Built[WarpSpecializedConfig]):
             return result
 
         return run
+
+
+class Gathered(_Copied[WarpSpecializedConfig]):
+    """A copy of the gathered rows, then ``triton.warp_specialized``."""
+
+    name = "triton.gathered"
+    after = WarpSpecialized
+    own_version = "3"
+    traits = WarpSpecialized.traits
+    config_type = WarpSpecializedConfig
+    # Scales would be gathered with their rows.
+    supports = replace(WarpSpecialized.supports, ragged=("m",), formats=(), scales=())
+
+
+class GatheredMixedInput(_Copied[MixedInputConfig]):
+    """A copy of the gathered rows, then ``triton.mixed_input``."""
+
+    name = "triton.gathered_mixed_input"
+    after = MixedInput
+    own_version = "1"
+    traits = MixedInput.traits
+    config_type = MixedInputConfig
+    supports = MixedInput.supports
 
 
 def gathered(problem: Problem) -> Problem:

@@ -17,12 +17,14 @@ KERNELS = {
     "triton.split_k": ("split_k", "SplitK"),
     "triton.skinny": ("skinny", "Skinny"),
     "triton.streaming": ("streaming", "Streaming"),
+    "triton.mixed_input": ("mixed_input", "MixedInput"),
     "triton.fused_epilogue": ("tiled", "FusedEpilogue"),
     "triton.persistent": ("persistent", "Persistent"),
     "triton.warp_specialized": ("hopper.warp_specialized", "WarpSpecialized"),
     "triton.realigned": ("realigned", "Realigned"),
     "triton.ragged": ("ragged", "Ragged"),
     "triton.gathered": ("gathered", "Gathered"),
+    "triton.gathered_mixed_input": ("gathered", "GatheredMixedInput"),
 }
 
 

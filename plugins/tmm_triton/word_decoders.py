@@ -36,6 +36,101 @@ def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
     return "\n".join(["{", *lines, "}"])
 
 
+def offset(form: str, value: torch.dtype, zero: torch.dtype) -> int:
+    """What is subtracted with a zero point of dtype ``zero`` after :func:`pair_program`'s decoding:
+    a whole zero point at once with what an int4 number has in the mantissa of a float, a fraction
+    after it, because it has no bits there."""
+    if form not in ("int4", "int4_signed"):
+        return 0
+    origin = 8 if form == "int4_signed" else 0
+    if zero.is_floating_point:
+        return origin - 8
+    return origin + (128 if value is torch.bfloat16 else 1024)
+
+
+def pair_program(
+    form: str,
+    stored: torch.dtype,
+    value: torch.dtype,
+    zero: torch.dtype | None,
+    *,
+    scaled: bool,
+) -> str:
+    """The PTX that decodes the lowest bits of ``$1``, two neighbours in memory, to a pair ``$0``.
+
+    Args:
+        form, stored, value: As for :func:`program`.
+        zero: The dtype of zero points: ``$2`` is a pair of ``-(zero point + offset(…))``.
+        scaled: The last operand is a pair that multiplies the result.
+    """
+    brain = value is torch.bfloat16
+    kind = "bf16x2" if brain else "f16x2"
+    if form in ("int4", "int4_signed"):
+        lines = _int4_pair(brain, signed=form == "int4_signed")
+        if zero is None or zero.is_floating_point:
+            own = "0xC308C308" if brain else "0xE408E408"
+            lines += [f"mov.b32 offset, {own};", f"fma.rn.{kind} t, t, one, offset;"]
+    elif form == "int8":
+        lines = _int8_pair(brain)
+    else:
+        lines = _fp8_pair("e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2", brain)
+    if zero is not None:
+        lines += [f"fma.rn.{kind} t, t, one, $2;"]
+    if scaled:
+        lines += ["mov.b32 offset, 0x80008000;"]  # negative zero keeps the sign of zero
+        lines += [f"fma.rn.{kind} t, t, ${2 if zero is None else 3}, offset;"]
+    one = "0x3F803F80" if brain else "0x3C003C00"
+    head = [".reg .b32 t, one, offset;", f"mov.b32 one, {one};"]
+    return "\n".join(["{", *head, *lines, "mov.b32 $0, t;", "}"])
+
+
+def _int4_pair(brain: bool, signed: bool) -> list[str]:
+    """As :func:`_int4`: the higher number is moved to the higher half by a multiplication."""
+    magic = 0x43004300 if brain else 0x64006400
+    if signed:
+        magic |= 0x00080008  # its sign bit is flipped
+    return [
+        "mul.lo.u32 t, $1, 0x1001;",
+        f"lop3.b32 t, t, 0x000F000F, {magic:#010x}, 0x6A;",  # (t & mask) ^ magic
+    ]
+
+
+def _int8_pair(brain: bool) -> list[str]:
+    """As :func:`_int8`."""
+    round_pair = "cvt.rn.bf16x2.f32" if brain else "cvt.rn.f16x2.f32"
+    return [
+        ".reg .b32 u, s, magic;",
+        ".reg .f32 x, y;",
+        "xor.b32 u, $1, 0x8080;",
+        "mov.b32 magic, 0x4B000000;",
+        "prmt.b32 s, u, magic, 0x7540;",
+        "mov.b32 x, s;",
+        "prmt.b32 s, u, magic, 0x7541;",
+        "mov.b32 y, s;",
+        "sub.f32 x, x, 0f4B000080;",
+        "sub.f32 y, y, 0f4B000080;",
+        f"{round_pair} t, y, x;",
+    ]
+
+
+def _fp8_pair(kind: str, brain: bool) -> list[str]:
+    """As :func:`_fp8`."""
+    lines = [
+        ".reg .b16 pair, rest, p, q;",
+        ".reg .f32 x, y;",
+        "mov.b32 {pair, rest}, $1;",
+        f"cvt.rn.f16x2.{kind} t, pair;",
+    ]
+    if brain:
+        lines += [
+            "mov.b32 {p, q}, t;",
+            "cvt.f32.f16 x, p;",
+            "cvt.f32.f16 y, q;",
+            "cvt.rn.bf16x2.f32 t, y, x;",
+        ]
+    return lines
+
+
 def _int4(brain: bool, signed: bool) -> list[str]:
     """``q − 8``, or ``q`` in two's complement: ``q`` (``q + 8``) becomes the lowest bits of 128 in
     bfloat16, or of 1024 in float16."""

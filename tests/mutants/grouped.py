@@ -402,8 +402,8 @@ GROUPED = [
     Mutant(
         "gathered-version",
         "gathered.py",
-        'version_with("3", [self.inner])',
-        'version_with("3", [])',
+        "version_with(self.own_version, [self.inner])",
+        "version_with(self.own_version, [])",
         "records outlive the inner kernel that they timed",
         ("tests/plugins/test_gathered.py::test_its_version_is_that_of_both",),
     ),

@@ -22,7 +22,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +333,8 @@ def run_block(
     overlaps: bool = False,
     at_rest: Sequence[Descriptor] = (),
     module: types.ModuleType | None = None,
+    kernel: tuple[str, Sequence[types.ModuleType]] = ("warp_specialized_kernel", MODULES),
+    instead: Mapping[str, Any] | None = None,
 ) -> None:
     """Run one block of the kernel to its end.
 
@@ -500,6 +502,7 @@ def run_block(
         NVMMASharedLayout=_Layout,
         BlockedLayout=lambda *fields: None,
         SliceLayout=lambda axis, parent: None,
+        SwizzledSharedLayout=_Layout,
         int64=np.int64,
         uint64=np.uint64,
         float32=np.float64,
@@ -507,6 +510,7 @@ def run_block(
     )
     names: dict[str, Any] = {
         "gl": language,
+        "tl": language,
         "mbarrier": types.SimpleNamespace(
             init=init,
             wait=wait,
@@ -525,7 +529,7 @@ def run_block(
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "__builtins__": __builtins__,
     }
-    for each in MODULES if module is None else (*MODULES, module):
+    for each in kernel[1] if module is None else (*kernel[1], module):
         for name, value in vars(each).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):
@@ -536,7 +540,8 @@ def run_block(
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
     # It has addresses, and a test of its own.
     names |= {"prefetch": lambda *_: None}
-    names["warp_specialized_kernel"](*arguments)
+    names |= instead or {}
+    names[kernel[0]](*arguments)
     if overlaps and not all(ended.values()):
         raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
     if loading:

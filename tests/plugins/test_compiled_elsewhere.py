@@ -44,6 +44,8 @@ PROBLEMS = {
     "decode": replace(LARGE, m=16),
     "skinny": replace(LARGE, m=2, b=Operand(torch.bfloat16, "col")),
     "packed": replace(LARGE, m=2, b=INT4),
+    "packed_rows": replace(LARGE, m=512, b=INT4),
+    "packed_gathered": replace(LARGE, b=INT4, groups=Groups(8, "m", a_index=torch.int32)),
     "large_k": replace(LARGE, m=256, n=256, k=65536, residual=ROW, scaled=True),
     "gated": replace(LARGE, m=2048, n=14336, epilogue=parse("swiglu")),
     "unaligned": replace(LARGE, m=4097, n=4097, k=4097, a=LOOSE, b=LOOSE, out=LOOSE),
@@ -57,6 +59,8 @@ LAUNCHES = {
     "triton.warp_specialized": {1, 2},
     "triton.realigned": {2},
     "triton.gathered": {2},
+    "triton.gathered_mixed_input": {2},
+    "triton.mixed_input": {1, 2},
 }
 
 

@@ -1,0 +1,486 @@
+"""``triton.mixed_input``: multiplies 16-bit rows by packed weights on Hopper's tensor cores.
+
+It serves what is too large for :mod:`tmm_triton.streaming`. The result is computed transposed::
+
+    out.T  [N, M]  =  weight [N, K]  ·  a.T [K, M]
+                      in registers      in shared memory
+
+The weight is the operand that ``wgmma`` reads from registers. So it goes from memory to shared
+memory packed, and from there to registers, where it is decoded; decoded values are never stored.
+Every thread loads the pairs of values that ``wgmma`` expects of it.
+
+* A producer warp requests boxes of both operands from TMA. One to three consumers of four warps
+  multiply their own rows of the weight by all rows of the tile of ``a``.
+* While one consumer decodes, the tensor cores work for the others.
+* Scales of groups are applied to the sums of each step, in fp32. A tile of 256 rows has no
+  registers for two sums: there the weight's values are multiplied, and rounded to 16 bits, as
+  dequantising does.
+* Blocks are persistent, so that the next tile's operands arrive while one is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tmm_core import ANY, ConfigError, Machine, Problem, Supports, Traits
+from tmm_core.triton import Described, pointer
+from tmm_triton import word_decoders
+from tmm_triton.mixed_input_device import mixed_input_kernel
+from tmm_triton.operands import Build, TileConfig, Typed, build, check, kind
+from tmm_triton.partials import MOST_WORKSPACE, reduction
+from tmm_triton.pdl import ways, with_early
+from tmm_triton.triton_kernel import (
+    FLOATS,
+    Built,
+    missing_toolchain,
+    unsteppable,
+    without_gluon,
+)
+
+#: Rows of one ``wgmma``.
+_WGMMA = 64
+#: mbarriers, and Triton's memory for starting the partitions.
+_SHARED_OVERHEAD = 1024
+#: Registers of a thread for operands and sums, by the number of consumers: 240, 160 or 112 in all.
+_MOST_REGISTERS = {1: 200, 2: 200, 3: 128, 4: 80}
+#: A digest of the device code, for Triton's cache key (:class:`Constants`).
+_SOURCE = hashlib.sha256(
+    Path(__file__).read_bytes() + Path(__file__).with_name("mixed_input_device.py").read_bytes()
+).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedInputConfig(TileConfig):
+    """A tile, and how the block's warps share it.
+
+    Args:
+        BLOCK_M: Rows of ``a``.
+        BLOCK_N: Columns of the result, of all consumers.
+        BLOCK_K: Step along K.
+        num_stages: Stages of the ring.
+        num_warps: Warps of a consumer.
+        consumers: How many consumers share the tile.
+        k_ways: How many of them share the steps along K, for the same columns.
+        splits: Parts along K, added by a second kernel.
+        evict_first: Operands are loaded with the ``evict_first`` hint.
+        early: See :mod:`tmm_triton.pdl`; ``""`` or ``"wait"``.
+    """
+
+    consumers: int
+    splits: int
+    k_ways: int = 1
+    evict_first: bool = False
+    num_warps: int = 4
+    early: str = ""
+
+    def __post_init__(self) -> None:
+        check("BLOCK_M", self.BLOCK_M, (16, 32, 64, 128, 256))
+        check("BLOCK_K", self.BLOCK_K, (64, 128))
+        check("num_stages", self.num_stages, range(2, 17))
+        check("num_warps", self.num_warps, (4,))
+        check("consumers", self.consumers, (1, 2, 3, 4))
+        check("splits", self.splits, range(1, 65))
+        check("early", self.early, ("", "wait"))  # type: ignore[arg-type]
+        check("k_ways", self.k_ways, [ways for ways in (1, 2, 3, 4) if self.consumers % ways == 0])
+        if self.num_stages % self.k_ways or self.num_stages == self.k_ways:
+            # Each has its own stages, and holds one while it waits for its next one.
+            raise ValueError(f"{self.k_ways} consumers cannot share {self.num_stages} stages")
+        if self.BLOCK_N // self.n_ways not in (_WGMMA, 2 * _WGMMA):
+            raise ValueError(f"{self.n_ways} consumers cannot share {self.BLOCK_N} columns")
+
+    @property
+    def n_ways(self) -> int:
+        """How many consumers share the columns."""
+        return self.consumers // self.k_ways
+
+    @property
+    def high(self) -> int:
+        """Columns of the result of a consumer."""
+        return self.BLOCK_N // self.n_ways
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Edits of the kernel's PTX (:mod:`tmm_core.triton.ptx`)."""
+        return ("evict_first",) if self.evict_first else ()
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of shared memory per block."""
+        c = Constants.of(problem, self)
+        exchanged = 4 * (c.consumers - c.n_ways) * c.rows * c.BLOCK_M
+        return self.num_stages * c.stage_bytes + exchanged + _SHARED_OVERHEAD
+
+    def registers(self, problem: Problem) -> int:
+        """Registers of a thread for the sums, a step's sums, values and stored pairs."""
+        c = Constants.of(problem, self)
+        sums = c.rows * c.BLOCK_M // 128
+        return sums * (2 if c.PROMOTED else 1) + 2 * c.rows * c.BLOCK_K // 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants(MixedInputConfig):
+    """The constants that the kernel is specialised on: a config, and what the code depends on of a
+    problem."""
+
+    #: 2 for a gated product: the gate's rows of the weight, then the up projection's.
+    HALVES: int
+    #: Rows and values along K that share a scale; 0 if the scale is one for whole rows.
+    OUTER: int
+    GROUP: int
+    #: ``"row"``, ``"tensor"`` or None: a scale that multiplies whole sums.
+    ROW_SCALE: str | None
+    ZERO: bool
+    #: What decoding leaves to subtract besides a zero point.
+    OFFSET: int
+    #: Bytes of two stored values.
+    PAIR: int
+    #: Each step is summed separately, and multiplied by its scales; or values are, before.
+    PROMOTED: bool
+    PROGRAM: str
+    #: Rows are divided into groups, each with its own matrix of the weight; rows of no group become
+    #: zeros; and rows of the result are stored where an index says.
+    RAGGED: bool
+    ZEROED: bool
+    SCATTERED: bool
+    OVERLAPS: bool
+    #: Stands for the code of the properties below, which Triton's cache key does not hold.
+    SOURCE: str = _SOURCE
+
+    @classmethod
+    def of(cls, problem: Problem, config: MixedInputConfig) -> Constants:
+        form, b, value = problem.b.form, problem.b, problem.a.dtype
+        assert form is not None
+        if b.grid and b.block[1] % config.BLOCK_K:
+            raise ConfigError(f"{config} has steps of several groups of {b.block[1]} values")
+        if problem.gated and config.high != _WGMMA:
+            raise ConfigError(f"{config} has {config.high} columns of gate and up, not {_WGMMA}")
+        if config.splits > 1 and (problem.gated or problem.groups is not None):
+            raise ConfigError(f"{config} splits a gated or grouped product")
+        parts = config.splits * config.k_ways
+        if parts > 1 and problem.k < parts * config.BLOCK_K:
+            raise ConfigError(f"{config} divides K {problem.k} into more parts than steps")
+        # Values are multiplied only by scales that need no rounding.
+        fine = b.scale is not None and b.scale.dtype == value and config.BLOCK_M > 128
+        return cls(
+            **vars(config),
+            HALVES=2 if problem.gated else 1,
+            OUTER=max(1, b.block[0]) if b.grid else 1,
+            GROUP=b.block[1] if b.grid else 0,
+            ROW_SCALE=None if b.grid else kind(b),
+            ZERO=b.zero is not None,
+            OFFSET=0 if b.zero is None else word_decoders.offset(form.name, value, b.zero),
+            PAIR=2 * b.dtype.itemsize // b.pack,
+            PROMOTED=b.grid and not fine,
+            PROGRAM=word_decoders.pair_program(
+                form.name, b.dtype, value, b.zero, scaled=b.grid and fine
+            ),
+            RAGGED=problem.groups is not None,
+            ZEROED=problem.groups is not None and problem.groups.zeroed,
+            SCATTERED=problem.groups is not None and problem.groups.out_index is not None,
+            OVERLAPS=config.early != "",
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a consumer: all of both halves."""
+        return self.high * self.HALVES
+
+    @property
+    def in_operand(self) -> bool:
+        """Values are multiplied by their scales."""
+        return self.GROUP > 0 and not self.PROMOTED
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes that arrive for a step."""
+        return self.BLOCK_K * (2 * self.BLOCK_M + self.n_ways * self.rows * self.PAIR // 2)
+
+    @property
+    def unit(self) -> torch.dtype:
+        """What a pair of stored values is read as."""
+        return torch.uint8 if self.PAIR == 1 else torch.int16
+
+    @property
+    def units(self) -> gl.DistributedLinearLayout:
+        """The layout of a consumer's stored pairs, [rows, BLOCK_K / 2]: a thread has those that
+        ``wgmma`` reads from its registers."""
+        return self._units_of(self.rows)
+
+    @property
+    def units_of_half(self) -> gl.DistributedLinearLayout:
+        """The same for the rows of gate or up, [high, BLOCK_K / 2]."""
+        return self._units_of(self.high)
+
+    def _units_of(self, rows: int) -> gl.DistributedLinearLayout:
+        registers = [[8, 0], [0, 4]]
+        registers += [[0, 8 << i] for i in range((self.BLOCK_K // 16).bit_length() - 1)]
+        registers += [[64 << i, 0] for i in range((rows // _WGMMA).bit_length() - 1)]
+        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+        warps = [[16, 0], [32, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, self.BLOCK_K // 2])
+
+    @property
+    def b_layout(self) -> gl.NVMMASharedLayout:
+        """The layout of a consumer's part of a stage in shared memory."""
+        _, element = _ELEMENTS[self.unit]
+        return gl.NVMMASharedLayout.get_default_for([self.high, self.BLOCK_K // 2], element)
+
+    @property
+    def sums(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's sums, [rows, BLOCK_M]."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_M, 16])
+
+    @property
+    def worker_warps(self) -> list[int]:
+        """Warps of each role except the first consumer, which is Triton's default partition."""
+        return [4] * (self.consumers - 1) + [1]
+
+    @property
+    def worker_registers(self) -> list[int]:
+        """Registers per thread of these roles: the producer has the minimum of setmaxnreg."""
+        return [{3: 160, 4: 112}.get(self.consumers, 240)] * (self.consumers - 1) + [24]
+
+
+#: BLOCK_K, consumers, how many of them share K, and rows of the weight of each, by BLOCK_M.
+_SHAPES = {
+    16: (
+        (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 4, 4, 64), (128, 2, 1, 64),
+        (128, 4, 2, 64), (128, 4, 1, 64), (128, 2, 1, 128), (128, 2, 2, 128), (128, 4, 2, 128),
+    ),
+    32: (
+        (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 4, 4, 64), (128, 2, 1, 64),
+        (128, 4, 2, 64), (128, 4, 1, 64), (128, 2, 1, 128), (128, 2, 2, 128),
+    ),
+    64: (
+        (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 2, 1, 64), (64, 4, 2, 64),
+        (64, 2, 1, 128), (64, 2, 2, 128),
+    ),
+    128: (
+        (128, 2, 1, 64), (64, 2, 1, 64), (64, 2, 1, 128), (64, 1, 1, 64), (64, 2, 2, 64),
+    ),
+    256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
+}  # fmt: skip
+#: Configs proposed for one problem: the best of 14 to 27 was among the first three by estimate in
+#: each of the 17 products that the estimate was fitted to.
+_TRIED = 6
+#: Maximum number of stages: more only take longer to fill.
+_MOST_STAGES = 12
+#: Minimum K of a part.
+_LEAST_PART = 512
+#: Maximum rows for which operands are loaded with ``evict_first``: it gains up to 5 %.
+_EVICTED = 64
+#: µs of a launch, of a step, and for each value to decode, each product, and each element to store:
+#: of one consumer alone, and of an SM. They, the share of the memory's rate, and the bytes per µs
+#: that an SM receives were fitted to 239 configs of 17 products by 4-bit integers in groups of 128
+#: on an H100, to within 9 % (``benchmarks/results/h100/mixed_input_configs.jsonl``).
+_LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
+_DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
+_READ, _BROUGHT = 0.59, 8.55e4
+#: µs of the reducing kernel, and for each partial sum.
+_REDUCE_US, _PARTIAL_US = 2.57, 9.2e-7
+
+
+class MixedInput(Built[MixedInputConfig]):
+    """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
+
+    name = "triton.mixed_input"
+    version = "1"
+    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    config_type = MixedInputConfig
+    supports = Supports(
+        devices=("cuda",),
+        capability=(9, 0),
+        below=(9, 1),
+        operands=(torch.float16, torch.bfloat16),
+        weights=tuple(word_decoders.PER_WORD),
+        scales=("tensor", "row", "group", "block"),
+        packed=True,
+        zeros=True,
+        out=FLOATS,
+        bias=FLOATS,
+        residual=FLOATS,
+        layouts={"a": ("row",), "b": ("col",), "out": ("row",), "residual": ANY},
+        unaligned=("out", "residual"),
+        alpha=True,
+        epilogues=True,
+        gated=True,
+        ragged=("m",),
+        indexed=True,
+        zeroed=True,
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        if not problem.device.interpreted:
+            yield from missing_toolchain()
+        yield from without_gluon(problem)
+        yield from unsteppable(problem)
+        if not problem.stored:
+            yield "is for packed weights"
+        if problem.b.grid and problem.b.block[1] % 64:
+            yield f"groups of {problem.b.block[1]} are not multiples of 64"
+        if problem.groups is not None and problem.groups.a_index is not None:
+            yield "TMA does not gather rows on Hopper"
+
+    def arithmetic(self, problem: Problem, config: MixedInputConfig) -> str | None:
+        """The tile does not affect a row's sums, but how K is divided does, and whether sums or
+        values are multiplied by scales."""
+        c = Constants.of(problem, config)
+        how = "promoted" if c.PROMOTED else "rounded"
+        return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
+
+    def configs(self, problem: Problem) -> list[MixedInputConfig]:
+        rows = max(16, min(256, triton.next_power_of_2(_each(problem)[0])))
+        fitting: list[MixedInputConfig] = []
+        for m in (16, 32, 64, 128, 256):
+            # More than one tile of few rows would decode the weight again. Some groups are larger
+            # than the mean.
+            if m == rows or (64 <= m < rows) or (problem.groups and rows < m <= 4 * rows):
+                fitting += self._fitting(problem, m)
+        fitting = list(dict.fromkeys(fitting))
+        fitting.sort(key=lambda each: self.estimate_us(problem, each))
+        return with_early(fitting[:_TRIED], [w for w in ways(problem) if w == "wait"])
+
+    def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
+        """The configs with tiles of ``m`` rows, and as many stages as fit."""
+        for k, consumers, share, rows in _SHAPES[m]:
+            if problem.batch_invariant:
+                if share > 1 or m > 128:
+                    continue  # every M has the same sums
+                k = 64
+            if problem.b.grid and problem.b.block[1] % k:
+                k = 64
+            if problem.gated and rows == _WGMMA:
+                continue  # a warp has the same columns of gate and up
+            n = rows // (2 if problem.gated else 1) * consumers // share
+            for splits in self._splits(problem, m, n, k):
+                if problem.k < k * share * splits and share * splits > 1:
+                    continue
+                config = MixedInputConfig(
+                    BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=2 * share, consumers=consumers,
+                    k_ways=share, splits=splits, evict_first=problem.m <= _EVICTED,
+                )  # fmt: skip
+                spare = problem.device.shared_memory - config.shared_memory(problem)
+                stages = 2 * share + spare // Constants.of(problem, config).stage_bytes
+                stages = min(_MOST_STAGES, stages) // share * share
+                if spare >= 0 and config.registers(problem) <= _MOST_REGISTERS[consumers]:
+                    yield replace(config, num_stages=stages)
+
+    def _splits(self, problem: Problem, m: int, n: int, k: int) -> list[int]:
+        """Numbers of parts of K: one, and as many as fill the GPU with one tile each."""
+        tiles = -(-problem.m // m) * -(-problem.n // n)
+        share = problem.device.sm_count // tiles
+        most = MOST_WORKSPACE // (4 * problem.m * problem.n)
+        splits = min(share, problem.k // max(k, _LEAST_PART), most, 64)
+        whole = problem.gated or problem.groups is not None or problem.batch_invariant
+        if whole or splits < 2:
+            return [1]
+        return sorted({1, splits})
+
+    def estimate_us(self, problem: Problem, config: MixedInputConfig) -> float:
+        """The waves of tiles, each as long as the slowest of one consumer's steps one after the
+        other, all consumers' work, and loading."""
+        machine, c = Machine.of(problem.device), Constants.of(problem, config)
+        units = _units(problem, c)
+        steps = -(-problem.k // (c.BLOCK_K * c.splits))
+        decoded, multiplied = c.rows * c.BLOCK_K, c.rows * c.BLOCK_K * c.BLOCK_M
+        latency = _STEP_US + decoded * _DECODE_US[0] + multiplied * _MULTIPLY_US[0]
+        work = c.n_ways * (decoded * _DECODE_US[1] + multiplied * _MULTIPLY_US[1])
+        of_weight = c.n_ways * decoded * c.PAIR / 2
+        share = _READ * machine.memory / min(units, machine.sms)
+        loading = max(of_weight / share, c.stage_bytes / _BROUGHT)
+        tile = max(-(-steps // c.k_ways) * latency, steps * max(work, loading))
+        tile += c.rows * c.BLOCK_M * _STORE_US
+        time = -(-units // machine.sms) * tile
+        if c.splits > 1:
+            time += _REDUCE_US + c.splits * problem.m * problem.n * _PARTIAL_US
+        return _LAUNCH_US + time
+
+    def workspace_bytes(self, problem: Problem, config: MixedInputConfig) -> int:
+        if problem.groups is not None:
+            return 4 * _blocks(problem, config) * problem.groups.count  # each block's table
+        return 4 * config.splits * problem.m * problem.n if config.splits > 1 else 0
+
+    def builds(self, problem: Problem, config: MixedInputConfig) -> list[Build]:
+        c, groups, split = Constants.of(problem, config), problem.groups, config.splits > 1
+        own: Typed = {
+            "a_desc": _map("a", [c.BLOCK_M, c.BLOCK_K], problem.a.dtype),
+            "b_desc": _map("b", [1] * c.RAGGED + [c.high, c.BLOCK_K // 2], c.unit),
+        }
+        if split:
+            own["partials_ptr"] = ("*fp32", "workspace")
+        plain, flat, constants = problem, "", {"C": c, "stride_biasz": 0}
+        if groups is not None:
+            own |= {"table_ptr": ("*i32", "workspace"), "G": ("i32", groups.count)}
+            for name, dtype in groups.extras.items():
+                if dtype is not None:
+                    own[f"{name}_ptr"] = pointer(dtype), name
+            if problem.bias is not None:
+                own |= {"stride_biasz": ("i64", ("bias", 0)), "stride_bias": ("i64", ("bias", 1))}
+                del constants["stride_biasz"]
+            if not problem.b.grid and kind(problem.b) == "row":
+                own["stride_bsz"] = "i64", problem.width
+            # As if each group were a product of a batch.
+            plain, flat = replace(problem, groups=None, batch=max(2, groups.count)), "aor"
+        main = build(
+            mixed_input_kernel, plain, config, (_blocks(problem, config), 1, 1), constants, own,
+            flat, launch_pdl=c.OVERLAPS, edits=config.edits,
+        )  # fmt: skip
+        return [main, reduction(problem, c.splits, problem.m * problem.n)] if split else [main]
+
+
+def _each(problem: Problem) -> tuple[int, int]:
+    """The mean rows of a group, and the number of groups that have rows; all rows and one without
+    groups."""
+    if problem.groups is None:
+        return problem.m, 1
+    count = max(1, min(problem.groups.count, problem.m))
+    return -(-problem.m // count), count
+
+
+def _units(problem: Problem, config: MixedInputConfig) -> int:
+    """The number of units of work, if all groups have the same size."""
+    rows, count = _each(problem)
+    tile_rows = count * -(-rows // config.BLOCK_M)
+    return tile_rows * -(-problem.n // config.BLOCK_N) * config.splits
+
+
+def _blocks(problem: Problem, config: MixedInputConfig) -> int:
+    """The number of blocks of the grid. The host does not know how many tiles groups have."""
+    sms = max(1, problem.device.sm_count)
+    return sms if problem.groups is not None else min(sms, _units(problem, config))
+
+
+#: An element of the tensor maps: its dtype, and Gluon's: a 16-bit float, or two stored values.
+_ELEMENTS = {
+    torch.bfloat16: ("bf16", gl.bfloat16),
+    torch.float16: ("fp16", gl.float16),
+    torch.uint8: ("u8", gl.uint8),
+    torch.int16: ("i16", gl.int16),
+}
+
+
+def _map(name: str, box: list[int], dtype: torch.dtype) -> tuple[str, Described]:
+    """The type and the value of the tensor map of an operand, read as elements of ``dtype`` in
+    boxes of memory's order; one of three dimensions has a matrix for each group."""
+    text, element = _ELEMENTS[dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(box, element)
+    step = 16 // dtype.itemsize
+
+    def describe(t: torch.Tensor) -> Any:
+        t = (t if name == "a" else t.mT).view(dtype)
+        # A single row, or group, has no meaningful stride; TMA needs an aligned one.
+        row = t.stride(-2) if t.shape[-2] > 1 else -(-t.shape[-1] // step) * step
+        strides = [row, 1]
+        if len(box) == 3:
+            strides = [t.stride(0) if t.shape[0] > 1 else t.shape[1] * row, *strides]
+        return TensorDescriptor(t, list(t.shape), strides, box, layout=layout)
+
+    return f"tensordesc<{text}{box},{layout!r}>", Described(name, describe)

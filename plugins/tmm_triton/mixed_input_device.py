@@ -1,0 +1,431 @@
+"""The device code of ``triton.mixed_input``: :mod:`tmm_triton.mixed_input` describes it."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tmm_core.triton import releases
+from tmm_triton.blocks import store
+from tmm_triton.ragged import finish
+from tmm_triton.ragged_tiles import located, tabulated, zero_beyond
+
+async_load = releases.async_load
+
+
+@jit
+def _slot(position, C: gl.constexpr):
+    """The stage of a step, counted over all tiles of a block, and the phase of its barriers."""
+    return position % C.num_stages, position // C.num_stages & 1
+
+
+@jit
+def _rounds(first, last, C: gl.constexpr):
+    """How many steps along K each of the consumers of the same columns takes. Whichever tile it is,
+    a stage belongs to the same consumer: an mbarrier shows the parity of its phase, so that nobody
+    may wait for a phase before the one before has ended."""
+    return gl.cdiv(last - first, C.k_ways)
+
+
+@jit
+def _units_of(sizes, C: gl.constexpr):
+    """The number of units of work: parts of tiles."""
+    _M, N, _K, tile_rows, _groups = sizes
+    return tile_rows * gl.cdiv(N, C.BLOCK_N) * C.splits
+
+
+@jit
+def _unit_at(index, sizes, C: gl.constexpr):
+    """A tile's group, first row of ``a``, the end of its rows, and its first column; and the part
+    of K to sum: its number, first step and end. Neighbouring blocks read the same rows of the
+    weight."""
+    M, N, K, tile_rows, groups = sizes
+    tiles = tile_rows * gl.cdiv(N, C.BLOCK_N)
+    part = index // tiles
+    index -= part * tiles
+    steps = gl.cdiv(K, C.BLOCK_K)
+    first = steps * part // C.splits
+    last = steps * (part + 1) // C.splits
+    group = 0
+    row = index % tile_rows * C.BLOCK_M
+    end = M
+    if C.RAGGED:
+        group, row, end = located(index % tile_rows, groups, M, C.BLOCK_M)
+    return (group, row, end, index // tile_rows * C.BLOCK_N), (part, first, last)
+
+
+@jit
+def produce(loads, C: gl.constexpr):
+    """The producer: requests the boxes of each step from TMA as soon as a stage is free."""
+    a_desc, b_desc, ring, barriers, sizes = loads
+    a_ring, b_ring = ring
+    full, empty = barriers
+    BOXES: gl.constexpr = C.n_ways * C.HALVES
+    HIGH: gl.constexpr = C.high
+    BYTES: gl.constexpr = C.stage_bytes
+    BOX: gl.constexpr = [1, HIGH, C.BLOCK_K // 2]
+    position = 0
+    for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
+        tile, range_of_k = _unit_at(index, sizes, C)
+        group, m, _end, n = tile
+        _part, first, last = range_of_k
+        for step in range(first, first + _rounds(first, last, C) * C.k_ways):
+            stage, phase = _slot(position, C)
+            # A fresh barrier counts as having completed phase −1: the first round passes.
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            ready = full.index(stage)
+            if step < last:
+                mbarrier.expect(ready, BYTES)
+                for box in gl.static_range(BOXES):
+                    row = n + box // C.HALVES * HIGH + box % C.HALVES * sizes[1]
+                    slot = b_ring.index(stage * BOXES + box)
+                    column = step * (C.BLOCK_K // 2)
+                    if C.RAGGED:
+                        async_load(b_desc, [group, row, column], ready, slot.reshape(BOX))
+                    else:
+                        async_load(b_desc, [row, column], ready, slot)
+                async_load(a_desc, [m, step * C.BLOCK_K], ready, a_ring.index(stage))
+            else:
+                mbarrier.arrive(ready)
+            position += 1
+
+
+@jit
+def _numbers(grid, rows, step, last, C: gl.constexpr):
+    """The scales or zero points of the weight's rows at a step; zeros from step ``last`` on."""
+    pointer, stride_z, stride_n, stride_k = grid
+    group, row, inside = rows
+    at = row // C.OUTER * stride_n
+    if C.GROUP:
+        at += step // (C.GROUP // C.BLOCK_K) * stride_k
+    if C.RAGGED:
+        pointer += group * stride_z
+    return gl.load(pointer + at, mask=inside & (step < last), other=0)
+
+
+@jit
+def _units(b_ring, stage, NTH: gl.constexpr, C: gl.constexpr):
+    """A consumer's part of a stage in registers: pairs of values, as they are stored."""
+    UNITS: gl.constexpr = C.units
+    OF_HALF: gl.constexpr = C.units_of_half
+    SHAPE: gl.constexpr = [C.rows, C.BLOCK_K // 2]
+    box = (stage * C.n_ways + NTH) * C.HALVES
+    units = b_ring.index(box).load(OF_HALF)
+    if C.HALVES == 2:
+        up = b_ring.index(box + 1).load(OF_HALF)
+        units = gl.join(units, up).permute((2, 0, 1)).reshape(SHAPE)
+        units = gl.convert_layout(units, UNITS, assert_trivial=True)
+    return units.to(gl.int32)
+
+
+@jit
+def _twice(value, T: gl.constexpr):
+    """A pair of the same 16-bit float."""
+    bits = value.to(T).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return gl.expand_dims(bits | (bits << 16), 1)
+
+
+@jit
+def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
+    """The values of a consumer's rows as ``wgmma``'s operand in registers, less their zero points,
+    and multiplied by their scales if sums are not."""
+    ROWS: gl.constexpr = C.rows
+    BLOCK_K: gl.constexpr = C.BLOCK_K
+    PROGRAM: gl.constexpr = C.PROGRAM
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, C.sums, 2)
+    if C.ZERO:
+        units, origin = gl.broadcast(units, _twice(-(zero.to(gl.float32) + C.OFFSET), T))
+    if C.in_operand:
+        units, factor = gl.broadcast(units, _twice(scale, T))
+    if C.ZERO and C.in_operand:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r,r", [units, origin, factor], dtype=gl.int32, is_pure=True, pack=1
+        )
+    elif C.ZERO:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r", [units, origin], dtype=gl.int32, is_pure=True, pack=1
+        )
+    elif C.in_operand:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r", [units, factor], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, "=r,r", [units], dtype=gl.int32, is_pure=True, pack=1
+        )
+    low = pairs.to(gl.int16).to(T, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(T, bitcast=True)
+    values = gl.join(low, high).reshape([ROWS, BLOCK_K])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@jit
+def _start(values, a_ring, stage, acc, C: gl.constexpr):
+    """Start a step's products."""
+    a = a_ring.index(stage).permute((1, 0))
+    return warpgroup_mma(values, a, acc, use_acc=not C.PROMOTED, is_async=True)
+
+
+@jit
+def _added(acc, part, scale, C: gl.constexpr):
+    """``acc`` with the sums of a step."""
+    if C.PROMOTED:
+        SUMS: gl.constexpr = C.sums
+        factor = gl.convert_layout(scale.to(gl.float32), gl.SliceLayout(1, SUMS))
+        return acc + part * gl.expand_dims(factor, 1)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return part
+
+
+@jit
+def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
+    """A consumer: multiplies its rows of the weight, at its steps along K, by all rows of a tile of
+    ``a``.
+
+    Only loads and address arithmetic happen while ``wgmma`` runs: ptxas waits after every
+    instruction if anything defines a register operand of the next ones in between. The other
+    consumers then keep the tensor cores busy.
+    """
+    ring, barriers, sizes, scales, zeros, exchange, target = sums
+    a_ring, b_ring = ring
+    full, empty = barriers
+    N = sizes[1]
+    T: gl.constexpr = a_ring.dtype
+    ROWS: gl.constexpr = C.rows
+    HIGH: gl.constexpr = C.high
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    SUMS: gl.constexpr = C.sums
+    UNITS: gl.constexpr = C.units
+    NTH: gl.constexpr = WHO % C.n_ways
+    KTH: gl.constexpr = WHO // C.n_ways
+    own = gl.arange(0, ROWS, gl.SliceLayout(1, UNITS))
+    start = 0
+    turn = 0
+    for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
+        tile, range_of_k = _unit_at(index, sizes, C)
+        group, m, end, n = tile
+        part_of_k, first, last = range_of_k
+        n += NTH * HIGH
+        rows = (group, n + own % HIGH + own // HIGH * N, n + own % HIGH < N)
+        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, SUMS)
+        begin = first + KTH
+        # Zeros where there are none: a loop carries numbers only.
+        scale = 0
+        next_scale = 0
+        zero = 0
+        next_zero = 0
+        if C.GROUP:
+            scale = _numbers(scales, rows, begin, last, C)
+            next_scale = _numbers(scales, rows, begin + C.k_ways, last, C)
+        if C.ZERO:
+            zero = _numbers(zeros, rows, begin, last, C)
+            next_zero = _numbers(zeros, rows, begin + C.k_ways, last, C)
+        position = start + KTH
+        stage, phase = _slot(position, C)
+        mbarrier.wait(full.index(stage), phase)
+        values = _values(_units(b_ring, stage, NTH, C), zero, scale, T, C)
+        for step in range(begin, last - C.k_ways, C.k_ways):
+            part = _start(values, a_ring, stage, acc, C)
+            position += C.k_ways
+            following, phase = _slot(position, C)
+            mbarrier.wait(full.index(following), phase)
+            units = _units(b_ring, following, NTH, C)
+            zero = next_zero
+            later_scale = 0
+            if C.GROUP:
+                later_scale = _numbers(scales, rows, step + 2 * C.k_ways, last, C)
+            if C.ZERO:
+                next_zero = _numbers(zeros, rows, step + 2 * C.k_ways, last, C)
+            part, values, units = warpgroup_mma_wait(0, deps=(part, values, units))
+            mbarrier.arrive(empty.index(stage))
+            acc = _added(acc, part, scale, C)
+            values = _values(units, zero, next_scale, T, C)
+            stage = following
+            scale = next_scale
+            next_scale = later_scale
+        part = _start(values, a_ring, stage, acc, C)
+        part, values = warpgroup_mma_wait(0, deps=(part, values))
+        mbarrier.arrive(empty.index(stage))
+        acc = _added(acc, part, scale, C)
+        start += _rounds(first, last, C) * C.k_ways
+        if position + C.k_ways < start:  # a stage without a step
+            stage, phase = _slot(position + C.k_ways, C)
+            mbarrier.wait(full.index(stage), phase)
+            mbarrier.arrive(empty.index(stage))
+        if C.k_ways > 1:
+            acc = _exchanged(acc, exchange, turn, NTH, KTH, C)
+            turn ^= 1
+        if KTH == 0:
+            _store_tile(acc, (group, m, end, n), part_of_k, sizes, scales, target, EPILOGUE, C)
+
+
+@jit
+def _exchanged(acc, exchange, turn, NTH: gl.constexpr, KTH: gl.constexpr, C: gl.constexpr):
+    """For the consumer of the first steps, ``acc`` and the others' sums, in the order of their
+    first steps; the others leave theirs in shared memory.
+
+    Args:
+        turn: 0 for the block's first tile, then 1, 0 and so on.
+    """
+    buffers, left, taken = exchange
+    SUMS: gl.constexpr = C.sums
+    if KTH == 0:
+        mbarrier.wait(left.index(NTH), turn)
+        OTHERS: gl.constexpr = C.k_ways - 1
+        for other in gl.static_range(OTHERS):
+            acc += buffers.index(other * C.n_ways + NTH).load(SUMS)
+        mbarrier.arrive(taken.index(NTH))
+    else:
+        # A fresh barrier counts as having completed phase −1: the first tile passes.
+        mbarrier.wait(taken.index(NTH), turn ^ 1)
+        buffers.index((KTH - 1) * C.n_ways + NTH).store(acc)
+        mbarrier.arrive(left.index(NTH))
+    return acc
+
+
+@jit
+def _scaled(total, group, columns, N, scales, C: gl.constexpr):
+    """Sums of [rows of a, rows of the weight], multiplied by a scale for each row of the weight, or
+    one of all."""
+    if C.ROW_SCALE == "row":
+        pointer = scales[0]
+        if C.RAGGED:
+            pointer += group * scales[1]
+        factor = gl.load(pointer + columns, mask=columns < N, other=0)
+        total = total * gl.expand_dims(factor.to(gl.float32), 0)
+    elif C.ROW_SCALE == "tensor":
+        total = total * gl.load(scales[0]).to(gl.float32)
+    return total
+
+
+@jit
+def _store_tile(acc, tile, part, sizes, scales, target, EPILOGUE: gl.constexpr, C: gl.constexpr):
+    """Finish and store sums of [rows of the weight, rows of a]. In ``wgmma``'s layout a warp stores
+    8 neighbours of a row at once: a half of a sector, which L2 completes."""
+    M, N, _K, _tile_rows, _groups = sizes
+    out, bias, residual, alpha, indices, partials_ptr = target
+    group, m, end, n = tile
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    HIGH: gl.constexpr = C.high
+    gate = acc.permute((1, 0))
+    up = gate
+    if C.HALVES == 2:
+        gate, up = gate.reshape([BLOCK_M, 2, HIGH]).permute((0, 2, 1)).split()
+    LAYOUT: gl.constexpr = gate.type.layout
+    rows = m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    cols = n + gl.arange(0, HIGH, gl.SliceLayout(0, LAYOUT))
+    if C.splits > 1:
+        store(gate, part, rows, cols, M, N, partials_ptr, M * N, N, 1)
+    else:
+        gate = _scaled(gate, group, cols, N * C.HALVES, scales, C)
+        if C.HALVES == 2:
+            up = _scaled(up, group, N + cols, 2 * N, scales, C)
+        at = rows
+        if indices[0] is not None:
+            at = gl.load(indices[0] + rows, mask=rows < end, other=0)
+        finish(
+            gate, up, group, rows, at, end, cols, N, N, bias[0], bias[1], bias[2], alpha,
+            indices[1], residual[0], 0, residual[1], residual[2], out[0], 0, out[1], out[2],
+            EPILOGUE, C.HALVES == 2, False,
+        )  # fmt: skip
+
+
+@jit
+def mixed_input_kernel(
+    a_desc, b_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, M, N, K,
+    stride_rm, stride_rn, stride_om, stride_on, stride_biasz, stride_bias, alpha,
+    b_scale_ptr, b_zero_ptr, stride_bsz, stride_bsk, stride_bsn, stride_0z, stride_0k, stride_0n,
+    offs_ptr, table_ptr, G, out_index_ptr, out_weights_ptr,
+    EPILOGUE: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = C.num_stages
+    A_SLOTS: gl.constexpr = [STAGES, C.BLOCK_M, C.BLOCK_K]
+    B_SLOTS: gl.constexpr = [STAGES * C.n_ways * C.HALVES, C.high, C.BLOCK_K // 2]
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS, a_desc.layout)
+    B_LAYOUT: gl.constexpr = C.b_layout
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS, B_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=C.n_ways)
+    exchange = (full, full, full)
+    if C.k_ways > 1:
+        WAYS: gl.constexpr = C.n_ways
+        SUMS: gl.constexpr = [C.consumers - C.n_ways, C.rows, C.BLOCK_M]
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+        buffers = gl.allocate_shared_memory(gl.float32, SUMS, PLAIN)
+        left = gl.allocate_shared_memory(gl.int64, [WAYS, 1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [WAYS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(WAYS):
+            mbarrier.init(left.index(i), count=C.k_ways - 1)
+            mbarrier.init(taken.index(i), count=1)
+        exchange = (buffers, left, taken)
+    if C.OVERLAPS:
+        # The previous launch may write what this one reads, or read what it writes.
+        gdc_wait()
+        gdc_launch_dependents()
+    ring = (a_ring, b_ring)
+    barriers = (full, empty)
+    groups = (offs_ptr, table_ptr, G)
+    tile_rows = gl.cdiv(M, C.BLOCK_M)
+    if C.RAGGED:
+        groups = (offs_ptr, table_ptr + gl.program_id(0) * G, G)
+        tile_rows = tabulated(groups, M, C.BLOCK_M, 4)
+        if C.ZEROED:
+            zero_beyond((out_ptr, stride_om, out_index_ptr), groups, M, N, C.SCATTERED, 4)
+    sizes = (M, N, K, tile_rows, groups)
+    scales = (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk)
+    zeros = (b_zero_ptr, stride_0z, stride_0n, stride_0k)
+    out = (out_ptr, stride_om, stride_on)
+    bias = (bias_ptr, stride_biasz, stride_bias)
+    residual = (residual_ptr, stride_rm, stride_rn)
+    target = (out, bias, residual, alpha, (out_index_ptr, out_weights_ptr), partials_ptr)
+    sums = (ring, barriers, sizes, scales, zeros, exchange, target)
+    loads = (a_desc, b_desc, ring, barriers, sizes)
+    # Triton accepts the roles only as a list in the call.
+    if C.consumers == 1:
+        gl.warp_specialize(
+            [(consume, (sums, EPILOGUE, 0, C)), (produce, (loads, C))],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consume, (sums, EPILOGUE, 0, C)),
+                (consume, (sums, EPILOGUE, 1, C)),
+                (produce, (loads, C)),
+            ],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    elif C.consumers == 3:
+        gl.warp_specialize(
+            [
+                (consume, (sums, EPILOGUE, 0, C)),
+                (consume, (sums, EPILOGUE, 1, C)),
+                (consume, (sums, EPILOGUE, 2, C)),
+                (produce, (loads, C)),
+            ],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (sums, EPILOGUE, 0, C)),
+                (consume, (sums, EPILOGUE, 1, C)),
+                (consume, (sums, EPILOGUE, 2, C)),
+                (consume, (sums, EPILOGUE, 3, C)),
+                (produce, (loads, C)),
+            ],
+            C.worker_warps,
+            C.worker_registers,
+        )

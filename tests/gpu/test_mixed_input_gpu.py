@@ -1,0 +1,138 @@
+"""``triton.mixed_input`` on a Hopper GPU: formats, scales, configs and odd shapes against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_streaming_gpu import close, weight
+from tmm_triton.mixed_input import MixedInput
+
+import tmm_core
+from tmm_core import Quantized
+
+pytestmark = pytest.mark.gpu
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+
+KERNEL = "triton.mixed_input"
+
+
+def linear(x: Tensor, w: Quantized, **how: Any) -> Tensor:
+    with torch.no_grad():
+        return tmm_core.linear(x, w, kernel=KERNEL, **how)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 512), (40, 1000, 1152), (300, 333, 2176)])
+@pytest.mark.parametrize(
+    ("form", "group", "zeros"),
+    [
+        ("int4", 128, False), ("int4", 128, True), ("int4", 64, False), ("int4", None, True),
+        ("int8", None, False), ("int8", 128, False), ("fp8", None, False), ("fp8", 128, False),
+    ],
+)  # fmt: skip
+def test_formats(
+    form: str, group: int | None, zeros: bool, m: int, n: int, k: int, dtype: torch.dtype
+) -> None:
+    w, values = weight(form, n, k, group, dtype, zeros=zeros)
+    x = torch.randn(m, k, device="cuda", dtype=dtype) / k**0.5
+    bias = torch.randn(n, device="cuda", dtype=dtype)
+    close(
+        linear(x, w, bias=bias, epilogue="silu"),
+        torch.nn.functional.silu(x.double() @ values.T + bias.double()),
+    )
+
+
+@pytest.mark.parametrize("m", [1, 70, 513])
+def test_blocks_of_scales(m: int) -> None:
+    n, k = 328, 1024
+    codes = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+    scale = torch.rand(3, k // 128, device="cuda") + 0.5
+    values = codes.double() * scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    x = torch.randn(m, k, device="cuda", dtype=BF16) / 32
+    close(linear(x, Quantized(codes, scale, format="fp8", block=(128, 128))), x.double() @ values.T)
+
+
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_gate_and_residual(form: str, m: int) -> None:
+    w, values = weight(form, 2 * 264, 1024, 128, BF16)
+    x = torch.randn(m, 1024, device="cuda", dtype=BF16) / 32
+    residual = torch.randn(264, m, device="cuda", dtype=BF16).t()
+    gate, up = (x.double() @ values.T).chunk(2, dim=-1)
+    close(
+        linear(x, w, epilogue="swiglu", residual=residual),
+        torch.nn.functional.silu(gate) * up + residual.double(),
+    )
+
+
+@pytest.mark.parametrize("m", [3, 30, 64, 100, 600])
+@pytest.mark.parametrize("k", [1024, 1152, 1216])
+def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
+    w, values = weight("int4", 520, k, 64, BF16)
+    x = torch.randn(m, k, device="cuda", dtype=BF16) / k**0.5
+    expected = x.double() @ values.T
+    plan = tmm_core.plan(x, w.t(), kernel=KERNEL)
+    configs = MixedInput().configs(plan.problem)
+    assert configs
+    for config in configs:
+        out = torch.full((m, 520), torch.nan, device="cuda", dtype=BF16)
+        y, again = (linear(x, w, config=config.to_json(), out=out).clone() for _ in range(2))
+        close(y, expected)
+        assert y.equal(again)
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+@pytest.mark.parametrize("epilogue", [None, "swiglu"])
+def test_groups_of_rows(form: str, epilogue: str | None) -> None:
+    groups, n, k = 5, 264, 512
+    width = 2 * n if epilogue else n
+    made = [weight(form, width, k, 128, BF16) for _ in range(groups)]
+    stored, scale = (
+        torch.stack([getattr(w, name) for w, _ in made]) for name in ("stored", "scale")
+    )
+    w = Quantized(stored, scale, format=form, group=128)
+    ends = torch.tensor([3, 3, 40, 171, 180], device="cuda", dtype=torch.int32)
+    x = torch.randn(187, k, device="cuda", dtype=BF16) / k**0.5
+    with torch.no_grad():
+        y = tmm_core.grouped_matmul(x, w.mT, offs=ends, epilogue=epilogue, kernel=KERNEL)
+        gathered = tmm_core.grouped_matmul(
+            x, w.mT, offs=ends, a_index=torch.arange(187, device="cuda").flip(0), epilogue=epilogue
+        )
+        turned = tmm_core.grouped_matmul(x.flip(0), w.mT, offs=ends, epilogue=epilogue)
+    close(gathered[:180], turned[:180].double())
+    start = 0
+    for (_, values), end in zip(made, ends.tolist(), strict=True):
+        expected = x[start:end].double() @ values.T
+        if epilogue:
+            gate, up = expected.chunk(2, dim=-1)
+            expected = torch.nn.functional.silu(gate) * up
+        if end > start:
+            close(y[start:end], expected)
+        start = end
+
+
+def test_nan_and_infinite_scales_reach_their_columns_only() -> None:
+    w, values = weight("int4", 64, 1024, 128, BF16)
+    w.scale[3, 2], w.scale[5, 0] = torch.nan, torch.inf
+    for m in (40, 300):
+        x = torch.randn(m, 1024, device="cuda", dtype=BF16) / 32
+        y, expected = linear(x, w), x.double() @ values.T
+        assert y[:, 3].isnan().all()
+        assert not y[:, 5].isfinite().any()
+        kept = [i for i in range(64) if i not in (3, 5)]
+        close(y[:, kept], expected[:, kept])
+
+
+def test_batch_invariant_mode_gives_a_row_the_same_bits() -> None:
+    w, _ = weight("int4", 520, 1024, 128, BF16)
+    x = torch.randn(200, 1024, device="cuda", dtype=BF16) / 32
+    with tmm_core.override(batch_invariant=True):
+        whole = linear(x, w)
+        for rows in (1, 17, 64, 130):
+            assert linear(x[:rows], w).equal(whole[:rows])
