@@ -344,6 +344,25 @@ def test_a_loop_that_was_held_up_is_run_once_more(monkeypatch: pytest.MonkeyPatc
     assert document["times"]["torch"]["p75_us"] == 15.0
 
 
+def test_the_report_has_the_seconds_of_tuning_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = measure(monkeypatch, task(), times=(1, 1, 1), tune=True)
+    assert found["tuning_stages"]["compiling and loading"] > 0
+    slow = {
+        **found,
+        "tuning_seconds": 3.0,
+        "tuning_stages": {"steady state": 2.0, "screening": 0.5},
+    }
+    fast = {**found, "tuning_seconds": 1.0, "tuning_stages": {"steady state": 1.0}}
+    results = Results.of([slow, {**fast, "case": {**fast["case"], "m": 7}}])
+    (row,) = report.tunings(results)
+    told = dict(zip(report.TUNING_COLUMNS, row, strict=True))
+    assert (told["median"], told["at most"]) == ("2.00", "3.00")
+    assert (told["steady state"], told["other stages"]) == ("1.50", "0.25")
+    assert told["compiling and loading"] == "0.00"
+    titles = [section.title for section in report.sections(results)]
+    assert "seconds of tuning, and medians by stage" in titles
+
+
 def test_a_large_product_is_captured_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ratio is the median of the captures', and the report has their range."""
 

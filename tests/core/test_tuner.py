@@ -739,6 +739,41 @@ def test_in_batch_invariant_mode_the_best_of_each_arithmetic_race() -> None:
     assert raced[1:] == [1, 3, 4, 9]
 
 
+def test_an_unlikely_kernel_has_no_place_of_its_own() -> None:
+    """It is tried by its rank alone: 40 configs of the best kernel come first."""
+    near, far = 10.0 * search.UNLIKELY, 10.1 * search.UNLIKELY
+    best = FakeKernel("best", tiles=range(1, 41), estimate=10.0)
+    kernels = [FakeBlas(), best, FakeKernel("near", estimate=near), FakeKernel("far", estimate=far)]
+    first = search.Search(problem(), kernels, kernels).first()
+    assert [c.kernel.name for c in first].count("near") == 1
+    assert "far" not in [c.kernel.name for c in first]
+    kernels[1] = FakeKernel("best", estimate=10.0)
+    first = search.Search(problem(), kernels, kernels).first()
+    assert {c.kernel.name for c in first} == {"blas", "best", "near", "far"}
+
+
+def test_a_tuner_tells_the_seconds_of_each_stage() -> None:
+    tuner = Tuner(FakeTimer({"blas": 20.0, "k": 10.0}))
+    kernel = FakeKernel("k", tiles=range(1, 9))
+    record = tuner.tune(problem(m=64), [FakeBlas(), kernel], settings())
+    stages_of = {"searching", "compiling and loading", "verifying candidates", "screening"}
+    stages_of |= {"second round", "deciding round", "verifying finalists", "other M"}
+    assert stages_of <= {*tuner.spent}
+    assert all(seconds >= 0 for seconds in tuner.spent.values())
+    assert sum(tuner.spent.values()) == pytest.approx(record.tuning_seconds, rel=0.2, abs=0.05)
+    # A rest is not charged, what is waited for is.
+    steps = tuner.steps(problem(m=128), [FakeBlas(), kernel], settings())
+    before = sum(tuner.spent.values())
+    began = time.monotonic()
+    rested = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            steps.send(rested)
+            time.sleep(0.02)
+            rested = True
+    assert sum(tuner.spent.values()) - before < (time.monotonic() - began) / 2
+
+
 class Recapturing(FakeTimer):
     """A GPU's timer, by which each capture of a kernel takes its own time."""
 

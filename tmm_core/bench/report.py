@@ -34,6 +34,12 @@ REGRET_COLUMNS = (
 SEARCH_COLUMNS = (
     "class", "best was", "problems", "chosen / best", "at most", "of it", "BLAS / best",
 )  # fmt: skip
+#: The stages of a tuning that take most of its time.
+STAGES = (
+    "compiling and loading", "verifying candidates", "deciding round", "steady state",
+    "verifying finalists", "other M",
+)  # fmt: skip
+TUNING_COLUMNS = ("class", "problems", "median", "at most", *STAGES, "other stages")
 #: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
 
@@ -70,6 +76,8 @@ def sections(results: Results) -> Iterator[Section]:
         yield Section(
             "first use without records, against an exhaustive search", SEARCH_COLUMNS, searched
         )
+    if waits := tunings(results):
+        yield Section("seconds of tuning, and medians by stage", TUNING_COLUMNS, waits)
     for suite in dict.fromkeys(document["suite"] for document in results.problems):
         members = [document for document in results.problems if document["suite"] == suite]
         measured = [document for document in members if "times" in document]
@@ -184,6 +192,23 @@ def searches(results: Results) -> list[tuple[str, ...]]:
                     times(max(lost)), title(worst), times(statistics.geometric_mean(room)),
                 )
             )  # fmt: skip
+    return rows
+
+
+def tunings(results: Results) -> list[tuple[str, ...]]:
+    """Seconds of tuning by class, of problems that were tuned during the run."""
+    rows: list[tuple[str, ...]] = []
+    suites: dict[str, list[Document]] = {}
+    for document in (*results.measured, *results.regrets):
+        if "tuning_stages" in document:
+            suites.setdefault(document["suite"], []).append(document)
+    for suite, documents in suites.items():
+        spent = [document["tuning_seconds"] for document in documents]
+        by_stage = [document["tuning_stages"] for document in documents]
+        medians = [statistics.median(s.get(stage, 0.0) for s in by_stage) for stage in STAGES]
+        rest = [sum(us for name, us in s.items() if name not in STAGES) for s in by_stage]
+        seconds = (statistics.median(spent), max(spent), *medians, statistics.median(rest))
+        rows.append((suite, str(len(documents)), *(f"{each:.2f}" for each in seconds)))
     return rows
 
 

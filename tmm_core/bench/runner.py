@@ -142,9 +142,13 @@ def _measure(
     ):
         call = task.case.call(device)
         record, started = None, time.monotonic()
+        before = _stages()
         if options.tune:
             (record,) = tmm_core.tune(_posed(task, device), budget=_budget(options))
         spent = round(time.monotonic() - started, 2) if options.tune else None
+        stages = {name: s - before.get(name, 0.0) for name, s in _stages().items()}
+        if any(stages.values()):
+            document["tuning_stages"] = {name: round(s, 3) for name, s in stages.items() if s}
         plan = call.plan()
         document |= _described(plan) | {"tuning_seconds": spent, "error": call.error()}
         calls = cold_operands.rotated(call, plan.problem)
@@ -159,6 +163,11 @@ def _measure(
             del runs, calls
             timer.release()
             document["search"] = exhaustive.search(plan.problem, record, device)
+
+
+def _stages() -> dict[str, float]:
+    """Seconds of tuning so far, by stage."""
+    return dict(dispatch.default_dispatcher().tuner.spent)
 
 
 def _times(

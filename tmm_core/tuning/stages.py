@@ -88,6 +88,8 @@ class Tuning:
         findings: Findings,
     ) -> None:
         self.runs: list[CandidateRun] = []
+        #: What is being done, for :attr:`Tuner.spent`.
+        self.stage = "starting"
         self._findings = findings
         self._problem = problem
         self._device = current_device(problem.device)
@@ -136,6 +138,7 @@ class Tuning:
             spare = reserves(self._problem, racing)[: self._most_reserves()]
             for run in dict.fromkeys([*finalists, *spare]):
                 run.status = "ok"
+                self.stage = "verifying finalists"
                 yield from self._verify(run, self._verifier, "whole", _repeats(run.time))
             yield from self._measure_inside([run for run in finalists if run.status == "ok"])
             self._require_baseline()
@@ -169,6 +172,7 @@ class Tuning:
         self.runs += runs
         asked = [(self._problem, run.candidate) for run in runs]
         ahead = [(self._problem, candidate) for candidate in following]
+        self.stage = "compiling and loading"
         outcomes = yield from self._launchers.bound(asked, ahead)
         for run, outcome in zip(runs, outcomes, strict=True):
             if isinstance(outcome, BaseException):
@@ -184,11 +188,13 @@ class Tuning:
                     run.fail(BUDGET_ENDED)
                     continue
                 self._weigh(run)
+                self.stage = "verifying candidates"
                 yield from self._verify(run, self._verifier)
                 if run.launcher is not None:
                     run.runner = self._copies.runner(run.launcher)
                 yield ()
             running = [run for run in together if run.runner is not None]
+            self.stage = "screening"
             yield from self._measure(running, SCREENING, SCREENING_US)
 
     def _weigh(self, run: CandidateRun) -> None:
@@ -236,8 +242,7 @@ class Tuning:
 
         Args:
             settle: For the last round: warm-up samples of each candidate. Large products are
-                captured several times in that round. It is repeated if BLAS was disturbed during
-                it.
+                captured several times there. The round is repeated if BLAS was disturbed during it.
         """
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
@@ -310,6 +315,7 @@ class Tuning:
             spare = spare[: self._most_reserves()]
         racing = survivors(self._problem, racing, SCREENING_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and not self._is_late():
+            self.stage = "second round"
             yield from self._measure(racing, SECOND, SECOND_US)
         racing = survivors(self._problem, racing, SECOND_KEEPS, FINALISTS)
         racing = list(dict.fromkeys([*racing, *spare]))
@@ -318,7 +324,9 @@ class Tuning:
         self._launchers.submit((), [(at, run.candidate) for at in elsewhere for run in racing])
         if not self._is_late():
             settle = SETTLE if self._device.type == "cuda" else 0
+            self.stage = "deciding round"
             yield from self._measure(racing, FINAL, 2 * SECOND_US, settle)
+            self.stage = "steady state"
             yield from self._race_in_steady_state([r for r in racing if r.runner is not None])
         return [run for run in racing if run.runner is not None]
 
@@ -368,6 +376,7 @@ class Tuning:
         """Time candidates at other M of the record's bucket. They are verified at each M at which a
         kernel is timed."""
         asked = [(m, run) for m, runs in places.items() for run in runs]
+        self.stage = "other M"
         outcomes = yield from self._launchers.bound(
             [(self._problem.at(m), run.candidate) for m, run in asked]
         )
