@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import tmm_core
-from tmm_core import Quantized
+from tmm_core import Quantized, api, quantize
 from tmm_core.nn import Experts, convert, stored_weights
 from tmm_core.nn.mxfp4_experts import Mxfp4Experts
 
@@ -140,12 +140,12 @@ def in_fp8(model: Any, block: tuple[int, int] | None, exponents: bool, skipped: 
     return stored, exact
 
 
-def close(model: Any, exact: Any) -> None:
+def close(model: Any, exact: Any, most: float = 0.06) -> None:
     device = next(model.parameters()).device
     with torch.no_grad():
         found, expected = model(IDS.to(device)).logits, exact.to(device)(IDS.to(device)).logits
     assert found.dtype is BF16
-    limit = 0.06 * float(expected.abs().max())
+    limit = most * float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=limit)
 
 
@@ -185,6 +185,55 @@ def test_models_in_8_bit_floats(
     assert type(layer).__mro__[1].__name__ == "TransformersExperts"
     report.undo()
     assert type(layer).__mro__[1] is nn.Module
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_activations_are_rounded(
+    block: Any, device: str, ours: Any, products: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all layers for 8-bit floats: their weights' products differ from those of the model in
+    float64 by the rounding of activations to 3 bits after the first."""
+    asked: list[Any] = []
+    original = api.linear
+
+    def spy(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        asked.append((x, weight))
+        return original(x, weight, *args, **kwargs)
+
+    monkeypatch.setattr(api, "linear", spy)
+    model, exact = in_fp8(tiny("Qwen3Moe"), block, False, [])
+    report = convert(model.to(device), activations="fp8")
+    close(model, exact, 0.2)
+    blocks = (1, 128) if block else (1, 0)
+    in_8_bits = [x for x, weight in asked if isinstance(weight, Quantized)]
+    assert len(in_8_bits) == 8
+    assert all(isinstance(x, Quantized) and x.block == blocks for x in in_8_bits)
+    layer = model.model.layers[0].mlp.experts
+    assert layer.rounds_activations
+    x = torch.randn(9, 192, device=device, dtype=BF16)
+    index = torch.randint(0, 8, (9, 2), device=device)
+    weights = torch.rand(9, 2, device=device, dtype=BF16)
+    rounded = layer(x, index, weights)
+    # The first product's rows are gathered after they were rounded: by hand, in float64.
+    narrow = quantize(x, "fp8", group=128 if block else 0).dequantize()
+    layer.rounds_activations = False
+    assert not torch.equal(rounded, layer(x, index, weights))
+    limit = 0.04 * float(rounded.abs().max())
+    torch.testing.assert_close(rounded, layer(narrow, index, weights), rtol=0, atol=limit)
+    layer.rounds_activations = True
+    report.undo()
+    assert not hasattr(layer, "rounds_activations")
+
+
+def test_static_activations_and_other_layers_keep_theirs(ours: Any) -> None:
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    layer = fp8.FP8Linear(128, 128, (128, 128), activation_scheme="static")
+    plain = nn.Linear(128, 128)
+    convert(nn.Sequential(layer, plain), activations="fp8")
+    assert not layer.rounds_activations
+    with pytest.raises(ValueError, match='rounded to "fp8" or not'):
+        convert(nn.Sequential(plain), activations="int8")
 
 
 def test_scales_are_read_again_after_they_changed() -> None:

@@ -81,8 +81,8 @@ class Report:
     swaps: list[Swap] = field(default_factory=list, repr=False)
     #: Weights that were rounded to a format.
     rounded: list[Rounded] = field(default_factory=list, repr=False)
-    #: Modules whose ``static_weights`` was set.
-    static: list[nn.Module] = field(default_factory=list, repr=False)
+    #: Modules of which an attribute of that name was set.
+    switched: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         counts = (
@@ -97,8 +97,8 @@ class Report:
         A module whose class somebody else has changed since is left as it is, with a warning. A
         second call does nothing.
         """
-        for module in self.static:
-            module.__dict__.pop("static_weights", None)
+        for module, name in self.switched:
+            module.__dict__.pop(name, None)
         for module, path, before, after in reversed(self.swaps):
             if type(module) is not after:
                 warn(f"{path} is now a {type(module).__name__}, not convert()'s; left as it is")
@@ -111,7 +111,7 @@ class Report:
                 values = cast(Quantized, weight.to(dtype)).dequantize().contiguous()
                 layer._parameters[name] = nn.Parameter(values, requires_grad)
         self.rounded.clear()
-        self.static.clear()
+        self.switched.clear()
         self.swaps.clear()
         self.changes.clear()
 

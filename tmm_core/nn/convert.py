@@ -41,6 +41,7 @@ def convert(
     inplace: bool = True,
     static_weights: bool = False,
     weights: str | None = None,
+    activations: str | None = None,
 ) -> Report:
     """Compute the products of ``model`` by tmm, and fuse what can be proven.
 
@@ -90,13 +91,18 @@ def convert(
             it, to nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. Such
             weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
             stays as it is. ``undo()`` gives the original dtype with the rounded values.
+        activations: ``"fp8"``: in layers and experts of Transformers for 8-bit floats, round
+            activations to them too, with a scale for each 128 values (or each row, as the weights
+            have them), as Transformers' own forward does. Products of many rows gain; those of
+            few lose.
 
     Returns:
         A :class:`Report`, with ``undo()``.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: ``weights`` names no format, or one that weights cannot be rounded to.
+        ValueError: ``weights`` names no format, or one that weights cannot be rounded to; or
+            ``activations`` is not ``"fp8"``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
@@ -105,7 +111,9 @@ def convert(
     if weights is not None:
         one = torch.ones(1, 128, device="cpu", dtype=torch.float32)
         stored_weights.quantised(one, weights)  # refused before anything changes
-    return _Conversion(model, static_weights, weights).run()
+    if activations not in (None, "fp8"):
+        raise ValueError(f'convert(): activations are rounded to "fp8" or not, not {activations!r}')
+    return _Conversion(model, static_weights, weights, activations is not None).run()
 
 
 #: The note of a report on a model whose weights are all on a CPU.
@@ -116,9 +124,12 @@ _ON_A_CPU = (
 
 
 class _Conversion:
-    def __init__(self, model: nn.Module, static_weights: bool, weights: str | None) -> None:
+    def __init__(
+        self, model: nn.Module, static_weights: bool, weights: str | None, activations: bool
+    ) -> None:
         self._static_weights = static_weights
         self._weights = weights
+        self._activations = activations
         self._report = Report(model)
         #: Every module, with the first of its paths.
         self._paths = {module: path for path, module in model.named_modules()}
@@ -234,9 +245,15 @@ class _Conversion:
         if self._weights is not None:
             self._quantise(self._weights)
         for module in self._paths if self._static_weights else ():
-            if hasattr(type(module), "static_weights") and not module.static_weights:
-                module.static_weights = True
-                self._report.static.append(module)
+            self._switch(module, "static_weights")
+        for module in self._paths if self._activations else ():
+            if stored_experts.is_fp8(module):
+                self._switch(module, "rounds_activations")
+
+    def _switch(self, module: nn.Module, name: str) -> None:
+        if hasattr(type(module), name) and not getattr(module, name):
+            setattr(module, name, True)
+            self._report.switched.append((module, name))
 
     def _quantise(self, format: str) -> None:
         """Round the weights of the layers and experts whose products are tmm's."""

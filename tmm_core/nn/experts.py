@@ -17,7 +17,7 @@ from torch import nn
 
 from tmm_core import compat, grouped
 from tmm_core.epilogues import GATED_BY
-from tmm_core.nn import clamped_gate, stored_experts
+from tmm_core.nn import clamped_gate, stored_experts, stored_weights
 from tmm_core.nn.activation import recognise
 from tmm_core.nn.gated_layers import gated_by
 from tmm_core.quantized import Quantized
@@ -199,6 +199,9 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
         arguments["out_weights"] = weights.float()
     if not compat.autocasts_on(x.device.type):  # which casts both
         x = x.to(dtype)
+    if isinstance(weight, Quantized) and getattr(layer, "rounds_activations", False):
+        arguments["out_dtype"] = x.dtype
+        x = stored_weights.rounded_rows(x, weight)
     return grouped.grouped_matmul(x, weight.mT, offs=offs, bias=bias, **arguments)
 
 
@@ -250,6 +253,8 @@ class TransformersExperts(nn.Module):
 
     #: The class whose ``_apply_gate`` it uses.
     gate_kind: type[nn.Module]
+    #: Round activations to 8-bit floats, beside weights in them.
+    rounds_activations = False
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return forward(self, hidden_states, top_k_index, top_k_weights)

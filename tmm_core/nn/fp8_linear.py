@@ -50,20 +50,23 @@ def operand(layer: Any) -> Quantized:
 
 
 class _Product(nn.Module):
-    """Multiplies plain activations by the weight's values.
-
-    Transformers' own forward also rounds activations to 8 bits, by kernels from a hub.
-    """
+    """Multiplies plain activations by the weight's values, or activations rounded to 8 bits, as
+    Transformers' own forward does by kernels from a hub."""
 
     static_weights = False
+    #: Round activations to 8-bit floats, with scales of their own.
+    rounds_activations = False
     _text = ""
 
     def product(self, x: Tensor, epilogue: str) -> Tensor:
         own: Any = self
         weight = own.weight if own.weight.element_size() > 1 else operand(own)
+        call: tuple[Any, ...] = x, weight, own.bias, epilogue, None
+        if self.rounds_activations and isinstance(weight, Quantized):
+            call = stored_weights.rounded_rows(x, weight), weight, own.bias, epilogue, x.dtype
         if self.static_weights:
-            return with_static_weights(_linear, x, weight, own.bias, epilogue)
-        return _linear(x, weight, own.bias, epilogue)
+            return with_static_weights(_linear, *call)
+        return _linear(*call)
 
     def forward(self, input: Tensor) -> Any:
         if autograd_state.recorded(input, self.bias):  # type: ignore[arg-type]
@@ -71,8 +74,8 @@ class _Product(nn.Module):
         return self.product(input, "")
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Any, epilogue: str) -> Tensor:
-    return api.linear(x, weight, bias, epilogue=epilogue)
+def _linear(x: Tensor, weight: Tensor, bias: Any, epilogue: str, dtype: Any) -> Tensor:
+    return api.linear(x, weight, bias, epilogue=epilogue, out_dtype=dtype)
 
 
 def swapped(kind: type[nn.Module]) -> Any:

@@ -1,8 +1,8 @@
 """Weights of Transformers' expert layers, plain or quantised, as grouped products take them.
 
 Its quantised layers hold 8-bit floats in blocks (``FP8Experts``), or floats of 4 bits in groups
-of 32 (``FP8Experts`` of DeepSeek-V4, and gpt-oss's). Activations are multiplied as they are, where
-Transformers' own kernels round them to 8 bits.
+of 32 (``FP8Experts`` of DeepSeek-V4, and gpt-oss's). Activations are multiplied as they are. With
+``convert(activations="fp8")`` they are rounded to 8 bits, as by Transformers' own kernels.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ def of(layer: Any, name: str) -> Tensor:
     # One for each expert, or for each half of gate and up.
     rows = weight.shape[-2] // scale.shape[-2]
     return Quantized(weight, scale.repeat_interleave(rows, -2), format="fp8")
+
+
+def is_fp8(layer: Any) -> bool:
+    """Whether a layer of experts, or a linear one, is Transformers' for 8-bit floats, stores its
+    weights so, and computes the scales of its activations at each call."""
+    weight = getattr(layer, "down_proj", getattr(layer, "weight", None))
+    dynamic = getattr(layer, "activation_scheme", None) == "dynamic"
+    return dynamic and weight is not None and weight.dtype is torch.float8_e4m3fn
 
 
 def unfit(layer: Any) -> str | None:

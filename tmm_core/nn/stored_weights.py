@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tmm_core import api, foreign, formats
 from tmm_core.formats import grids
 from tmm_core.interop import autograd_state, fallbacks
+from tmm_core.interop.row_quantization import quantize_rows
 from tmm_core.quantized import Quantized
 from tmm_core.rounding import quantize
 from tmm_core.spec.arguments import Arguments
@@ -72,6 +73,12 @@ def is_readable(weight: Any) -> bool:
 def parameter(t: Tensor) -> nn.Parameter:
     """A parameter of quantised numbers, which have no gradient."""
     return nn.Parameter(t, requires_grad=False)
+
+
+def rounded_rows(x: Tensor, weight: Quantized) -> Tensor:
+    """Activations in 8-bit floats beside such a weight: with a scale for each 128 values, as the
+    models with blocks of 128×128 are made for, or else for each row."""
+    return quantize_rows(x, group=128 if weight.block[1] == 128 else 0)
 
 
 def in_fp32(scale: Tensor) -> Tensor:
