@@ -108,7 +108,7 @@ def matmul(
         and out is None
         and (type(alpha) is float or (isinstance(alpha, (int, float)) and _are_tensors(a, b)))
         and (epilogue is None or type(epilogue) is str or type(epilogue) is Epilogue)
-        and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
+        and warm.fast_path_allowed(a, b, bias, residual, scale_a, scale_b)
     ):
         text = text_of(epilogue)
         alpha = alpha if type(alpha) is float else number("matmul", alpha, a)
@@ -119,7 +119,7 @@ def matmul(
                 return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError) as error:
             reraise(error)
-            if not fallbacks.concerns(a, b, bias, residual):
+            if not fallbacks.needs_fallback(a, b, bias, residual):
                 raise
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
     if type(a) is not Tensor and (y := _sharded(call, epilogue)) is not None:
@@ -161,7 +161,7 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     call = call._replace(epilogue=text_of(epilogue))
     if call.epilogue and has_outputs(call.epilogue):
         return outputs_operator.matmul(call)  # type: ignore[return-value]  # as documented
-    if fallbacks.concerns(call.a, call.b, call.bias, call.residual):
+    if fallbacks.needs_fallback(call.a, call.b, call.bias, call.residual):
         return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
     if call.out is not None:
         return operator.matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
@@ -184,7 +184,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         shape = tuple(alpha.shape)
         raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
-    if fallbacks.concerns(a, b, bias, residual):
+    if fallbacks.needs_fallback(a, b, bias, residual):
         return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
     if isinstance(alpha, Tensor):
         differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
@@ -198,7 +198,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     product = _answer(call._replace(alpha=1.0, bias=None, residual=None, out=None), None)
     y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
     if out is not None:
-        return fallbacks.delivered(y, out, *call.given)
+        return fallbacks.copied_to(y, out, *call.given)
     return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 
@@ -241,7 +241,7 @@ def linear(
             and (kernel is None and config is None and on_cache_miss is None)
             and (out is None and scale_a is None and scale_b is None)
             and (epilogue is None or type(epilogue) is str)
-            and warm.undisturbed(x, weight, bias, residual)
+            and warm.fast_path_allowed(x, weight, bias, residual)
         ):
             text = epilogue or ""
             if not autograd_state.recorded(x, weight, bias, residual):
@@ -253,7 +253,7 @@ def linear(
     except (AttributeError, RuntimeError, ValueError) as error:
         reraise(error)
         if _are_tensors(x, weight, bias, residual, out) and (
-            weight.dim() != 2 or not fallbacks.concerns(x, weight.t(), bias, residual)
+            weight.dim() != 2 or not fallbacks.needs_fallback(x, weight.t(), bias, residual)
         ):
             raise
     if not _are_tensors(x, weight, bias, residual, out):

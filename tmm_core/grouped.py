@@ -8,7 +8,7 @@ from tmm_core import foreign, settings
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_tensors, number
-from tmm_core.launch.grouped_call import check, run, undisturbed
+from tmm_core.launch.grouped_call import check, fast_path_allowed, run
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.quantized import unpacked
 from tmm_core.spec.arguments import GROUPED_TENSORS, PARTS, Arguments, GroupedArguments
@@ -104,7 +104,7 @@ def grouped_matmul(
     if (
         out is None
         and not torch.compiler.is_dynamo_compiling()
-        and undisturbed(
+        and fast_path_allowed(
             a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
         )
         and not autograd_state.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
@@ -158,7 +158,7 @@ def _batched(call: GroupedArguments) -> Tensor:
         **flat,
     )  # fmt: skip
     y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
-    return fallbacks.delivered(y, out, *call.given)
+    return fallbacks.copied_to(y, out, *call.given)
 
 
 def grouped_linear(

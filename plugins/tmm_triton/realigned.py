@@ -249,7 +249,7 @@ class Realigned(Built[RealignedConfig]):
 
     def bind(self, problem: Problem, config: RealignedConfig) -> Launcher:
         served = realigned(problem)
-        if config.config.unsaid(served):
+        if config.config.unmet_promises(served):
             raise ConfigError(f"{config} reads b early, but b is copied right before")
         product = inner_kernels()[config.inner].bind(served, _overlapping(config.config))
         copy = bind_copy(problem)

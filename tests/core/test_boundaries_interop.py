@@ -14,7 +14,7 @@ import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.epilogues import parse
 from tmm_core.interop import epilogue_kernels, flops, grouped_operator
-from tmm_core.interop.fallbacks import concerns
+from tmm_core.interop.fallbacks import needs_fallback
 
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -422,9 +422,9 @@ def test_autocast_leaves_fp64_and_8_bits_as_they_are() -> None:
 def test_a_bias_of_the_products_own_shape_is_no_vector() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     for shape, other in (((6,), False), ((1, 6), True), ((4, 6), True), ((5,), True)):
-        assert concerns(a, b, torch.ones(shape), None) is other
-    assert not concerns(a, b[:, 0], torch.ones(1), None)
-    assert concerns(a, b[:, 0], torch.ones(4), None)
+        assert needs_fallback(a, b, torch.ones(shape), None) is other
+    assert not needs_fallback(a, b[:, 0], torch.ones(1), None)
+    assert needs_fallback(a, b[:, 0], torch.ones(4), None)
 
 
 def test_a_bias_of_several_rows_beside_everything_else() -> None:

@@ -249,24 +249,24 @@ def test_a_call_that_torch_has_to_see_is_not_launched_past_it() -> None:
         "a profiler": torch.profiler.profile,
     }
     plain, bias = (A, B), torch.randn(6)
-    assert warm.undisturbed(*plain, bias)
+    assert warm.fast_path_allowed(*plain, bias)
     for name, context in contexts.items():
         with context():
-            assert not warm.undisturbed(*plain), name
-        assert warm.undisturbed(*plain), name
+            assert not warm.fast_path_allowed(*plain), name
+        assert warm.fast_path_allowed(*plain), name
     seen = []
-    torch.vmap(lambda x: seen.append(warm.undisturbed(x, B)) or x)(torch.randn(2, 4, 8))
-    torch.func.grad(lambda x: seen.append(warm.undisturbed(x, B)) or x.sum())(A)
+    torch.vmap(lambda x: seen.append(warm.fast_path_allowed(x, B)) or x)(torch.randn(2, 4, 8))
+    torch.func.grad(lambda x: seen.append(warm.fast_path_allowed(x, B)) or x.sum())(A)
     assert seen == [False, False]
     a, b, z = (t.to(torch.complex64) for t in (A, B, bias))
-    assert warm.undisturbed(a, b, z)
+    assert warm.fast_path_allowed(a, b, z)
     negative = torch.imag(torch.randn(4, 8, dtype=torch.complex64).conj())
     for given in (
         (a.conj(), b), (a, b.conj()), (a, b, z.conj()), (negative, B), (A, negative.T),
         (A.as_subclass(Mine), B), (A, B.as_subclass(Mine)), (A, B, bias.as_subclass(Mine)),
     ):  # fmt: skip
-        assert not warm.undisturbed(*given)
-    assert warm.undisturbed(torch.nn.Parameter(A), torch.nn.Parameter(B))
+        assert not warm.fast_path_allowed(*given)
+    assert warm.fast_path_allowed(torch.nn.Parameter(A), torch.nn.Parameter(B))
 
 
 # -- kernels that fail --------------------------------------------------------------------

@@ -286,4 +286,4 @@ def test_calls_without_outputs_pay_nothing() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     launcher = tmm_core.plan(a, b).launcher
     assert launcher.__module__.startswith("tmm_blas")
-    assert warm.delivering(parse("silu"), launcher, (4, 6)) is launcher
+    assert warm.allocating_outputs(parse("silu"), launcher, (4, 6)) is launcher

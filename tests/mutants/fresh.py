@@ -57,7 +57,7 @@ FRESH = [
            'hopeless = plan.choice.origin == "forced"',
            "BLAS is set aside, and nothing is left to answer",
            (f"{LAUNCH}::test_the_error_of_the_baseline_is_the_callers_to_see",)),
-    Mutant("boundary-undisturbed-forward-ad", "launch/warm.py",
+    Mutant("boundary-fast-path-forward-ad", "launch/warm.py",
            "forward_ad._current_level < 0",
            "forward_ad._current_level <= 0",
            "tangents are lost in kernels",

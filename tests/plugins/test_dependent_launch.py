@@ -57,10 +57,13 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
         assert set(proposed[1 + 2 * len(ways) :]) == {""}
     for config in early:
         assert config.assumes == ("static_weights",)
-        assert (config.unsaid(DECODE), config.unsaid(SAID)) == (["static_weights"], [])
+        assert (config.unmet_promises(DECODE), config.unmet_promises(SAID)) == (
+            ["static_weights"],
+            [],
+        )
         plain = dataclasses.replace(config, early="")
         assert plain in configs
-        assert (plain.assumes, plain.unsaid(DECODE)) == ((), [])
+        assert (plain.assumes, plain.unmet_promises(DECODE)) == ((), [])
         assert kernel.arithmetic(SAID, plain) == kernel.arithmetic(SAID, config)
         assert type(config).from_json(config.to_json()) == config
         # Records that are older than the field.

@@ -200,7 +200,7 @@ def _proposed(problem: Problem, kernels: Iterable[Kernel[Any]]) -> dict[str, Can
         Candidate(kernel, config)
         for kernel in kernels
         for config in (kernel.default_config(problem), *kernel.configs(problem))
-        if not config.unsaid(problem)
+        if not config.unmet_promises(problem)
     ]
     texts = (json.dumps(each.config.to_json(), sort_keys=True) for each in found)
     return {f"{each.kernel.name} {text}": each for each, text in zip(found, texts, strict=True)}

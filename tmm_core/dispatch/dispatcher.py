@@ -265,10 +265,10 @@ class Dispatcher(Deferring):
             )
         if settings.config is not None:
             config = _completed(kernel, problem, json.loads(settings.config))
-            if unsaid := config.unsaid(problem):
+            if unmet := config.unmet_promises(problem):
                 raise UnsupportedProblemError(
                     f"kernel {kernel.name!r} with config {config} relies on promises that the "
-                    f"caller of {problem} did not make: {', '.join(unsaid)}"
+                    f"caller of {problem} did not make: {', '.join(unmet)}"
                 )
             return Choice(Candidate(kernel, config), "forced", f"config given{unverified}")
         found = self.record(problem)

@@ -35,24 +35,24 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
 #: The M at which arithmetics are compared, from decode to prefill. With 1, 4096 and 8192 as well,
-#: each of 24 weights on record, on both GPUs, has the same arithmetic, and its first call waits for
-#: three more tunings.
+#: each of 24 weights on record, on both GPUs, gets the same arithmetic, and its first call waits
+#: for three more tunings.
 LADDER = (16, 64, 256, 1024)
 #: Weight of the worst M relative to the mean over all M, both as logarithms.
 WORST = 0.5
-#: Elements of the largest matrix of a rung; larger rungs are left out: verifying takes about ten
-#: bytes per element.
+#: Maximum elements of a rung's largest matrix. Larger rungs are left out, since verification takes
+#: about ten bytes per element.
 LARGEST = 2**28
-#: Status of a candidate that was valid and lost early, which may be the only one of its arithmetic.
+#: Status of a valid candidate that lost early. It may be the only one of its arithmetic.
 _ELIMINATED = "slow"
-#: µs assumed for a config without an estimate: chosen only as a last resort.
+#: µs assumed for a config without an estimate, so that it is chosen only as a last resort.
 _NO_IDEA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic. And
-    likewise those at other M of its bucket, where not every arithmetic was timed."""
+    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic;
+    likewise at other M of its bucket, at which not every arithmetic was timed."""
 
     best_us: float
     times: Mapping[str, float]
@@ -96,8 +96,8 @@ class Invariance:
         prepare: Callable[[Problem, list[Kernel[Any]]], None],
     ) -> None:
         self._host, self._on_record, self._prepare = host, on_record, prepare
-        #: By weight and settings. A guess stays too: bits must not change between two calls because
-        #: the second may measure.
+        #: Arithmetics by weight and settings. An untuned choice stays too: bits must not change
+        #: between two calls because the second may measure.
         self._arithmetics: dict[tuple[str, Settings], str] = {}
         self._choices: dict[tuple[Problem, tuple[int, bool], Settings, str], Choice] = {}
         self._notes: dict[DeviceFingerprint, Notes] = {}
@@ -108,12 +108,12 @@ class Invariance:
         self._choices = dict(other._choices)
 
     def forget(self) -> None:
-        """Choose configs again, of the same arithmetics, since records or kernels changed."""
+        """Forget configs, since records or kernels changed. Arithmetics stay."""
         self._choices.clear()
 
     def choose(self, problem: Problem, settings: Settings) -> Choice | None:
-        """The fastest config for this M of the weight's arithmetic; None if no batch-invariant
-        kernel can serve ``problem``.
+        """Return the fastest config for this M of the weight's arithmetic; None if no
+        batch-invariant kernel can serve ``problem``.
 
         Raises:
             UnsupportedProblemError: The settings name an arithmetic that is not available here.
@@ -167,7 +167,8 @@ class Invariance:
     # -- the weight's arithmetic --------------------------------------------------------
 
     def _arithmetic(self, problem: Problem, settings: Settings) -> str | None:
-        """From notes, else from records, measured now if allowed, else from estimates."""
+        """Return the weight's arithmetic: from notes, else from records, measured now if allowed,
+        else from estimates."""
         about = digest(weight(problem))
         chosen = self._arithmetics.get((about, settings))
         if chosen is None:
@@ -211,13 +212,13 @@ class Invariance:
         tune: bool,
         force: bool = False,
     ) -> str | None:
-        """The arithmetic of least regret on record; if nothing may be measured, None unless all
-        rungs are on record."""
+        """Return the arithmetic of least regret on record. If nothing may be measured, None unless
+        all rungs are on record."""
         known = []
         for (rung, able), following in itertools.zip_longest(rungs, rungs[1:]):
             if tune and not force:
-                # In this order, in which they are compiled. The next rung's compile while this one
-                # is timed.
+                # Rungs are measured in the order in which they compile: the next rung's candidates
+                # compile while this one is timed.
                 for each in filter(None, ((rung, able), following)):
                     self._prepare(*each)
             record = self._on_record(rung, able, settings, tune, force)
@@ -239,7 +240,7 @@ class Invariance:
             if candidate is not None:
                 name = candidate.kernel.arithmetic(rung, candidate.config)
             if name is not None:
-                times.setdefault(name, _us_beside(result, results[0]))
+                times.setdefault(name, _us_of_last_round(result, results[0]))
             for m, us in result.inside_us.items():
                 there = inside.get(m, Rung(math.inf, {}))
                 mine = {} if name is None else {name: min(us, there.times.get(name, math.inf))}
@@ -258,7 +259,7 @@ class Invariance:
     def _offered(
         self, problem: Problem, able: list[Kernel[Any]]
     ) -> dict[str, dict[Candidate, float]]:
-        """Every arithmetic with its candidates and their estimated times."""
+        """Return every arithmetic with its candidates and their estimated times."""
         offered: dict[str, dict[Candidate, float]] = {}
         for kernel in able:
             try:
@@ -284,7 +285,7 @@ class Invariance:
     def _within(
         self, problem: Problem, able: list[Kernel[Any]], wanted: str, settings: Settings
     ) -> Choice | None:
-        """The fastest candidate of that arithmetic on record, else by estimate."""
+        """Return the fastest candidate of that arithmetic on record, else by estimate."""
         own = replace(problem, capturing=False)
         edge = bucketed(own)
         key = (edge, _place(edge, own.extent), settings, wanted)
@@ -331,31 +332,32 @@ class Invariance:
 
 
 def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResult]:
-    """The timed results of a bucket's record: first those timed at the M measured around this one,
-    by these times."""
+    """Return the timed results of a bucket's record. Those timed at the measured M around this one
+    come first, ordered by these times."""
     slower = behind(times_around(record.candidates, extent, edge))
     return sorted(
         fastest_first(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf)
     )
 
 
-def _us_beside(result: CandidateResult, fastest: CandidateResult) -> float:
-    """µs of a result as in the last rounds of the fastest: those of one eliminated before are
-    scaled by what the fastest itself took in as many rounds."""
+def _us_of_last_round(result: CandidateResult, fastest: CandidateResult) -> float:
+    """Return the µs of a result, comparable with the last round of the fastest result. A result
+    that was eliminated early is scaled by the fastest one's ratio of all rounds to these early
+    rounds."""
     early = statistics.median(fastest.samples_us[: len(result.samples_us)])
     return statistics.median(result.samples_us) * statistics.median(fastest.samples_us) / early
 
 
 def _place(edge: Problem, extent: int) -> tuple[int, bool]:
-    """The position of this M among those at which the bucket is measured, and whether it is one of
+    """Return the position of this M among the measured M of the bucket, and whether it is one of
     them."""
     measured = (*inside(edge), edge.extent)
     return bisect.bisect_left(measured, extent), extent in measured
 
 
 def weight(problem: Problem) -> dict[str, Any]:
-    """What all M of one weight share: the problem without M and what M decides, namely layout and
-    alignment of a, the output and the residual, and whether scales are scalars."""
+    """Return what all M of one weight share: the problem without M and what depends on M. That is
+    the layout and alignment of a, the output and the residual, and whether scales are scalars."""
     document = problem.to_json()
     for name in ("a", "out", "residual"):
         if document[name] is not None:
@@ -368,20 +370,20 @@ def weight(problem: Problem) -> dict[str, Any]:
 
 
 def is_gradient(problem: Problem) -> bool:
-    """Whether ``a`` is column-major, as in a weight gradient: K is then the number of rows and
-    differs in every batch, so that a ladder would be measured for each. Estimates decide there."""
+    """Whether ``a`` is column-major, as in a weight gradient. K is then the number of rows, which
+    differs from batch to batch, and a ladder would be measured for each. Estimates decide there."""
     return problem.a.layout == "col"
 
 
 def ladder(problem: Problem) -> list[Problem]:
-    """The problems by which a weight's arithmetic is chosen, from small to large; they do not
-    depend on which problem of the weight comes first."""
+    """Return the problems by which a weight's arithmetic is chosen, from small to large. They do
+    not depend on which problem of the weight is met first."""
     sizes = [m for m in LADDER if max(problem.n, problem.k) * m * problem.batch <= LARGEST]
     return [_at(problem, m) for m in sizes or LADDER[:1]]
 
 
 def _at(problem: Problem, m: int) -> Problem:
-    """The weight's problem with M rows, of dense matrices."""
+    """Return the weight's problem with M rows, of dense matrices."""
 
     def dense(operand: Operand, outer: int, inner: int, layout: Layout = "row") -> Operand:
         aligned = outer == 1 or inner * operand.dtype.itemsize % ALIGNMENT == 0

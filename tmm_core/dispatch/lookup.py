@@ -109,7 +109,7 @@ class Lookup:
                         self.warn_kernel_once(
                             kernel, f"{config} on record is not a config for {problem}"
                         )
-                elif not config.unsaid(problem):
+                elif not config.unmet_promises(problem):
                     return candidate
         return None
 

@@ -22,7 +22,7 @@ from tmm_core import compat
 from tmm_core.interop import autograd_state
 from tmm_core.interop.gradients import Product, Recorded, followed
 from tmm_core.launch.check import check, has_format
-from tmm_core.launch.warm import Part, epilogue_of, part_of, undisturbed
+from tmm_core.launch.warm import Part, epilogue_of, fast_path_allowed, part_of
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import IDENTITY
 
@@ -38,7 +38,7 @@ def matmul(*given: Any) -> Tensor:
             return autograd_state.by_operator(*given)
     if has_format(Arguments(*given)):
         return autograd_state.record(autograd_state.Underivable, autograd_state.by_operator, *given)
-    below = undisturbed(*tensors, cast=True, shown=True)
+    below = fast_path_allowed(*tensors, cast=True, shown=True)
     eager = below and not any(map(compat.is_batched, tensors[:2]))
     return in_parts(*Arguments(*given)[:-1], eager=eager)
 
@@ -65,8 +65,8 @@ def in_parts(
         parts: Arguments of stored operands, which are only checked: such calls have no derivative.
         transposed: ``b`` is a layer's weight, ``[N, K]``. A transposed view of it would be another
             node.
-        eager: The call needs no dispatcher (:func:`tmm_core.launch.warm.undisturbed`): one node,
-            without the operator.
+        eager: The call needs no dispatcher (:func:`tmm_core.launch.warm.fast_path_allowed`): one
+            node, without the operator.
     """
     product: Any = Product.apply if eager else functools.partial(autograd_state.record, Product)  # type: ignore[attr-defined]
     more = (out_dtype, parts, transposed, eager)

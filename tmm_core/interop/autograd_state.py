@@ -140,7 +140,7 @@ def as_gradient(t: Tensor, dtype: torch.dtype) -> Tensor:
     return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
 
 
-def owned(y: Tensor) -> Tensor:
+def no_view(y: Tensor) -> Tensor:
     """Return ``y`` as a tensor that is no view. Torch refuses in-place changes of a view made
     inside an autograd function, and models make them: ``F.relu(layer(x), inplace=True)``."""
     return y.detach() if y._is_view() else y
@@ -159,7 +159,7 @@ def by_operator(*arguments: Any) -> Tensor:
     return torch.ops.tmm.matmul.default(*arguments)  # type: ignore[no-any-return]
 
 
-def lying_as(
+def multiply_in_layout(
     column_major: bool, multiply: Callable[..., Tensor], x: Tensor, y: Tensor, *more: Any
 ) -> Tensor:
     """Return ``multiply(x, y, *more)``, the gradient of an operand, in the operand's layout.

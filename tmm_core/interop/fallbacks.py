@@ -36,8 +36,8 @@ from tmm_core.spec.launcher import BASELINE
 Tensor = torch.Tensor
 
 
-def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether :func:`answer` handles this call."""
+def needs_fallback(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Whether :func:`answer` has to serve this call, because kernels cannot."""
     if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
         return True
     if bias is None or not b.dim():
@@ -46,7 +46,7 @@ def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None)
 
 
 def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tensor:
-    """Return the result of a call that this module :func:`concerns`.
+    """Return the result of a call for which :func:`needs_fallback` is true.
 
     Args:
         matmul: Computes a call with an epilogue. It is used if kernels can serve the call once its
@@ -63,7 +63,7 @@ def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tenso
         _refuse_what_torch_cannot(call, "sparse, nested or mkldnn operands")
     one_row, width = _checked(call, parsed)
     if not dense:
-        return delivered(_by_torch(call, parsed), out, a, b, bias, residual)
+        return copied_to(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
     if one_row:
         row = bias.reshape(-1).expand(width).contiguous()
@@ -72,7 +72,7 @@ def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tenso
         return matmul(call._replace(bias=None, residual=bias), None)
     z = matmul(call._replace(bias=None, residual=None, out=None), None)
     y = parsed.expression(z, bias, residual).to(z.dtype)
-    return delivered(y, out, a, b, bias, residual)
+    return copied_to(y, out, a, b, bias, residual)
 
 
 def foreign(weight: Any) -> bool:
@@ -99,7 +99,7 @@ def linear(call: Arguments) -> Tensor:
     # Only the weight's type knows which dtypes it multiplies.
     _checked(call._replace(b=call.a.new_empty(()).expand(call.b.shape).t()), parsed)
     y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
-    return delivered(y, call.out, call.a, call.bias, call.residual)
+    return copied_to(y, call.out, call.a, call.bias, call.residual)
 
 
 def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
@@ -191,7 +191,7 @@ def _finished(
     return y.to(call.out_dtype or z.dtype)
 
 
-def delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
+def copied_to(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
     """Return the result, copied to ``out`` if there is one; raises if ``out`` does not fit or
     overlaps an input."""
     if out is None:

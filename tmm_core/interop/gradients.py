@@ -11,7 +11,7 @@ from tmm_core import compat
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state
 from tmm_core.interop.epilogue_kernels import failed, kernels, takes
-from tmm_core.launch.warm import run, undisturbed
+from tmm_core.launch.warm import fast_path_allowed, run
 from tmm_core.settings import overridden, within
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 
@@ -98,13 +98,13 @@ class Product(autograd_state.OneLevel):
         of_b = b.t() if transposed else b
         if eager:
             added = residual if outside is None else outside
-            y = autograd_state.owned(run(a, of_b, bias, added, alpha, text, out_dtype, *parts))
+            y = autograd_state.no_view(run(a, of_b, bias, added, alpha, text, out_dtype, *parts))
         else:
             with autograd_state.below_autograd():
                 y = autograd_state.by_operator(
                     a, of_b, bias, residual, alpha, text, out_dtype, *parts
                 )
-            y = autograd_state.owned(y)
+            y = autograd_state.no_view(y)
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
@@ -198,7 +198,7 @@ def _gradients(
         assert b is not None
         b = b.conj() if len(call.b) > 1 else b.conj()[:, None]
         b = b if call.transposed else b.mT
-        da = autograd_state.lying_as(call.a_columns, multiply, dz, b, None, None, alpha)
+        da = autograd_state.multiply_in_layout(call.a_columns, multiply, dz, b, None, None, alpha)
         if call.many and not sharded:
             da = da.view(call.a)
         elif da.shape != call.a:
@@ -247,7 +247,7 @@ def _is_direct(grad: Tensor) -> bool:
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
-        and undisturbed(grad, grad, shown=True)
+        and fast_path_allowed(grad, grad, shown=True)
         and not (compat.is_batched(grad) or grad.is_complex())
     )
 

@@ -16,7 +16,7 @@ from tmm_core.interop import autograd_state
 from tmm_core.interop.declaration import declare
 from tmm_core.interop.gradients import followed
 from tmm_core.launch.check import has_format, result_dtype
-from tmm_core.launch.grouped_call import check, ragged_along, run, undisturbed
+from tmm_core.launch.grouped_call import check, fast_path_allowed, ragged_along, run
 from tmm_core.launch.warm import MAX_PLANS, epilogue_of
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GroupedArguments
@@ -99,7 +99,7 @@ def _is_eager(call: GroupedArguments) -> bool:
     rows = call.a_index, call.out_index, call.out_weights
     return (
         not torch.compiler.is_dynamo_compiling()
-        and undisturbed(*call[:5], *rows, cast=True, shown=True)
+        and fast_path_allowed(*call[:5], *rows, cast=True, shown=True)
         and not (compat.is_batched(call.a) or compat.is_batched(call.b))
     )
 
@@ -173,7 +173,7 @@ class _Product(autograd_state.OneLevel):
             dresidual = autograd_state.as_gradient(torch.where(known, grad, 0), ctx.residual[1])
         dz = autograd_state.as_gradient(dz, ctx.a[1])
         if wants_a:
-            da = autograd_state.lying_as(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
+            da = autograd_state.multiply_in_layout(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
             if a_index is not None:
                 # A row's gradient sums over all rows that gathered it; beyond the last group it
                 # is zero.
@@ -182,7 +182,7 @@ class _Product(autograd_state.OneLevel):
                 da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
         if wants_b:
             a = a if a_index is None else a.index_select(0, a_index)
-            db = autograd_state.lying_as(ctx.b_column, _multiply, a.mT, dz, offs, alpha)
+            db = autograd_state.multiply_in_layout(ctx.b_column, _multiply, a.mT, dz, offs, alpha)
         return da, db, None, dbias, dresidual, None, None, None, None, None
 
     @staticmethod
@@ -219,7 +219,7 @@ def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """Return a grouped product that is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
     seen = autograd_state.recorded(a, b) or compat.is_batched(a) or compat.is_batched(b)
-    if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
+    if not torch.compiler.is_dynamo_compiling() and not seen and fast_path_allowed(a, b, offs):
         if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
             # Autograd would copy a gradient with padded rows for a weight without padding.
             call = call._replace(out=a.new_empty((offs.shape[0], a.shape[0], b.shape[1])))

@@ -35,7 +35,7 @@ def matmul(call: Arguments) -> tuple[Tensor, ...]:
         if any(isinstance(t, compat.dtensor()) for t in call.given):
             names = ", ".join(port.name for port in parsed.outputs)
             raise ValueError(f"epilogue outputs ({names}) have no sharding rule for DTensor")
-        if fallbacks.concerns(*call[:4]):
+        if fallbacks.needs_fallback(*call[:4]):
             check(call, parsed)  # raises: only kernels serve these
         if autograd_state.differentiated(*call.given):
             return _by_references(call)

@@ -169,7 +169,7 @@ def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
         return None
     held: list[Any] = [None if t is None else _awaited(t) for t in tensors]
     a, b, bias, residual = held
-    if not warm.undisturbed(a, b, bias, residual):
+    if not warm.fast_path_allowed(a, b, bias, residual):
         return None
     specs = tuple(None if t is None else compat.dtensor_spec(t) for t in tensors)
     kind = specs, call.epilogue, call.out_dtype, transposed

@@ -229,11 +229,11 @@ def pose(
     return problem, None
 
 
-#: :data:`tmm_core.launch.warm.undisturbed` for the tensors of grouped calls.
-undisturbed: Callable[..., bool] = written(
-    "undisturbed_groups",
+#: :data:`tmm_core.launch.warm.fast_path_allowed` for the tensors of grouped calls.
+fast_path_allowed: Callable[..., bool] = written(
+    "fast_path_allowed_groups",
     parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",
-    warm.disturbances(GROUPED_TENSORS),
+    warm.fast_path_checks(GROUPED_TENSORS),
     warm.NAMES,
 )
 _LAUNCH = (

@@ -33,7 +33,7 @@ def check_outputs(call: Arguments, epilogue: Epilogue, dtype: torch.dtype) -> No
         raise TypeError(f"epilogue outputs ({names}) need a floating dtype, got {dtype}")
 
 
-def delivering(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) -> Any:
+def allocating_outputs(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) -> Any:
     """Wrap ``launcher`` to allocate the auxiliary outputs for a result of ``shape``, and to return
     ``(result, *outputs)``. Returns ``launcher`` itself if there are no outputs.
 

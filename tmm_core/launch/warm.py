@@ -1,7 +1,7 @@
 """The path of a warm call: one tuple, one look-up, one launch.
 
 Parsing, checking, choosing and compiling happen when the look-up misses. The two functions of a
-warm call are generated from the table of arguments, by :func:`entry` and :func:`disturbances`.
+warm call are generated from the table of arguments, by :func:`entry` and :func:`fast_path_checks`.
 Tracebacks show their sources.
 """
 
@@ -23,7 +23,7 @@ from tmm_core.launch.codegen import written
 from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.nesting import ENTRIES, NESTING, announced, launching
-from tmm_core.launch.output_memory import delivering
+from tmm_core.launch.output_memory import allocating_outputs
 from tmm_core.launch.plan import Choice, Plan
 from tmm_core.spec.arguments import (
     EXTRAS,
@@ -259,7 +259,7 @@ def make_plan(
         launcher = Bound.of(launcher).run  # other forms of the launcher take no outputs
     if fold is not None:
         launcher, shape = fold.wrap(launcher, a, call.b, call.residual), fold.shape
-    launcher = delivering(epilogue, launcher, shape)
+    launcher = allocating_outputs(epilogue, launcher, shape)
     return Plan.of(problem, choice, launcher, call)
 
 
@@ -346,7 +346,7 @@ def quarantine(plan: Any, error: BaseException) -> bool:
 # -- generated: what a warm call runs ------------------------------------------------------
 
 
-def disturbances(tensors: Sequence[str]) -> Iterator[str]:
+def fast_path_checks(tensors: Sequence[str]) -> Iterator[str]:
     """Yield the body of a function that is true if nothing but autograd needs torch's dispatcher:
     there is no autocast (or operands are ``cast`` already), no profiler (or the operator is
     ``shown`` already), no transform, mode, tracer or tensor subclass. The operator would then do
@@ -417,10 +417,10 @@ def _replay(
 NAMES = vars(compat) | globals()
 NAMES |= {"overridden": settings.overridden, "float32": torch.float32}
 
-undisturbed: Callable[..., bool] = written(
-    "undisturbed",
+fast_path_allowed: Callable[..., bool] = written(
+    "fast_path_allowed",
     parameters(TENSORS) + ", cast=False, shown=False",
-    disturbances(TENSORS),
+    fast_path_checks(TENSORS),
     NAMES,
 )
 run: Callable[..., Tensor] = written(

@@ -60,7 +60,7 @@ def learn(
     """One product recorded for backward; None if it must be two, gated by torch."""
     if torch.compiler.is_compiling():
         return None
-    if not warm.undisturbed(x, gate, up, gate_bias, up_bias, shown=True):
+    if not warm.fast_path_allowed(x, gate, up, gate_bias, up_bias, shown=True):
         return None
     epilogue = warm.epilogue_of(text)
     found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)

@@ -49,7 +49,7 @@ class Config:
         only if the caller made them. Empty by default; ``"static_weights"`` is the only one."""
         return ()
 
-    def unsaid(self, problem: Problem) -> list[str]:
+    def unmet_promises(self, problem: Problem) -> list[str]:
         """The promises in :attr:`assumes` that the caller of ``problem`` has not made."""
         return [name for name in self.assumes if getattr(problem, name, False) is not True]
 

@@ -180,7 +180,7 @@ class Problem:
         """Whether in calls the launcher allocates the output."""
         return Operand.of(self.empty_out("meta")) == self.out
 
-    def lies_as_made(self, out: torch.Tensor) -> bool:
+    def has_default_strides(self, out: torch.Tensor) -> bool:
         """Whether ``out`` has the strides of a result that a launcher allocates. Strides of
         dimensions of size one do not count."""
         steps = zip(out.shape, out.stride(), self.out_strides, strict=True)

@@ -1,4 +1,4 @@
-"""The state of one candidate during a tuning, and which candidates stay after each round."""
+"""The state of a candidate during a tuning, and the choice of candidates for the next round."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CandidateRun:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether its kernel's own code is at fault. BLAS never is, nor is a refusal a fault."""
+        """Whether the kernel's own code is at fault. BLAS never is, and a refusal is no fault."""
         if self.is_baseline:
             return False
         raised = self.raised is not None and not refuses(self.raised)
@@ -76,8 +76,8 @@ class CandidateRun:
     def fail(
         self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed"
     ) -> None:
-        """Remove the candidate from the tuning: with a verdict and the error for the record, or as
-        untried if the environment failed."""
+        """Remove the candidate from the tuning. The record gets a verdict and the error; if the
+        environment failed, the candidate is untried."""
         self.launcher = self.runner = None
         self.raised, cause = None, None
         if isinstance(error, BaseException):  # not str: that reads its __class__
@@ -85,18 +85,19 @@ class CandidateRun:
             explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
             error = explains or error_text(error)
         self.reason = error.strip()[:500]
-        # The readers of a record judge by the same text.
+        # Readers of a record judge by this text too.
         cause = None if status == "wrong" else cause or cause_of_text(self.reason)
         self.status, self.cause = (status, None) if cause is None else ("untried", cause)
 
     def fail_if_set_aside(self) -> None:
-        """Remove it if its kernel was set aside for an invalid answer; BLAS is always needed."""
+        """Remove the candidate if its kernel was set aside for an invalid result. BLAS is always
+        needed."""
         kernel = self.candidate.kernel
         if isinstance(kernel, CheckedKernel) and kernel.fault is not None and not self.is_baseline:
             self.fail(kernel.fault)
 
     def result(self, problem: Problem) -> CandidateResult:
-        """The result for the record of ``problem``."""
+        """Return the result for the record of ``problem``."""
         kernel, config = self.candidate.kernel, self.candidate.config
         return CandidateResult(
             kernel=kernel.name,
@@ -106,7 +107,7 @@ class CandidateRun:
             samples_us=tuple(round(s, 3) for s in self.samples),
             inside_us={m: round(us, 3) for m, us in self.inside_us.items()},
             steady_us=None if self.steady_us is None else round(self.steady_us, 3),
-            # A poisoned element leaves NaN, which JSON lacks; the reason states it.
+            # JSON has no NaN, the error of a poisoned element. The reason says it.
             error=self.error if self.error is not None and math.isfinite(self.error) else None,
             tolerance=compare.tolerance(problem) if self.error is not None else None,
             workspace_bytes=self.workspace,
@@ -119,11 +120,11 @@ class CandidateRun:
 def survivors(
     problem: Problem, racing: list[CandidateRun], keep: float, limit: int
 ) -> list[CandidateRun]:
-    """BLAS and the best ``limit`` candidates within a factor ``keep`` of the best.
+    """Return BLAS and the best ``limit`` candidates within a factor ``keep`` of the best.
 
-    In batch-invariant mode BLAS does not count as the best: a kernel is used even where BLAS is far
-    ahead, and screening does not show which (1500×5120×13824 on an H200 took 304 µs in screening
-    and 332 in use)."""
+    In batch-invariant mode BLAS does not count as the best: a kernel is used even if BLAS is far
+    ahead. Screening does not show which kernel is fastest in use: one for 1500×5120×13824 (H200)
+    took 304 µs in screening and 332 in use."""
     ranked = sorted(racing, key=lambda run: run.time)
     serving = [run for run in ranked if not (problem.batch_invariant and run.is_baseline)]
     best = (serving or ranked)[0].time
@@ -135,10 +136,10 @@ def survivors(
 
 
 def reserves(problem: Problem, racing: Sequence[CandidateRun]) -> list[CandidateRun]:
-    """Each kernel's best config within :data:`RESERVE`, and its best config that relies on no
-    promise of the caller. A reserve answers if the winner is filtered out, quarantined or
-    uninstalled. In batch-invariant mode, the best of each arithmetic, however slow: other M may
-    prefer it, and it is then used here too."""
+    """Return each kernel's best config within :data:`RESERVE`, and its best config that relies on
+    no promise of the caller. A reserve answers if the winner is filtered out, quarantined or
+    uninstalled. In batch-invariant mode, return the best of each arithmetic, however slow: if other
+    M prefer an arithmetic, it is used here too."""
     ranked = _fastest_first(racing)
     best: dict[tuple[object, bool], CandidateRun] = {}
     for run in ranked:
@@ -149,7 +150,7 @@ def reserves(problem: Problem, racing: Sequence[CandidateRun]) -> list[Candidate
 
 
 def _fastest_first(racing: Sequence[CandidateRun]) -> list[CandidateRun]:
-    """Candidates that run and were timed, fastest first."""
+    """Return the candidates that run and were timed, fastest first."""
     timed = (run for run in racing if run.runner is not None and run.samples)
     return sorted(timed, key=lambda run: run.time)
 
@@ -157,11 +158,12 @@ def _fastest_first(racing: Sequence[CandidateRun]) -> list[CandidateRun]:
 def of_each_arithmetic(
     problem: Problem, racing: Sequence[CandidateRun], keep: float
 ) -> list[CandidateRun]:
-    """The two fastest of each arithmetic within a factor ``keep`` of its best. In batch-invariant
-    mode other M may prefer an arithmetic that is slower here. Its best config is then used here,
-    and screening does not show which that is (1500×1536×8960 on an H200, in two parts of K: the
-    config chosen by screening takes 82.7 µs in use, another 73). And those that should be the
-    fastest of theirs at another M of the record."""
+    """Return the two fastest candidates of each arithmetic within a factor ``keep`` of its best,
+    and those expected to be the fastest of their arithmetic at another M of the record.
+
+    In batch-invariant mode other M may prefer an arithmetic that is slower here. Its best config is
+    then used here, and screening does not show which that is: for 1500×1536×8960 in two parts of K
+    (H200), the config chosen by screening takes 82.7 µs in use, another one 73."""
     alike: dict[object, list[CandidateRun]] = {}
     for run in _fastest_first(racing):
         if (arithmetic := group(problem, run.candidate)) is not None:
@@ -173,8 +175,9 @@ def of_each_arithmetic(
 def _best_inside(
     problem: Problem, alike: Iterable[Sequence[CandidateRun]]
 ) -> Iterator[CandidateRun]:
-    """The run of each arithmetic that should be the fastest at another M of the record, where that
-    is not its fastest here: by its time, and by how its estimate differs there."""
+    """Yield, for other M of the record, the candidate of each arithmetic that is expected to be the
+    fastest there but is not here. The expected time is the time here, scaled by the estimates'
+    ratio."""
     for m in inside(problem):
         there = problem.at(m)
         for runs in alike:
@@ -192,10 +195,10 @@ def _best_inside(
 
 
 def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[CandidateRun]:
-    """The reserves to race and to measure inside the bucket. A reserve that beats BLAS at the edge
-    may answer there if the winner is not deterministic or not capture-safe. If none does, the
-    fastest kernel within :data:`BEHIND` may still be ahead inside: at M = 780 cuBLAS took 39 µs for
-    1280×8192 and a kernel 26, although cuBLAS won at the edge, 896."""
+    """Return the reserves to race and to measure inside the bucket. A reserve that beats BLAS at
+    the edge may answer there if the winner is not deterministic or not capture-safe. If none beats
+    BLAS, the fastest kernel within :data:`BEHIND` may still be ahead inside: for 1280×8192 at M =
+    780 cuBLAS took 39 µs and a kernel 26, although cuBLAS won at the edge, 896."""
     blas = min((run.time for run in reserves if run.is_baseline), default=math.inf)
     if ahead := [run for run in reserves if run.time <= blas * (1 - MARGIN)]:
         return ahead

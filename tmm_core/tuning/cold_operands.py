@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from tmm_core.errors import error_message, reraise
-from tmm_core.launch.output_memory import delivering
+from tmm_core.launch.output_memory import allocating_outputs
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import ALIGNMENT
@@ -137,7 +137,7 @@ class Copies:
             self._out = random_inputs.empty(problem.out, problem.out_shape, device)
 
     def runner(self, launcher: Launcher) -> Runner:
-        launcher = delivering(self._problem.epilogue, launcher, self._problem.out_shape)
+        launcher = allocating_outputs(self._problem.epilogue, launcher, self._problem.out_shape)
         return Runner(launcher, self._inputs, self._out)
 
 

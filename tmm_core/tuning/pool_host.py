@@ -73,7 +73,7 @@ class Host:
         while os.getppid() == parent and idle < IDLE_LIMIT:
             readable = wait([self._channel, self._wake], _LOOK)
             if self._channel in readable:
-                self._hear(json.loads(self._channel.recv_bytes()))
+                self._receive(json.loads(self._channel.recv_bytes()))
             if self._wake in readable:
                 os.read(self._wake, 1)
                 self._conclude(*self._ended.popleft())
@@ -88,7 +88,7 @@ class Host:
     def _new_pool(self) -> ProcessPool:
         return ProcessPool(self._workers, 0, begin, [self._folder], self._context)
 
-    def _hear(self, message: Job) -> None:
+    def _receive(self, message: Job) -> None:
         if "cancel" not in message:
             self._waiting.append({**message, "retries": 0})
             return
@@ -111,9 +111,9 @@ class Host:
             self._pool = self._new_pool()
             future = self._pool.schedule(perform, [job], timeout=job["limit"])
         self._running[job["id"]] = job, future
-        future.add_done_callback(functools.partial(self._tell, job))
+        future.add_done_callback(functools.partial(self._on_end, job))
 
-    def _tell(self, job: Job, future: Future[Any]) -> None:
+    def _on_end(self, job: Job, future: Future[Any]) -> None:
         self._ended.append((job, future))
         os.write(self._waker, b".")
 

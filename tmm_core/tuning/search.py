@@ -1,9 +1,9 @@
-"""Decides which candidates a tuning tries, in which order, and when none left could win.
+"""Decides which candidates a tuning tries, in which order, and when no candidate left can win.
 
 Known candidates come first: BLAS, the winner so far, and winners of the same or a near problem on a
-GPU of the same architecture. Then the kernels' own configs, by estimate. Once some of a kernel's
-configs have been timed, its estimates are scaled by the best ratio of measured to expected time,
-and configs still expected to lose are never compiled.
+GPU of the same architecture. The kernels' own configs follow, by estimate. Once some of a kernel's
+configs have been timed, its estimates are scaled by the best ratio of measured to expected time.
+Configs still expected to lose are never compiled.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.ranking import fastest_first
 
-#: A config expected to take this many times BLAS's expected time is left out: none of 165 problems
-#: on an H200 would have lost its winner (with 1.5 none either, with 1.4 two).
+#: A config expected to take this many times BLAS's expected time is left out. On 165 problems
+#: (H200) that loses no winner; 1.5 would lose none either, 1.4 two.
 HOPELESS = 1.6
 
 #: Kernels whose best estimate is more than this many times the least of all have no place of their
@@ -43,25 +43,25 @@ MOST_HINTS = 6
 #: Octaves of M, N and K within which a record counts as close to this problem.
 CLOSE = 0.5
 
-#: Candidates in the first batch, and in all: without hints, and with a close record. Measured on
-#: 208 problems on an H200, eight and then those that may still win lose 0.07 % on average without
-#: hints.
+#: Candidates in the first batch, and in all: usually, and with a close record. On 208 problems
+#: (H200) without hints, a first batch of eight and then those that may still win loses 0.07 % on
+#: average.
 BATCHES, CLOSE_BATCHES = (12, 24), (8, 12)
 
 #: Further candidates of the first batch in batch-invariant mode, which has several arithmetics to
-#: try. Replayed for 287 shipped records: the best proposed time of the arithmetic that their weight
-#: has is 0.7 % above the best known, at worst 14 %; with no further candidates 0.8 and 24.
+#: try. Replayed for 287 shipped records: the best proposed config of the weight's arithmetic is 0.7
+#: % slower than the best known, at worst 14 %. Without further candidates these are 0.8 and 24 %.
 MORE_INVARIANT = 4
 
 #: Kernels whose best estimates differ by at most this factor are interleaved in a batch.
 SIMILAR = 1.1
 
-#: Estimates of one step.
-ASKED = 16
+#: Number of estimates in one step.
+ESTIMATES_A_STEP = 16
 
 #: After the first batch a config is compiled only if its scaled estimate times this factor is below
-#: the best time so far. Measured on 208 problems on an H200, twelve candidates first and then those
-#: leave 4 of 21 uncompiled and lose no winner; with 1.0 five lose up to 3 %.
+#: the best time so far. On 208 problems (H200), with a first batch of twelve, this leaves 4 of 21
+#: configs uncompiled and loses no winner; with 1.0 five problems lose up to 3 %.
 PRUNING = 0.95
 
 
@@ -70,9 +70,9 @@ class Hints:
     """Winners of other records.
 
     Attributes:
-        candidates: Names of kernels and configs, best guess first.
-        close: They are from this problem on another GPU or under other versions, or from one within
-            :data:`CLOSE`, so that little else need be tried.
+        candidates: Names of kernels and configs, the most promising first.
+        close: They are from this problem on another GPU or under other versions, or from a problem
+            within :data:`CLOSE`. Few other candidates are tried then.
     """
 
     candidates: Sequence[tuple[str, Mapping[str, Any]]] = ()
@@ -88,23 +88,23 @@ class Search:
     Args:
         problem: The problem to tune.
         kernels: All that can serve it.
-        new: Those without results on record.
-        before: The record to complete, if any: its winner and BLAS are tried as anchors.
+        new: The kernels without results on record.
+        before: The record to complete, if any. Its winner and BLAS are tried for comparison.
         hints: Winners of other records.
         deadline: A ``time.monotonic`` time after which no kernel but BLAS is queried.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        drained(self.asking(*arguments, **named))
+        drained(self.query(*arguments, **named))
 
     @classmethod
     def steps(cls, *arguments: Any, **named: Any) -> Steps[Search]:
-        """The search of these arguments, whose kernels are asked in steps."""
+        """Make a search, querying the kernels in steps."""
         search = cls.__new__(cls)
-        yield from search.asking(*arguments, **named)
+        yield from search.query(*arguments, **named)
         return search
 
-    def asking(
+    def query(
         self,
         problem: Problem,
         kernels: Sequence[Kernel[Any]],
@@ -113,7 +113,7 @@ class Search:
         hints: Hints = NO_HINTS,
         deadline: float = math.inf,
     ) -> Steps[None]:
-        """Ask the kernels for their configs and estimates."""
+        """Query the kernels for their configs and estimates."""
         self._problem, self._new = problem, new
         self._first, self._most = CLOSE_BATCHES if hints.close else BATCHES
         self._first += MORE_INVARIANT * problem.batch_invariant
@@ -122,13 +122,13 @@ class Search:
         self.empty: dict[Kernel[Any], BaseException | str] = {}
         #: Every candidate with its estimate in µs.
         self._estimates: dict[Candidate, float | None] = {}
-        #: Candidates that are not handed out any more.
+        #: Candidates that were handed out, or will never be.
         self._handed: set[Candidate] = set()
         self._anchors: list[Candidate] = []
         winner = _incumbent(before, kernels)
         baseline = next((kernel for kernel in kernels if kernel.name == BASELINE), None)
         expected = None if baseline is None else estimate_us(problem, baseline)
-        # A slow arithmetic's cost is also needed, to compare arithmetics.
+        # Batch-invariant mode compares arithmetics, so it needs the times of slow ones too.
         hopeless = math.inf if problem.batch_invariant else HOPELESS * (expected or math.inf)
         wanted = set(map(id, new))
         for kernel in sorted(kernels, key=lambda kernel: kernel is not baseline):
@@ -169,16 +169,16 @@ class Search:
     def _estimated(
         self, kernel: Kernel[Any], configs: Sequence[Config], deadline: float
     ) -> Steps[list[Candidate]]:
-        """The candidates with these configs; after the deadline only the first has an estimate, and
-        the others are dropped."""
+        """Return the candidates with these configs. After the deadline only the first is estimated,
+        and the others are dropped."""
         mine: dict[Candidate, None] = {}
-        for config in dict.fromkeys(c for c in configs if not c.unsaid(self._problem)):
+        for config in dict.fromkeys(c for c in configs if not c.unmet_promises(self._problem)):
             if time.monotonic() > deadline and mine:
                 break
             mine[Candidate(kernel, config)] = None
             estimate = estimate_us(self._problem, kernel, config)
             self._estimates[Candidate(kernel, config)] = estimate
-            if len(mine) % ASKED == 0:
+            if len(mine) % ESTIMATES_A_STEP == 0:
                 yield ()
         return list(mine)
 
@@ -187,11 +187,12 @@ class Search:
         return len(self._estimates) - len(self._handed)
 
     def first(self) -> list[Candidate]:
-        """Anchors, hints, candidates without estimates, and the best of the others by estimate: one
-        of each likely kernel, unless hints are close."""
+        """Hand out the first batch: BLAS and the winner on record, hints, candidates without
+        estimates, and the best others by estimate; at least one of each likely kernel, unless hints are
+        close."""
         ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
         known = self._hinted and self._pruning >= 1 and not self._problem.batch_invariant
-        # The best of each group, and the best in it that relies on a caller's promise.
+        # The best of each group, and the best of it that relies on a caller's promise.
         best = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
         of_each = list(best.values())[::-1]
         must = dict.fromkeys([*self._anchors, *self._hinted])
@@ -245,7 +246,7 @@ class Search:
         return [c for each in turns for c in each if c is not None]
 
     def next_batch(self, times: Mapping[Candidate, float]) -> list[Candidate]:
-        """Further candidates that may still win, given the times so far; empty if none may.
+        """Hand out candidates that may still win, given the times so far; none if none may.
 
         Args:
             times: µs of each timed candidate.
@@ -269,9 +270,10 @@ class Search:
         return self._hand([*unknown, *_interleaved(able, self._estimates)][:left])
 
     def speculative(self, handed: int, room: int) -> list[Candidate]:
-        """Candidates that :meth:`next_batch` may return after ``handed`` in all, worth compiling in
-        advance: at least as many as it may return, at most ``room``. Times decide which kernel they
-        belong to, so each kernel gets as many as the whole batch may have."""
+        """Return candidates to compile in advance: those that :meth:`next_batch` may return after
+        ``handed`` candidates in all. Their number is at most ``room``, or that of the next batch if
+        that is larger. Times decide later which kernel the batch consists of, so each kernel gets
+        as many candidates as the whole batch may have."""
         left = max(0, self._most - handed)
         found: dict[Kernel[Any], list[Candidate]] = {}
         for candidate in self._ranked(dict.fromkeys(self._waiting(), 1.0)):
@@ -280,8 +282,8 @@ class Search:
         return self._ranked(able)[: max(left, room)]
 
     def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
-        """The best candidate of each kernel of which none was tried, or none that relies on a
-        caller's promise, and the reason. The record lists them all, so that they are not tuned
+        """Return the best candidate of each kernel of which none was tried, or none that relies on
+        a caller's promise; with the reason. The record lists them, so that they are not tuned
         again."""
         known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
         found = []
@@ -303,7 +305,7 @@ class Search:
         return [c for c in self._estimates if c not in self._handed]
 
     def _ranked(self, scale: Mapping[Candidate, float]) -> list[Candidate]:
-        """By scaled estimate; candidates without one come first, in their order."""
+        """Sort by scaled estimate; candidates without an estimate come first, in their order."""
         return sorted(scale, key=lambda c: (self._estimates[c] or 0.0) * scale[c])
 
     def _hand(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -314,12 +316,12 @@ class Search:
 def _interleaved(
     ranked: Sequence[Candidate], estimates: Mapping[Candidate, float | None]
 ) -> list[Candidate]:
-    """The ranked candidates, interleaved among the kernels within :data:`SIMILAR` of the best.
+    """Interleave the ranked candidates of the kernels within :data:`SIMILAR` of the best.
 
     Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
-    ignore a part of its config has many equal ones, which would fill a batch:
-    ``triton.persistent`` took 12 of 18 places beside one config of the Hopper kernel, whose best,
-    7 % ahead of BLAS, was never tried (7488×3584×2560, H100)."""
+    ignore a part of its config has many equal estimates, which would fill a batch. For
+    7488×3584×2560 (H100) ``triton.persistent`` took 12 of 18 places. The Hopper kernel had one, and
+    its best config, 7 % ahead of BLAS, was never tried."""
     best = {c.kernel: estimates[c] or 0.0 for c in reversed(ranked)}
     similar = [kernel for kernel in best if best[kernel] <= min(best.values()) * SIMILAR]
     similar.sort(key=best.__getitem__)
@@ -333,7 +335,7 @@ def _interleaved(
 def _incumbent(
     before: TuningRecord | None, kernels: Sequence[Kernel[Any]]
 ) -> CandidateResult | None:
-    """The winner on record, or the best after it whose kernel is unchanged."""
+    """Return the winner on record, or the next best candidate whose kernel is unchanged."""
     if before is None:
         return None
     present = {(kernel.name, kernel.version) for kernel in kernels}
@@ -342,15 +344,15 @@ def _incumbent(
 
 
 def group(problem: Problem, candidate: Candidate) -> object:
-    """The group of a candidate; the best of each group is measured even if slow. A group is a
-    kernel, or in batch-invariant mode an arithmetic, which may serve all M of a weight."""
+    """Return the group of a candidate: its kernel, or its arithmetic in batch-invariant mode, where
+    one arithmetic serves all M of a weight. The best of each group is measured even if slow."""
     if not problem.batch_invariant:
         return candidate.kernel
     return candidate.kernel.arithmetic(problem, candidate.config)
 
 
 def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
-    """The candidates of these kernels that the hints name."""
+    """Return the candidates of these kernels that the hints name."""
     by_name = {kernel.name: kernel for kernel in kernels}
     found: dict[Candidate, None] = {}
     for name, config in hints.candidates:
@@ -359,7 +361,7 @@ def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> l
             continue
         try:
             hinted = Candidate(kernel, read_config(kernel, config))
-            if not hinted.config.unsaid(problem):
+            if not hinted.config.unmet_promises(problem):
                 found[hinted] = None
         except Exception as error:  # a config of another version: drop the hint
             reraise(error)

@@ -242,7 +242,7 @@ class Tuning:
 
         Args:
             settle: For the last round: warm-up samples of each candidate. Large products are
-                captured several times there. The round is repeated if BLAS was disturbed during it.
+                captured several times in that round. The round is repeated if BLAS was disturbed.
         """
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:

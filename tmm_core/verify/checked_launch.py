@@ -160,7 +160,7 @@ class CheckedLauncher:
 
     def _check_memory(self, of: InputSet, result: Tensor, held: Iterable[Tensor]) -> None:
         """Check the strides of an allocated result, and that its memory is new."""
-        if not (problem := self._data.problem).lies_as_made(result):
+        if not (problem := self._data.problem).has_default_strides(result):
             raise WrongError(
                 f"it returned strides {result.stride()}; a call returns {problem.out_strides}"
             )
