@@ -188,8 +188,8 @@ class Search:
 
     def first(self) -> list[Candidate]:
         """Hand out the first batch: BLAS and the winner on record, hints, candidates without
-        estimates, and the best others by estimate; at least one of each likely kernel, unless hints are
-        close."""
+        estimates, and the best others by estimate; at least one of each likely kernel, unless hints
+        are close."""
         ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
         known = self._hinted and self._pruning >= 1 and not self._problem.batch_invariant
         # The best of each group, and the best of it that relies on a caller's promise.
