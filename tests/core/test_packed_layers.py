@@ -151,16 +151,19 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(t, other[name]), name
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers(kind: str, symmetric: bool, dtype: torch.dtype, products: list[Any]) -> None:
+def test_layers(
+    kind: str, symmetric: bool, dtype: torch.dtype, device: str, products: list[Any]
+) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(
         KINDS[kind](symmetric=symmetric), nn.SiLU(), nn.Linear(N, 64, dtype=dtype),
         KINDS[kind](k=64, n=24, symmetric=symmetric, bias=False),
     )  # fmt: skip
-    model.requires_grad_(False)
+    model.requires_grad_(False).to(device)
     original = copy.deepcopy(model)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     report = convert(model)
@@ -169,7 +172,7 @@ def test_layers(kind: str, symmetric: bool, dtype: torch.dtype, products: list[A
     assert isinstance(layer.weight, Quantized)
     assert (layer.weight.zero is None) is symmetric
     assert "qweight" not in layer._buffers
-    x = torch.randn(3, 5, K, dtype=dtype)
+    x = torch.randn(3, 5, K, dtype=dtype, device=device)
     close(model(x), original(x))
     close(layer(x), original[0](x))
     assert [epilogue for _, epilogue in products] == ["silu", "", "", ""]
@@ -180,7 +183,7 @@ def test_layers(kind: str, symmetric: bool, dtype: torch.dtype, products: list[A
     other = nn.Sequential(
         KINDS[kind](symmetric=False), nn.SiLU(), nn.Linear(N, 64, dtype=dtype),
         KINDS[kind](k=64, n=24, bias=False),
-    ).requires_grad_(False)  # fmt: skip
+    ).requires_grad_(False).to(device)  # fmt: skip
     model.load_state_dict(other.state_dict())
     close(model(x), other(x))
     same(model.state_dict(), other.state_dict())

@@ -155,6 +155,13 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dequantizer(posed(int4), "a", BF16) is None
 
 
+def test_it_is_not_loaded_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Dequantize", lambda *given: "bound")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert dequantizer(posed(OPERANDS["int4"][1]), "b", BF16) is None
+
+
 def test_a_compiler_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise OSError("no ptxas")

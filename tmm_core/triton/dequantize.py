@@ -190,6 +190,8 @@ def dequantizer(problem: Problem, of: str, dtype: torch.dtype) -> Dequantize | N
     floats = operand.dtype.itemsize == 1 and operand.dtype.is_floating_point
     if floats and (device.cuda.startswith("hip") or device.capability < (8, 9)):
         return None
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None  # loading a kernel would end the capture
     zeros = operand.zero is not None
     try:
         return Dequantize(
