@@ -207,7 +207,8 @@ Transformers {version} and counts its products while it runs, in evaluation mode
 - **products**: calls of torch that multiply matrices, in the model as it is. One call of
   `scaled_dot_product_attention` counts as one. Convolutions do not count.
 - **tmm**: products that tmm computes after `tmm_core.nn.convert(model)`. A gated MLP has one
-  product less, because its gate and up projections become one.
+  product less, because its gate and up projections become one; attention has two less where query,
+  key and value become one.
 - **fused**: activations, gated MLPs and mixtures of experts, computed inside these products.
 - **torch**: products that torch still computes.
 - **what stays torch's**: modules whose own code multiplies, with the functions that the code names,

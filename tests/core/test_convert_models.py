@@ -107,8 +107,9 @@ Make = Callable[[Any], tuple[nn.Module, dict[str, Any]]]
 MODELS: tuple[Make, ...] = (gpt2, phi3, gemma, qwen_moe, vit, t5, t5_relu, whisper, bert)
 #: Kinds of changes of each, but linears.
 FUSED = {
-    gpt2: {"epilogue": 2}, phi3: {"epilogue": 2}, gemma: {"gated": 2}, vit: {"epilogue": 2},
-    qwen_moe: {"gated": 2, "epilogue": 2, "experts": 2}, bert: {"epilogue": 3},
+    gpt2: {"epilogue": 2}, phi3: {"epilogue": 2}, gemma: {"gated": 2, "joint": 2},
+    vit: {"epilogue": 2, "joint": 2}, bert: {"epilogue": 3, "joint": 2},
+    qwen_moe: {"gated": 2, "epilogue": 2, "experts": 2, "joint": 2},
     t5: {}, t5_relu: {}, whisper: {},
 }  # fmt: skip
 

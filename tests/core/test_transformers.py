@@ -259,7 +259,7 @@ def test_a_compiled_model(way: Any, products: list[Any]) -> None:
     way(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(logits(compiled), logits(original))
-    assert len(products) >= 11  # a gated MLP's first two products are an operator's
+    assert len(products) >= 5  # the first products of MLPs and attention are operators of theirs
 
 
 # -- what Transformers does with a model ---------------------------------------------------------
@@ -275,7 +275,7 @@ def test_generate(cache: str, way: Any, products: list[Any]) -> None:
     }  # fmt: skip
     way(model)
     found, expected = (one.generate(IDS, **given) for one in (model, original))
-    assert len(products) >= 8 * 13
+    assert len(products) >= 8 * 9
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
 

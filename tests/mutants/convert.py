@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 CONVERT = "tests/core/test_convert.py"
+JOINT = "tests/core/test_projections.py"
 NN = "tests/core/test_nn.py"
 MODELS = "tests/core/test_convert_models.py"
 RANKS = "tests/core/test_distributed.py"
@@ -101,10 +102,30 @@ CONVERTED = [
     Mutant("convert-copied-recipe", "nn/classes.py", "        return self\n\n    def __reduce__",
            "        return _Recipe(*self._origin[1:])\n\n    def __reduce__",
            "copies are not fused", (f"{CONVERT}::test_copies_and_pickles",)),
-    Mutant("convert-undo-hooks", "nn/gated_layers.py",
+    Mutant("convert-undo-hooks", "nn/together.py",
            "        self.separate()\n        self._remove_hooks()\n", "        self.separate()\n",
            "an undone module calls a method that it lost",
            (f"{NN}::test_undo_puts_the_very_modules_back_with_todays_values",)),
+    Mutant("joint-other-input", "nn/projections.py",
+           "elif x is not self._input or _version(x) != self._version:",
+           "elif _version(x) != self._version:", "a layer gives the columns of another input",
+           (f"{JOINT}::test_columns_are_of_the_very_input_as_it_was",)),
+    Mutant("joint-written-input", "nn/projections.py",
+           "elif x is not self._input or _version(x) != self._version:",
+           "elif x is not self._input:", "a layer gives the columns of what its input was",
+           (f"{JOINT}::test_columns_are_of_the_very_input_as_it_was",)),
+    Mutant("joint-written-between", "nn/projections.py",
+           "if len(names) == len(set(names)) > 1 and _only_projected(x, between, len(names)):",
+           "if len(names) == len(set(names)) > 1:", "a forward writes its input between projections",
+           (f"{JOINT}::test_what_a_forward_projects_is_read_from_its_source",)),
+    Mutant("joint-some-biases", "nn/projections.py",
+           'if len(given) not in (0, len(layers)):\n            return "some',
+           'if False:\n            return "some', "a report promises what cannot be joined",
+           (f"{JOINT}::test_tied_and_half_biased_projections_stay_apart",)),
+    Mutant("joint-order-in-memory", "nn/joint_storage.py",
+           "for t, place in zip(parts, joint.split(rows), strict=True):",
+           "for t, place in zip(reversed(parts), joint.split(rows[::-1]), strict=True):",
+           "parameters are moved, and lie in another order", (JOINT,)),
     Mutant("convert-shared-storage", "nn/fusing.py", "untyped_storage().data_ptr()] > 1",
            "untyped_storage().data_ptr()] > 2", "weights that share memory are moved",
            (f"{NN}::test_weights_that_share_memory_with_others_are_not_moved",)),

@@ -24,7 +24,7 @@ CORNERS = [
     Mutant("counted-launch", "triton/releases.py",
            "    if not _same(first, again):\n        return None\n", "",
            "the number of one launch is passed to all", ("tests/core/test_launch.py",)),
-    Mutant("state-of-both", "nn/gated_layers.py", "and not whole(t):", "and False:",
+    Mutant("state-of-both", "nn/together.py", "and not whole(t):", "and False:",
            "safetensors refuses a gated MLP", ("tests/core/test_nn.py",)),
     Mutant("forced-sparse", "interop/fallbacks.py", "if forced is not None and forced != BASELINE:",
            "if False:", "a forced kernel is passed over", ("tests/core/test_unusual.py",)),

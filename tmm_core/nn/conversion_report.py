@@ -18,7 +18,8 @@ from tmm_core.quantized import Quantized
 #: ``linear``: a layer's product is tmm's. ``epilogue``: with the activation after it in the kernel.
 #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
 #: mixtures in grouped products.
-Kind = Literal["linear", "epilogue", "gated", "experts"]
+#: ``joint``: an attention's projections of one input in one product.
+Kind = Literal["linear", "epilogue", "gated", "experts", "joint"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class NotFused:
-    """An activation that is computed apart from the product before it, and why."""
+    """An activation or projections that are not computed in one product, and why."""
 
     path: str
     activation: str
@@ -139,6 +140,8 @@ class Report:
         ]
         if self.rounded:
             lines[0] += f", {len(self.rounded)} weights rounded"
+        if count := kinds.count("joint"):
+            lines[0] += f", projections of {count} attention modules joined"
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
         said = [(path, f"{done}: {why}" if why else done) for path, done, why in self._entries()]

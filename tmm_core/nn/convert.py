@@ -24,14 +24,15 @@ from tmm_core.nn import (
     fp8_linear,
     fusing,
     packed_linear,
+    projections,
     stored_experts,
     stored_weights,
     unreached,
 )
-from tmm_core.nn.classes import subclass
+from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Rounded, Swap
-from tmm_core.nn.gated_layers import GatedMLP
 from tmm_core.nn.linear import Linear
+from tmm_core.nn.together import Together
 from tmm_core.quantized import Quantized
 
 
@@ -63,6 +64,8 @@ def convert(
     * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
       weights of torchao (int8 or 8-bit floats, weight only), Transformers' ``FP8Linear`` and
       ``FP8Experts``, and layers of GPTQ and AWQ packages (4 bits).
+    * If an attention's forward projects one input by several layers (query, key and value of
+      Llama, Qwen3, BERT, ViT and others of Transformers), they are one product without gradients.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, also becomes a :class:`tmm_core.nn.GatedMLP`.
 
@@ -151,6 +154,7 @@ class _Conversion:
                 self._group(module)
             else:
                 self._fuse(module)
+                self._project(module)
             reason = unreached.out_of_reach(module) or stored_experts.out_of_reach(module)
             self._leave(module, reason)
             known = module in self._layers or self._path(module) in refused
@@ -218,6 +222,25 @@ class _Conversion:
             change = Change("epilogue", self._within(module, fusion.layer), before, after)
             self._fused[module].append(change)
 
+    def _project(self, module: nn.Module) -> None:
+        """Compute what an attention's forward projects of one input in one product."""
+        kind: Any = type(module)
+        if own(kind) is not kind or module in self._classes or "forward" in vars(module):
+            return
+        names = projections.names_of(kind)
+        layers: list[Any] = [module._modules.get(name) for name in names]
+        if not names or any(self._layers.get(layer) is not Linear for layer in layers):
+            return
+        text = ", ".join(names)
+        if reason := projections.against(layers, self._storages):
+            self._report.not_fused.append(
+                NotFused(self._path(module), f"one product of {text}", reason)
+            )
+            return
+        self._classes[module] = projections.joint(kind, names)
+        change = Change("joint", self._path(module), kind.__name__, f"one product of {text}")
+        self._fused[module] = [change]
+
     @functools.cached_property
     def _storages(self) -> Counter[int]:
         """How many of the model's tensors lie in each storage, tied ones counted once."""
@@ -281,7 +304,7 @@ class _Conversion:
             made = Rounded(layer, name, rounded, weight.dtype, weight.requires_grad)
             self._report.rounded.append(made)
         for module in self._paths:
-            if isinstance(module, GatedMLP):
+            if isinstance(module, Together):
                 module.merge()
 
     def _weights_of_products(self) -> Iterator[tuple[Any, str, bool]]:

@@ -18,8 +18,9 @@ from tmm_core import compat, dispatch
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
 from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
-from tmm_core.nn.joint_storage import join, move_together, seen_alone, whole
+from tmm_core.nn.joint_storage import move_together, whole
 from tmm_core.nn.linear import Linear, leaf
+from tmm_core.nn.together import Together, do_no_more
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
@@ -48,7 +49,7 @@ def gated_by(activation: EpilogueLike) -> Epilogue:
     return parsed
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Together):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))`` in two products.
 
     >>> GatedMLP(64, 172).state_dict().keys()
@@ -127,37 +128,15 @@ class GatedMLP(nn.Module):
             return False
         return joint_operands(gate.weight, up.weight, gate.bias, up.bias) is not None
 
-    def merge(self) -> bool:
-        """Place gate and up one after the other in memory; returns :attr:`merged`.
-
-        Called automatically after construction, ``.to()`` and similar, ``load_state_dict``,
-        ``deepcopy`` and unpickling. The parameters remain the same objects, and only those with
-        a storage to themselves are moved. Do not call it while a graph that reads them is being
-        captured or waits for its backward.
-        """
-        gate, up, _ = self._layers()
-        if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
-            join(gate.weight, up.weight)
-            if gate.bias is not None and up.bias is not None:
-                join(gate.bias, up.bias)
-        return self.merged
-
-    def separate(self) -> None:
-        """Give gate and up a storage each, as in torch's own layers."""
-        if not self.merged:
-            return
-        gate, up, _ = self._layers()
-        for parameter in (gate.weight, up.weight, gate.bias, up.bias):
-            if parameter is not None and not isinstance(parameter, Quantized):
-                with torch.inference_mode(parameter.is_inference()):
-                    parameter.data = parameter.data.clone()
+    def _together(self) -> list[Any]:
+        return self._layers()[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is not Tensor and isinstance(x, fx.Proxy):
             return leaf(self, x)
         gate, up, down = self._layers()
         between = None
-        if _does_no_more(gate, up, x):
+        if do_no_more((gate, up), x):
             of_gate, of_up = gate._parameters, up._parameters
             operands: Any = (
                 *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
@@ -215,81 +194,15 @@ class GatedMLP(nn.Module):
     def _layers(self) -> list[Any]:
         return [self._modules[name] for name in self._names]
 
-    def _swapped_in(self) -> None:
-        """Follow a change of the module's class to this one."""
-        self._register_hooks()
-        self.merge()
-
-    def _swapped_out(self) -> None:
-        """Prepare a change of the module's class to its own."""
-        self.separate()
-        self._remove_hooks()
-
-    def _register_hooks(self) -> None:
-        self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
-
-    def _remove_hooks(self) -> None:
-        for hooks in (self._load_state_dict_post_hooks, self._state_dict_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (_merge_hook, _apart_hook)]:
-                del hooks[key]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> GatedMLP:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
-        self.merge()
-        return self
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        super().__setstate__(state)
         self._gate_by(self._epilogue)
-        self.merge()
 
     def extra_repr(self) -> str:
         return f"epilogue={self._text!r}, merged={self.merged}"
 
 
 SwiGLU = GatedMLP
-
-
-def _merge_hook(module: GatedMLP, _: Any) -> None:
-    module.merge()
-
-
-def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Give each of the two a storage of its own in a state dict: safetensors refuses to save part
-    of a storage, and ``torch.save`` would write all of it with either."""
-    for name in module._names[:2]:
-        for kind in ("weight", "bias"):
-            t = state.get(f"{prefix}{name}.{kind}")
-            if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not whole(t):
-                state[f"{prefix}{name}.{kind}"] = seen_alone(t)
-
-
-#: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
-_PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
-
-
-def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
-    """Whether calling the two layers would do no more than one product does."""
-    for layer in (gate, up):
-        if type(layer) is not Linear or layer._text:
-            return False
-        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
-            return False
-        if layer._backward_hooks or layer._backward_pre_hooks:
-            return False
-        # Not through __getattr__, which would cost a microsecond here.
-        weight: Any = layer._parameters.get("weight")
-        if "bias" not in layer._parameters:  # a plain attribute, as under FullyShardedDataParallel
-            return False
-        if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
-            return False
-    if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
-        return False
-    kind = x.device.type
-    if not compat.autocasts_on(kind):
-        return True
-    return torch.get_autocast_dtype(kind) is x.dtype
 
 
 def _sharded(layer: Any) -> bool:

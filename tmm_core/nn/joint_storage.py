@@ -1,6 +1,10 @@
-"""Joins two parameters in one storage, one after the other, so that a kernel reads them as one."""
+"""Joins parameters in one storage, one after the other, so that a kernel reads them as one."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,71 +26,94 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     are not adjacent in one storage."""
     if first is None or second is None or first.shape != second.shape:
         return None
-    if isinstance(first, Quantized) or isinstance(second, Quantized):
-        return _joined_parts(first, second)
-    if first.dtype is not second.dtype or not (first.is_contiguous() and second.is_contiguous()):
-        return None
-    try:
-        if second.data_ptr() - first.data_ptr() != first.nbytes:
+    return stacked((first, second))
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor | None:
+    """The rows of all parts as one tensor, without a copy; None if they are not adjacent, in this
+    order, in one storage."""
+    if any(isinstance(t, Quantized) for t in parts):
+        return _stacked_quantized(parts)
+    start = parts[0]
+    for t in parts:
+        same = t.dtype is start.dtype and t.shape[1:] == start.shape[1:]
+        if not same or not t.is_contiguous():
             return None
+    try:
+        for first, second in itertools.pairwise(parts):
+            if second.data_ptr() - first.data_ptr() != first.nbytes:
+                return None
         # Tensors that the allocator happened to place side by side are not one storage: this
         # raises for them, as the line above does for tensors without memory (fake, wrapped).
-        return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
+        return start.as_strided((sum(map(len, parts)), *start.shape[1:]), start.stride())
     except RuntimeError:
         return None
 
 
 def join(first: Tensor, second: Tensor) -> None:
     """Move two parameters into one storage, if they are :func:`joinable`."""
-    if isinstance(first, Quantized) and isinstance(second, Quantized):
-        _join_parts(first, second)
-    elif joinable(first, second):
-        with torch.inference_mode(first.is_inference()), torch.no_grad():
-            move_together(first, second)
+    if isinstance(first, Quantized) or joinable(first, second):
+        stack((first, second))
 
 
-def _alike(first: Quantized, second: Quantized) -> bool:
-    """Whether both have the same format and scales, for each row or parts of it, and no zero
+def stack(parts: Sequence[Tensor]) -> None:
+    """Move parameters into one storage, if they are :func:`stackable`."""
+    if all(isinstance(t, Quantized) for t in parts):
+        if stackable(parts) and stacked(parts) is None:
+            for name in ("stored", "scale"):
+                whole_ = torch.cat([getattr(t, name) for t in parts])
+                for t, rows in zip(parts, whole_.split([len(t) for t in parts]), strict=True):
+                    setattr(t, name, rows)
+    elif stackable(parts):
+        with torch.inference_mode(parts[0].is_inference()), torch.no_grad():
+            move_together(*parts)
+
+
+def stackable(parts: Sequence[Tensor]) -> bool:
+    """Whether these are plain parameters with a storage each, or quantised ones with scales for
+    rows, that differ in nothing but their rows."""
+    start = parts[0]
+    if len({id(t) for t in parts}) < len(parts):
+        return False
+    if any(t.shape[1:] != start.shape[1:] or t.device != start.device for t in parts):
+        return False
+    if any(isinstance(t, Quantized) for t in parts):
+        return _alike(parts)
+    return all(t.dtype is start.dtype and _alone(t) for t in parts)
+
+
+def _alike(parts: Sequence[Tensor]) -> bool:
+    """Whether all have the same format and scales, for each row or parts of it, and no zero
     points."""
-    rows = len(first.stored)
-    return (
-        first._how == second._how
-        and first.along == -1
-        and first.block[0] == 1
-        and first.shape == second.shape
-        and first.zero is None
-        and second.zero is None
-        and first.scale.shape[:1] == second.scale.shape[:1] == (rows,)
+    start = parts[0]
+    return isinstance(start, Quantized) and all(
+        isinstance(t, Quantized)
+        and t._how == start._how
+        and t.along == -1
+        and t.block[0] == 1
+        and t.zero is None
+        and t.scale.shape[:1] == (len(t.stored),)
+        for t in parts
     )
 
 
-def _joined_parts(first: Tensor, second: Tensor) -> Quantized | None:
-    if not (isinstance(first, Quantized) and isinstance(second, Quantized)):
+def _stacked_quantized(parts: Sequence[Any]) -> Quantized | None:
+    if not _alike(parts):
         return None
-    if not _alike(first, second):
-        return None
-    stored, scale = joined(first.stored, second.stored), joined(first.scale, second.scale)
+    stored, scale = stacked([t.stored for t in parts]), stacked([t.scale for t in parts])
     if stored is None or scale is None:
         return None
-    return Quantized._of(stored, scale, None, first._how)
+    return Quantized._of(stored, scale, None, parts[0]._how)
 
 
-def _join_parts(first: Quantized, second: Quantized) -> None:
-    if first is not second and _alike(first, second) and _joined_parts(first, second) is None:
-        rows = first.shape[0]
-        for part in ("stored", "scale"):
-            both = torch.cat((getattr(first, part), getattr(second, part)))
-            setattr(first, part, both[:rows])
-            setattr(second, part, both[rows:])
-
-
-def move_together(first: Tensor, second: Tensor) -> None:
-    if joined(first, second) is None:
-        rows = first.shape[0]
-        both = torch.empty((2 * rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
-        both[:rows].copy_(first)
-        both[rows:].copy_(second)
-        first.data, second.data = both[:rows], both[rows:]
+def move_together(*parts: Tensor) -> None:
+    if stacked(parts) is None:
+        start = parts[0]
+        rows = [len(t) for t in parts]
+        joint = torch.empty((sum(rows), *start.shape[1:]), dtype=start.dtype, device=start.device)
+        for t, place in zip(parts, joint.split(rows), strict=True):
+            place.copy_(t)
+            t.data = place
 
 
 def joinable(first: Tensor, second: Tensor) -> bool:

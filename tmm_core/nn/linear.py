@@ -42,6 +42,9 @@ class Linear(nn.Linear):
     # The class has them too: convert changes the class of torch's layers, which lack them.
     _epilogue: EpilogueLike = None
     _text = ""
+    #: While attention's forward runs: computes this product with others of its input
+    #: (:mod:`tmm_core.nn.projections`).
+    _once: Any = None
 
     def __init__(
         self,
@@ -86,6 +89,8 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if type(input) is not torch.Tensor and isinstance(input, fx.Proxy):
             return leaf(self, input)
+        if self._once is not None and (y := self._once.of(self, input)) is not None:
+            return y  # type: ignore[no-any-return]
         weight = self.weight
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
             return self._by_type(input, weight, self.bias, self._text)

@@ -1,0 +1,275 @@
+"""Attention whose projections of one input are one product.
+
+The attention's own forward runs and calls its projections as before. While it does, the first
+projection computes the product for all, and each of the others gives its own columns of the result,
+if it is called with the very same tensor. So hooks, slices and calls from elsewhere mean what they
+meant.
+
+The forward's source shows which layers project the same tensor, and that their results are only
+split into heads: columns of a wider result cannot be viewed in every way.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core import api, compat
+from tmm_core.interop import autograd_state, flops
+from tmm_core.nn.classes import own, subclass
+from tmm_core.nn.joint_storage import stackable, stacked
+from tmm_core.nn.linear import Linear
+from tmm_core.nn.together import Together, do_no_more, joint_of
+from tmm_core.quantized import Quantized
+from tmm_core.settings import with_static_weights
+
+Tensor = torch.Tensor
+
+
+class JointProjections(Together):
+    """Base of the classes of attention that compute projections in one product.
+
+    Without gradients; otherwise, and wherever the layers or their weights are not what they were,
+    each projection is computed by itself.
+    """
+
+    #: Names of the projections.
+    _names: Sequence[str] = ()
+
+    def _together(self) -> list[Any]:
+        return [self._modules.get(name) for name in self._names]
+
+    def _swapped_out(self) -> None:
+        super()._swapped_out()
+        for layer in self._together():
+            getattr(layer, "__dict__", {}).pop("_once", None)  # a compiled graph leaves it
+
+
+def joint(kind: Any, names: tuple[str, ...]) -> Any:
+    """The class of attention of ``kind`` with joint projections."""
+    proven = kind.forward
+
+    @functools.wraps(proven)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = [self._modules.get(name) for name in names]
+        usual = kind.forward is proven and not compat.global_hooks()
+        if not usual or not all(type(layer) is Linear for layer in layers):
+            return kind.forward(self, *args, **kwargs)
+        once = Once(layers)
+        _give(layers, once)
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            _give(layers, None)
+
+    origin = joint, kind, names
+    return subclass(kind, JointProjections, origin, origin, forward=forward, _names=names)
+
+
+def _give(layers: Sequence[Any], once: Once | None) -> None:
+    for layer in layers:
+        if torch.compiler.is_compiling():  # which has to see it
+            layer._once = once
+        elif once is None:
+            layer.__dict__.pop("_once", None)
+        else:  # nn.Module's way takes a microsecond
+            layer.__dict__["_once"] = once
+
+
+class Once:
+    """The joint product of one call of an attention's forward."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        self._input: Tensor | None = None
+        self._version = 0
+        self._columns: dict[int, Tensor] = {}
+
+    def of(self, layer: Any, x: Tensor) -> Tensor | None:
+        """The projection of ``x`` by ``layer``; None: the layer computes it."""
+        if self._input is None:
+            self._input, self._version = x, _version(x)
+            self._columns = self._product(x)
+        elif x is not self._input or _version(x) != self._version:
+            return None
+        return self._columns.pop(self._layers.index(layer), None)
+
+    def _product(self, x: Tensor) -> dict[int, Tensor]:
+        layers = self._layers
+        if not do_no_more(layers, x):
+            return {}
+        weights = [layer._parameters["weight"] for layer in layers]
+        biases = [layer._parameters["bias"] for layer in layers]
+        if autograd_state.recorded(x, *weights, *biases):
+            return {}
+        if torch.compiler.is_compiling():
+            if any(type(weight) is Quantized for weight in weights):
+                return {}
+            given = [bias for bias in biases if bias is not None]
+            if len(given) not in (0, len(biases)):
+                return {}
+            y = joint_linear(x, weights, given)
+        else:
+            operands = joint_of(weights, biases)
+            if operands is None:
+                return {}
+            if any(layer.static_weights for layer in layers):
+                y = with_static_weights(api.linear, x, *operands)
+            else:
+                y = api.linear(x, *operands)
+        columns = y.split([len(weight) for weight in weights], -1)
+        return dict(enumerate(columns))
+
+
+def _version(x: Tensor) -> int:
+    """Changes when ``x`` is written, where torch keeps count: not in inference mode, in which the
+    forward's source has to do, nor in compiled graphs, which have no writes."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+# -- which layers project the same tensor ----------------------------------------------------------
+
+
+def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The children whose products of one input the forward of a class only splits into heads;
+    empty: there are no two."""
+    return _projected(own(kind).forward)
+
+
+@functools.cache
+def _projected(forward: Any) -> tuple[str, ...]:
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+        function = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return ()
+    if not isinstance(function, ast.FunctionDef):
+        return ()
+    heads = dict(_head_shapes(function))
+    found: dict[str, list[tuple[int, str]]] = {}
+    for number, step in enumerate(function.body):
+        for x, name in _projections(step, heads):
+            found.setdefault(x, []).append((number, name))
+    for x, calls in found.items():
+        names = [name for _, name in calls]
+        between = function.body[calls[0][0] : calls[-1][0] + 1]
+        if len(names) == len(set(names)) > 1 and _only_projected(x, between, len(names)):
+            return tuple(names)
+    return ()
+
+
+def _head_shapes(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """Names of shapes ``(*x.shape[:-1], -1, self.head_dim)``, and of the tensor ``x`` each."""
+    written = [n.id for n in _names(function) if isinstance(n.ctx, ast.Store)]
+    leading: dict[str, str] = {}
+    for step in function.body:
+        match step:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if written.count(name) == 1:
+                match value:
+                    case ast.Subscript(value=ast.Attribute(value=ast.Name(id=x), attr="shape")):
+                        if ast.unparse(value.slice) == ":-1":
+                            leading[name] = x
+                    case ast.Tuple(elts=[ast.Starred(value=ast.Name(id=of)), _, _]):
+                        if of in leading and written.count(leading[of]) == 0:
+                            yield name, leading[of]
+
+
+def _projections(step: ast.stmt, heads: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """``x`` and ``name`` of each ``self.name(x).view(shape)`` of a step without conditions."""
+    branches = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
+    nodes = list(ast.walk(step))
+    if not isinstance(step, ast.Assign) or any(isinstance(n, branches) for n in nodes):
+        return
+    for node in nodes:
+        match node:
+            case ast.Call(
+                func=ast.Attribute(
+                    value=ast.Call(
+                        func=ast.Attribute(value=ast.Name(id="self"), attr=name),
+                        args=[ast.Name(id=x)],
+                        keywords=[],
+                    ),
+                    attr="view",
+                ),
+                args=[ast.Name(id=shape) | ast.Starred(value=ast.Name(id=shape))],
+                keywords=[],
+            ) if heads.get(shape) == x:
+                yield x, name
+
+
+def _only_projected(x: str, steps: Sequence[ast.stmt], calls: int) -> bool:
+    """Whether these steps use ``x`` in nothing but the projections."""
+    return sum(name.id == x for step in steps for name in _names(step)) == calls
+
+
+def _names(step: ast.AST) -> list[ast.Name]:
+    return [node for node in ast.walk(step) if isinstance(node, ast.Name)]
+
+
+def against(layers: Sequence[Any], storages: Mapping[int, int]) -> str | None:
+    """Why layers cannot be one product.
+
+    Args:
+        storages: How many of the model's tensors lie in each storage.
+    """
+    for kind in ("weight", "bias"):
+        given = [t for layer in layers if (t := getattr(layer, kind)) is not None]
+        if len(given) not in (0, len(layers)):
+            return "some of them have no bias"
+        if any(t.is_meta for t in given) or (given and stacked(given) is not None):
+            continue
+        plain = [t for t in given if not isinstance(t, Quantized)]
+        shared = any(storages[t.untyped_storage().data_ptr()] > 1 for t in plain)
+        if shared or (given and not stackable(given)):
+            return "their weights share memory with others, or differ in dtype or device"
+    return None
+
+
+# -- the operator of compiled graphs, which cannot ask for addresses -------------------------------
+
+
+def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    operands = joint_of(weights, biases)
+    return _apart(x, weights, biases) if operands is None else api.linear(x, *operands)
+
+
+def _apart(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    given: Sequence[Tensor | None] = biases or [None] * len(weights)
+    each = zip(weights, given, strict=True)
+    return torch.cat([api.linear(x, weight, bias) for weight, bias in each], -1)
+
+
+def _differentiable(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    if autograd_state.differentiated(x, *weights, *biases):
+        return _apart(x, weights, biases)
+    with compat.below_autograd():
+        return joint_linear(x, weights, biases)  # type: ignore[no-any-return]
+
+
+library = torch.library.Library("tmm", "FRAGMENT")
+library.define(
+    "joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("joint_linear", _run, "CompositeExplicitAutograd")
+library.impl("joint_linear", _differentiable, "Autograd")
+library.impl("joint_linear", _apart, "FuncTorchBatched")
+
+
+@torch.library.register_fake("tmm::joint_linear", lib=library)  # type: ignore[untyped-decorator]
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
+
+
+flops.count(
+    torch.ops.tmm.joint_linear,
+    lambda x, weights, *_, **__: flops.matmul_flops(x, (x[-1], sum(w[0] for w in weights))),
+)
+joint_linear = torch.ops.tmm.joint_linear.default

@@ -1,0 +1,154 @@
+"""Modules with layers whose parameters lie one after the other in memory, as one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tmm_core import compat
+from tmm_core.nn.joint_storage import seen_alone, stack, stacked, whole
+from tmm_core.nn.linear import Linear
+from tmm_core.quantized import Quantized
+
+Tensor = torch.Tensor
+Self = TypeVar("Self", bound="Together")
+
+_forward_ad = compat.forward_ad
+_KINDS = ("weight", "bias")
+
+
+class Together(nn.Module):
+    """A module that keeps parameters of some of its layers together.
+
+    The parameters are the same objects under the same names. Whoever reads them as one weight
+    checks that they still are.
+    """
+
+    def _together(self) -> list[Any]:
+        """The layers, in the order of their rows in memory."""
+        raise NotImplementedError
+
+    @property
+    def merged(self) -> bool:
+        """Whether the layers are one weight in memory, and can be one product."""
+        return joint_operands(self._together()) is not None
+
+    def merge(self) -> bool:
+        """Place the layers' weights one after the other in memory; returns :attr:`merged`.
+
+        Called automatically after construction, ``.to()`` and similar, ``load_state_dict``,
+        ``deepcopy`` and unpickling. The parameters remain the same objects, and only those with
+        a storage to themselves are moved. Do not call it while a graph that reads them is being
+        captured or waits for its backward.
+        """
+        layers = self._together()
+        if all(isinstance(layer, nn.Linear) for layer in layers):
+            for kind in _KINDS:
+                parameters = [getattr(layer, kind) for layer in layers]
+                if all(parameter is not None for parameter in parameters):
+                    stack(parameters)
+        return self.merged
+
+    def separate(self) -> None:
+        """Give each layer a storage of its own, as torch's have."""
+        if not self.merged:
+            return
+        for layer in self._together():
+            for kind in _KINDS:
+                parameter = getattr(layer, kind)
+                if parameter is not None and not isinstance(parameter, Quantized):
+                    with torch.inference_mode(parameter.is_inference()):
+                        parameter.data = parameter.data.clone()
+
+    def _swapped_in(self) -> None:
+        """Follow a change of the module's class to this one."""
+        self._register_hooks()
+        self.merge()
+
+    def _swapped_out(self) -> None:
+        """Prepare a change of the module's class to its own."""
+        self.separate()
+        self._remove_hooks()
+
+    def _register_hooks(self) -> None:
+        self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
+
+    def _remove_hooks(self) -> None:
+        for hooks in (self._load_state_dict_post_hooks, self._state_dict_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_merge_hook, _apart_hook)]:
+                del hooks[key]
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self.merge()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self.merge()
+
+
+def joint_operands(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the layers' joint product; None if they are not together in memory."""
+    if not all(isinstance(layer, nn.Linear) for layer in layers):
+        return None
+    return joint_of([layer.weight for layer in layers], [layer.bias for layer in layers])
+
+
+def joint_of(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None] | None:
+    """The weights as one, and the biases, of which some or all may be missing."""
+    weight = stacked(weights)
+    given = [bias for bias in biases if bias is not None]
+    if weight is None or not given:
+        return None if weight is None else (weight, None)
+    bias = stacked(given) if len(given) == len(weights) else None
+    return None if bias is None else (weight, bias)
+
+
+def _merge_hook(module: Together, _: Any) -> None:
+    module.merge()
+
+
+def _apart_hook(module: Together, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Give each parameter a storage of its own in a state dict: safetensors refuses to save part
+    of a storage, and ``torch.save`` would write all of it with each."""
+    names = {id(layer): name for name, layer in module._modules.items()}
+    for layer in module._together():
+        for kind in _KINDS:
+            entry = f"{prefix}{names[id(layer)]}.{kind}"
+            t = state.get(entry)
+            if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not whole(t):
+                state[entry] = seen_alone(t)
+
+
+#: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
+_PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
+
+
+def do_no_more(layers: Sequence[Any], x: Tensor) -> bool:
+    """Whether calling the layers would do no more than one product does."""
+    for layer in layers:
+        if type(layer) is not Linear or layer._text:
+            return False
+        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
+            return False
+        if layer._backward_hooks or layer._backward_pre_hooks:
+            return False
+        # Not through __getattr__, which would cost a microsecond here.
+        weight: Any = layer._parameters.get("weight")
+        if "bias" not in layer._parameters:  # a plain attribute, as under FullyShardedDataParallel
+            return False
+        if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
+            return False
+    if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
+        return False
+    kind = x.device.type
+    if not compat.autocasts_on(kind):
+        return True
+    return torch.get_autocast_dtype(kind) is x.dtype
