@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tmm_core import settings
-from tmm_core.api import explain, kernels, linear, matmul, plan, problem, tune
+from tmm_core.api import explain, kernels, linear, matmul, plan, preload, problem, tune
 from tmm_core.errors import (
     CacheMissError,
     ConfigError,
@@ -116,6 +116,7 @@ __all__ = [
     "matmul",
     "override",
     "plan",
+    "preload",
     "problem",
     "quantize",
     "quantize_rows",

@@ -408,6 +408,13 @@ def tune(
     return records
 
 
+def preload() -> None:
+    """Import all kernels and list the records now. Otherwise the first call without a record does
+    so, which takes about a second: a server that tunes in the background calls this before its
+    first request."""
+    dispatch.default_dispatcher().preload()
+
+
 def kernels() -> list[KernelInfo]:
     """All registered kernels, with version, distribution, traits, and why they are disabled."""
     from tmm_core.dispatch.explanation import kernel_infos

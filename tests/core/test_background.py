@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -622,3 +624,31 @@ def test_the_benchmark_tells_delays_and_winners(
     (row,) = stalls.main(arguments, shapes[:1])
     assert (row.winner_s, row.winner, row.foreground) == (None, "", "")
     assert "not ended" in capsys.readouterr().out
+
+
+FIRST = """
+import sys, torch, tmm_core
+from tmm_core import dispatch, settings
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.operand import Operand
+
+device = DeviceFingerprint(
+    type="cuda", name="NVIDIA H100 80GB HBM3", capability=(9, 0), sm_count=132, torch="2",
+    triton="3", shared_memory=232448, l2=52428800,
+)
+bf16 = Operand(torch.bfloat16)
+asked = tmm_core.Problem(m=48, n=5120, k=4096, a=bf16, b=bf16, out=bf16, device=device)
+tmm_core.preload()
+before = {*sys.modules}
+with settings.override(on_cache_miss="background") as current:
+    choice = dispatch.default_dispatcher().choose(asked, current)
+assert "later calls tune it" in choice.reason, choice
+assert len(dispatch.default_dispatcher().background) == 1
+assert not {*sys.modules} - before, {*sys.modules} - before
+assert dispatch.default_dispatcher()._neighbours._families is not None
+"""
+
+
+def test_after_a_preload_a_first_call_imports_nothing(tmp_path: Path) -> None:
+    environ = {**os.environ, "TMM_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST], env=environ, check=True)

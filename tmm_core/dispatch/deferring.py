@@ -66,6 +66,12 @@ class Deferring(Measuring):
 
         return Background(lambda problem: self._alone_on(problem.device))
 
+    def preload(self) -> None:
+        """Import and list what a first call without a record needs."""
+        self.registry.kernels()
+        self._neighbours.families()
+        _ = self.tuner.compilers, self.background
+
     def keep(self, problem: Problem, settings: Settings, found: tuple[Choice, Launcher]) -> None:
         """Keep the answer for a problem while its tuning or race is unfinished."""
         if len(self.answers) >= MOST_ANSWERS:
