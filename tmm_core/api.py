@@ -94,10 +94,10 @@ def matmul(
             CacheMissError: See :mod:`tmm_core.errors`.
 
     Differentiable in a, b, bias, residual and alpha, in both modes and any number of times.
-    Backward saves ``a`` if ``b`` needs a gradient, ``b`` if ``a`` does, and for the epilogue
-    at most what eager would save: only its output if that determines the derivative (``relu``,
-    ``sigmoid``, ``tanh``, ``softplus``, ``softcap``), and the epilogue stays fused; else the
-    product before the epilogue, which a separate kernel then applies.
+    Backward saves ``a`` if ``b`` needs a gradient, and ``b`` if ``a`` does. For the epilogue it
+    saves at most what eager would. If the output determines the derivative (``relu``, ``sigmoid``,
+    ``tanh``, ``softplus``, ``softcap``), only the output is saved and the epilogue stays fused.
+    Otherwise the product before the epilogue is saved, and a separate kernel applies the epilogue.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
         call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)

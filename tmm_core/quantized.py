@@ -24,9 +24,9 @@ _EACH = {
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.t.default,
     _aten.transpose.int, _aten.permute.default,
 }  # fmt: skip
-#: Those of them that move dimensions.
+#: The operators among them that move dimensions.
 _MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
-#: Those that may also change the dtype of the values.
+#: Operators that may also change the dtype of the values.
 _CASTS = {_aten._to_copy.default, _aten.empty_like.default}
 
 
@@ -38,21 +38,21 @@ class Quantized(torch.Tensor):
     >>> y = tmm_core.linear(x, w)                            # doctest: +SKIP
 
     It stands for its values wherever :func:`tmm_core.matmul`, ``linear`` and the grouped calls take
-    an operand, and in ``F.linear`` and ``@``. Other operators want :meth:`dequantize`. Its shape
-    and dtype are those of the values. It can be a parameter, moved, copied, saved and compiled.
-    Products have no gradient for it: those of one that requires a gradient, or whose scale does,
-    are refused where gradients are recorded.
+    an operand, and in ``F.linear`` and ``@``. Other operators want :meth:`dequantize`. It has the
+    shape and the dtype of the values. It can be a parameter, moved, copied, saved and compiled.
+    Products have no gradient for it. While gradients are recorded, a product is refused if the
+    tensor or its scale requires one.
 
     Args:
         data: The stored numbers, ``[..., outer, K]``; ``[..., outer, K/2]`` of a format with two
             numbers in a byte, the lower of K in the low bits.
         scale: One number; ``[..., outer]`` or ``[..., outer, 1]``; or one for each group,
-            ``[..., outer, K/group]``, or block. Of any strides, and of a dtype that the format has;
-            exponents (E8M0) are uint8 or float8_e8m0fnu.
+            ``[..., outer, K/group]``, or block. It has any strides, and a dtype that the format
+            accepts; exponents (E8M0) are uint8 or float8_e8m0fnu.
         zero: Zero points of the scale's shape, if the format has them.
         format: ``"int8"``, ``"int4"``, ``"fp8"``, ``"mxfp4"``, or another one that is installed.
-        group: The number of values along K that share a scale; by default what the scale's shape
-            tells.
+        group: The number of values along K that share a scale; by default it follows from the
+            scale's shape.
         block: The rows, and the values along K, that share a scale.
 
     Raises:
@@ -361,10 +361,10 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
     """The call with the parts of quantised operands as arguments of their own.
 
     Args:
-        grouped: Scales by row have no dimension along K, as those of grouped products.
+        grouped: Scales by row have no dimension along K, as in grouped products.
 
     Raises:
-        TypeError: A scale is given besides that of a quantised operand.
+        TypeError: A scale is given for an operand that is quantised, and has its own.
         ValueError: An operand is packed, or has scales by row, along another dimension than K.
         RuntimeError: A quantised operand requires a gradient.
     """

@@ -58,7 +58,7 @@ def quantize(
     if k % form.pack:
         raise ValueError(f"format {format} stores {form.pack} values together, K is {k}")
     numbers = weight.detach().float()
-    # By whole blocks, of which the last ones are padded with zeros.
+    # Whole blocks are rounded; the last ones are padded with zeros.
     rows, columns = grids.sizes(own, n, k)
     height, width = own[0] or max(n, 1), own[1] or max(k, 1)
     padded = torch.nn.functional.pad(numbers, (0, columns * width - k, 0, rows * height - n))

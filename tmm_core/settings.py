@@ -54,7 +54,7 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-#: For each field, the values it takes, and those values in words. A flag is a bool: 1 would be
+#: A check of each field's values, and a description of the values. A flag is a bool: 1 would be
 #: interned in place of True and change records' keys, and a text like "off" is true.
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "on_cache_miss": (
@@ -180,9 +180,9 @@ _DEFAULT = Settings()
 
 def within(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
     """Call ``function(*arguments)`` under ``settings``, as :data:`overridden` returned them in
-    another thread, which does not share its overrides. ``static_weights`` is left out: this runs
-    the products of backward, whose second operand may be a gradient just written, and those of
-    weights that autocast has just cast."""
+    another thread, which does not share its overrides. ``static_weights`` is left out: the second
+    operand may have just been written, as a gradient in backward or as a weight that autocast
+    cast."""
     # A compiled graph runs later, in any thread.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)

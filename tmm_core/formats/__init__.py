@@ -38,7 +38,7 @@ class Format:
         grids: The values that may share a scale: blocks ``(outer, k)`` of ``outer`` rows of ``a``
             or columns of ``b`` and ``k`` values along K, where 0 is the whole dimension.
         short: Whether the last block of a dimension may be short; else K has whole ones.
-        scale_dtypes: Dtypes of scales; those of uint8 are exponents (E8M0): 2^(x − 127).
+        scale_dtypes: Dtypes of scales; uint8 scales are exponents (E8M0): 2^(x − 127).
         zeros: Whether an operand may have zero points, one for each scale.
         origin: The code that stands for zero where there is no zero point.
         limit: The largest magnitude of dequantised numbers, to which random values are scaled;
@@ -110,8 +110,10 @@ class Format:
         """The values of stored elements.
 
         Args:
-            scale, zero: Grids of ``block``; those of a tensor or row broadcast. None: one and none.
-            dtype: In which they are computed; by default that of :attr:`dequantize`.
+            scale, zero: Grids of ``block``; grids of a tensor or row broadcast. None: a scale of
+            one,
+                and no zero point.
+            dtype: The dtype of the computation; by default the result's of :attr:`dequantize`.
             along: The dimension of K, -1 or -2.
         """
         numbers = self.dequantize(self.unpacked(stored, along))

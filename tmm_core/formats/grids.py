@@ -26,7 +26,7 @@ Kind = Literal["tensor", "row", "group", "block"]
 #: The dtype of scales that are exponents (E8M0): 2^(x − 127), and NaN for 255. Torch's
 #: float8_e8m0fnu is passed as this one, which every torch and Triton can read.
 EXPONENT = torch.uint8
-#: Both dtypes, of which not every torch has the second.
+#: Both dtypes; an older torch lacks the second.
 EXPONENTS = {EXPONENT, getattr(torch, "float8_e8m0fnu", EXPONENT)}
 
 
@@ -111,8 +111,8 @@ def factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """The largest exponents whose powers of two do not exceed these positive numbers; that of NaN
-    for NaN."""
+    """The largest exponents whose powers of two do not exceed these positive numbers. NaN gives the
+    exponent that stands for NaN."""
     powers = (scale.float().log2().floor() + 127).clamp(0, 254)
     return torch.where(powers.isnan(), 255, powers).to(EXPONENT)
 

@@ -82,7 +82,7 @@ class Report:
     swaps: list[Swap] = field(default_factory=list, repr=False)
     #: Weights that were rounded to a format.
     rounded: list[Rounded] = field(default_factory=list, repr=False)
-    #: Modules of which an attribute of that name was set.
+    #: Modules, each with the name of an attribute that was set.
     switched: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:

@@ -129,7 +129,7 @@ class Experts(nn.Module):
 def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The places of a router's choices ``[T, k]`` in the order of their experts, and where each
     expert's rows end; computed on the device without synchronising."""
-    # One below zero would count as a choice of the first; it goes where those of other ranks are.
+    # A negative index would count as the first expert. It is treated as one of another rank.
     ids = nn.functional.threshold(index.reshape(-1), -1, experts)
     ids, places = torch.sort(ids, stable=True)
     of = torch.arange(experts, device=ids.device, dtype=ids.dtype)

@@ -87,7 +87,7 @@ def gated(
     return whole  # type: ignore[no-any-return]
 
 
-#: The results' specs, by those of x and of the weight and by dtype, and how many are kept.
+#: Specs of results, by the specs of x and of the weight and by dtype; and how many are kept.
 _specs: dict[Any, Any] = {}
 _MOST_SPECS = 4096
 
