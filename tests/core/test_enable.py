@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -189,6 +190,11 @@ def test_what_tmm_does_not_express_is_torchs(sums: Sums) -> None:
         (torch.mm, ((2, 3), (4, 5))),
         (torch.mm, ((2, 3, 4), (4, 5))),
         (torch.bmm, ((2, 3, 4), (3, 4, 5))),
+        (torch.bmm, ((1, 3, 4), (2, 4, 5))),
+        (torch.baddbmm, ((2, 3, 5), (1, 3, 4), (2, 4, 5))),
+        (torch.baddbmm, ((4, 5), (2, 3, 4), (1, 4, 5))),
+        (torch.addmm, ((4,), (2, 3), (3, 5))),
+        (torch.addmm, ((1, 2, 5), (2, 3), (3, 5))),
     ],
 )
 def test_errors_are_torchs(sums: Sums, function: Any, shapes: Any) -> None:
@@ -200,6 +206,43 @@ def test_errors_are_torchs(sums: Sums, function: Any, shapes: Any) -> None:
     assert str(own.value) == str(torchs.value)
     with enable(), pytest.raises(RuntimeError, match="same dtype"):
         torch.mm(torch.randn(2, 2), torch.randn(2, 2).double())
+
+
+ROWS, ENDS = torch.randn(16, 32).bfloat16(), torch.tensor([4, 4, 16], dtype=torch.int32)
+WEIGHTS = torch.randn(3, 32, 16).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "more"),
+    [
+        (ROWS, WEIGHTS, {"bias": torch.randn(16).bfloat16()}),
+        (ROWS, WEIGHTS, {"out_dtype": torch.float32}),
+        (ROWS, WEIGHTS[..., :5].contiguous(), {}),
+        (ROWS[:, ::2], WEIGHTS[:, ::2], {}),
+        (ROWS[:1].expand(16, 32), WEIGHTS, {}),
+        (torch.randn(16 * 32 + 1).bfloat16()[1:].view(16, 32), WEIGHTS, {}),
+        (ROWS[:, :31], WEIGHTS, {}),
+        (ROWS.float(), WEIGHTS, {}),
+    ],
+)
+def test_grouped_products_that_torch_refuses_are_refused(a: Tensor, b: Tensor, more: Any) -> None:
+    kernel = Outright("outright", estimate=1.0)
+    installed(FakeBlas(estimate=100.0), kernel)
+    with enable():
+        torch._grouped_mm(ROWS, WEIGHTS, offs=ENDS)
+        assert kernel.launched
+        launched = kernel.launched
+    errors = []
+    for context in (contextlib.nullcontext(), enable()):
+        with context:
+            try:
+                torch._grouped_mm(a, b, offs=ENDS, **more)
+            except RuntimeError as error:
+                errors.append(str(error))
+            else:
+                errors.append("")
+    assert errors[0] == errors[1]
+    assert kernel.launched == launched
 
 
 def test_out_that_overlaps_or_does_not_fit_is_torchs(sums: Sums) -> None:

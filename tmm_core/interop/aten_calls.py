@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tmm_core import compat
-from tmm_core.launch.grouped_call import each_bias
 from tmm_core.spec.arguments import GROUPED_EXTRAS, Arguments, GroupedArguments
 
 Tensor = torch.Tensor
@@ -31,7 +30,9 @@ def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> 
     one_device = all(t.device == a.device for t in (b, out) if t is not None)
     if offset or a.dtype not in DTYPES or a.dtype != b.dtype or not one_device:
         return None
-    if 0 in a.shape or 0 in b.shape or a.dim() != b.dim() or a.shape[-1] != b.shape[-2]:
+    if 0 in a.shape or 0 in b.shape or a.shape[-1] != b.shape[-2]:
+        return None
+    if a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2]:  # torch broadcasts no batch
         return None
     if out is not None:
         shape = (*a.shape[:-1], b.shape[-1])
@@ -96,10 +97,25 @@ def grouped_call(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> GroupedArguments | None:
-    """A call of ``_grouped_mm`` with ragged groups."""
+    """A call of ``_grouped_mm`` with ragged groups. Torch takes no bias, no other dtype of the
+    result, and rows or columns at multiples of 16 bytes alone."""
     if offs is None or a.dtype not in DTYPES or a.dtype != b.dtype:
         return None
-    return GroupedArguments(a, b, offs, bias, out_dtype=out_dtype)
+    if bias is not None or out_dtype not in (None, a.dtype):
+        return None
+    if not (_lies_as_torch_asks(a) and _lies_as_torch_asks(b)):
+        return None
+    return GroupedArguments(a, b, offs)
+
+
+def _lies_as_torch_asks(t: Tensor) -> bool:
+    """Whether torch's grouped product takes the strides and the address of an operand."""
+    (*_, rows, cols), (*_, down, along) = t.shape, t.stride()
+    apart = 16 // t.element_size()
+    by_column = down == 1 and along >= max(1, rows)
+    leading = along if by_column else down
+    by_row = along == 1 and down >= max(1, cols)
+    return (by_column or by_row) and leading % apart == 0 and t.data_ptr() % 16 == 0
 
 
 def grouped_launch(plan: Any) -> Callable[..., Tensor]:
@@ -108,7 +124,6 @@ def grouped_launch(plan: Any) -> Callable[..., Tensor]:
     absent = (None,) * (len(GROUPED_EXTRAS) - 1)
 
     def run(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
-        each = each_bias(bias, offs)
-        return launch(a, b, each, None, 1.0, None, offs, *absent)  # type: ignore[no-any-return]
+        return launch(a, b, None, None, 1.0, None, offs, *absent)  # type: ignore[no-any-return]
 
     return run
