@@ -324,6 +324,28 @@ def checkpoint(path: Path) -> Any:
     return exact, state
 
 
+@pytest.mark.parametrize("which", ["fp8", "exponents", "rounded", "mxfp4"])
+def test_compiled_experts(which: str, ours: Any) -> None:
+    if which == "mxfp4":
+        own = tiny("GptOss").model.layers[0].mlp.experts
+        layer: Any = Mxfp4Experts(own)
+        for name in ("gate_up_proj", "down_proj"):
+            blocks, scales, _ = in_mxfp4(getattr(own, name).data.mT)
+            getattr(layer, f"{name}_blocks").data = blocks
+            getattr(layer, f"{name}_scales").data = scales
+            getattr(layer, f"{name}_bias").data = getattr(own, f"{name}_bias").data
+    else:
+        model, _ = in_fp8(tiny("Qwen3Moe"), (128, 128), which == "exponents", [])
+        convert(model, activations="fp8" if which == "rounded" else None)
+        layer = model.model.layers[0].mlp.experts
+    x, index = torch.randn(9, 192, dtype=BF16), torch.randint(0, layer.num_experts, (9, 2))
+    weights = torch.rand(9, 2, dtype=BF16)
+    with torch.no_grad():
+        expected = layer(x, index, weights)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, index, weights), expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_gpt_oss_in_mxfp4(device: str, ours: Any, products: list[Any], tmp_path: Path) -> None:
     """From a checkpoint and back to one, without the hub that Transformers asks for kernels."""

@@ -31,7 +31,8 @@ def of(layer: Any, name: str) -> Tensor:
         ValueError: It is stored in no known format.
     """
     if (blocks := getattr(layer, f"{name}_blocks", None)) is not None:
-        return Quantized.from_mxfp4(blocks.detach(), getattr(layer, f"{name}_scales"))
+        scales = getattr(layer, f"{name}_scales").detach()
+        return Quantized(blocks.detach().flatten(-2), scales, format="mxfp4", group=32)
     weight: Tensor = getattr(layer, name)
     scale = getattr(layer, f"{name}_scale_inv", None)
     if scale is None or weight.element_size() > 1:
