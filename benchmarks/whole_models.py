@@ -542,7 +542,8 @@ def _held(model: nn.Module) -> int:
     for each in [*model.parameters(), *model.buffers()]:
         parts = each.__tensor_flatten__()[0] if hasattr(each, "__tensor_flatten__") else ()
         tensors += [getattr(each, part) for part in parts] or [each]
-    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def _seconds(run: Callable[[], object]) -> float:
