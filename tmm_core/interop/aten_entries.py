@@ -14,7 +14,8 @@ that passing on is never wrong: calls that differ in the rest of the key would a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,168 +31,105 @@ from tmm_core.interop.aten_calls import (
     scaled_launch,
 )
 from tmm_core.launch.check import PLAIN, ranges_meet
+from tmm_core.launch.codegen import written
 from tmm_core.launch.nesting import ENTRIES
 from tmm_core.settings import overridden
 
 Tensor = torch.Tensor
 
 deterministic, fp32_precision = compat.deterministic, compat.fp32_precision
-float32 = torch.float32
+
+
+#: The names that generated entries use.
+_NAMES: dict[str, Any] = {
+    "PLAIN": PLAIN, "INSIDE": INSIDE, "THROUGH": THROUGH, "answers": answers, "through": through,
+    "overridden": overridden, "deterministic": deterministic, "fp32_precision": fp32_precision,
+    "float32": torch.float32, "ranges_meet": ranges_meet, "plain_call": plain_call,
+    "call_with_summand": call_with_summand,
+}  # fmt: skip
 
 
 def product(op: Operator) -> Callable[..., Any]:
     """The entry of ``mm`` and ``bmm``."""
-    torchs, first = op.torchs, op.first
-
-    def entry(keys: Any, a: Tensor, b: Tensor) -> Any:
-        if type(a) not in PLAIN or type(b) not in PLAIN:
-            op.count()
-            return torchs(keys, a, b)
-        dtype = a.dtype
-        part = (
-            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
-            dtype is float32 and fp32_precision("cuda", "matmul"),
-        )  # fmt: skip
-        if part in through:
-            op.count()
-            return torchs(keys, a, b)
-        aligned = (a.data_ptr() | b.data_ptr()) & 15
-        key = part, b.dtype, aligned, a.get_device(), b.get_device(), deterministic()
-        plan = answers.get(key) or first(key, plain_call(aligned, a, b))
-        if plan.launch is not None:
-            try:
-                y = plan.launch(a, b, None, None, 1.0, None)
-                plan.count()
-                return y
-            except BaseException as error:  # a kernel may call sys.exit
-                op.failed(key, plan, error)
-                plan = THROUGH
-        if plan is not INSIDE:
-            op.count()
-        return torchs(keys, a, b)
-
-    return entry
+    return _maker("keys, a, b", ())(op, op.torchs, op.first)  # type: ignore[no-any-return]
 
 
 def product_out(op: Operator) -> Callable[..., Any]:
     """The entry of ``mm.out`` and ``bmm.out``, which compiled graphs call."""
-    torchs, first = op.torchs, op.first
-
-    def entry(keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
-        if type(a) not in PLAIN or type(b) not in PLAIN or type(out) not in PLAIN:
-            op.count()
-            return torchs(keys, a, b, out=out)
-        dtype = a.dtype
-        part = (
-            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
-            dtype is float32 and fp32_precision("cuda", "matmul"),
-        )  # fmt: skip
-        if part in through:
-            op.count()
-            return torchs(keys, a, b, out=out)
-        aligned = (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15
-        key = (
-            part, b.dtype, out.dtype, out.shape, out.stride(), aligned,
-            a.get_device(), b.get_device(), out.get_device(), deterministic(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, plain_call(aligned, a, b, out=out))
-        if plan.launch is not None and not (ranges_meet(out, a) or ranges_meet(out, b)):
-            try:
-                plan.launch(a, b, None, None, 1.0, out)
-                plan.count()
-                return out
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        if plan is not INSIDE:
-            op.count()
-        return torchs(keys, a, b, out=out)
-
-    return entry
+    make = _maker("keys, a, b, *, out", ("out",))
+    return make(op, op.torchs, op.first)  # type: ignore[no-any-return]
 
 
 def sum_with(op: Operator) -> Callable[..., Any]:
     """The entry of ``addmm`` and ``baddbmm``: ``beta · c + alpha · (a @ b)``."""
-    torchs, first = op.torchs, op.first
-
-    def entry(keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        if type(a) not in PLAIN or type(b) not in PLAIN or type(c) not in PLAIN or beta != 1:
-            op.count()
-            return torchs(keys, c, a, b, beta=beta, alpha=alpha)
-        dtype = a.dtype
-        part = (
-            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
-            dtype is float32 and fp32_precision("cuda", "matmul"),
-        )  # fmt: skip
-        if part in through:
-            op.count()
-            # Keyword arguments take longer to pass on.
-            return torchs(keys, c, a, b) if alpha == 1 else torchs(keys, c, a, b, alpha=alpha)
-        aligned = (a.data_ptr() | b.data_ptr() | c.data_ptr()) & 15
-        key = (
-            part, b.dtype, c.dtype, c.shape, c.stride(), aligned, alpha == 1 or type(alpha),
-            a.get_device(), b.get_device(), c.get_device(), deterministic(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, *call_with_summand(aligned, a, b, c, alpha))
-        if plan.launch is not None:
-            try:
-                terms = (c, None) if plan.as_bias else (None, c)
-                y = plan.launch(a, b, *terms, float(alpha), None)
-                plan.count()
-                return y
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        if plan is not INSIDE:
-            op.count()
-        return torchs(keys, c, a, b) if alpha == 1 else torchs(keys, c, a, b, alpha=alpha)
-
-    return entry
+    make = _maker("keys, c, a, b, *, beta=1, alpha=1", ("c",))
+    return make(op, op.torchs, op.first)  # type: ignore[no-any-return]
 
 
 def sum_with_out(op: Operator) -> Callable[..., Any]:
     """The entry of ``addmm.out`` and ``baddbmm.out``."""
-    torchs, first = op.torchs, op.first
+    make = _maker("keys, c, a, b, *, beta=1, alpha=1, out", ("c", "out"))
+    return make(op, op.torchs, op.first)  # type: ignore[no-any-return]
 
-    def entry(
-        keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Tensor
-    ) -> Any:
-        if (
-            type(a) not in PLAIN or type(b) not in PLAIN or type(c) not in PLAIN
-            or type(out) not in PLAIN or beta != 1
-        ):  # fmt: skip
-            op.count()
-            return torchs(keys, c, a, b, beta=beta, alpha=alpha, out=out)
-        dtype = a.dtype
-        part = (
-            op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),
-            dtype is float32 and fp32_precision("cuda", "matmul"),
-        )  # fmt: skip
-        if part in through:
-            op.count()
-            if alpha == 1:
-                return torchs(keys, c, a, b, out=out)
-            return torchs(keys, c, a, b, alpha=alpha, out=out)
-        aligned = (a.data_ptr() | b.data_ptr() | c.data_ptr() | out.data_ptr()) & 15
-        key = (
-            part, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in (b, c, out)], aligned,
-            alpha == 1 or type(alpha), a.get_device(), deterministic(),
-        )  # fmt: skip
-        plan = answers.get(key) or first(key, *call_with_summand(aligned, a, b, c, alpha, out=out))
-        if plan.launch is not None and not any(ranges_meet(out, t) for t in (a, b, c)):
-            try:
-                terms = (c, None) if plan.as_bias else (None, c)
-                plan.launch(a, b, *terms, float(alpha), out)
-                plan.count()
-                return out
-            except BaseException as error:
-                op.failed(key, plan, error)
-                plan = THROUGH
-        if plan is not INSIDE:
-            op.count()
-        return torchs(keys, c, a, b, alpha=alpha, out=out)
 
-    return entry
+@functools.cache
+def _maker(parameters: str, others: tuple[str, ...]) -> Callable[..., Any]:
+    """Makes entries with these parameters. Their source is generated, so that a call runs only the
+    statements that its operator needs.
+
+    Args:
+        others: The tensors besides ``a`` and ``b``: a summand ``c``, and ``out``.
+    """
+    body = (f"    {line}" for line in _statements(others))
+    lines = [f"def entry({parameters}):", *body, "return entry"]
+    return written("make", "op, torchs, first", lines, dict(_NAMES))  # type: ignore[no-any-return]
+
+
+def _statements(others: tuple[str, ...]) -> Iterator[str]:
+    """Yield the statements of an entry with these tensors besides ``a`` and ``b``."""
+    summed, given = "c" in others, "out" in others
+    tensors = ("a", "b", *others)
+    out = ", out=out" if given else ""
+    passed = f"torchs(keys, a, b{out})"
+    whole, unlike, alpha, scale = passed, "", "", "1.0"
+    call = f"plain_call(aligned, a, b{out})"
+    terms = "None, None"
+    if summed:
+        whole = f"torchs(keys, c, a, b, beta=beta, alpha=alpha{out})"
+        # Keyword arguments take longer to pass on.
+        one = f"torchs(keys, c, a, b{out})"
+        passed = f"{one} if alpha == 1 else torchs(keys, c, a, b, alpha=alpha{out})"
+        unlike, alpha, scale = " or beta != 1", "alpha == 1 or type(alpha), ", "float(alpha)"
+        call = f"*call_with_summand(aligned, a, b, c, alpha{out})"
+        terms = "*((c, None) if plan.as_bias else (None, c))"
+    apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and given]
+    yield f"if {' or '.join(f'type({t}) not in PLAIN' for t in tensors)}{unlike}:"
+    yield "    op.count()"
+    yield f"    return {whole}"
+    yield "dtype = a.dtype"
+    yield "part = (op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),"
+    yield "        dtype is float32 and fp32_precision('cuda', 'matmul'))"
+    yield "if part in through:"
+    yield "    op.count()"
+    yield f"    return {passed}"
+    yield f"aligned = ({' | '.join(f'{t}.data_ptr()' for t in tensors)}) & 15"
+    yield "key = ("
+    yield f"    part, b.dtype, aligned, {alpha}a.get_device(), b.get_device(), deterministic(),"
+    for t in others:
+        yield f"    {t}.dtype, {t}.shape, {t}.stride(), {t}.get_device(),"
+    yield ")"
+    yield f"plan = answers.get(key) or first(key, {call})"
+    yield f"if {' and '.join(['plan.launch is not None', *apart])}:"
+    yield "    try:"
+    yield f"        y = plan.launch(a, b, {terms}, {scale}, {'out' if given else None})"
+    yield "        plan.count()"
+    yield f"        return {'out' if given else 'y'}"
+    yield "    except BaseException as error:  # a kernel may call sys.exit"
+    yield "        op.failed(key, plan, error)"
+    yield "        plan = THROUGH"
+    yield "if plan is not INSIDE:"
+    yield "    op.count()"
+    yield f"return {passed}"
 
 
 def scaled(op: Operator) -> Callable[..., Any]:
