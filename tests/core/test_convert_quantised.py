@@ -145,6 +145,33 @@ def test_a_row_of_zeros_and_an_unknown_format() -> None:
     assert type(odd[0].weight) is nn.Parameter
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "int4_signed", "mxfp4", "mxfp8", "nvfp4"])
+def test_every_format_and_what_no_format_serves(name: str) -> None:
+    """Layers of float64 and of a K without whole groups stay as they were, and compute."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+    x = torch.randn(5, 64)
+    expected = model(x)
+    wide = copy.deepcopy(model).double()
+    convert(model, weights=name)
+    assert all(isinstance(layer.weight, tmm_core.Quantized) for layer in (model[0], model[2]))
+    assert (model(x) - expected).norm() / expected.norm() < 0.3
+    report = convert(wide, weights=name)
+    assert str(report).count("products of torch.float64 take no quantised weight") == 2
+    torch.testing.assert_close(wide(x.double()), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_scales_that_are_no_exponents_are_numbers() -> None:
+    from tmm_core.nn import stored_weights
+
+    numbers = torch.tensor([0.5, 2.0, 3.0])
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        assert torch.equal(stored_weights.in_fp32(numbers.to(dtype)), numbers)
+    exponents = torch.tensor([126, 128, 127], dtype=torch.uint8)
+    powers = torch.tensor([0.5, 2.0, 1.0])
+    assert torch.equal(stored_weights.in_fp32(exponents), powers)
+    assert torch.equal(stored_weights.in_fp32(exponents.view(torch.float8_e8m0fnu)), powers)
+
+
 def test_copies_moves_and_state_dicts() -> None:
     model = nn.Sequential(MLP(True)).requires_grad_(False)
     convert(model, weights="int8")

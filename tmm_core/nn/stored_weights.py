@@ -30,11 +30,14 @@ def quantised(weight: Tensor, format: str) -> Quantized:
     format's longest that divides K; if none does, one for each row.
 
     Raises:
-        ValueError: No such format; or scales or a K that it cannot have.
+        ValueError: No such format; or scales or a K that it cannot have; or a product with
+            activations of the weight's dtype is none that tmm computes.
     """
     form, k = formats.named(format), weight.shape[-1]
+    if weight.dtype not in formats.BESIDE:
+        raise ValueError(f"products of {weight.dtype} take no quantised weight")
     fit = [size for rows, size in form.grids if rows == 1 and size and k % size == 0]
-    group = max(fit, default=0) if form.pack > 1 else 0
+    group = max(fit, default=0) if form.pack > 1 or grids.ROW not in form.grids else 0
     if weight.dim() == 2:
         found = quantize(weight, format, group=group)
     else:  # one by one: fp32 copies of all would take several times their memory
@@ -94,7 +97,7 @@ def in_fp32(scale: Tensor) -> Tensor:
         return known[1]  # type: ignore[no-any-return]
     plain = scale.detach()
     found = grids.factors(
-        plain.view(grids.EXPONENT) if plain.element_size() == 1 else plain, torch.float32
+        plain.view(grids.EXPONENT) if plain.dtype in grids.EXPONENTS else plain, torch.float32
     )
     if once:
         _known[scale] = state, found
