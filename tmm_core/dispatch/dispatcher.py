@@ -426,7 +426,7 @@ class Dispatcher(Deferring):
             if record is None:
                 problem = problem.bare()
                 able = self.able(problem, settings)
-                record = self._tune(problem, able, settings, force, resume=True)
+                record = self._tune(problem, able, settings, force=force, resume=True)
             self._forget()
             return record
 

@@ -106,7 +106,7 @@ class Measuring(Lookup):
             return record
         try:
             with self._lock:
-                return self._tune(key, self._with_baseline(able), settings, force)
+                return self._tune(key, self._with_baseline(able), settings, force=force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
             reraise(error)
             self.warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")
@@ -124,12 +124,11 @@ class Measuring(Lookup):
         key: Problem,
         able: list[Kernel[Any]],
         settings: Settings,
-        force: bool = False,
-        resume: bool = False,
+        *,
         wait: bool = True,
-        spent: float = 0.0,
+        **options: Any,
     ) -> TuningRecord:
-        """Take all steps of :meth:`_tuning` at once, with a line of progress.
+        """Take all steps of :meth:`_tuning` at once, with its ``options`` and a line of progress.
 
         Args:
             wait: Wait for another process that tunes the problem, rather than raise
@@ -146,7 +145,7 @@ class Measuring(Lookup):
         ):
             if not (wait or (held and alone)):
                 raise BusyError
-            return drained(self._tuning(key, able, settings, force, resume, spent), tick)
+            return drained(self._tuning(key, able, settings, **options), tick)
 
     def _tuning(
         self,

@@ -44,11 +44,6 @@ class FirstLaunches:
         self._workers = Compilers(1, LAUNCH_LIMIT, _LAUNCH)
         self._hung: Counter[tuple[str, Problem]] = Counter()
 
-    def fault(self, problem: Problem, candidate: Candidate, memory: int) -> str | None:
-        """The text of :meth:`failure`, if any."""
-        failure = self.failure(problem, candidate, memory)
-        return None if failure is None else str(failure)
-
     def failure(
         self, problem: Problem, candidate: Candidate, memory: int
     ) -> NotCompiledError | None:

@@ -309,7 +309,8 @@ def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str |
         candidate = Candidate(kernel, kernel.default_config(problem))
     except PluginError as error:
         return str(error)
-    return first.fault(problem, candidate, LAUNCH_BYTES)
+    failure = first.failure(problem, candidate, LAUNCH_BYTES)
+    return None if failure is None else str(failure)
 
 
 def _wrong(kernel: str, call: Call) -> str | None:
