@@ -20,7 +20,7 @@ import torch
 
 from tmm_blas import cublaslt_blocks, grouped_mm
 from tmm_blas.dequantized import bind as bind_values
-from tmm_blas.dequantized import rescaled
+from tmm_blas.dequantized import bind_scaled, rescaled, wide_range
 from tmm_core import (
     ANY,
     Bound,
@@ -28,6 +28,7 @@ from tmm_core import (
     Kernel,
     Launcher,
     Machine,
+    Operand,
     Problem,
     Supports,
     Traits,
@@ -398,8 +399,38 @@ def _stored_values(problem: Problem) -> int:
     return sum(math.prod(shape) for spec, shape in packs if spec.form is not None)
 
 
+def _bind_values(problem: Problem) -> Launcher | None:
+    """A product like that of plain operands, of values with their scales: on a GPU a result in fp32
+    that is scaled and rounded afterwards costs up to a third of the product's time."""
+    value = problem.value
+    if problem.device.type != "cuda" or problem.out.dtype != value or value.itemsize > 2:
+        return None
+    grids = [each.scale for each in (problem.a, problem.b) if each.grid]
+    if any(wide_range(problem, grid.dtype) for grid in grids if grid is not None):
+        return None
+    of_a, of_b = bind_scaled(problem, "a"), bind_scaled(problem, "b")
+    if of_a is None or of_b is None:
+        return None
+    changes: dict[str, Any] = {
+        name: Operand(value, spec.layout)
+        for name, spec in (("a", problem.a), ("b", problem.b))
+        if spec.form is not None
+    }
+    mm = torch.mm if problem.batch == 1 else torch.bmm
+    multiply = _bind_by(mm, replace(problem, **changes))
+
+    def run(a: Tensor, b: Tensor, *rest: Any, **parts: Any) -> Tensor:
+        a = of_a(a, parts.get("a_scale"), parts.get("a_zero"))
+        b = of_b(b, parts.get("b_scale"), parts.get("b_zero"))
+        return multiply(a, b, *rest)
+
+    return run
+
+
 def _bind_dequantized(problem: Problem) -> Launcher:
     """The product of the values, times the scales of rows."""
+    if (direct := _bind_values(problem)) is not None:
+        return direct
     mm = torch.mm if problem.batch == 1 else torch.bmm
     rows = [f"{name}_scale" for name in ("a", "b") if not getattr(problem, name).grid]
     of_a, of_b = bind_values(problem, "a"), bind_values(problem, "b")

@@ -39,7 +39,7 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
         return lambda t, scale, zero: t
     scaled = spec.scale if spec.grid else None
     if dtype is None:
-        wide = spec.zero is not None if scaled is None else _wide_range(problem, scaled.dtype)
+        wide = spec.zero is not None if scaled is None else wide_range(problem, scaled.dtype)
         dtype = torch.float32 if wide else problem.value
     exact = scaled is None or scaled.dtype is dtype  # but for the last rounding
     whole = spec.zero is None or not spec.zero.is_floating_point
@@ -61,14 +61,41 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
     return values
 
 
-def _fused(problem: Problem, of: str, dtype: torch.dtype) -> Values | None:
+def bind_scaled(problem: Problem, of: str) -> Values | None:
+    """A function that gives the values of operand ``of`` with all of its scales, rounded once to
+    the dtype in which they are multiplied: then the product is the result. None where the scales of
+    rows have to multiply the product, in fp32: without a kernel, or beyond the range of fp16."""
+    spec: Operand = getattr(problem, of)
+    if spec.zero is not None and not spec.grid:
+        return None
+    if spec.form is None or spec.scale is None or spec.grid:
+        return bind(problem, of, problem.value)
+    if problem.value is not torch.bfloat16:
+        return None
+    fused = _fused(problem, of, problem.value, True)
+    if fused is None:
+        return None
+
+    def values(t: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+        assert scale is not None
+        scale = scale.reshape((1,) * (t.dim() - scale.dim()) + scale.shape)
+        if t.dim() == 3:
+            scale = scale.expand(t.shape[0], -1, -1)
+        if of == "a":
+            return fused(t, scale, zero)
+        return fused(t.mT, scale.mT, zero).mT
+
+    return values
+
+
+def _fused(problem: Problem, of: str, dtype: torch.dtype, folds: bool = False) -> Values | None:
     if problem.device.type != "cuda":
         return None
     try:
         triton: Any = importlib.import_module("tmm_core.triton")
     except ImportError:
         return None
-    return triton.dequantizer(problem, of, dtype)  # type: ignore[no-any-return]
+    return triton.dequantizer(problem, of, dtype, folds)  # type: ignore[no-any-return]
 
 
 def rescaled(z: Tensor, scale: Tensor | None) -> Tensor:
@@ -80,7 +107,7 @@ def rescaled(z: Tensor, scale: Tensor | None) -> Tensor:
     return z * (scale.reshape(()) if scale.numel() == 1 else scale)
 
 
-def _wide_range(problem: Problem, scale: torch.dtype) -> bool:
+def wide_range(problem: Problem, scale: torch.dtype) -> bool:
     """Whether values with their scales take fp32: on a CPU, for a wider result, and where scales
     may exceed fp16's range."""
     beyond = problem.value is torch.float16 and scale is not torch.float16

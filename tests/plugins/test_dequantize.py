@@ -14,9 +14,12 @@ pytest.importorskip("triton")
 
 from test_quantized_compile import OPERANDS, TARGETS
 from test_ragged_compile import BF16, ROW
+from tmm_blas import blas, dequantized
+from tmm_blas.blas import Blas, BlasConfig
 
 import tmm_core
 from tmm_core import Groups, Operand, Problem, Quantized, Scale, formats, quantize
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.triton import compile_for, dequantizer, source, target_of
 from tmm_core.triton import dequantize as module
@@ -54,6 +57,12 @@ WEIGHTS: dict[str, Any] = {
     "zero points": lambda: with_zeros(torch.uint8, BF16),
     "fractions as zero points": lambda: with_zeros(torch.float16, torch.float16),
 }
+#: Those of rows, which BLAS folds into values.
+BY_ROW: dict[str, Any] = {
+    "int8 by row": lambda: drawn("int8", 48, 128, group=0),
+    "fp8 by row": lambda: drawn("fp8", 48, 128, group=0),
+    "experts of int8": lambda: drawn("int8", 3, 48, 128, group=0),
+}
 
 
 def described(weight: Quantized) -> Operand:
@@ -64,9 +73,9 @@ def described(weight: Quantized) -> Operand:
 
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
-@pytest.mark.parametrize("of", WEIGHTS)
+@pytest.mark.parametrize("of", [*WEIGHTS, *BY_ROW])
 def test_values(of: str, dtype: torch.dtype) -> None:
-    weight = WEIGHTS[of]()
+    weight = {**WEIGHTS, **BY_ROW}[of]()
     zeros = weight.zero is not None
     found = Dequantize(described(weight), weight.shape[-1], dtype, DEVICE, True, zeros)(
         weight.stored, weight.scale, weight.zero
@@ -176,11 +185,84 @@ def test_a_compiler_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch
         assert dequantizer(problem, "b", BF16) is None
 
 
+ROWS_OF_8_BITS = {
+    "int8": (ROW, Operand(torch.int8, "col", format="int8", scale=Scale.parse("row bfloat16"))),
+    "int8, one scale": (
+        ROW, Operand(torch.int8, "col", format="int8", scale=Scale.parse("tensor")),
+    ),
+    "fp8 of both": (
+        Operand(E4M3, scale=Scale.parse("row")), Operand(E4M3, "col", scale=Scale.parse("tensor")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("of", ROWS_OF_8_BITS)
+def test_scales_of_rows_are_folded_into_values(
+    of: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the result needs no pass in fp32: here torch plays the kernel."""
+    a, b = ROWS_OF_8_BITS[of]
+    asked = []
+
+    def fused(problem: Problem, which: str, dtype: torch.dtype, folds: bool = False) -> Any:
+        asked.append((which, dtype, folds))
+
+        def run(stored: Tensor, scale: Tensor, zero: None) -> Tensor:
+            assert stored.stride(-1) == 1
+            assert scale.dim() == stored.dim()
+            assert stored.dim() == 2 or len(scale) == batch
+            return (stored.double() * scale.double()).to(dtype)
+
+        return run
+
+    monkeypatch.setattr(dequantized, "_fused", fused)
+    problem = replace(
+        posed(b, a=a, m=5, n=7, k=32, batch=batch, bias=BF16, epilogue=parse("silu")),
+        device=replace(TARGETS["90"], capability=(8, 0)),
+    )
+    lead = (batch,) if batch > 1 else ()
+    rows = torch.randn(*lead, 5, 32).to(a.dtype)
+    stored = (torch.randn(*lead, 7, 32) * 30).to(b.dtype)
+    parts = {}
+    if a.scale is not None:
+        parts["a_scale"] = torch.rand(*lead, 5, 1) + 0.1
+    by_row = b.scale is not None and b.scale.kind == "row"
+    parts["b_scale"] = ((torch.rand(*lead, 1, 7) if by_row else torch.rand(())) + 0.1).to(
+        b.scale.dtype  # type: ignore[union-attr]
+    )
+    bias = torch.randn(7, dtype=BF16)
+    found = Blas().bind(problem, BlasConfig())(rows, stored.mT, bias, None, 1.0, None, **parts)
+    exact = rows.double() * parts.get("a_scale", torch.ones(())).double()
+    exact = exact @ (stored.mT.double() * parts["b_scale"].double()) + bias.double()
+    exact = torch.nn.functional.silu(exact)
+    assert found.dtype is BF16
+    torch.testing.assert_close(found.double(), exact, rtol=3e-2, atol=3e-2 * float(exact.std()))
+    assert [which for which, *_ in asked] == (["b"] if a.form is None else ["a", "b"])
+    assert all(dtype is BF16 and folds for _, dtype, folds in asked)
+    # Where the result is wider, or of fp16, scales multiply it.
+    for out in (Operand(torch.float32), Operand(torch.float16)):
+        assert blas._bind_values(replace(problem, out=out)) is None
+    monkeypatch.setattr(dequantized, "_fused", lambda *_: None)
+    assert blas._bind_values(problem) is None
+
+
+def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their products with small activations are finite."""
+    monkeypatch.setattr(dequantized, "_fused", lambda *_: lambda t, scale, zero: t * scale)
+    half = Operand(torch.float16)
+    b = ROWS_OF_8_BITS["int8"][1]
+    problem = replace(posed(b, a=half), out=half)
+    assert problem.value is torch.float16
+    assert blas._bind_values(problem) is None
+    assert blas._bind_values(posed(b)) is not None
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("of", WEIGHTS)
+@pytest.mark.parametrize("of", [*WEIGHTS, *BY_ROW])
 def test_blas_multiplies_these_values(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product by BLAS uses the pass, and computes what it computes by torch's operators."""
-    weight = WEIGHTS[of]()
+    weight = {**WEIGHTS, **BY_ROW}[of]()
     made: list[Any] = []
     original = module.Dequantize
 

@@ -172,10 +172,15 @@ def arguments(
 _told: list[str] = []
 
 
-def dequantizer(problem: Problem, of: str, dtype: torch.dtype) -> Dequantize | None:
+def dequantizer(
+    problem: Problem, of: str, dtype: torch.dtype, folds: bool = False
+) -> Dequantize | None:
     """The pass for operand ``"a"`` or ``"b"`` of a problem, with its grids of scales and zero
     points; None where torch's operators have to convert it: not on a GPU, not contiguous along K,
     a format or device that the kernel cannot serve, or a compiler that failed, with one warning.
+
+    Args:
+        folds: Apply scales of rows and of all values too, which are given as grids.
     """
     operand: Operand = getattr(problem, of)
     device, form = problem.device, operand.form
@@ -194,9 +199,8 @@ def dequantizer(problem: Problem, of: str, dtype: torch.dtype) -> Dequantize | N
         return None  # loading a kernel would end the capture
     zeros = operand.zero is not None
     try:
-        return Dequantize(
-            operand, problem.k, dtype, torch.device(device.type), operand.grid, zeros
-        )  # fmt: skip
+        scaled = operand.grid or (folds and operand.scale is not None)
+        return Dequantize(operand, problem.k, dtype, torch.device(device.type), scaled, zeros)
     except ValueError:  # groups or packing that it does not read
         return None
     except Exception as error:
