@@ -1,8 +1,8 @@
-"""Answers torch's own products (``torch.mm`` and what is computed by it) without changing code.
+"""Answers torch's own products, such as ``torch.mm``, without changing code.
 
-:func:`enable` registers an entry (:mod:`tmm_core.interop.aten_answers`) in place of torch's kernel
-for each operator, below autograd, so that torch's own derivatives call it again; :func:`disable`
-removes them.
+:func:`enable` registers an entry (:mod:`tmm_core.interop.aten_entries`) in place of torch's kernel
+for each operator. It works below autograd, so torch's own derivatives call it too. :func:`disable`
+removes the entries.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
 
 @dataclass
 class _Answered:
-    """An operator while it is answered, and what holds it in place.
+    """An operator that is answered, and the registration of its entry.
 
     Attributes:
-        library: Registers the entry; destroying it restores torch's kernel.
-        left: Why it is not answered any more; empty if it is.
+        library: Holds the registration. Destroying it restores torch's kernel.
+        left: Why the operator is no longer answered; empty while it is.
     """
 
     operator: Operator
@@ -57,8 +57,8 @@ class _Answered:
 
 @dataclass
 class Enabled:
-    """What :func:`enable` did. As a context manager it is undone at the end of the block; whatever
-    was in force before is in force again."""
+    """The effect of :func:`enable`. As a context manager it ends with the block, and what was in
+    force before is in force again."""
 
     ops: tuple[str, ...]
     only: Callable[[Problem], bool] | None
@@ -119,7 +119,7 @@ class Enabled:
             self._set_pass = False
 
     def review(self, operator: Operator) -> None:
-        """Leave an operator to torch if its host cost is more than what it saved."""
+        """Leave an operator to torch if its host cost exceeds the time that it saved."""
         operator.review_at *= 2
         if operator.pending:  # choices that are still being measured may save more
             operator.pending = False
@@ -134,12 +134,12 @@ class Enabled:
 
 
 _lock = threading.RLock()
-#: All that is enabled; only the last, the innermost, is in force.
+#: All enabled blocks. Only the last, the innermost, is in force.
 _stack: list[Enabled] = []
-#: Entries as torch's dispatcher holds them, for some time after their libraries are destroyed: a
-#: thread may be about to call one, and would find its memory freed.
+#: Entries as torch's dispatcher holds them. They are kept for some time after their libraries are
+#: destroyed: a thread may be about to call one.
 _recent: deque[Any] = deque(maxlen=1024)
-#: The last that was in force, for a report after its end.
+#: The last block that was in force, for a report after its end.
 _last: Enabled | None = None
 
 
@@ -165,20 +165,20 @@ def enable(
     Args:
         ops: Operators to answer, by default all of ``mm``, ``addmm``, ``bmm``, ``baddbmm``,
             ``_scaled_mm`` and ``_grouped_mm``; with the first four also their forms with ``out``.
-        only: Asked once for each new :class:`Problem`; false: torch answers.
-        on_cache_miss: What a product without a record does, where the settings in force say
-            ``"tune"``; ``"background"`` by default, so that no call waits.
+        only: Called once for each new :class:`Problem`; if it returns false, torch answers.
+        on_cache_miss: What a product without a record does if the settings in force say ``"tune"``;
+            ``"background"`` by default, so that no call waits.
         compile: Also rewrite products in graphs that ``torch.compile`` compiles from now on
             (:func:`inductor_options`).
 
     Returns:
-        A context manager. The call is in force at once, with or without ``with``; the innermost of
-        several is.
+        A context manager. The call is in force at once, also without ``with``. Of several calls the
+        innermost is in force.
 
     Raises:
-        UnknownNameError: An operator in ``ops`` that cannot be answered.
+        UnknownNameError: ``ops`` names an operator that cannot be answered.
         SettingsError: ``on_cache_miss`` has no valid value.
-        RuntimeError: This torch cannot give its own kernels (before 2.10).
+        RuntimeError: This torch (before 2.10) does not give access to its own kernels.
     """
     selected = NAMES if ops is None else tuple([ops] if isinstance(ops, str) else ops)
     for name in selected:
@@ -214,7 +214,7 @@ def _change(stack: list[Enabled]) -> None:
     NESTING.discard(BASELINE)
     _stack[:] = stack
     if stack:
-        # BLAS computes by torch.mm, which then is torch's own.
+        # BLAS calls torch.mm, which torch's own kernel then has to answer.
         NESTING.add(BASELINE)
         stack[-1].install()
         _last = stack[-1]
@@ -224,7 +224,7 @@ def _change(stack: list[Enabled]) -> None:
 def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # Torch says once per process that a kernel is overridden, which is the purpose.
+        # Torch warns once per process that a kernel is overridden, which is intended here.
         warnings.filterwarnings("ignore", ".*previously registered kernel", UserWarning)
         warnings.filterwarnings("ignore", ".*Warning only once", UserWarning)
         library.impl(name, entry, key, with_keyset=True, allow_override=True)
@@ -232,8 +232,8 @@ def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
 
 
 def enabled_report() -> EnabledReport:
-    """How often each operator was answered by whom, and what that saved: since the :func:`enable`
-    in force, or the last one."""
+    """Report how many calls of each operator each kernel answered, and the time that this saved,
+    since the :func:`enable` in force, or in the last one."""
     with _lock:
         enabled, active = (_stack[-1], True) if _stack else (_last, False)
         answered = dict(enabled.answered) if enabled is not None else {}

@@ -1,5 +1,7 @@
-"""Who answers torch's own products while :func:`tmm_core.enable` is in force: chosen at the first
-call of a key, and replayed by :mod:`tmm_core.interop.aten_entries`."""
+"""Chooses who answers torch's own products while :func:`tmm_core.enable` is in force.
+
+The choice is made at the first call of a key, and replayed by :mod:`tmm_core.interop.aten_entries`.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,21 @@ from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-#: Calls of an operator that torch's kernel answers before their host cost is first compared with
-#: what the others saved; then after twice as many, and so on.
+#: After this many calls of an operator that torch's kernel answered, their host cost is compared
+#: with the time that other kernels saved; then after twice as many, and so on.
 FIRST_REVIEW = 1000
 
-#: Seconds for which the answer of a product that is being tuned in the background is replayed.
-#: To ask for it anew means to choose a kernel again, which would cost host time in every call.
+#: Seconds for which the answer of a product that is being tuned in the background is replayed. Then
+#: a kernel is chosen again, which in every call would cost too much host time.
 RETRY = 0.02
 
 
-#: Errors of settings, which a caller sees.
+#: Errors that are raised to the caller: those of settings.
 USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
 
 
 class Tally:
-    """How many calls of an operator one kernel answered, and the µs that they saved."""
+    """The number of an operator's calls that one kernel answered, and the µs that they saved."""
 
     __slots__ = ("calls", "saved_us")
 
@@ -59,8 +61,8 @@ class Answer:
 
     Attributes:
         launch: The chosen kernel's launcher; None: torch's own kernel.
-        as_bias: Whether the summand of the product is a bias, else a residual.
-        until: The time at which it has to be asked for again, if it does not last.
+        as_bias: Whether the summand of the product is a bias; otherwise it is a residual.
+        until: The time at which an answer that does not last is chosen again.
     """
 
     __slots__ = ("as_bias", "choice", "kernel", "launch", "problem", "saves_us", "tally", "until")
@@ -85,13 +87,13 @@ class Answer:
         tally.saved_us += self.saves_us
 
 
-#: The answers of torch's own kernel: to the model's calls, and to those that a kernel makes, or its
-#: verification, which do not count.
+#: The answers by torch's own kernel: to calls of the model, and to calls that a kernel or its
+#: verification makes, which are not counted.
 THROUGH, INSIDE = Answer(), Answer()
 
-#: Answers by keys, which begin with the operator, or with a part that does.
+#: Answers by keys, which begin with the operator, or with a part that begins with it.
 answers: dict[tuple[Any, ...], Answer] = {}
-#: Answers that are asked for anew after ``RETRY`` seconds.
+#: Answers that are chosen again after ``RETRY`` seconds.
 passing: dict[tuple[Any, ...], Answer] = {}
 #: The first parts of keys whose calls torch answers for good.
 through: dict[tuple[Any, ...], Answer] = {}
@@ -102,12 +104,12 @@ class Operator:
     """One aten operator that is answered.
 
     Args:
-        name: With its overload, like ``mm.out``.
+        name: The name with its overload, like ``mm.out``.
         torchs: Torch's own kernel, as ``torch.library.get_kernel`` returns it.
-        only: Which problems may be answered; all if None.
-        on_cache_miss: What to do without a record, where the settings in force say ``"tune"``,
-            which would make a model wait.
-        review: Called with the operator after so many calls that torch's kernel answered.
+        only: Whether a problem may be answered; None: all may.
+        on_cache_miss: What to do without a record if the settings in force say ``"tune"``, which
+            would make a model wait.
+        review: Called with the operator after :attr:`review_at` calls that torch's kernel answered.
     """
 
     def __init__(
@@ -122,12 +124,12 @@ class Operator:
         self.torchs: Callable[..., Any] = torchs.call_boxed
         self.review = review
         self.review_at = FIRST_REVIEW
-        #: Keyed by the kernels' names.
+        #: Tallies by the kernel's name.
         self.tallies: dict[str, Tally] = {}
         self.passed = 0
-        #: Whether a choice was made since the last review that another one will replace.
+        #: Whether a choice that does not last was made since the last review.
         self.pending = False
-        #: Why the forced kernel does not serve a call that torch answered last.
+        #: Why the forced kernel did not serve the last call that torch answered for that reason.
         self.declined = ""
         self._warned = False
 
@@ -144,11 +146,11 @@ class Operator:
         wrap: Callable[[Any], Callable[..., Tensor]] | None = None,
         as_bias: bool = False,
     ) -> Answer:
-        """The answer of a key that has none yet, which later calls replay.
+        """Choose the answer of a new key, which later calls replay.
 
         Args:
-            call: As tmm's own operators take it; None: it is for torch.
-            wrap: Makes the launcher of a plan; by default the plan's own.
+            call: The arguments of tmm's own operator; None: torch answers.
+            wrap: Makes a launcher from a plan; by default the plan's own is used.
 
         Raises:
             CacheMissError: ``on_cache_miss="error"`` and no record.
@@ -215,8 +217,8 @@ class Operator:
         return saving_us(dispatch.default_dispatcher(), plan.problem, plan.choice)
 
     def _posed(self, pose: Any) -> Any:
-        """``pose`` that also refuses what ``only`` leaves to torch. Torch refuses what tmm does, in
-        its own words."""
+        """Wrap ``pose`` to leave problems to torch that ``only`` excludes, and calls that tmm
+        refuses: torch raises its own errors for these."""
 
         def posed(call: Any, epilogue: Any, current: settings.Settings) -> Any:
             try:
@@ -231,7 +233,7 @@ class Operator:
         return posed
 
     def failed(self, key: tuple[Any, ...], plan: Answer, error: BaseException) -> None:
-        """Quarantine the kernel of an answer that raised, so that torch's answers in its place.
+        """Quarantine the kernel of an answer that raised, so that torch's kernel answers instead.
 
         Raises:
             BaseException: ``error``, if the caller should see it.
@@ -255,7 +257,7 @@ def _keep(key: tuple[Any, ...], answer: Answer) -> Answer:
 
 
 def _keep_for_good(key: tuple[Any, ...]) -> Answer:
-    """Keep that torch answers, because no kernel is faster or none may."""
+    """Let torch answer from now on, because no kernel is faster, or none may answer."""
     if isinstance(key[0], tuple):
         through[key[0]] = THROUGH
     return _keep(key, THROUGH)

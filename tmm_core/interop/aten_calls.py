@@ -1,7 +1,7 @@
-"""Calls of aten's products as calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
+"""Converts calls of aten's products to calls of tmm, for :mod:`tmm_core.interop.aten_answers`.
 
-A call is None where tmm does not answer it: other dtypes, addresses that are not multiples of 16
-bytes, empty operands, and whatever torch would refuse.
+The result is None for a call that tmm does not answer: one with other dtypes, with addresses that
+are not multiples of 16 bytes, with empty operands, or one that torch would refuse.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tmm_core.spec.arguments import GROUPED_EXTRAS, Arguments, GroupedArguments
 
 Tensor = torch.Tensor
 
-#: The dtypes of operands that tmm answers; others are torch's.
+#: The dtypes of operands that tmm answers; torch answers others.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Arguments | None:
-    """A call of ``mm`` or ``bmm``.
+    """Convert a call of ``mm`` or ``bmm``.
 
     Args:
-        offset: The bits by which an address is no multiple of 16.
+        offset: The low four bits of all addresses: 0 if all are multiples of 16.
     """
     one_device = all(t.device == a.device for t in (b, out) if t is not None)
     if offset or a.dtype not in DTYPES or a.dtype != b.dtype or not one_device:
@@ -44,8 +44,9 @@ def plain_call(offset: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> 
 def call_with_summand(
     offset: int, a: Tensor, b: Tensor, c: Tensor, alpha: Any, out: Tensor | None = None
 ) -> tuple[Arguments | None, None, bool]:
-    """A call of ``addmm`` or ``baddbmm``; the maker of its launcher, by default; and whether ``c``
-    is a bias."""
+    """Convert a call of ``addmm`` or ``baddbmm`` to the last arguments of
+    :meth:`~tmm_core.interop.aten_answers.Operator.first`: the call, None, and whether ``c`` is a
+    bias."""
     call = plain_call(offset, a, b, out)
     real = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if call is None or not real or c.dtype != a.dtype or c.device != a.device:
@@ -66,7 +67,7 @@ def scaled_call(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Arguments | None:
-    """A call of ``_scaled_mm``, if its scales are one number, or one for each row and column."""
+    """Convert a call of ``_scaled_mm`` with scales per tensor, or per row and column."""
     wide = out_dtype in DTYPES and scale_result is None
     if not wide or a.dtype not in EIGHT_BIT or b.dtype not in EIGHT_BIT:
         return None
@@ -79,7 +80,7 @@ def scaled_call(
 
 
 def scaled_launch(plan: Any) -> Callable[..., Tensor]:
-    """The launcher of a plan, called as ``_scaled_mm``."""
+    """Return the launcher of a plan with the arguments of ``_scaled_mm``."""
     launch = plan.with_extras
 
     def run(
@@ -119,7 +120,7 @@ def _lies_as_torch_asks(t: Tensor) -> bool:
 
 
 def grouped_launch(plan: Any) -> Callable[..., Tensor]:
-    """The launcher of a plan, called as ``_grouped_mm``."""
+    """Return the launcher of a plan with the arguments of ``_grouped_mm``."""
     launch = plan.with_extras
     absent = (None,) * (len(GROUPED_EXTRAS) - 1)
 

@@ -1,15 +1,14 @@
 """The host path of torch's own products while :func:`tmm_core.enable` is in force.
 
-Each entry below takes the place of one aten operator's kernel for one dispatch key. It looks the
-call up by a key of a few properties, and either launches the kernel that was chosen for it or calls
-torch's own, which was captured before. Torch's dispatcher has dealt with autograd, autocast, vmap
-and modes when an entry runs. Grad mode and ``requires_grad`` still look as the caller left them, so
-nothing here reads them.
+Each entry below replaces one aten operator's kernel for one dispatch key. It looks the call up by a
+key of a few properties. Then it launches the chosen kernel, or calls torch's own, which was
+captured before. Torch's dispatcher has handled autograd, autocast, vmap and modes when an entry
+runs. Grad mode and ``requires_grad`` still have the caller's values, so nothing here reads them.
 
-A call that is passed on to torch takes longer than it would alone, and gains nothing. So the first
-part of its key decides as soon as torch answered such a call for good. Torch serves every call, so
-that passing on is never wrong: calls that differ in the rest of the key would at most miss a gain.
-``benchmarks/passed_on.py`` measures what is left of the cost.
+A call that is passed on to torch takes longer than without the entry, and gains nothing. So once
+torch answers a call for good, the first part of its key decides about later calls. Calls that
+differ in the rest of the key may miss a gain, but torch's answer is never wrong.
+``benchmarks/passed_on.py`` measures the cost that remains.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ ENTRY: dict[str, Callable[[Operator], Callable[..., Any]]] = {
 
 
 def entry_of(op: Operator) -> Callable[..., Any]:
-    """The function that takes the place of the operator's kernel."""
+    """Return the function that replaces the operator's kernel."""
     entry = ENTRY[op.name](op)
     ENTRIES.add(entry.__code__)
     return entry

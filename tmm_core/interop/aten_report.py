@@ -13,19 +13,19 @@ from tmm_core import compat
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import entry_of
 
-#: The repetitions of a batch, and batches, that :func:`overhead_us` times.
+#: The number of calls in a batch, and of batches, that :func:`overhead_us` times.
 _REPEATS, _BATCHES = 40, 5
 
 
 @functools.cache
 def overhead_us(name: str) -> float:
-    """Microseconds of the host by which a call of this operator takes longer if torch's kernel
-    answers it after all; measured once, on tiny products on the CPU, in some milliseconds.
+    """Return the host time in µs that the entry adds to a call of this operator that torch's kernel
+    answers. It is measured once, on tiny products on the CPU, which takes some milliseconds.
 
-    The entry is timed under another name, so that aten's operators on the CPU stay as they are.
+    The entry is timed under another name, so that aten's operators on the CPU do not change.
     """
     if name.startswith("_"):
-        return overhead_us("addmm.out")  # which has as many arguments
+        return overhead_us("addmm.out")  # has as many arguments
     base, _, overload = name.partition(".")
     aten = getattr(getattr(torch.ops.aten, base), overload or "default")
     kernel = compat.aten_kernel(f"aten::{name}", "CPU")
@@ -60,10 +60,10 @@ class OperatorReport:
     """Who answered the calls of one operator.
 
     Attributes:
-        calls: By kernel's name; torch's own kernel is ``"torch"``.
-        saved_us: µs of GPU time that the others saved, by records or estimates.
-        host_us: µs by which a call that torch answers takes the host longer; None: not measured,
-            as it answered too few.
+        calls: The number of calls by kernel's name; torch's own kernel is ``"torch"``.
+        saved_us: µs of GPU time that the other kernels saved, by records or estimates.
+        host_us: µs of host time added to a call that torch answers; None: not measured, because
+            torch answered too few calls.
         left: Why the operator was left to torch; empty if it was not.
         declined: Why a forced kernel did not answer a call; empty if it answered all.
     """
@@ -94,7 +94,7 @@ class EnabledReport:
 
     @property
     def calls(self) -> int:
-        """Calls that tmm's kernels answered."""
+        """The number of calls that tmm's kernels answered."""
         return sum(
             n for each in self.operators.values() for k, n in each.calls.items() if k != "torch"
         )
