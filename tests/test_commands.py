@@ -1,4 +1,4 @@
-"""Every command and option that a page names exists."""
+"""Every command and option that a page names exists; every environment variable has a page."""
 
 from __future__ import annotations
 
@@ -73,6 +73,13 @@ def test_every_command_that_a_message_or_docstring_names_exists() -> None:
     ]
     assert len(found) > 10
     assert not [each for each in found if unknown(*each[1:])]
+
+
+def test_every_environment_variable_has_a_row_in_the_table_of_settings() -> None:
+    read = {name for p in SOURCES for name in re.findall(r"\bTMM_[A-Z_]+", p.read_text("utf-8"))}
+    page = (ROOT / "docs/models.md").read_text("utf-8")
+    rows = re.findall(r"^\| `TMM_.*", page, re.MULTILINE)
+    assert read == {name for row in rows for name in re.findall(r"TMM_[A-Z_]+", row)}
 
 
 def test_commands_are_found_in_pages() -> None:
