@@ -400,8 +400,9 @@ def _stored_values(problem: Problem) -> int:
 
 
 def _bind_values(problem: Problem) -> Launcher | None:
-    """A product like that of plain operands, of values with their scales: on a GPU a result in fp32
-    that is scaled and rounded afterwards costs up to a third of the product's time."""
+    """A product like that of plain operands, of values with their scales. On a GPU a result in
+    fp32, scaled and rounded afterwards, moves 10 bytes an element instead of 2: by estimate a third
+    of the product's time where K is 4096."""
     value = problem.value
     if problem.device.type != "cuda" or problem.out.dtype != value or value.itemsize > 2:
         return None
