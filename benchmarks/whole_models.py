@@ -47,6 +47,8 @@ Run = Callable[[], Tensor]
 
 #: Samples of each way, at least and at most, and the seconds that a row may take between them.
 ROUNDS, MOST_ROUNDS, SECONDS = 5, 21, 6.0
+#: Seconds of warm calls, in which ``enable()`` notices what does not pay.
+WARM = 1.0
 #: Least ms of a sample.
 SAMPLE_MS = 20.0
 #: Tokens of the prompt and places of the cache in decoding.
@@ -446,6 +448,10 @@ def measure(bench: Bench, row: Row, tune_s: float, left_s: float) -> dict[str, A
             for _ in range(3):  # what is done once is done
                 way.reset()
                 results[name] = way.run().float()
+            settled = time.monotonic() + WARM
+            while way.inside is not nullcontext and not way.graph and time.monotonic() < settled:
+                way.run()
+                _wait(bench.device)
             bytes_[name] = _held(way.weights) + _working_bytes(way, bench.device)
             if way.graph and bench.device.type == "cuda":
                 ways[name] = _captured(way)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,6 +243,57 @@ def test_compiled_with_varying_rows_and_the_cache_of_graphs(
                 check(m)
             assert counters["inductor"]["fxgraph_cache_hit"] == hits
     assert "tmm" in "".join(p.read_text() for p in tmp_path.rglob("*.py"))
+
+
+def _mlp() -> tuple[nn.Module, Tensor]:
+    layers = nn.Linear(24, 40), nn.SiLU(), nn.Linear(40, 24)
+    return nn.Sequential(*layers).eval(), torch.randn(5, 24)
+
+
+@pytest.mark.slow
+def test_wrappers_in_cpp() -> None:
+    model, x = _mlp()
+    options = tmm_core.inductor_options(when="always", cpp_wrapper=True)
+    compiled = torch.compile(model, options=options)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x))
+        with torch.profiler.profile() as profile:
+            compiled(x)
+    assert sum(event.count for event in profile.key_averages() if event.key == "tmm::matmul") == 2
+
+
+LOAD = """
+import sys, torch
+if sys.argv[2] == "with":
+    import tmm_core
+package = torch._inductor.aoti_load_package(sys.argv[1])
+print(package(torch.ones(5, 24)).sum().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")  # torch's
+def test_a_package_runs_where_tmm_is_imported(tmp_path: Path) -> None:
+    model, x = _mlp()
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        path = torch._inductor.aoti_compile_and_package(
+            exported,
+            package_path=str(tmp_path / "model.pt2"),
+            inductor_configs=tmm_core.inductor_options(when="always"),
+        )
+        expected = float(model(torch.ones(5, 24)).sum())
+    for way in ("with", "without"):
+        command = [sys.executable, "-W", "ignore", "-c", LOAD, path, way]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if way == "with":
+            assert done.returncode == 0, done.stderr
+            assert float(done.stdout) == pytest.approx(expected, rel=1e-4)
+        else:
+            assert done.returncode != 0
+            assert "tmm" in done.stderr
 
 
 def test_enable_sets_and_unsets_the_pass() -> None:

@@ -30,6 +30,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
         import whole_models
     monkeypatch.setattr(whole_models, "SECONDS", 0.01)
     monkeypatch.setattr(whole_models, "ROUNDS", 2)
+    monkeypatch.setattr(whole_models, "WARM", 0.1)
     monkeypatch.setattr(whole_models, "SAMPLE_MS", 0.1)
     return whole_models
 

@@ -106,6 +106,11 @@ CONVERTED = [
            "        self.separate()\n        self._remove_hooks()\n", "        self.separate()\n",
            "an undone module calls a method that it lost",
            (f"{NN}::test_undo_puts_the_very_modules_back_with_todays_values",)),
+    Mutant("passed-parts-forgotten", "interop/aten_answers.py",
+           "warm.TABLES += answers, passing, through", "warm.TABLES += [answers, passing]",
+           "calls are passed on to torch although a record was made since",
+           ("tests/core/test_enable.py::"
+            "test_what_torch_answers_for_good_is_passed_on_by_a_part_of_the_key",)),
     Mutant("joint-other-input", "nn/projections.py",
            "elif x is not self._input or _version(x) != self._version:",
            "elif _version(x) != self._version:", "a layer gives the columns of another input",
