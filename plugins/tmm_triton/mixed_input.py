@@ -31,7 +31,8 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, ConfigError, Machine, Problem, Supports, Traits
+from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports, Traits
+from tmm_core.formats.grids import EXPONENT
 from tmm_core.triton import Described, pointer
 from tmm_triton import word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
@@ -142,8 +143,10 @@ class Constants(MixedInputConfig):
     OFFSET: int
     #: Bytes of two stored values.
     PAIR: int
-    #: Each step is summed separately, and multiplied by its scales; or values are, before.
+    #: Each step is summed separately, and multiplied by its scales; or values are, by pairs of
+    #: 16-bit floats (``"pair"``) or in fp32 (``"wide"``).
     PROMOTED: bool
+    SCALED: str | None
     PROGRAM: str
     #: Rows are divided into groups, each with its own matrix of the weight; rows of no group become
     #: zeros; and rows of the result are stored where an index says.
@@ -158,7 +161,7 @@ class Constants(MixedInputConfig):
     def of(cls, problem: Problem, config: MixedInputConfig) -> Constants:
         form, b, value = problem.b.form, problem.b, problem.a.dtype
         assert form is not None
-        if b.grid and b.block[1] % config.BLOCK_K:
+        if b.grid and b.block[1] % config.BLOCK_K and not _small(b):
             raise ConfigError(f"{config} has steps of several groups of {b.block[1]} values")
         if problem.gated and config.high != _WGMMA:
             raise ConfigError(f"{config} has {config.high} columns of gate and up, not {_WGMMA}")
@@ -167,8 +170,10 @@ class Constants(MixedInputConfig):
         parts = config.splits * config.k_ways
         if parts > 1 and problem.k < parts * config.BLOCK_K:
             raise ConfigError(f"{config} divides K {problem.k} into more parts than steps")
-        # Values are multiplied only by scales that need no rounding.
-        fine = b.scale is not None and b.scale.dtype == value and config.BLOCK_M > 128
+        fine = multiplied(problem)
+        # Sums of steps fit the registers of tiles of fewer rows, and steps of one group.
+        promoted = b.grid and (fine is None or (config.BLOCK_M <= 128 and not _small(b)))
+        scaled = fine if b.grid and not promoted else None
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
@@ -178,10 +183,9 @@ class Constants(MixedInputConfig):
             ZERO=b.zero is not None,
             OFFSET=0 if b.zero is None else word_decoders.offset(form.name, value, b.zero),
             PAIR=2 * b.dtype.itemsize // b.pack,
-            PROMOTED=b.grid and not fine,
-            PROGRAM=word_decoders.pair_program(
-                form.name, b.dtype, value, b.zero, scaled=b.grid and fine
-            ),
+            PROMOTED=promoted,
+            SCALED=scaled,
+            PROGRAM=word_decoders.pair_program(form.name, b.dtype, value, b.zero, scaled),
             RAGGED=problem.groups is not None,
             ZEROED=problem.groups is not None and problem.groups.zeroed,
             SCATTERED=problem.groups is not None and problem.groups.out_index is not None,
@@ -194,9 +198,9 @@ class Constants(MixedInputConfig):
         return self.high * self.HALVES
 
     @property
-    def in_operand(self) -> bool:
-        """Values are multiplied by their scales."""
-        return self.GROUP > 0 and not self.PROMOTED
+    def parts(self) -> int:
+        """How many groups a step has."""
+        return max(1, self.BLOCK_K // self.GROUP) if self.GROUP else 1
 
     @property
     def stage_bytes(self) -> int:
@@ -219,13 +223,30 @@ class Constants(MixedInputConfig):
         """The same for the rows of gate or up, [high, BLOCK_K / 2]."""
         return self._units_of(self.high)
 
-    def _units_of(self, rows: int) -> gl.DistributedLinearLayout:
+    @property
+    def split_units(self) -> gl.DistributedLinearLayout:
+        """The same with a dimension for the groups of a step, [rows, parts, pairs of a part]."""
+        return self._units_of(self.rows, self.parts)
+
+    @property
+    def numbers(self) -> gl.SliceLayout:
+        """The layout of the scales of a step, [rows, parts]."""
+        return gl.SliceLayout(2, self.split_units)
+
+    def _units_of(self, rows: int, parts: int = 0) -> gl.DistributedLinearLayout:
+        pairs = self.BLOCK_K // 2
+        along = pairs // max(1, parts)
         registers = [[8, 0], [0, 4]]
         registers += [[0, 8 << i] for i in range((self.BLOCK_K // 16).bit_length() - 1)]
         registers += [[64 << i, 0] for i in range((rows // _WGMMA).bit_length() - 1)]
-        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-        warps = [[16, 0], [32, 0]]
-        return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, self.BLOCK_K // 2])
+        lanes, warps = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        if not parts:
+            return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, pairs])
+        split = [
+            [[row, pair // along, pair % along] for row, pair in bases]
+            for bases in (registers, lanes, warps)
+        ]
+        return gl.DistributedLinearLayout(*split, [], [rows, parts, along])
 
     @property
     def b_layout(self) -> gl.NVMMASharedLayout:
@@ -292,7 +313,7 @@ class MixedInput(Built[MixedInputConfig]):
     """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
 
     name = "triton.mixed_input"
-    version = "1"
+    version = "2"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = MixedInputConfig
     supports = Supports(
@@ -300,7 +321,7 @@ class MixedInput(Built[MixedInputConfig]):
         capability=(9, 0),
         below=(9, 1),
         operands=(torch.float16, torch.bfloat16),
-        weights=tuple(word_decoders.PER_WORD),
+        weights=word_decoders.PAIRS,
         scales=("tensor", "row", "group", "block"),
         packed=True,
         zeros=True,
@@ -325,7 +346,11 @@ class MixedInput(Built[MixedInputConfig]):
         if not problem.stored:
             yield "is for packed weights"
         if problem.b.grid and problem.b.block[1] % 64:
-            yield f"groups of {problem.b.block[1]} are not multiples of 64"
+            size = problem.b.block[1]
+            if not _small(problem.b):
+                yield f"groups of {size} are neither 32 values nor multiples of 64"
+            elif multiplied(problem) is None:
+                yield f"scales of groups of {size} would be rounded to {problem.a.dtype}"
         if problem.groups is not None and problem.groups.a_index is not None:
             yield "TMA does not gather rows on Hopper"
 
@@ -355,7 +380,7 @@ class MixedInput(Built[MixedInputConfig]):
                 if share > 1 or m > 128:
                     continue  # every M has the same sums
                 k = 64
-            if problem.b.grid and problem.b.block[1] % k:
+            if problem.b.grid and problem.b.block[1] % k and not _small(problem.b):
                 k = 64
             if problem.gated and rows == _WGMMA:
                 continue  # a warp has the same columns of gate and up
@@ -434,6 +459,24 @@ class MixedInput(Built[MixedInputConfig]):
             flat, launch_pdl=c.OVERLAPS, edits=config.edits,
         )  # fmt: skip
         return [main, reduction(problem, c.splits, problem.m * problem.n)] if split else [main]
+
+
+def multiplied(problem: Problem) -> str | None:
+    """How values are multiplied by their scales without rounding these, as ``Constants.SCALED``;
+    None: they are not."""
+    b, value = problem.b, problem.a.dtype
+    assert b.form is not None
+    if b.scale is None:
+        return None
+    if b.scale.dtype == value or (b.scale.dtype is EXPONENT and value is torch.bfloat16):
+        return "pair"
+    through_fp32 = b.form.name in ("int8", "fp8") and b.zero is None
+    return "wide" if through_fp32 and b.scale.dtype.is_floating_point else None
+
+
+def _small(b: Operand) -> bool:
+    """Whether a step has several groups."""
+    return b.grid and b.block[1] == 32
 
 
 def _each(problem: Problem) -> tuple[int, int]:

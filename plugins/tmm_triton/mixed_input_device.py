@@ -97,16 +97,22 @@ def produce(loads, C: gl.constexpr):
 
 
 @jit
-def _numbers(grid, rows, step, last, C: gl.constexpr):
-    """The scales or zero points of the weight's rows at a step; zeros from step ``last`` on."""
+def _numbers(grid, rows, step, last, K, C: gl.constexpr):
+    """The scales or zero points of the weight's rows at a step, [rows, parts]; zeros from step
+    ``last`` on."""
     pointer, stride_z, stride_n, stride_k = grid
-    group, row, inside = rows
+    group, row, part, inside = rows
     at = row // C.OUTER * stride_n
-    if C.GROUP:
+    inside = inside & (part < C.parts) & (step < last)
+    if C.GROUP > C.BLOCK_K:
         at += step // (C.GROUP // C.BLOCK_K) * stride_k
+    elif C.GROUP:
+        column = step * C.parts + part
+        inside = inside & (column < gl.cdiv(K, C.GROUP))
+        at = at + column * stride_k
     if C.RAGGED:
         pointer += group * stride_z
-    return gl.load(pointer + at, mask=inside & (step < last), other=0)
+    return gl.load(pointer + at, mask=inside, other=0)
 
 
 @jit
@@ -126,9 +132,26 @@ def _units(b_ring, stage, NTH: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _twice(value, T: gl.constexpr):
-    """A pair of the same 16-bit float."""
-    bits = value.to(T).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return gl.expand_dims(bits | (bits << 16), 1)
+    """A pair of the same 16-bit float; uint8 numbers are exponents of bfloat16."""
+    if value.dtype == gl.uint8:
+        exponent = value.to(gl.int32)
+        # 2**-127 has no exponent of its own, and 255 stands for NaN.
+        bits = gl.where(exponent == 0, 0x40, exponent << 7)
+        bits = gl.where(exponent == 255, 0x7FC0, bits)
+    else:
+        bits = value.to(T).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@jit
+def _spread(numbers, C: gl.constexpr):
+    """A step's numbers, [rows, parts], for each stored pair, [rows, BLOCK_K / 2]."""
+    SPLIT: gl.constexpr = C.split_units
+    UNITS: gl.constexpr = C.units
+    SHAPE: gl.constexpr = [C.rows, C.parts, C.BLOCK_K // 2 // C.parts]
+    WHOLE: gl.constexpr = [C.rows, C.BLOCK_K // 2]
+    spread = gl.zeros(SHAPE, gl.int32, SPLIT) + gl.expand_dims(numbers, 2)
+    return gl.convert_layout(spread.reshape(WHOLE), UNITS, assert_trivial=True)
 
 
 @jit
@@ -140,10 +163,12 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
     PROGRAM: gl.constexpr = C.PROGRAM
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, C.sums, 2)
     if C.ZERO:
-        units, origin = gl.broadcast(units, _twice(-(zero.to(gl.float32) + C.OFFSET), T))
-    if C.in_operand:
-        units, factor = gl.broadcast(units, _twice(scale, T))
-    if C.ZERO and C.in_operand:
+        origin = _spread(_twice(-(zero.to(gl.float32) + C.OFFSET), T), C)
+    if C.SCALED == "pair":
+        factor = _spread(_twice(scale, T), C)
+    elif C.SCALED == "wide":
+        factor = _spread(scale.to(gl.float32).to(gl.int32, bitcast=True), C)
+    if C.ZERO and C.SCALED is not None:
         pairs = gl.inline_asm_elementwise(
             PROGRAM, "=r,r,r,r", [units, origin, factor], dtype=gl.int32, is_pure=True, pack=1
         )
@@ -151,7 +176,7 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
         pairs = gl.inline_asm_elementwise(
             PROGRAM, "=r,r,r", [units, origin], dtype=gl.int32, is_pure=True, pack=1
         )
-    elif C.in_operand:
+    elif C.SCALED is not None:
         pairs = gl.inline_asm_elementwise(
             PROGRAM, "=r,r,r", [units, factor], dtype=gl.int32, is_pure=True, pack=1
         )
@@ -177,7 +202,9 @@ def _added(acc, part, scale, C: gl.constexpr):
     """``acc`` with the sums of a step."""
     if C.PROMOTED:
         SUMS: gl.constexpr = C.sums
-        factor = gl.convert_layout(scale.to(gl.float32), gl.SliceLayout(1, SUMS))
+        ROWS: gl.constexpr = [C.rows]
+        factor = scale.to(gl.float32).reshape(ROWS)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
         return acc + part * gl.expand_dims(factor, 1)
     else:  # noqa: RET505 (Triton compiles what follows a return)
         return part
@@ -196,15 +223,18 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     a_ring, b_ring = ring
     full, empty = barriers
     N = sizes[1]
+    K = sizes[2]
     T: gl.constexpr = a_ring.dtype
     ROWS: gl.constexpr = C.rows
     HIGH: gl.constexpr = C.high
     BLOCK_M: gl.constexpr = C.BLOCK_M
     SUMS: gl.constexpr = C.sums
-    UNITS: gl.constexpr = C.units
+    NUMBERS: gl.constexpr = C.numbers
+    PARTS: gl.constexpr = C.parts
     NTH: gl.constexpr = WHO % C.n_ways
     KTH: gl.constexpr = WHO // C.n_ways
-    own = gl.arange(0, ROWS, gl.SliceLayout(1, UNITS))
+    own = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, NUMBERS)), 1)
+    part_of_step = gl.expand_dims(gl.arange(0, PARTS, gl.SliceLayout(0, NUMBERS)), 0)
     start = 0
     turn = 0
     for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
@@ -212,7 +242,8 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
         group, m, end, n = tile
         part_of_k, first, last = range_of_k
         n += NTH * HIGH
-        rows = (group, n + own % HIGH + own // HIGH * N, n + own % HIGH < N)
+        row = n + own % HIGH + own // HIGH * N
+        rows = (group, row, part_of_step, n + own % HIGH < N)
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, SUMS)
         begin = first + KTH
         # Zeros where there are none: a loop carries numbers only.
@@ -221,11 +252,11 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
         zero = 0
         next_zero = 0
         if C.GROUP:
-            scale = _numbers(scales, rows, begin, last, C)
-            next_scale = _numbers(scales, rows, begin + C.k_ways, last, C)
+            scale = _numbers(scales, rows, begin, last, K, C)
+            next_scale = _numbers(scales, rows, begin + C.k_ways, last, K, C)
         if C.ZERO:
-            zero = _numbers(zeros, rows, begin, last, C)
-            next_zero = _numbers(zeros, rows, begin + C.k_ways, last, C)
+            zero = _numbers(zeros, rows, begin, last, K, C)
+            next_zero = _numbers(zeros, rows, begin + C.k_ways, last, K, C)
         position = start + KTH
         stage, phase = _slot(position, C)
         mbarrier.wait(full.index(stage), phase)
@@ -239,9 +270,9 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
             zero = next_zero
             later_scale = 0
             if C.GROUP:
-                later_scale = _numbers(scales, rows, step + 2 * C.k_ways, last, C)
+                later_scale = _numbers(scales, rows, step + 2 * C.k_ways, last, K, C)
             if C.ZERO:
-                next_zero = _numbers(zeros, rows, step + 2 * C.k_ways, last, C)
+                next_zero = _numbers(zeros, rows, step + 2 * C.k_ways, last, K, C)
             part, values, units = warpgroup_mma_wait(0, deps=(part, values, units))
             mbarrier.arrive(empty.index(stage))
             acc = _added(acc, part, scale, C)

@@ -15,6 +15,8 @@ import torch
 
 #: Values in a word, by format.
 PER_WORD = {"int4": 8, "int4_signed": 8, "int8": 4, "fp8": 4}
+#: Formats of :func:`pair_program`.
+PAIRS = (*PER_WORD, "mxfp4", "mxfp8")
 
 
 def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
@@ -52,33 +54,38 @@ def pair_program(
     form: str,
     stored: torch.dtype,
     value: torch.dtype,
-    zero: torch.dtype | None,
-    *,
-    scaled: bool,
+    zero: torch.dtype | None = None,
+    scaled: str | None = None,
 ) -> str:
     """The PTX that decodes the lowest bits of ``$1``, two neighbours in memory, to a pair ``$0``.
 
     Args:
-        form, stored, value: As for :func:`program`.
+        form: One of :data:`PAIRS`.
+        stored, value: As for :func:`program`.
         zero: The dtype of zero points: ``$2`` is a pair of ``-(zero point + offset(…))``.
-        scaled: The last operand is a pair that multiplies the result.
+        scaled: The last operand multiplies the result: ``"pair"``, a pair, or, for formats that
+            are decoded through fp32, ``"wide"``, one fp32 number.
     """
     brain = value is torch.bfloat16
     kind = "bf16x2" if brain else "f16x2"
+    factor = f"${2 if zero is None else 3}"
+    wide = factor if scaled == "wide" else ""
     if form in ("int4", "int4_signed"):
         lines = _int4_pair(brain, signed=form == "int4_signed")
         if zero is None or zero.is_floating_point:
             own = "0xC308C308" if brain else "0xE408E408"
             lines += [f"mov.b32 offset, {own};", f"fma.rn.{kind} t, t, one, offset;"]
     elif form == "int8":
-        lines = _int8_pair(brain)
+        lines = _int8_pair(brain, wide)
+    elif form == "mxfp4":
+        lines = _e2m1_pair(brain)
     else:
-        lines = _fp8_pair("e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2", brain)
+        lines = _fp8_pair("e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2", brain, wide)
     if zero is not None:
         lines += [f"fma.rn.{kind} t, t, one, $2;"]
-    if scaled:
+    if scaled == "pair":
         lines += ["mov.b32 offset, 0x80008000;"]  # negative zero keeps the sign of zero
-        lines += [f"fma.rn.{kind} t, t, ${2 if zero is None else 3}, offset;"]
+        lines += [f"fma.rn.{kind} t, t, {factor}, offset;"]
     one = "0x3F803F80" if brain else "0x3C003C00"
     head = [".reg .b32 t, one, offset;", f"mov.b32 one, {one};"]
     return "\n".join(["{", *head, *lines, "mov.b32 $0, t;", "}"])
@@ -95,9 +102,8 @@ def _int4_pair(brain: bool, signed: bool) -> list[str]:
     ]
 
 
-def _int8_pair(brain: bool) -> list[str]:
+def _int8_pair(brain: bool, wide: str) -> list[str]:
     """As :func:`_int8`."""
-    round_pair = "cvt.rn.bf16x2.f32" if brain else "cvt.rn.f16x2.f32"
     return [
         ".reg .b32 u, s, magic;",
         ".reg .f32 x, y;",
@@ -109,11 +115,31 @@ def _int8_pair(brain: bool) -> list[str]:
         "mov.b32 y, s;",
         "sub.f32 x, x, 0f4B000080;",
         "sub.f32 y, y, 0f4B000080;",
-        f"{round_pair} t, y, x;",
+        *_rounded(brain, wide),
     ]
 
 
-def _fp8_pair(kind: str, brain: bool) -> list[str]:
+def _e2m1_pair(brain: bool) -> list[str]:
+    """Exponent and mantissa become the lowest exponent bits and the highest mantissa bit of a
+    16-bit float, which is multiplied by the ratio of both units: 2**126 or 2**14."""
+    shift, mask, ratio = (
+        (6, "0x01C001C0", "0x7E807E80") if brain else (9, "0x0E000E00", "0x74007400")
+    )
+    kind = "bf16x2" if brain else "f16x2"
+    return [
+        ".reg .b32 u, sign;",
+        "mul.lo.u32 u, $1, 0x1001;",
+        "shl.b32 sign, u, 12;",
+        "and.b32 sign, sign, 0x80008000;",
+        f"shl.b32 u, u, {shift};",
+        f"lop3.b32 t, u, {mask}, sign, 0xEA;",  # (u & mask) | sign
+        f"mov.b32 u, {ratio};",
+        "mov.b32 offset, 0x80008000;",
+        f"fma.rn.{kind} t, t, u, offset;",
+    ]
+
+
+def _fp8_pair(kind: str, brain: bool, wide: str) -> list[str]:
     """As :func:`_fp8`."""
     lines = [
         ".reg .b16 pair, rest, p, q;",
@@ -121,14 +147,19 @@ def _fp8_pair(kind: str, brain: bool) -> list[str]:
         "mov.b32 {pair, rest}, $1;",
         f"cvt.rn.f16x2.{kind} t, pair;",
     ]
-    if brain:
-        lines += [
-            "mov.b32 {p, q}, t;",
-            "cvt.f32.f16 x, p;",
-            "cvt.f32.f16 y, q;",
-            "cvt.rn.bf16x2.f32 t, y, x;",
-        ]
+    if brain or wide:
+        lines += ["mov.b32 {p, q}, t;", "cvt.f32.f16 x, p;", "cvt.f32.f16 y, q;"]
+        lines += _rounded(brain, wide)
     return lines
+
+
+def _rounded(brain: bool, wide: str) -> list[str]:
+    """``x`` and ``y``, multiplied by the operand ``wide`` if there is one, as a pair ``t``."""
+    lines = []
+    if wide:
+        lines += [".reg .f32 scale;", f"mov.b32 scale, {wide};"]
+        lines += ["mul.f32 x, x, scale;", "mul.f32 y, y, scale;"]
+    return [*lines, "cvt.rn.bf16x2.f32 t, y, x;" if brain else "cvt.rn.f16x2.f32 t, y, x;"]
 
 
 def _int4(brain: bool, signed: bool) -> list[str]:

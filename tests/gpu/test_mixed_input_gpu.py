@@ -58,6 +58,33 @@ def test_blocks_of_scales(m: int) -> None:
     close(linear(x, Quantized(codes, scale, format="fp8", block=(128, 128))), x.double() @ values.T)
 
 
+def exponents(form: str, n: int, k: int) -> tuple[Quantized, Tensor]:
+    """A random weight of a microscaling format, and its values in fp64."""
+    scale = torch.randint(120, 134, (n, k // 32), device="cuda", dtype=torch.uint8)
+    if form == "mxfp4":
+        codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda", dtype=torch.float64)
+        numbers = torch.cat((sizes, -sizes))
+        values = numbers[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+    else:
+        codes = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+        values = codes.double()
+    values = values * 2.0 ** (scale.double() - 127).repeat_interleave(32, 1)
+    return Quantized(codes, scale, format=form, group=32), values
+
+
+@pytest.mark.parametrize("m", [1, 20, 64, 300])
+@pytest.mark.parametrize("k", [512, 2880])
+@pytest.mark.parametrize("form", ["mxfp4", "mxfp8", "int4"])
+def test_groups_of_32(form: str, k: int, m: int) -> None:
+    n = 328
+    made = weight("int4", n, k, 32, BF16, zeros=True) if form == "int4" else exponents(form, n, k)
+    w, values = made
+    x = torch.randn(m, k, device="cuda", dtype=BF16) / k**0.5
+    for config in MixedInput().configs(tmm_core.plan(x, w.t(), kernel=KERNEL).problem):
+        close(linear(x, w, config=config.to_json()), x.double() @ values.T)
+
+
 @pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("form", ["int4", "int8"])
 def test_gate_and_residual(form: str, m: int) -> None:
@@ -87,16 +114,19 @@ def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
         assert y.equal(again)
 
 
-@pytest.mark.parametrize("form", ["int4", "fp8"])
+@pytest.mark.parametrize("form", ["int4", "fp8", "mxfp4"])
 @pytest.mark.parametrize("epilogue", [None, "swiglu"])
 def test_groups_of_rows(form: str, epilogue: str | None) -> None:
     groups, n, k = 5, 264, 512
     width = 2 * n if epilogue else n
-    made = [weight(form, width, k, 128, BF16) for _ in range(groups)]
+    made = [
+        exponents(form, width, k) if form == "mxfp4" else weight(form, width, k, 128, BF16)
+        for _ in range(groups)
+    ]
     stored, scale = (
         torch.stack([getattr(w, name) for w, _ in made]) for name in ("stored", "scale")
     )
-    w = Quantized(stored, scale, format=form, group=128)
+    w = Quantized(stored, scale, format=form, group=32 if form == "mxfp4" else 128)
     ends = torch.tensor([3, 3, 40, 171, 180], device="cuda", dtype=torch.int32)
     x = torch.randn(187, k, device="cuda", dtype=BF16) / k**0.5
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.word_decoders import offset, pair_program
+from tmm_triton.word_decoders import PAIRS, offset, pair_program
 
 from tmm_core import formats
 
@@ -65,16 +65,23 @@ def run(program: str, operands: list[Bits]) -> Bits:
         elif name == "xor.b32":
             result = x ^ others[0]
         elif name == "lop3.b32":
-            assert given[-1] == "0x6A"
-            result = x & others[0] ^ others[1]
+            picked_bits = x & others[0]
+            assert given[-1] in ("0x6A", "0xEA")
+            either = given[-1] == "0xEA"
+            result = picked_bits | others[1] if either else picked_bits ^ others[1]
+        elif name == "shl.b32":
+            result = x << int(given[1]) & 0xFFFFFFFF
+        elif name == "and.b32":
+            result = x & others[0]
         elif name == "prmt.b32":
             source = x | others[0] << 32
             picked = [int(given[2], 0) >> 4 * i & 0xF for i in range(4)]
             parts = [(source >> 8 * (p & 7) & 0xFF) << 8 * i for i, p in enumerate(picked)]
             result = sum(parts[1:], parts[0])
-        elif name == "sub.f32":
-            difference = _float32(x) - _float32(others[0])
-            result = difference.view(torch.int32).long() & 0xFFFFFFFF
+        elif name in ("sub.f32", "mul.f32"):
+            a, b = _float32(x), _float32(others[0])
+            number = a - b if name == "sub.f32" else a * b
+            result = number.view(torch.int32).long() & 0xFFFFFFFF
         elif name.startswith("cvt.rn.f16x2.e"):
             stored = torch.float8_e4m3fn if "e4m3" in name else torch.float8_e5m2
             low, high = ((x >> shift & 0xFF).to(torch.uint8).view(stored) for shift in (0, 8))
@@ -101,6 +108,11 @@ def pairs(form: str) -> tuple[Bits, torch.Tensor]:
         if form == "int4":
             return stored, torch.stack((low, high)).double()
         return stored, torch.stack([(n ^ 8) - 8 for n in (low, high)]).double()
+    if form == "mxfp4":
+        stored = torch.arange(256)
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        numbers = torch.cat((sizes, -sizes))
+        return stored, torch.stack([numbers[n] for n in (stored & 15, stored >> 4)])
     stored = torch.arange(65536)
     dtype = torch.int8 if form == "int8" else torch.float8_e4m3fn
     values = [(stored >> shift & 0xFF).to(torch.uint8).view(dtype).double() for shift in (0, 8)]
@@ -109,11 +121,13 @@ def pairs(form: str) -> tuple[Bits, torch.Tensor]:
 
 @pytest.mark.parametrize("value", [BF16, FP16])
 @pytest.mark.parametrize("zero", [None, "whole", "fraction"])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("form", ["int4", "int4_signed", "int8", "fp8"])
-def test_every_pair(form: str, scaled: bool, zero: str | None, value: torch.dtype) -> None:
+@pytest.mark.parametrize("scaled", [None, "pair", "wide"])
+@pytest.mark.parametrize("form", PAIRS)
+def test_every_pair(form: str, scaled: str | None, zero: str | None, value: torch.dtype) -> None:
+    if scaled == "wide" and (zero or form not in ("int8", "fp8")):
+        pytest.skip("values are multiplied in fp32 where they are decoded through it")
     stored, expected = pairs(form)
-    storage = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form, torch.uint8)
+    storage = {"int8": torch.int8, "int4": torch.uint8, "int4_signed": torch.uint8}
     point = None if zero is None else torch.uint8 if zero == "whole" else value
     operands = [stored]
     if point is not None:
@@ -123,12 +137,15 @@ def test_every_pair(form: str, scaled: bool, zero: str | None, value: torch.dtyp
         expected = expected - number
     elif form == "int4":
         expected = expected - formats.named(form).origin
-    if scaled:
+    if scaled == "pair":
         pair = _bits(torch.tensor(0.75), value)
         operands.append(torch.full_like(stored, int(_paired(pair, pair))))
-    program = pair_program(form, storage, value, point, scaled=scaled)
+        expected = expected.to(value).double() * 0.75
+    elif scaled == "wide":
+        bits = torch.tensor(0.77).view(torch.int32).long()
+        operands.append(torch.full_like(stored, int(bits)))
+        expected = (expected.float() * 0.77).double()
+    program = pair_program(form, storage.get(form, torch.float8_e4m3fn), value, point, scaled)
     found = torch.stack(_halves(run(program, operands), value))
     expected = expected.to(value).double()
-    if scaled:
-        expected = (expected * 0.75).to(value).double()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
