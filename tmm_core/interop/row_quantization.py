@@ -20,7 +20,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _GROUPS = (0, 32, 64, 128)
 _E4M3 = torch.float8_e4m3fn
 
-#: By dtype, length, group, alignment and device; None where torch has to.
+#: Launchers by dtype, length, group, alignment and device; None if torch has to round.
 _found: dict[tuple[Any, ...], Any] = {}
 
 
@@ -30,9 +30,9 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
     >>> y = tmm_core.linear(tmm_core.quantize_rows(x, group=128), w8)  # doctest: +SKIP
 
     Each scale is the largest magnitude of its values divided by 448, in fp32. On a GPU one kernel
-    reads ``x`` once (rows of more than 4,096 values twice). The scales of groups lie as
-    ``torch.nn.functional.scaled_mm`` wants them, those of a group of all rows side by side. The
-    numbers are those of ``quantize(x, "fp8", group=group)``.
+    reads ``x`` once (rows of more than 4,096 values twice). Scales of groups have the memory layout
+    of ``torch.nn.functional.scaled_mm``: the scales of one group are adjacent for all rows. The
+    values equal those of ``quantize(x, "fp8", group=group)``.
 
     Args:
         x: ``[…, K]`` in fp16, bf16 or fp32, of any strides.
