@@ -1,4 +1,4 @@
-"""CPU time of a tensor-parallel layer's calls on the host, by torch and by tmm, without other ranks.
+"""CPU time of a tensor-parallel layer's calls on the host, by torch and by tmm, on one rank.
 
     python benchmarks/tensor_parallel_host.py
 
