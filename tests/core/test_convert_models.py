@@ -273,6 +273,11 @@ def test_a_conv1d_is_a_product_and_remains_a_conv1d() -> None:
     with torch.no_grad():
         assert_close(model(x), original(x))
         assert_close(copy.deepcopy(model)(x), original(x))
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes if node.op.startswith("call_")] == [
+        "call_module"
+    ] * 3
+    assert_close(traced(x), original(x))
     report.undo()
     assert type(model[0]) is theirs
     assert "static_weights" not in vars(model[0])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -158,6 +159,17 @@ def test_every_format_and_what_no_format_serves(name: str) -> None:
     report = convert(wide, weights=name)
     assert str(report).count("products of torch.float64 take no quantised weight") == 2
     torch.testing.assert_close(wide(x.double()), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_an_fp8_linear_whose_weight_is_stored_otherwise(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(4, 8).to(dtype), requires_grad=False)
+    layer = types.SimpleNamespace(
+        weight=weight, weight_scale_inv=torch.tensor(0.5), block_size=(128, 128)
+    )
+    assert fp8_linear.unfit(layer) == f"its weight is stored as {dtype}"
+    layer.weight = weight.to(torch.float8_e4m3fn)
+    assert fp8_linear.unfit(layer) is None
 
 
 def test_scales_that_are_no_exponents_are_numbers() -> None:

@@ -1030,3 +1030,12 @@ def test_threads_are_started_beside_so_many_stalled_ones(monkeypatch: pytest.Mon
         ended.set()
         for _, answer in list(binding._begun.values()):
             answer.result(30)
+
+
+def test_blas_is_judged_by_the_form_of_its_result_alone() -> None:
+    """Its values are the reference; a result of another dtype is no result."""
+    record, _ = tune(FakeBlas(spoil=lambda out: out + 0.01), FakeKernel("fast"))
+    assert status(record)["blas"] == "ok"
+    record, _ = tune(FakeBlas(spoil=lambda out: out.double()), FakeKernel("fast"))
+    assert status(record) == {"blas": "wrong", "fast": "ok"}
+    assert winner(record) == "fast"
