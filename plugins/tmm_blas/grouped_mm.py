@@ -14,14 +14,14 @@ floats are dequantised, and scaled after the product.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tmm_blas.dequantized import Values, rescaled
+from tmm_blas.dequantized import Values, bind_scaled, rescaled
 from tmm_blas.dequantized import bind as bind_values
 from tmm_core import Launcher, Operand, Problem
 
@@ -116,6 +116,7 @@ def bind(problem: Problem) -> Launcher:
     multiply = _product(side_by_side)
     dtype = torch.float32 if problem.device.type == "cpu" else problem.value
     of_a, of_b = (bind_values(side_by_side, name, dtype) for name in "ab")
+    folded = _folded(side_by_side)
     out_dtype, strides = problem.out.dtype, problem.out_strides
     packed = problem.empty_out("meta").is_contiguous()
     # Torch's operators pack padded rows, except in place. An epilogue's result may not be ours.
@@ -146,7 +147,10 @@ def bind(problem: Problem) -> Launcher:
             z = _scaled_by_torch(a, b, offs, a_scale, b_scale)
         elif problem.stored:
             a = _values(problem, "a", of_a, a, a_scale, a_zero, offs)
-            b = _values(problem, "b", of_b, b, b_scale, b_zero, offs)
+            if folded is not None and b_scale is not None:
+                b, b_scale = folded(b, b_scale), None
+            else:
+                b = _values(problem, "b", of_b, b, b_scale, b_zero, offs)
             z = _rescaled(problem, multiply(a, b, offs), offs, a_scale, b_scale)
         else:
             z = multiply(a, b, offs)
@@ -174,6 +178,22 @@ def bind(problem: Problem) -> Launcher:
         if out is None and y.dtype is out_dtype and y.stride() == strides:
             return y
         return (problem.empty_out(y.device) if out is None else out).copy_(y)
+
+    return run
+
+
+def _folded(problem: Problem) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A function from the stored weights of experts and their scales by row to values; None where
+    the scales have to multiply the product, which takes two passes over it."""
+    if problem.along != "m" or problem.b.scale is None or problem.b.grid or _scales_rows(problem):
+        return None
+    values = bind_scaled(problem, "b")
+    shape = problem.shape("b_scale")
+    if values is None:
+        return None
+
+    def run(b: Tensor, scale: Tensor) -> Tensor:
+        return values(b, scale if scale.numel() == 1 else scale.view(shape)[:, None], None)
 
     return run
 

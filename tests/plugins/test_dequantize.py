@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from test_quantized_compile import OPERANDS, TARGETS
 from test_ragged_compile import BF16, ROW
-from tmm_blas import blas, dequantized
+from tmm_blas import blas, dequantized, grouped_mm
 from tmm_blas.blas import Blas, BlasConfig
 
 import tmm_core
@@ -245,6 +245,33 @@ def test_scales_of_rows_are_folded_into_values(
         assert blas._bind_values(replace(problem, out=out)) is None
     monkeypatch.setattr(dequantized, "_fused", lambda *_: None)
     assert blas._bind_values(problem) is None
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_scales_of_experts_are_folded_into_values(
+    one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fused(*_: Any) -> Any:
+        return lambda stored, scale, zero: (stored.double() * scale.double()).to(BF16)
+
+    monkeypatch.setattr(dequantized, "_fused", fused)
+    rescaled: list[Any] = []
+    monkeypatch.setattr(grouped_mm, "rescaled", lambda z, scale: rescaled.append(scale) or z)
+    b = ROWS_OF_8_BITS["int8, one scale" if one else "int8"][1]
+    problem = posed(b, m=16, n=24, k=32, groups=Groups(3, "m"))
+    rows = torch.randn(16, 32, dtype=BF16)
+    stored = torch.randint(-127, 128, (3, 24, 32), dtype=torch.int8)
+    scale = torch.rand(()) if one else torch.rand(3, 24).to(BF16) + 0.1
+    ends = [5, 5, 16]
+    given = {"offs": torch.tensor(ends, dtype=torch.int32), "b_scale": scale}
+    found = Blas().bind(problem, BlasConfig())(rows, stored.mT, None, None, 1.0, None, **given)
+    each = stored.double() * (scale.double() if one else scale.double()[..., None])
+    exact = torch.cat([
+        rows[start:end].double() @ each[group].T
+        for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ])  # fmt: skip
+    torch.testing.assert_close(found.double(), exact, rtol=3e-2, atol=3e-2 * float(exact.std()))
+    assert rescaled == [None, None]
 
 
 def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
