@@ -606,7 +606,7 @@ def test_a_locked_store_answers_alone_and_a_miss_shows_the_nearest_key(
     assert timer.measured == []
     # A kernel that has changed since is not tuned behind the operator's back.
     d, timer = dispatcher(FakeBlas(version="2"), FakeKernel("fast", version="2"), root=tmp_path)
-    with pytest.raises(CacheMissError, match="kernels as they are here"):
+    with pytest.raises(CacheMissError, match="fits the kernels that are installed here"):
         d.choose(problem(m=64), settings())
     assert timer.measured == []
 
