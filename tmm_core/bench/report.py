@@ -77,7 +77,7 @@ def sections(results: Results) -> Iterator[Section]:
             "first use without records, against an exhaustive search", SEARCH_COLUMNS, searched
         )
     if waits := tunings(results):
-        yield Section("seconds of tuning, and medians by stage", TUNING_COLUMNS, waits)
+        yield Section("seconds of tuning, and medians by stage", TUNING_COLUMNS, waits, detail=True)
     for suite in dict.fromkeys(document["suite"] for document in results.problems):
         members = [document for document in results.problems if document["suite"] == suite]
         measured = [document for document in members if "times" in document]
