@@ -32,7 +32,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports, Traits
-from tmm_core.formats.grids import EXPONENT
 from tmm_core.triton import Described, pointer
 from tmm_triton import word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
@@ -468,7 +467,7 @@ def multiplied(problem: Problem) -> str | None:
     assert b.form is not None
     if b.scale is None:
         return None
-    if b.scale.dtype == value or (b.scale.dtype is EXPONENT and value is torch.bfloat16):
+    if b.scale.dtype == value or (b.scale.dtype is torch.uint8 and value is torch.bfloat16):
         return "pair"
     through_fp32 = b.form.name in ("int8", "fp8") and b.zero is None
     return "wide" if through_fp32 and b.scale.dtype.is_floating_point else None
