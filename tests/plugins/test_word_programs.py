@@ -1,5 +1,5 @@
-"""The PTX that decodes words of weights, executed instruction by instruction for every word of
-equal values and for random words, and compared with the format's own values."""
+"""The PTX that decodes weights, executed instruction by instruction and compared with the format's
+own values: words, for every word of equal values and for random ones, and every pair of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.word_decoders import PER_WORD, program
+from tmm_triton.word_decoders import PAIRS, PER_WORD, offset, pair_program, program
 
 from tmm_core import formats
 
@@ -50,7 +50,8 @@ class Machine:
     def read(self, name: str) -> Tensor:
         if name in self.registers:
             return self.registers[name]
-        return torch.full((self.lanes,), int(name, 0), dtype=torch.int64)
+        number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)  # 0f: of fp32 bits
+        return torch.full((self.lanes,), number, dtype=torch.int64)
 
     def run(self, text: str) -> None:
         for line in text.strip("{}").split(";"):
@@ -58,14 +59,30 @@ class Machine:
                 continue
             name, _, rest = line.partition(" ")
             places = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-            getattr(self, name.partition(".")[0])(name.split(".")[1:], *places)
+            operation = name.partition(".")[0]
+            instruction = self.and_ if operation == "and" else getattr(self, operation)
+            instruction(name.split(".")[1:], *places)
 
     def xor(self, kind: list[str], to: str, a: str, b: str) -> None:
         self.registers[to] = self.read(a) ^ self.read(b)
 
+    def and_(self, kind: list[str], to: str, a: str, b: str) -> None:
+        self.registers[to] = self.read(a) & self.read(b)
+
     def shr(self, kind: list[str], to: str, a: str, by: str) -> None:
         assert kind == ["u32"]
         self.registers[to] = self.read(a) >> int(by)
+
+    def shl(self, kind: list[str], to: str, a: str, by: str) -> None:
+        self.registers[to] = self.read(a) << int(by) & MASK
+
+    def mul(self, kind: list[str], to: str, a: str, b: str) -> None:
+        x, y = self.read(a), self.read(b)
+        if kind == ["f32"]:
+            self.registers[to] = bits(words(x).view(FP32) * words(y).view(FP32))
+        else:
+            assert kind == ["lo", "u32"]
+            self.registers[to] = x * y & MASK
 
     def prmt(self, kind: list[str], to: str, a: str, b: str, chosen: str) -> None:
         both = self.read(a) | self.read(b) << 32
@@ -143,3 +160,48 @@ def test_pairs_of_values(name: str, stored: torch.dtype, value: torch.dtype) -> 
         found = halves(machine.registers[f"${place}"], value)
         truth = torch.stack([each[:, place] for each in expected], -1).to(value).double()
         torch.testing.assert_close(found, truth, rtol=0, atol=0, equal_nan=True)
+
+
+def stored_pairs(form: str) -> Tensor:
+    """Every pair of stored values of a format, as the lowest bits of a register."""
+    return torch.arange(2**8 if formats.named(form).pack == 2 else 2**16)
+
+
+def twice(number: float, dtype: torch.dtype) -> int:
+    """A pair of the same 16-bit float."""
+    both = torch.full((1,), number)
+    return int(pairs(both, both, dtype))
+
+
+@pytest.mark.parametrize("value", [BF16, FP16])
+@pytest.mark.parametrize("zero", [None, "whole", "fraction"])
+@pytest.mark.parametrize("scaled", [None, "pair", "wide"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pair(name: str, scaled: str | None, zero: str | None, value: torch.dtype) -> None:
+    if scaled == "wide" and (zero or name not in ("int8", "fp8")):
+        pytest.skip("values are multiplied in fp32 where they are decoded through it")
+    form, stored = formats.named(name), stored_pairs(name)
+    storage = form.storage[0]
+    codes = stored.to(torch.int16).view(storage).unflatten(-1, (-1, 2))
+    if form.pack == 2:
+        codes = form.unpacked(stored.to(torch.uint8).view(storage)[:, None])
+    expected = form.dequantize(codes).double()
+    point = None if zero is None else torch.uint8 if zero == "whole" else value
+    given = {"$1": stored}
+    if point is not None:
+        number = 11.0 if zero == "whole" else 6.25
+        expected = expected + (form.origin or 0) - number
+        register = twice(-(number + offset(name, value, point)), value)
+        given["$2"] = torch.full_like(stored, register)
+    if scaled is not None:
+        exact = 0.75 if scaled == "pair" else 0.77
+        of_wide = int(bits(torch.full((1,), exact)))
+        register = twice(exact, value) if scaled == "pair" else of_wide
+        given["$2" if point is None else "$3"] = torch.full_like(stored, register)
+        rounded = expected.to(value).double() if scaled == "pair" else expected
+        expected = rounded * (exact if scaled == "pair" else torch.tensor(exact).double())
+        expected = expected.to(FP32).double() if scaled == "wide" else expected
+    machine = Machine(given)
+    machine.run(pair_program(name, storage, value, point, scaled))
+    found = halves(machine.registers["$0"], value)
+    torch.testing.assert_close(found, expected.to(value).double(), rtol=0, atol=0, equal_nan=True)
