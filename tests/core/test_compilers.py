@@ -42,6 +42,7 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning import compile_pool, findings
 from tmm_core.tuning.compile_pool import Compilers, NotCompiledError
 from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.pool_host import YIELDING
 from tmm_core.tuning.tuner import Tuner
 
 HERE = Path(__file__).parent.parent
@@ -215,6 +216,14 @@ def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
     pids = {int(pid) for pid, tile, *_ in compiled() if tile == "2"}
     assert len(pids) == 2
     ended(*pids)
+
+
+def test_compilers_let_the_calling_process_go_first(own: Compilers, installed: Any) -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    own.submit(problem(), candidate(installed.kernel, 2))
+    (pid,) = begun()
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, mine + YIELDING)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
 def test_closing_ends_every_process_and_leaves_no_file(

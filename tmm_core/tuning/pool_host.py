@@ -39,6 +39,9 @@ _MOST_RETRIES = 3
 #: Maximum bytes of a temporary folder's path: with a socket's name the system allows 108.
 _SHORT = 60
 _WORKER = "tmm_core.tuning.pool_worker"
+#: What compilers add to their nice value. They use every core, and the parent may be serving: where
+#: both want one, it gets three quarters of it.
+YIELDING = 5
 
 Job = dict[str, Any]
 
@@ -178,7 +181,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tmm-compile-", ignore_cleanup_errors=True) as folder:
         # The system limits the path of a socket.
         tempfile.tempdir = folder if len(folder) < _SHORT else "/tmp"
-        host = Host(channel, int(sys.argv[1]), sys.argv[2] == "forks", folder)
+        forks = sys.argv[2] == "forks"
+        if forks:  # other workers launch kernels
+            os.nice(YIELDING)
+        host = Host(channel, int(sys.argv[1]), forks, folder)
         try:
             with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
                 host.run()
