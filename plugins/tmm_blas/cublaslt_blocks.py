@@ -65,14 +65,17 @@ def bind(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     multiply: Any = F.scaled_mm
 
     def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-        if a.shape[0] == 1:
-            # A single row's stride is arbitrary, but torch checks it.
-            a = a.as_strided(a.shape, (a.shape[1], 1))
+        rows = a.shape[0]
+        if beyond := -rows % _UNIT:
+            # cuBLASLt refuses other numbers of rows.
+            bits = F.pad(a.view(torch.uint8), (0, 0, 0, beyond))
+            a, a_scale = bits.view(a.dtype), F.pad(a_scale, (0, 0, 0, beyond))
         b_scale = of_blocks(b_scale) if by_block else of_groups(b_scale.t())
-        return multiply(  # type: ignore[no-any-return]
+        result: Tensor = multiply(
             a, b, of_groups(a_scale), scaling.BlockWise1x128, b_scale, of_b,
             output_dtype=torch.bfloat16,
         )  # fmt: skip
+        return result[:rows]
 
     return product
 
@@ -80,7 +83,7 @@ def bind(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def of_groups(scale: Tensor) -> Tensor:
     """Scales ``[rows, K/128]`` with those of a column side by side."""
     rows, columns = scale.shape
-    if (rows == 1 or scale.stride(0) == 1) and (columns == 1 or scale.stride(1) == rows):
+    if scale.stride(0) == 1 and (columns == 1 or scale.stride(1) == rows):
         return scale
     return scale.t().contiguous().t()
 
