@@ -27,7 +27,7 @@ from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.ranking import compared_at, decide, fastest_first, times_around
 from tmm_core.tuning.search import Hints, Search
-from tmm_core.tuning.timing import GraphTimer, normalised
+from tmm_core.tuning.timing import GraphTimer, HostTimer, normalised, timer_for
 from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import compare, random_inputs
 
@@ -1039,3 +1039,8 @@ def test_blas_is_judged_by_the_form_of_its_result_alone() -> None:
     record, _ = tune(FakeBlas(spoil=lambda out: out.double()), FakeKernel("fast"))
     assert status(record) == {"blas": "wrong", "fast": "ok"}
     assert winner(record) == "fast"
+
+
+def test_the_clock_is_of_the_device() -> None:
+    assert type(timer_for(torch.device("cuda", 1))) is GraphTimer
+    assert type(timer_for(torch.device("cpu"))) is HostTimer

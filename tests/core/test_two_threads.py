@@ -151,6 +151,17 @@ def test_turns_end(monkeypatch: pytest.MonkeyPatch) -> None:
             assert Turns().over
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_turns_end_after_so_many_waits_in_vain(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(two_threads, "_WAITS", 0)
+    monkeypatch.setattr(two_threads, "_MOST_VAIN", most)
+    turns = Turns()
+    for count in range(1, most + 1):
+        assert not turns.over
+        turns.pass_on(count % 2)
+    assert turns.over
+
+
 def test_a_tracer_of_the_thread_is_put_back() -> None:
     """One that a debugger set."""
     tracer = lambda *_: None  # noqa: E731

@@ -98,6 +98,15 @@ def test_codes_alone_and_nothing() -> None:
 
 
 @runs
+def test_one_scale_for_all_values() -> None:
+    weight = drawn("int8", 9, 128, block=(0, 0))
+    run = Dequantize(described(weight), 128, torch.float32, DEVICE, True, False)
+    assert arguments(described(weight), 128, BF16, True, False)["constants"]["OUTER"] > 2**20
+    found = run(weight.stored, weight.scale.reshape(1, 1), None)
+    assert torch.equal(found, weight.stored.float() * weight.scale)
+
+
+@runs
 def test_scales_that_are_not_finite() -> None:
     weight = drawn("mxfp4", 3, 64)
     weight.scale[0, 0], weight.scale[1, 1] = 255, 0
