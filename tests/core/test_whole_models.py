@@ -76,6 +76,20 @@ def test_a_row_runs(bench: Any, name: str) -> None:
     assert not tmm_core.enabled_report().active
 
 
+def test_results_are_one_table(bench: Any) -> None:
+    one = {
+        "bar": 1.05, "ratio": 1.0612, "spread": [1.05, 1.07], "ms": {"torch": 20.5, "tmm": 19.3},
+        "memory_ratio": 1.0,
+    }  # fmt: skip
+    first = {"rows": {"mixtral-experts-1": one, "small-enable-forward": {"error": "no memory"}}}
+    second = {"rows": {"llama-enable-training": one | {"bar": 1.02}, "mixtral-experts-1": one}}
+    *_, training, experts = bench.table([first, second]).splitlines()
+    expected = "| 20.5 | 19.3 | 1.061× (1.050 to 1.070) |"
+    assert training == f"| llama enable training {expected} 1.02 | 1.000 |"
+    assert experts == f"| mixtral experts 1 {expected} 1.05 | 1.000 |"
+    assert "small" not in bench.table([first, second])
+
+
 def test_a_row_that_fails_or_does_not_fit_says_so(bench: Any) -> None:
     def fail(_: Any) -> Any:
         raise RuntimeError("no such model")
