@@ -21,6 +21,7 @@ from tmm_triton.tiled import Grouped
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
+import tmm_core
 from tmm_core import ConfigError, Operand, Problem
 from tmm_core.dispatch.invariant import LADDER
 from tmm_core.epilogues import parse
@@ -239,3 +240,27 @@ def test_parts_add_up_to_the_product(
     elif epilogue == "swiglu":
         expected = torch.nn.functional.silu(z[..., :n]) * z[..., n:]
     assert (out.double() - expected).norm() <= 6e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("epilogue", [None, "silu"])
+def test_ranges_of_k_give_a_row_the_same_bits_at_every_m(splits: int, epilogue: str | None) -> None:
+    """In the interpreter: the ranges and the order of their sums depend on N and K alone."""
+    tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_stages": 2, "num_warps": 4}
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(40, 512, generator=generator), torch.randn(512, 24, generator=generator)
+    bias = torch.randn(24, generator=generator)
+
+    def product(rows: torch.Tensor, parts: int = splits) -> torch.Tensor:
+        config = {**tile, "SPLIT_K": parts, "SWAP": False}
+        forced: Any = {"kernel": "triton.split_k", "config": config}
+        with tmm_core.override(batch_invariant=True, verify=False):
+            return tmm_core.matmul(rows, b, bias=bias, epilogue=epilogue, **forced)
+
+    whole = product(a)
+    exact = (a.double() @ b.double() + bias).float()
+    expected = torch.nn.functional.silu(exact) if epilogue else exact
+    torch.testing.assert_close(whole, expected, atol=1e-3, rtol=1e-4)
+    for m in (1, 7, 16, 33):
+        assert torch.equal(product(a[:m]), whole[:m]), m
+    assert splits == 1 or not torch.equal(product(a, 1), whole)  # other ranges, other sums
