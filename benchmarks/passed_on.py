@@ -1,4 +1,4 @@
-"""What ``enable()`` costs the host where torch answers after all: least µs per call.
+"""The host's cost of calls that ``enable()`` passes on to torch: least µs per call.
 
 Each operator is timed on tiny operands by itself, under ``enable()`` when torch answers, and under
 ``enable()`` after the operator was left to torch, interleaved. ``plain`` is an override that passes

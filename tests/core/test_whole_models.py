@@ -43,6 +43,7 @@ def _rows() -> list[Any]:
     compiled += ["llama-compiled-prefill-2048", "llama-compiled-prefill-8192"]
     compiled += [f"{model}-compiled-training" for model in ("llama", "bert", "vit")]
     compiled += ["llama-int4-decode-1", "llama-int4-decode-16", "llama-converted-decode-16"]
+    compiled += ["llama-int4-uncompiled-decode-1", "llama-int4-uncompiled-decode-16"]
     return names + [pytest.param(name, marks=pytest.mark.slow) for name in compiled]
 
 

@@ -102,7 +102,7 @@ def joint_operands(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None
 def joint_of(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The weights as one, and the biases, of which some or all may be missing."""
+    """The weights as one and the biases as one; None if they are not, or only some have a bias."""
     weight = stacked(weights)
     given = [bias for bias in biases if bias is not None]
     if weight is None or not given:
