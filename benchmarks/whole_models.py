@@ -60,12 +60,17 @@ def measure(bench: Bench, row: Row, tune_s: float, left_s: float) -> dict[str, A
     pair = row.make(bench)
     pair.tune()
     problems, began = list(bench.problems), time.monotonic()
-    tuned, limit = 0, min(left_s - RESERVE, 2 * row.seconds)
-    while tuned < len(problems) and time.monotonic() - started < limit:
-        tmm_core.tune(problems[tuned : tuned + 4], budget=tune_s)
-        tuned += len(problems[tuned : tuned + 4])
+    tuned, limit, refused = 0, min(left_s - RESERVE, 2 * row.seconds), []
+    for number in range(0, len(problems), 4):  # several, so that the next one is compiled ahead
+        if time.monotonic() - started > limit:
+            break
+        some = problems[number : number + 4]
+        try:
+            tuned += len(tmm_core.tune(some, budget=tune_s))
+        except tmm_core.TmmError as error:
+            refused.append(str(error))
     found: dict[str, Any] = {"bar": row.bar, "tuning_s": round(time.monotonic() - began, 1)}
-    found |= {"products": len(problems), "tuned": tuned}
+    found |= {"products": len(problems), "tuned": tuned, "not_tuned": refused}
     pair.ready()
     ways = {"torch": pair.torch, "tmm": pair.tmm}
     results, bytes_ = {}, {}
