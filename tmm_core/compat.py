@@ -258,7 +258,13 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """A DTensor without gradient that holds ``local`` on this rank; ``from_local`` derives a spec
     and records a function, which takes 50 µs."""
     kind: Any = dtensor()
-    return kind.__new__(kind, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    made: torch.Tensor
+    try:
+        made = kind.__new__(kind, local, spec, requires_grad=False)
+    except TypeError:  # another torch's constructor
+        more = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+        made = kind.from_local(local, spec.mesh, spec.placements, **more)
+    return made
 
 
 if missing:

@@ -8,8 +8,10 @@ import os
 import re
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tmm_blas
@@ -212,3 +214,21 @@ def test_private_names_of_torch_are_in_compat_alone(place: str) -> None:
         assert found
     elif place not in ELSEWHERE:
         assert not found
+
+
+def test_a_dtensor_of_another_torch_is_made_by_the_public_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Other:
+        def __new__(cls, local: Any) -> Any:
+            raise AssertionError("not called")
+
+        @staticmethod
+        def from_local(local: Any, mesh: Any, placements: Any, **more: Any) -> Any:
+            return local, mesh, placements, more
+
+    spec = types.SimpleNamespace(mesh="mesh", placements=("S0",), shape=(2, 3), stride=(3, 1))
+    monkeypatch.setattr(compat, "dtensor", lambda: Other)
+    local = torch.ones(1, 3)
+    more = {"run_check": False, "shape": (2, 3), "stride": (3, 1)}
+    assert compat.dtensor_of(local, spec) == (local, "mesh", ("S0",), more)
