@@ -149,10 +149,14 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 global_hooks = private("torch.nn.modules.module._has_any_global_hook", _always(True))
 
 
+#: Types of devices for which torch raises when asked whether it casts. torch.compile cannot trace
+#: torch.amp.is_autocast_available before torch 2.13.
+_WITHOUT_AUTOCAST = frozenset({"fpga", "lazy", "meta", "vulkan"})
+
+
 def autocasts_on(device: str) -> bool:
-    """Whether operands on devices of this type are cast; torch raises for types that have no
-    autocast, such as meta."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    """Whether operands on devices of this type are cast."""
+    return device not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
 
 
 # -- operators of torch that tmm answers (interop.aten) ------------------------------------------

@@ -73,7 +73,8 @@ def quantize(
     else:
         preferred = (weight.dtype, torch.float32, form.scale_dtypes[0])
         dtype = next(each for each in preferred if each in form.scale_dtypes)
-        scale = (largest / limit).to(dtype)
+        # On a GPU torch multiplies by the reciprocal of a number, which can differ in the last bit.
+        scale = (largest / largest.new_full((), limit)).to(dtype)
     factor = grids.factors(scale, torch.float32)
     divisor = torch.where(factor == 0, 1.0, factor)
     scaled = grids.combined(torch.div, numbers, divisor, own, -1)

@@ -33,7 +33,7 @@ def words(rows: Tensor, order: Any = range(8)) -> Tensor:
 
 
 def numbers(packed: Tensor, order: Any = range(8)) -> Tensor:
-    found = torch.empty(*packed.shape, 8, dtype=torch.int64)
+    found = torch.empty(*packed.shape, 8, dtype=torch.int64, device=packed.device)
     for i, which in enumerate(order):
         found[..., which] = (packed.to(torch.int64) >> 4 * i) & 15
     return found.flatten(-2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
-from tmm_core.formats.grids import ROW
+from tmm_core.formats.grids import ROW, factors
 from tmm_core.spec.operand import Operand
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
@@ -38,12 +38,13 @@ def values(
 ) -> tuple[Tensor, Tensor | None]:
     """An operand, dequantised where stored numbers will not do, and the scale that is left."""
     spec: Operand = getattr(problem, of)
+    left = None if scale is None else factors(scale, torch.float64)
     if spec.form is None or not (spec.grid or spec.zero or spec.pack != 1):
-        return t, scale
+        return t, left
     along = -1 if of == "a" else -2
     own = scale if spec.grid else None
     found = spec.form.values(t, own, zero, torch.float64, spec.block, along)
-    return found, None if spec.grid else scale
+    return found, None if spec.grid else left
 
 
 class Right(Kernel[Tile]):

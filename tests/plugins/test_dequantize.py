@@ -53,7 +53,8 @@ WEIGHTS: dict[str, Any] = {
     "mxfp4": lambda: drawn("mxfp4", 5, 40, 96),
     "mxfp8": lambda: drawn("mxfp8", 40, 96),
     "fp8 by 128": lambda: drawn("fp8", 17, 256, group=128),
-    "fp8 in blocks": lambda: drawn("fp8", 2, 200, 300, block=(128, 128)),
+    "fp8 in blocks": lambda: drawn("fp8", 2, 200, 304, block=(128, 128)),
+    "fp8 in blocks, unaligned": lambda: drawn("fp8", 200, 300, block=(128, 128)),
     "zero points": lambda: with_zeros(torch.uint8, BF16),
     "fractions as zero points": lambda: with_zeros(torch.float16, torch.float16),
 }
