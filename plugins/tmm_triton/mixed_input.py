@@ -300,7 +300,7 @@ _EVICTED = 64
 #: µs of a launch, of a step, and for each value to decode, each product, and each element to store:
 #: of one consumer alone, and of an SM. They, the share of the memory's rate, and the bytes per µs
 #: that an SM receives were fitted to 239 configs of 17 products by 4-bit integers in groups of 128
-#: on an H100, to within 9 % (``benchmarks/results/h100/mixed_input_configs.jsonl``).
+#: on an H100, to within 9 % (``benchmarks/results/h100/mixed_input_configs.txt``).
 _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
 _READ, _BROUGHT = 0.59, 8.55e4

@@ -396,7 +396,7 @@ def test_estimates_rank_what_was_measured() -> None:
     """The best config of each product measured on an H100 is among the first by estimate."""
     import json
 
-    table = Path(__file__).parents[2] / "benchmarks/results/h100/mixed_input_configs.jsonl"
+    table = Path(__file__).parents[2] / "benchmarks/results/h100/mixed_input_configs.txt"
     runs = [json.loads(line) for line in table.read_text().splitlines()]
     device = replace(DEVICES[90], name="NVIDIA H100 80GB HBM3")
     errors = []
