@@ -200,6 +200,24 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
     assert stored(problem(m=1, n=1, k=8)) == "out_ptr"
 
 
+@pytest.mark.parametrize("scales", [("row", "row"), ("tensor", "tensor")], ids=str)
+def test_parts_are_scaled_once(scales: Any) -> None:
+    """By the kernel that adds them up. Rows of later parts have no scale of their own."""
+    asked = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
+    whole, cut = (
+        KERNEL.builds(asked, dataclasses.replace(CONFIG, BLOCK_N=64, splits=splits))
+        for splits in (1, 3)
+    )
+    assert len(whole) == 1
+    main, reducing = cut
+    for name in ("a_scale_ptr", "b_scale_ptr"):
+        assert name in whole[0].types
+        assert name not in main.types
+        assert name in reducing.types
+    assert main.constants["C"].A_SCALE is main.constants["C"].B_SCALE is None
+    assert reducing.constants["A_SCALE"] == scales[0]
+
+
 def test_which_configs_sum_a_row_alike() -> None:
     """Sums of 8 bits are promoted every BLOCK_K, so their bits depend on it; others do not."""
 

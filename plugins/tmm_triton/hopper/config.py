@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -401,13 +401,13 @@ def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
 
 
 def unfinished(problem: Problem) -> Problem:
-    """The product alone in fp32, which another kernel finishes."""
+    """The product alone in fp32, which another kernel scales and finishes."""
     return Problem(
         m=problem.m,
         n=problem.n,
         k=problem.k,
-        a=problem.a,
-        b=problem.b,
+        a=replace(problem.a, scale=None),
+        b=replace(problem.b, scale=None),
         out=Operand(torch.float32),
         device=problem.device,
         batch=problem.batch,
