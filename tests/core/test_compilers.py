@@ -348,6 +348,28 @@ def test_where_no_server_can_be_all_is_left_to_bind(
     made.close()
 
 
+def test_nobody_waits_to_send_jobs_to_a_server_that_still_starts(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket holds some of them. In the background a call of the model waited for seconds."""
+    monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", "import time; time.sleep(600)"])
+    monkeypatch.setenv("LONG", "x" * 10_000)
+    made = Compilers(workers=2)
+    jobs: list[futures.Future[None]] = []
+
+    def submit() -> None:
+        jobs.extend(made.submit(problem(), candidate(installed.kernel, 3)) for _ in range(300))
+
+    thread = threading.Thread(target=submit, daemon=True)
+    thread.start()
+    thread.join(60)
+    waiting = thread.is_alive()
+    made.close()
+    thread.join(60)
+    assert not waiting
+    assert [job.result(timeout=60) for job in jobs] == [None] * 300
+
+
 @pytest.mark.parametrize("program", ["", "/usr/sbin/uwsgi", "/opt/renderer"])
 def test_a_program_with_python_in_it_is_not_started_again(
     program: str, installed: Any, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -248,7 +249,10 @@ class _Host:
         self.ended = self._closing = False
         self._pending: dict[int, tuple[Future[None], float]] = {}
         self._numbers = itertools.count()
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        #: Messages that a thread sends: until the host has started it reads none, and the socket
+        #: holds few, so that a caller would wait for seconds.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         environ = {name: value for name, value in environ.items() if name not in _NOT_PASSED}
         environ["PYTHONPATH"] = os.pathsep.join(self.circumstances[0])
         options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
@@ -312,14 +316,20 @@ class _Host:
         self._end()
 
     def _write(self, message: dict[str, Any]) -> None:
-        text = json.dumps(message).encode()
-        with self._sending, suppress(OSError):  # it ended, which the thread notices
-            self._channel.send_bytes(text)
+        self._outbox.put(json.dumps(message).encode())
+
+    def _deliver(self) -> None:
+        """Send messages until the host ends."""
+        with suppress(OSError):
+            while (text := self._outbox.get()) is not None:
+                self._channel.send_bytes(text)
 
     def _run(self) -> None:
         """Answer futures until the host ends."""
         fault = None
+        sender = threading.Thread(target=self._deliver, name="tmm-pool-sender", daemon=True)
         try:
+            sender.start()
             if not self._channel.poll(START_LIMIT):
                 fault = f"they were not ready within {START_LIMIT:.0f} s"
             while fault is None:
@@ -342,6 +352,9 @@ class _Host:
             self.ended = True
             left, self._pending = self._pending, {}
         self.started.set()
+        self._outbox.put(None)
+        if sender.ident is not None:
+            sender.join()  # before its file descriptor is another's
         self._opened.close()
         for future, _ in left.values():
             _resolve(future)
