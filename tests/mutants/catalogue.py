@@ -19,6 +19,7 @@ from limits import LIMITS
 from measure import BENCH
 from mutant import Mutant
 from outputs import OUTPUTS
+from packed import PACKED
 from path import PATH
 from pool import POOL
 from sampled import SAMPLED
@@ -38,6 +39,7 @@ MUTANTS: list[Mutant] = [
     *FRESH,
     *SAMPLED,
     *FORMATS,
+    *PACKED,
     *KERNELS,
     *LIMITS,
     *CONVERTED,

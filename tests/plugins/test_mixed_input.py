@@ -149,6 +149,21 @@ def test_batch_invariant_mode_has_one_order_of_sums() -> None:
     assert None not in orders
 
 
+def test_tiles_that_round_values_have_another_order_of_sums() -> None:
+    wide = {"BLOCK_M": 256, "BLOCK_K": 64}
+    few, many = (MixedInputConfig(**(FIELDS | {"BLOCK_K": 64} | more)) for more in ({}, wide))
+    assert KERNEL.arithmetic(PROBLEM, few) != KERNEL.arithmetic(PROBLEM, many)
+    plain = replace(PROBLEM, b=INT8)  # a scale for each row multiplies whole sums
+    assert KERNEL.arithmetic(plain, few) == KERNEL.arithmetic(plain, many)
+
+
+def test_zero_points_are_not_multiplied_in_fp32() -> None:
+    config = MixedInputConfig(**(FIELDS | {"BLOCK_M": 256, "BLOCK_K": 64}))
+    eight = replace(INT8, scale=Scale((1, 128)))
+    assert Constants.of(replace(PROBLEM, b=eight), config).SCALED == "wide"
+    assert Constants.of(replace(PROBLEM, b=replace(eight, zero=torch.int8)), config).PROMOTED
+
+
 # -- the kernel on a model of the block ---------------------------------------------------
 
 
