@@ -13,8 +13,8 @@ Every thread loads the pairs of values that ``wgmma`` expects of it.
   multiply their own rows of the weight by all rows of the tile of ``a``.
 * While one consumer decodes, the tensor cores work for the others.
 * Scales of groups are applied to the sums of each step, in fp32. A tile of 256 rows has no
-  registers for two sums: there the weight's values are multiplied, and rounded to 16 bits, as
-  dequantising does.
+  registers for two sums, and a step has several groups of 32. There the weight's values are
+  multiplied and rounded to 16 bits, as dequantising does.
 * Blocks are persistent, so that the next tile's operands arrive while one is stored.
 """
 
@@ -138,7 +138,7 @@ class Constants(MixedInputConfig):
     #: ``"row"``, ``"tensor"`` or None: a scale that multiplies whole sums.
     ROW_SCALE: str | None
     ZERO: bool
-    #: What decoding leaves to subtract besides a zero point.
+    #: The number that is subtracted together with a zero point.
     OFFSET: int
     #: Bytes of two stored values.
     PAIR: int
@@ -208,7 +208,7 @@ class Constants(MixedInputConfig):
 
     @property
     def unit(self) -> torch.dtype:
-        """What a pair of stored values is read as."""
+        """The dtype that a pair of stored values is read as."""
         return torch.uint8 if self.PAIR == 1 else torch.int16
 
     @property
@@ -297,10 +297,11 @@ _MOST_STAGES = 12
 _LEAST_PART = 512
 #: Maximum rows for which operands are loaded with ``evict_first``: it gains up to 5 %.
 _EVICTED = 64
-#: µs of a launch, of a step, and for each value to decode, each product, and each element to store:
-#: of one consumer alone, and of an SM. They, the share of the memory's rate, and the bytes per µs
-#: that an SM receives were fitted to 239 configs of 17 products by 4-bit integers in groups of 128
-#: on an H100, to within 9 % (``benchmarks/results/h100/mixed_input_configs.txt``).
+#: µs of a launch and of a step; and for each value to decode, each product and each element to
+#: store: of one consumer alone, and of an SM. ``_READ`` is a share of the memory's rate, and
+#: ``_BROUGHT`` the bytes per µs that an SM receives. All were fitted to 239 configs of 17 products
+#: by 4-bit integers in groups of 128 on an H100, to within 9 %
+#: (``benchmarks/results/h100/mixed_input_configs.txt``).
 _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
 _READ, _BROUGHT = 0.59, 8.55e4

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core.triton import releases
+from tmm_core.triton import factors, releases
 from tmm_triton.blocks import store
 from tmm_triton.ragged import finish
 from tmm_triton.ragged_tiles import located, tabulated, zero_beyond
@@ -27,9 +27,9 @@ def _slot(position, C: gl.constexpr):
 
 @jit
 def _rounds(first, last, C: gl.constexpr):
-    """How many steps along K each of the consumers of the same columns takes. Whichever tile it is,
-    a stage belongs to the same consumer: an mbarrier shows the parity of its phase, so that nobody
-    may wait for a phase before the one before has ended."""
+    """How many steps along K each of the consumers of the same columns takes. So a stage belongs
+    to the same consumer in every tile. An mbarrier shows only the parity of its phase: nobody may
+    wait for a phase before the previous one has ended."""
     return gl.cdiv(last - first, C.k_ways)
 
 
@@ -132,14 +132,10 @@ def _units(b_ring, stage, NTH: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _twice(value, T: gl.constexpr):
-    """A pair of the same 16-bit float; uint8 numbers are exponents of bfloat16."""
+    """A pair of the same 16-bit float."""
     if value.dtype == gl.uint8:
-        exponent = value.to(gl.int32)
-        # 2**-127 has no exponent of its own, and 255 stands for NaN.
-        bits = gl.where(exponent == 0, 0x40, exponent << 7)
-        bits = gl.where(exponent == 255, 0x7FC0, bits)
-    else:
-        bits = value.to(T).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        value = factors(value)
+    bits = value.to(T).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
@@ -203,7 +199,7 @@ def _added(acc, part, scale, C: gl.constexpr):
     if C.PROMOTED:
         SUMS: gl.constexpr = C.sums
         ROWS: gl.constexpr = [C.rows]
-        factor = scale.to(gl.float32).reshape(ROWS)
+        factor = factors(scale).reshape(ROWS)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
         return acc + part * gl.expand_dims(factor, 1)
     else:  # noqa: RET505 (Triton compiles what follows a return)
@@ -298,8 +294,8 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _exchanged(acc, exchange, turn, NTH: gl.constexpr, KTH: gl.constexpr, C: gl.constexpr):
-    """For the consumer of the first steps, ``acc`` and the others' sums, in the order of their
-    first steps; the others leave theirs in shared memory.
+    """The consumer of the first steps adds the others' sums to ``acc``, in the order of their first
+    steps. The others leave their sums in shared memory.
 
     Args:
         turn: 0 for the block's first tile, then 1, 0 and so on.
@@ -329,9 +325,9 @@ def _scaled(total, group, columns, N, scales, C: gl.constexpr):
         if C.RAGGED:
             pointer += group * scales[1]
         factor = gl.load(pointer + columns, mask=columns < N, other=0)
-        total = total * gl.expand_dims(factor.to(gl.float32), 0)
+        total = total * gl.expand_dims(factors(factor), 0)
     elif C.ROW_SCALE == "tensor":
-        total = total * gl.load(scales[0]).to(gl.float32)
+        total = total * factors(gl.load(scales[0]))
     return total
 
 

@@ -74,7 +74,7 @@ def exponents(form: str, n: int, k: int) -> tuple[Quantized, Tensor]:
 
 
 @pytest.mark.parametrize("m", [1, 20, 64, 300])
-@pytest.mark.parametrize("k", [512, 2880])
+@pytest.mark.parametrize("k", [32, 512, 2880])
 @pytest.mark.parametrize("form", ["mxfp4", "mxfp8", "int4"])
 def test_groups_of_32(form: str, k: int, m: int) -> None:
     n = 328

@@ -188,13 +188,14 @@ class Call:
         group: Values along K that share a scale; 0 for one of each row.
         in_operand: Values are multiplied by the scales instead of sums.
         ends: The ends of groups of rows.
+        exponents: Scales are stored as powers of two.
     """
 
     def __init__(
         self, seed: int, *, m: int = 5, n: int = 7, k: int = 16, consumers: int = 2, ways: int = 1,
         splits: int = 1, stages: int = 3, gated: bool = False, group: int = 4, outer: int = 1,
         zeros: bool = False, in_operand: bool = False, extras: bool = False,
-        ends: tuple[int, ...] | None = None, programs: int = 3,
+        ends: tuple[int, ...] | None = None, programs: int = 3, exponents: bool = False,
     ) -> None:  # fmt: skip
         high, step, halves = 2, 2, 2 if gated else 1
         self.c = c = types.SimpleNamespace(
@@ -210,6 +211,7 @@ class Call:
         )  # fmt: skip
         c.stage_bytes = 2 * c.BLOCK_M * step + c.n_ways * c.rows * step // 2
         random = np.random.default_rng(seed)
+        self.exponents = exponents
         self.m, self.n, self.k, self.seed, self.programs = m, n, k, seed, programs
         self.ends, count, width = ends, len(ends or (0,)), n * halves
         self.a = random.standard_normal((m, k))
@@ -217,6 +219,7 @@ class Call:
         self.stored = (codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.float64)
         grid = (count, -(-width // outer), k // group) if group else (count, width, 1)
         self.scale = random.random(grid) + 0.5
+        self.stored_scale = np.log2(self.scale) if exponents else self.scale
         self.zero = random.integers(0, 16, grid).astype(np.float64)
         self.values = (codes - (self._spread(self.zero) if zeros else 8)) * self._spread(self.scale)
         self.bias = random.standard_normal((count, width)) if extras else None
@@ -245,7 +248,7 @@ class Call:
             "b_desc": Descriptor(b, [1, *box] if ragged_rows else box, 1),
             "out_ptr": Pointer(self.memory.reshape(-1)), "M": self.m, "N": self.n, "K": self.k,
             "stride_om": self.n + 3, "stride_on": 1, "partials_ptr": Pointer(self.parts),
-            "b_scale_ptr": Pointer(self.scale.ravel()), "EPILOGUE": self.epilogue, "C": c,
+            "b_scale_ptr": Pointer(self.stored_scale.ravel()), "EPILOGUE": self.epilogue, "C": c,
             "b_zero_ptr": Pointer(self.zero.ravel()) if c.ZERO else None,
         }  # fmt: skip
         for name in ("bs", "0"):
@@ -270,7 +273,10 @@ class Call:
             run_block(
                 list(known.values()), program, self.programs, self.seed, c.OVERLAPS,
                 kernel=("mixed_input_kernel", MODULES),
-                instead={"_values": _values, "_units": _units},
+                instead={
+                    "_values": _values, "_units": _units,
+                    "factors": np.exp2 if self.exponents else np.asarray,
+                },
             )  # fmt: skip
 
     def epilogue(self, gate: Block, up: Block | None = None) -> Block:
@@ -324,6 +330,12 @@ def test_consumers_share_columns_and_steps(consumers: int, ways: int, seed: int)
 )
 def test_scales_and_zero_points(how: dict[str, Any], zeros: bool, seed: int) -> None:
     Call(seed, zeros=zeros, ways=1 + seed % 2, stages=4, gated=seed % 2 == 0, **how).check()
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_scales_that_are_exponents(group: int) -> None:
+    """Also where K is one group, whose scale is one for the whole row."""
+    Call(1, group=group, exponents=True).check()
 
 
 @pytest.mark.parametrize("seed", range(4))
