@@ -143,8 +143,10 @@ def problems(layer: Layer, tokens: int) -> list[Any]:
     return found
 
 
-def measure(layers: list[Layer], tokens: int, rounds: int) -> dict[str, Any]:
-    """Median ms of all layers by both ways, and how far they are apart."""
+def prepared(
+    layers: list[Layer], tokens: int
+) -> tuple[Tensor, Callable[[str], Callable[[], Tensor]]]:
+    """An input that all ranks have, and for each way a function that runs the layers on it."""
     first = layers[0]
     x = torch.randn(tokens, first.qkv.shape[1], device=first.qkv.device).bfloat16()
     dist.broadcast(x, 0)
@@ -157,6 +159,13 @@ def measure(layers: list[Layer], tokens: int, rounds: int) -> dict[str, Any]:
             return y
 
         return run
+
+    return x, by
+
+
+def measure(layers: list[Layer], tokens: int, rounds: int) -> dict[str, Any]:
+    """Median ms of all layers by both ways, and how far they are apart."""
+    x, by = prepared(layers, tokens)
 
     results = {way: by(way)().double() for way in WAYS}
     apart = float((results["tmm"] - results["torch"]).abs().max() / results["torch"].abs().max())
@@ -205,18 +214,7 @@ def measure_eager(
     layers: list[Layer], blocks: Mapping[str, list[nn.Module]], tokens: int, rounds: int
 ) -> dict[str, Any]:
     """All layers, call by call, on local tensors and as modules of DTensors."""
-    first = layers[0]
-    x = torch.randn(tokens, first.qkv.shape[1], device=first.qkv.device).bfloat16()
-    dist.broadcast(x, 0)
-
-    def by(way: str) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            y = x
-            for layer in layers:
-                y = layer.run(y, way)
-            return y
-
-        return run
+    x, by = prepared(layers, tokens)
 
     def of(way: str) -> Callable[[], Tensor]:
         def run() -> Tensor:

@@ -1,9 +1,9 @@
 """Products of two operands in e4m3 with scales of groups and blocks, by cuBLASLt on Hopper.
 
 ``torch.nn.functional.scaled_mm`` reads scales by address and checks little: in another layout than
-cuBLASLt's the result is wrong without an error. It multiplies by the scales of ``a`` ``[M, K/128]``
-with those of a column side by side; and by those of blocks of ``b``, side by side along K, in a
-matrix whose rows are rounded up to a multiple of 4, or by groups of its columns as those of ``a``
+cuBLASLt's the result is wrong without an error. Scales of ``a``, ``[M, K/128]``, are column-major.
+Scales of groups of ``b`` have the same layout, ``[N, K/128]``. Scales of blocks of ``b``, ``[K/128,
+N/128]``, are column-major too, with K/128 rounded up to a multiple of 4
 (https://docs.nvidia.com/cuda/cublas, 1D and 128x128 block scaling for FP8).
 """
 
@@ -81,7 +81,7 @@ def bind(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def of_groups(scale: Tensor) -> Tensor:
-    """Scales ``[rows, K/128]`` with those of a column side by side."""
+    """Scales ``[rows, K/128]``, column-major."""
     rows, columns = scale.shape
     if scale.stride(0) == 1 and (columns == 1 or scale.stride(1) == rows):
         return scale
@@ -89,8 +89,8 @@ def of_groups(scale: Tensor) -> Tensor:
 
 
 def of_blocks(scale: Tensor) -> Tensor:
-    """Scales ``[K/128, N/128]`` as ``[L, N/128]``, side by side along K, where L is K/128 rounded
-    up to a multiple of 4."""
+    """Scales ``[K/128, N/128]`` as ``[L, N/128]``, column-major, where L is K/128 rounded up to a
+    multiple of 4."""
     rows, columns = scale.shape
     beyond = -rows % _UNIT
     if not beyond and scale.stride(0) == 1 and (columns == 1 or scale.stride(1) == rows):

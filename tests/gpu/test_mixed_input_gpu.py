@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from test_streaming_gpu import close, weight
+import test_streaming_gpu
+from test_streaming_gpu import check_bias_and_silu, close, weight
 from tmm_triton.mixed_input import MixedInput
 
 import tmm_core
@@ -20,11 +21,7 @@ Tensor = torch.Tensor
 BF16 = torch.bfloat16
 
 KERNEL = "triton.mixed_input"
-
-
-def linear(x: Tensor, w: Quantized, **how: Any) -> Tensor:
-    with torch.no_grad():
-        return tmm_core.linear(x, w, kernel=KERNEL, **how)
+linear = functools.partial(test_streaming_gpu.linear, kernel=KERNEL)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -39,13 +36,7 @@ def linear(x: Tensor, w: Quantized, **how: Any) -> Tensor:
 def test_formats(
     form: str, group: int | None, zeros: bool, m: int, n: int, k: int, dtype: torch.dtype
 ) -> None:
-    w, values = weight(form, n, k, group, dtype, zeros=zeros)
-    x = torch.randn(m, k, device="cuda", dtype=dtype) / k**0.5
-    bias = torch.randn(n, device="cuda", dtype=dtype)
-    close(
-        linear(x, w, bias=bias, epilogue="silu"),
-        torch.nn.functional.silu(x.double() @ values.T + bias.double()),
-    )
+    check_bias_and_silu(weight(form, n, k, group, dtype, zeros=zeros), m, dtype, KERNEL)
 
 
 @pytest.mark.parametrize("m", [1, 70, 513])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,9 +47,23 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert error.max() < 1.2e-2, float(error.max())
 
 
-def linear(x: Tensor, w: Quantized, **how: object) -> Tensor:
+def linear(x: Tensor, w: Quantized, kernel: str = KERNEL, **how: Any) -> Tensor:
     with torch.no_grad():
-        return tmm_core.linear(x, w, kernel=KERNEL, **how)  # type: ignore[arg-type]
+        return tmm_core.linear(x, w, kernel=kernel, **how)
+
+
+def check_bias_and_silu(
+    made: tuple[Quantized, Tensor], m: int, dtype: torch.dtype, kernel: str = KERNEL
+) -> None:
+    """Compare the kernel's product of random rows and a weight with fp64."""
+    w, values = made
+    n, k = values.shape
+    x = torch.randn(m, k, device="cuda", dtype=dtype) / k**0.5
+    bias = torch.randn(n, device="cuda", dtype=dtype)
+    close(
+        linear(x, w, kernel, bias=bias, epilogue="silu"),
+        torch.nn.functional.silu(x.double() @ values.T + bias.double()),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -62,13 +78,7 @@ def linear(x: Tensor, w: Quantized, **how: object) -> Tensor:
 def test_formats(
     form: str, group: int | None, zeros: bool, m: int, n: int, k: int, dtype: torch.dtype
 ) -> None:
-    w, values = weight(form, n, k, group, dtype, zeros=zeros)
-    x = torch.randn(m, k, device="cuda", dtype=dtype) / k**0.5
-    bias = torch.randn(n, device="cuda", dtype=dtype)
-    close(
-        linear(x, w, bias=bias, epilogue="silu"),
-        torch.nn.functional.silu(x.double() @ values.T + bias.double()),
-    )
+    check_bias_and_silu(weight(form, n, k, group, dtype, zeros=zeros), m, dtype)
 
 
 @pytest.mark.parametrize("m", [1, 13])
