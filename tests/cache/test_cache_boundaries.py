@@ -1,0 +1,549 @@
+"""Values at and beside each limit of the cache's small functions."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import BLAS, SLOW, SPLIT_K, problem, record
+from tmm_cache import (
+    CacheStore,
+    CacheWarning,
+    cache_errors,
+    console,
+    disk,
+    environment_variables,
+    fields,
+    measurements,
+    problem_fields,
+    size_limits,
+)
+from tmm_cache.cache_errors import RecordError
+from tmm_cache.commands import filters
+from tmm_cache.nearest import nearest
+from tmm_cache.notes import stamp
+
+# -- reading files ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "read"),
+    [(0, 10, 0), (9, 10, 9), (10, 10, 10), (11, 10, 11), (12, 10, 11), (200_000, 10, 11)],
+)
+def test_a_file_is_read_up_to_one_byte_beyond_the_limit(
+    tmp_path: Path, size: int, most: int, read: int
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    with disk.closing(disk.open_regular(path, os.O_RDONLY)) as handle:
+        assert len(disk.read_all(handle, most)) == read
+
+
+def test_a_file_that_grows_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size at the beginning is no limit."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    with disk.closing(disk.open_regular(path, os.O_RDONLY)) as handle:
+        status = os.fstat(handle)
+        path.write_bytes(b"x" * 100_000)
+        monkeypatch.setattr(os, "fstat", lambda number: status)
+        assert len(disk.read_all(handle, 2**20)) == 100_000
+
+
+def test_folders_are_private_up_to_the_one_that_was_there(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    disk.make_folder(tmp_path / "a" / "b")
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "a", tmp_path / "a/b")]
+    assert modes == [0o755, 0o700, 0o700]
+
+
+def test_a_file_that_could_not_be_replaced_leaves_nothing_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def refused(*paths: Any) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(OSError, match="no"):
+        disk.write_atomically(path, b"new")
+    assert os.listdir(tmp_path) == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("names", "left"), [([], []), (["environment.json"], []), (["environment.json", "x"], None)]
+)
+def test_an_empty_folder_goes_with_its_environment_and_the_root_stays(
+    tmp_path: Path, names: list[str], left: list[str] | None
+) -> None:
+    folder = tmp_path / "v2" / "gpu" / "digest"
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+    disk.remove_if_empty(folder, tmp_path)
+    assert tmp_path.is_dir()
+    assert os.listdir(tmp_path) == ([] if left == [] else ["v2"])
+    if left is None:
+        assert sorted(os.listdir(folder)) == names
+
+
+def test_a_stamp_tells_absent_files_from_present_ones_in_the_order_of_names(tmp_path: Path) -> None:
+    there, absent = tmp_path / "b", tmp_path / "a"
+    there.write_bytes(b"123")
+    status = there.stat()
+    assert stamp([there, absent]) == [
+        [str(absent)],
+        [str(there), 3, status.st_mtime_ns, status.st_ctime_ns],
+    ]
+
+
+# -- warnings -----------------------------------------------------------------------------
+
+
+def _calls(module: str | None, function: Any) -> Any:
+    """A function of a module of this name, or of generated code, that calls ``function``."""
+    scope = {"__name__": module, "function": function}
+    exec(compile("def call():\n    function()\n", f"<{module}>", "exec"), scope)
+    return scope["call"]
+
+
+@pytest.mark.parametrize(
+    ("module", "passed_over"),
+    [
+        (None, True),
+        ("tmm_core.api", True),
+        ("tmm_cache", True),
+        ("tmm_blas.blas", True),
+        ("tmm_triton", True),
+        ("torch.nn.modules", True),
+        ("functools", True),
+        ("contextlib", True),
+        ("concurrent.futures", True),
+        ("threading", True),
+        ("pluggy", True),
+        ("model", False),
+        ("tmm_core_extra", False),
+    ],
+)
+def test_a_warning_points_beyond_tmm_torch_and_generated_code(
+    module: str | None, passed_over: bool
+) -> None:
+    inner = _calls(module, partial(cache_errors.warn_caller, "text", CacheWarning))
+    with pytest.warns(CacheWarning, match="text") as caught:
+        _calls("user", inner)()
+    assert caught[0].filename == ("<user>" if passed_over else f"<{module}>")
+    assert caught[0].lineno == 2
+
+
+# -- fields of a record -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("read", "accepted", "refused"),
+    [
+        (fields.name, ["x", "x" * 256], ["", "x" * 257, "a\n", 1, None]),
+        (fields.text, ["x", "a\nb", "x" * 4096], ["", "x" * 4097, 1]),
+        (fields.count, [0, 1, 2**63 - 1], [-1, 2**63, 1.0, True]),
+        (fields.flag, [True, False], [0, 1, None, "true"]),
+        (fields.measure, [0, 0.0, 1, 2.5], [-0.1, float("inf"), float("nan"), True, "1", 10**400]),
+        (
+            fields.parameters,
+            [{}, {"x": 2**63 - 1}, {"x": -(2**63) + 1}, {"x": ""}, {"x": "y" * 256}, {"x": None},
+             {"x": False}, {"x": 0.5}, {f"x{i}": i for i in range(128)}],
+            [{"x": 2**63}, {"x": -(2**63)}, {"x": "y" * 257}, {"x": "\n"}, {"x": float("inf")},
+             {"x": []}, {"": 1}, {"x" * 257: 1}, {f"x{i}": i for i in range(129)}, []],
+        ),
+    ],
+    ids=["name", "text", "count", "flag", "measure", "parameters"],
+)  # fmt: skip
+def test_readers_accept_up_to_their_limits(
+    read: fields.Reader, accepted: list[Any], refused: list[Any]
+) -> None:
+    for value in accepted:
+        assert read(value) == value
+    for value in refused:
+        with pytest.raises(RecordError, match=r"found .*, accepted is "):
+            read(value)
+
+
+@pytest.mark.parametrize("size", ["0", "01", "-1", "1.0", "x", "", str(2**40), "1" * 14])
+def test_sizes_inside_a_bucket_are_whole_and_within_bounds(size: str) -> None:
+    assert fields.times_by_size({"1": 2.0, str(2**40 - 1): 1}) == {1: 2.0, 2**40 - 1: 1.0}
+    with pytest.raises(RecordError, match="this size"):
+        fields.times_by_size({size: 1.0})
+
+
+def test_a_bucket_has_at_most_128_sizes() -> None:
+    many = {str(m): 1.0 for m in range(1, 130)}
+    with pytest.raises(RecordError, match=r"^'129': found this size"):
+        fields.times_by_size(many)
+    del many["129"]
+    assert len(fields.times_by_size(many)) == 128
+
+
+@pytest.mark.parametrize("extra", [2**16, "9" * 100, 10**100, "0" * 100])
+def test_a_problem_is_bounded(extra: Any) -> None:
+    assert fields.problem(problem() | {"x": "9" * 99}) == problem() | {"x": "9" * 99}
+    value = "x" * extra if extra == 2**16 else extra
+    with pytest.raises(RecordError, match="huge"):
+        fields.problem(problem() | {"x": value})
+
+
+def test_a_list_has_at_most_10_000_items() -> None:
+    read = fields.items(fields.count)
+    assert len(read([1] * 10_000)) == len(fields.measures([1.0] * 10_000)) == 10_000
+    for reader in (read, fields.measures):
+        with pytest.raises(RecordError, match="at most 10000"):
+            reader([1] * 10_001)
+
+
+def test_a_measure_among_samples_is_named_by_its_index() -> None:
+    assert fields.measures([1.0, 2]) == (1.0, 2.0)
+    with pytest.raises(RecordError, match=r"\[1\]: found -1"):
+        fields.measures([1.0, -1, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": 1}, "an object"),
+        ([1], "a list"),
+        ("x" * 58, repr("x" * 58)),
+        ("x" * 59, "'" + "x" * 59 + "…"),
+    ],
+)
+def test_a_found_value_is_shown_in_60_letters(value: Any, text: str) -> None:
+    assert fields.shown(value) == text
+    assert fields.shown(10**5000) == "a huge integer"
+
+
+# -- the nearest key ------------------------------------------------------------------------
+
+
+def _key(gpu: str = "a", torch: str = "1", **changes: Any) -> Any:
+    return gpu, {"torch": torch, "deep": {"x": 1}}, problem() | changes
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ({"m": 128 * 2**3}, {"torch": "2"}),  # 3 octaves and 4 for a version
+        ({"torch": "2"}, {"m": 128 * 2**5}),
+        ({"torch": "2"}, {"epilogue": "relu"}),  # 4 and 8
+        ({"m": 1}, {"epilogue": "relu"}),  # 7 and 8
+        ({"epilogue": "relu"}, {"n": 4096 * 2**9}),  # 8 and 9
+        ({"epilogue": "relu", "dtype": 1, "x": 2}, {"gpu": "b"}),  # 24 and 32
+        ({"gpu": "b"}, {"x": 1, "y": 1, "z": 1, "v": 1, "w": 1}),  # 32 and 40
+    ],
+)
+def test_the_distance_of_a_key(near: dict[str, Any], far: dict[str, Any]) -> None:
+    for order in ([near, far], [far, near]):
+        found = nearest(_key(), [_key(**each) for each in order])
+        assert found is not None
+        expected = nearest(_key(), [_key(**near)])
+        assert found == expected
+
+
+def test_the_nearest_of_no_keys_is_none_and_of_the_same_key_has_no_difference() -> None:
+    assert nearest(_key(), []) is None
+    found = nearest(_key(), [_key()])
+    assert found is not None
+    assert (found.gpu, found.problem, found.differences) == ("a", problem(), ())
+
+
+def test_differences_are_named_with_both_values() -> None:
+    asked = _key(a={"dtype": "bfloat16"}, extra=3)
+    there = _key("b", a={"dtype": "float16"})
+    found = nearest(asked, [("b", {"torch": "1", "deep": {"x": 2}}, there[2])])
+    assert found is not None
+    assert sorted(map(str, found.differences)) == [
+        "a.dtype: asked bfloat16, there float16",
+        "environment.deep.x: asked 1, there 2",
+        "extra: asked 3, there nothing",
+        "gpu: asked a, there b",
+    ]
+
+
+# -- filters and what the command reads -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("1x2x3", (1, 2, 3)),
+        ("*X2×*", (None, 2, None)),
+        ("1" * 18 + "x*x0", (int("1" * 18), None, 0)),
+    ],
+)
+def test_a_shape_has_three_sizes(text: str, shape: Any) -> None:
+    assert filters.parse_shape(text) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1x2", "1x2x3x4", "1x2x", "-1x2x3", "1" * 19 + "x1x1", "axbxc"]
+)
+def test_what_is_no_shape_is_refused_with_the_text(text: str) -> None:
+    with pytest.raises(ValueError, match="accepted is MxNxK"):
+        filters.parse_shape(text)
+
+
+def test_an_age_beyond_the_calendar_is_its_beginning() -> None:
+    assert filters.parse_ago("999999w") == datetime.min.replace(tzinfo=timezone.utc)
+    day = datetime.now(timezone.utc) - filters.parse_ago("1d")
+    assert timedelta(days=1) <= day < timedelta(days=1, minutes=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1s", 1), ("2m", 120), ("12h", 43200), ("30d", 2592000), ("1.5w", 907200), ("0s", 0)],
+)
+def test_ages_have_five_units(text: str, seconds: float) -> None:
+    assert size_limits.parse_age(text).total_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1", "d", "-1d", "1D", "1 d", "1y", ".5d", "9" * 20 + "w"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="accepted is a number and a unit"):
+        size_limits.parse_age(text)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("f16", "float16"), ("fp32", "float32"),
+     ("f32", "float32"), ("fp64", "float64"), ("f64", "float64"), ("e4m3", "float8_e4m3fn"),
+     ("e5m2", "float8_e5m2"), ("int8", "int8")],
+)  # fmt: skip
+def test_short_names_of_dtypes_select_records(store: CacheStore, option: str, name: str) -> None:
+    store.save("gpu", {}, record(problem(dtype=name)))
+    (summary,) = store.summaries()
+    assert filters.Filter(dtype=option)(summary)
+    assert not filters.Filter(dtype="float8_e4m3fnuz")(summary)
+
+
+# -- texts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "weight"),
+    [
+        ({}, "128x4096x512", "4096x512"),
+        ({"batch": 8}, "8*128x4096x512", "8*4096x512"),
+        ({"batch": None}, "128x4096x512", "4096x512"),
+        ({"batch": [2, 3]}, "[2,3]*128x4096x512", "[2,3]*4096x512"),
+        (
+            {"groups": {"count": 4, "ragged": "m"}},
+            "128x4096x512 in 4 groups along m",
+            "4096x512 in 4 groups along m",
+        ),
+        ({"m": None}, "-x4096x512", "4096x512"),
+    ],
+)
+def test_shapes_in_a_line(changes: dict[str, Any], shape: str, weight: str) -> None:
+    asked = problem() | changes
+    assert problem_fields.shape(asked) == shape
+    assert problem_fields.weight(asked) == weight
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "long", "short"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bf16"),
+        ("float16", "float16", "float32", "float16 -> float32", "fp16 -> fp32"),
+        ("bfloat16", "int8", "bfloat16", "bfloat16 x int8", "bf16 x int8"),
+        (
+            "float8_e4m3fn", "float8_e5m2", "bfloat16",
+            "float8_e4m3fn x float8_e5m2 -> bfloat16", "e4m3 x e5m2 -> bf16",
+        ),
+        ("float32", None, None, "float32", "fp32"),
+    ],
+)  # fmt: skip
+def test_dtypes_in_a_line(a: str, b: str | None, out: str | None, long: str, short: str) -> None:
+    asked: Any = {"a": {"dtype": a}}
+    asked |= {} if b is None else {"b": {"dtype": b}}
+    asked |= {} if out is None else {"out": {"dtype": out}}
+    assert problem_fields.dtypes(asked) == long
+    assert problem_fields.dtypes(asked, short=True) == short
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"epilogue": "identity"}, "identity"),
+        ({"epilogue": "identity", "bias": "bfloat16"}, "bias"),
+        ({"epilogue": "identity", "residual": {"dtype": "bfloat16"}}, "residual"),
+        ({"epilogue": "silu", "bias": "bfloat16"}, "bias+silu"),
+        ({"epilogue": {"name": "gelu"}, "residual": {"x": 1}}, "gelu+residual"),
+        ({"epilogue": ""}, "none"),
+    ],
+)
+def test_expressions_in_a_line(changes: dict[str, Any], text: str) -> None:
+    assert problem_fields.expression(problem() | changes) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"), (None, "none"), ("torch.bfloat16", "bfloat16"), ("", "none"),
+        (1.5, "1.5"), ([1, 2], "[1,2]"), ({"b": 1, "a": "x"}, '{"a":"x","b":1}'),
+        ("a\x1b[2J", "a\\x1b[2J"), (12, "12"),
+    ],
+)  # fmt: skip
+def test_values_in_a_cell(value: Any, text: str) -> None:
+    assert problem_fields.text_of(value) == text
+
+
+def test_candidates_in_a_table() -> None:
+    candidates = [SLOW, BLAS, SPLIT_K]
+    found = list(measurements.rows(candidates, 1))
+    assert [cells[:3] for cells, _ in found] == [
+        ("*", "blas", "ok"), ("", "triton.split_k", "ok"), ("", "triton.naive", "slow"),
+    ]  # fmt: skip
+    assert found[1][0][3:] == (
+        "11.50", "10.00", "14.00", "4", "9.00e-04", "1.00e-02", "4.0 KiB",
+    )  # fmt: skip
+    assert found[0][1] == "deterministic; version b1"
+    assert found[1][1].endswith("tma=true; deterministic batch-invariant; version s1")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20 - 1, "1024.0 KiB"),
+     (2**30 - 1, "1024.0 MiB")],
+)  # fmt: skip
+def test_bytes_change_their_unit_at_1024(count: int, text: str) -> None:
+    assert measurements.bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("plain"), "plain"),
+        (OSError("no number"), "no number"),
+        (OSError(28, "full"), "output cannot be written: full"),
+        (OSError(13, "denied", "/x"), "/x: denied"),
+    ],
+)
+def test_an_error_is_a_line_without_its_number(
+    error: Exception, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> int:
+        raise error
+
+    assert console.guarded("tmm-x", fails, ValueError, OSError) == console.MISTAKE
+    assert capsys.readouterr().err == f"tmm-x: {text}\n"
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), ("text", 0), (3, 3), (0, 0)])
+def test_an_exit_of_argparse_is_the_status(code: Any, status: int) -> None:
+    def leaves() -> int:
+        raise SystemExit(code)
+
+    assert console.guarded("tmm", leaves) == status
+
+
+def test_an_interrupted_command_ends_like_one_of_a_shell() -> None:
+    def stopped() -> int:
+        raise KeyboardInterrupt
+
+    assert console.guarded("tmm", stopped) == 130
+
+
+@pytest.mark.parametrize(
+    ("answer", "yes"),
+    [("y\n", True), (" YES \n", True), ("n\n", False), ("", False), ("yep\n", False)],
+)
+def test_only_yes_is_yes(
+    answer: str, yes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    assert console.confirmed("Remove? ") is yes
+    assert capsys.readouterr() == ("", "Remove? ")
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_json({"a": float("inf"), "b": float("nan"), "c": -float("inf"), "µ": 1.5})
+    assert capsys.readouterr().out == '{\n  "a": null,\n  "b": null,\n  "c": null,\n  "µ": 1.5\n}\n'
+
+
+def test_a_warning_becomes_one_note_and_others_stay_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def warn() -> None:
+        with console.warnings_as_notes(CacheWarning):
+            for _ in range(2):
+                warnings.warn("own", CacheWarning, stacklevel=1)
+            warnings.warn("other", UserWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="other"):
+        warn()
+    assert capsys.readouterr().err == "tmm: own\n"
+
+
+def test_names_with_the_same_texts_are_told_together() -> None:
+    pairs = [("a", ["1"]), ("b", ["2"]), ("c", ["1"])]
+    assert console.alike(pairs) == [(["a", "c"], ("1",)), (["b"], ("2",))]
+
+
+def test_a_paragraph_has_20_letters_beside_its_indentation() -> None:
+    assert console.paragraph("aaaa " * 8, 5, indent=2) == ["  aaaa aaaa aaaa aaaa"] * 2
+    assert console.paragraph("a b c", 21, indent=1, hanging=3) == [" a b c"]
+    assert console.paragraph("aaaaaaaaaa bbbbbbbbbb", 20, hanging=3) == [
+        "aaaaaaaaaa",
+        "   bbbbbbbbbb",
+    ]
+
+
+# -- variables ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("TMM_CACHE_DIR", ["", "/x", "~/x"], ["~nobody-of-that-name/x"]),
+        ("TMM_CACHE_PATH", ["", "/x:/y"], ["/x:~nobody-of-that-name/x"]),
+        ("TMM_CACHE_MAX_AGE", ["", "30d"], ["30", "x"]),
+        ("TMM_CACHE_MAX_SIZE", ["", "0", "2G"], ["x", "-1"]),
+        ("TMM_CACHE_SHARED", ["", "0", "1"], ["yes", "true", "2"]),
+        ("TMM_SHIPPED_RECORDS", ["", "0", "1"], ["no", "2"]),
+        (
+            "TMM_REQUIRE_LOCKED",
+            ["", "0", "1", "true", "YES", "on", "false", "No", "off"],
+            ["2", "maybe"],
+        ),
+        ("TMM_LOCK_FILE", ["", "/absent/file"], [__file__]),
+    ],
+)
+def test_variables_are_checked(name: str, accepted: list[str], refused: list[str]) -> None:
+    check = environment_variables.CHECKS[name]
+    for text in accepted:
+        check(text)
+    for text in refused:
+        with pytest.raises(ValueError):
+            check(text)
+
+
+@pytest.mark.parametrize(
+    ("locked", "fails"), [("1", True), ("on", True), ("0", False), ("no", False)]
+)
+def test_an_absent_lock_file_is_a_mistake_where_it_is_required(
+    locked: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", locked)
+    check = environment_variables.CHECKS["TMM_LOCK_FILE"]
+    if not fails:
+        check(str(tmp_path / "absent"))
+        return
+    with pytest.raises(ValueError, match=r"^there is no such file"):
+        check(str(tmp_path / "absent"))
