@@ -234,7 +234,9 @@ class DataSets:
             a_shape = rows_read(p.m, "more"), a_shape[-1]
         inputs = footprint(p.a, a_shape) + footprint(p.b, p.b_shape)
         inputs += footprint(p.residual, p.out_shape) if p.residual else 0
-        inputs += footprint(Operand(p.bias), (1, *p.shape("bias"))[-2:]) if p.bias else 0
+        if p.bias is not None:  # the second set's has every other element of its memory
+            vectors, columns = (1, *p.shape("bias"))[-2:]
+            inputs += footprint(Operand(p.bias), (vectors, 2 * columns + 1))
         for port in p.epilogue.outputs:
             inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(p.out_shape))))
         size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])

@@ -1,0 +1,650 @@
+"""Values at and beside each limit of verification's parts: errors, memory, group sizes, NaN."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import problem
+
+from tmm_core import Groups, Operand
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
+from tmm_core.spec.operand import Scale
+from tmm_core.verify import (
+    compare,
+    guard_bands,
+    nonfinite,
+    process_state,
+    ragged_inputs,
+    random_inputs,
+)
+from tmm_core.verify.compare import error, reference, rms, tolerance
+from tmm_core.verify.data_sets import DataSets, Expected, default_limit
+from tmm_core.verify.guard_bands import MemoryLayout, memory_layout
+from tmm_core.verify.ragged_inputs import Inputs, Rows
+
+CPU = torch.device("cpu")
+F32, F16 = Operand(torch.float32), Operand(torch.float16)
+NAN, INF = math.nan, math.inf
+BF16 = torch.bfloat16
+
+
+# -- errors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "expected", "found"),
+    [
+        ([1.0, 1.0], [1.0, 1.0], 0.0),
+        ([1.5, 1.0], [1.0, 1.0], 0.25),  # 0.5 / (1 + rms 1)
+        ([0.5, 1.0], [1.0, 1.0], 0.25),
+        ([0.5, 0.0], [0.0, 0.0], 0.5),  # the rms of zeros is one
+        ([7.0, 1.0], [7.0, -1.0], 2 / 6),  # rms 5
+        ([], [], 0.0),
+    ],
+)
+def test_an_error_is_relative_to_an_element_and_to_all(
+    out: list[float], expected: list[float], found: float
+) -> None:
+    assert error(torch.tensor(out), torch.tensor(expected)) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_value_that_is_not_finite_is_no_small_error(value: float) -> None:
+    found = error(torch.tensor([value, 1.0]), torch.tensor([1.0, 1.0]))
+    assert math.isnan(found) or math.isinf(found)
+
+
+def test_the_rms_of_complex_and_of_no_numbers() -> None:
+    assert rms(torch.tensor([3 + 4j])).item() == 5.0
+    assert rms(torch.tensor([])).item() == rms(torch.zeros(3)).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("operand", "out", "tf32", "limit"),
+    [
+        (torch.float64, torch.float64, False, 1e-12),
+        (torch.float32, torch.float32, False, 2e-5),
+        (torch.float32, torch.float32, True, 4e-3),
+        (torch.float16, torch.float16, False, 2e-3),
+        (BF16, BF16, False, 1.6e-2),
+        (BF16, torch.float32, False, 2e-5),
+        (torch.complex64, torch.complex64, False, 2e-5),
+        (torch.complex128, torch.complex128, False, 1e-12),
+        (torch.int8, torch.int8, False, 0.0),
+    ],
+)
+def test_the_tolerance_is_of_the_result(
+    operand: torch.dtype, out: torch.dtype, tf32: bool, limit: float
+) -> None:
+    one = Operand(operand)
+    assert tolerance(problem(a=one, b=one, out=Operand(out), tf32=tf32)) == limit
+
+
+def test_a_rounded_operand_has_its_own_tolerance_where_it_is_larger() -> None:
+    e4m3 = Operand(torch.float8_e4m3fn, scale=Scale.parse("tensor"))
+    for out in (torch.float32, BF16):
+        asked = problem(a=e4m3, b=e4m3, out=Operand(out))
+        (form, _) = asked.forms
+        assert form is not None
+        assert tolerance(asked) == max(compare.TOLERANCE[out], form.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [((4,), [(0, 0, 4)]), ((0, 3, 3), [(0, 0, 0), (1, 0, 3), (2, 3, 3)]), ((), [])],
+)
+def test_groups_begin_where_the_last_ended(ends: Any, found: Any) -> None:
+    assert list(compare.ranges(ends)) == found
+
+
+def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
+    asked = problem(m=6, n=4, k=3, groups=Groups(2, "m"), bias=torch.float32)
+    a, b, bias = torch.randn(6, 3), torch.randn(2, 3, 4), torch.randn(2, 4)
+    rows = Rows(torch.tensor([2, 5]), (2, 5), 6)
+    inputs = Inputs(a, b, bias, alpha=2.0, rows=rows)
+    asked = replace(asked, scaled=True)
+    right = torch.cat([2 * a[:2] @ b[0] + bias[0], 2 * a[2:5] @ b[1] + bias[1], torch.zeros(1, 4)])
+    assert torch.allclose(reference(asked, inputs).float(), right, atol=1e-5)
+    some = reference(asked, inputs, torch.tensor([5, 1]), torch.tensor([3]))
+    assert torch.allclose(some.float(), right[[5, 1]][:, [3]], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float16, torch.float32])
+@pytest.mark.parametrize("precise", [True, False])
+def test_a_product_of_the_reference(dtype: torch.dtype, precise: bool) -> None:
+    a = torch.tensor([[100, 2]]).to(dtype)
+    b = torch.tensor([[2], [3]]).to(dtype)
+    found = compare._product(a, b, precise)
+    assert found.item() == (206 - 256 if dtype is torch.int8 else 206)
+    kinds = {torch.int8: torch.int8, torch.complex64: torch.complex128}
+    single = dtype is torch.float16 and not precise
+    assert found.dtype is kinds.get(dtype, torch.float32 if single else torch.float64)
+
+
+# -- memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "padded", "strides", "offset"),
+    [
+        (F16, (4, 16), False, (16, 1), 0),
+        (F16, (4, 16), True, (24, 1), 0),
+        (F16, (4, 12), False, (16, 1), 0),
+        (F16, (1, 12), False, (12, 1), 0),
+        (F32, (4, 12), False, (12, 1), 0),
+        (F32, (4, 12), True, (16, 1), 0),
+        (replace(F16, layout="col"), (16, 4), False, (1, 16), 0),
+        (replace(F16, layout="col"), (12, 4), True, (1, 24), 0),
+        (replace(F16, aligned=False), (4, 16), False, (17, 1), 0),
+        (replace(F16, aligned=False), (4, 12), False, (12, 1), 0),
+        (replace(F16, aligned=False), (4, 12), True, (20, 1), 1),
+        (replace(F16, aligned=False), (4, 13), True, (22, 1), 1),
+        (replace(F16, aligned=False), (1, 16), False, (16, 1), 1),
+        (replace(F16, layout="strided", aligned=False), (4, 6), False, (12, 2), 0),
+        (replace(F16, layout="strided", aligned=False), (4, 6), True, (3, 13), 0),
+        (F16, (2, 4, 16), False, (64, 16, 1), 0),
+        (F16, (2, 3, 16), True, (72, 24, 1), 0),
+        (F16, (2, 1, 12), False, (16, 12, 1), 0),
+        (replace(F16, aligned=False), (2, 3, 12), False, (36, 12, 1), 0),
+        (replace(F16, layout="strided", aligned=False), (2, 4, 6), True, (78, 3, 13), 0),
+    ],
+)
+def test_layouts_in_memory(
+    spec: Operand, shape: tuple[int, ...], padded: bool, strides: tuple[int, ...], offset: int
+) -> None:
+    found = memory_layout(spec, shape, padded=padded)
+    assert (found.strides, found.offset) == (strides, offset)
+    t = torch.empty(found.length, dtype=spec.dtype).as_strided(shape, strides, offset)
+    if 1 not in shape[-2:]:
+        assert Operand.of(t).layout == spec.layout
+        assert spec.layout == "strided" or Operand.of(t).aligned == spec.aligned or not padded
+
+
+def test_the_length_of_a_layout_reaches_its_last_element() -> None:
+    assert MemoryLayout((3, 4), torch.float32, (10, 1), 5).length == 5 + 20 + 3 + 1
+    assert MemoryLayout((0, 4), torch.float32, (10, 1)).length == 3 + 1
+    assert MemoryLayout((1, 1), torch.float32, (10, 10)).length == 1
+
+
+def test_gaps_do_not_push_an_offset_beyond_32_bits() -> None:
+    rows = 2**27
+    assert memory_layout(F16, (rows, 16), padded=True).strides == (16, 1)
+    wide = memory_layout(replace(F16, wide=True), (rows, 16), padded=True)
+    assert wide.strides == (24, 1)
+    # The last offset is 2^31 - 1: it fits.
+    fits = (2**31 - 1 - 7) // 16 + 1
+    assert memory_layout(F16, (fits, 8), padded=True).strides == (16, 1)
+    assert memory_layout(F16, (fits + 1, 8), padded=True).strides == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "aligned", "wide", "shape", "strides"),
+    [
+        ("row", False, False, (4, 12), (0, 1)),
+        ("col", False, False, (4, 12), (1, 0)),
+        ("strided", False, False, (4, 12), (0, 13)),
+        ("row", True, False, (4, 12), (24, 1)),
+        ("row", False, True, (4, 12), (20, 1)),
+        ("row", False, False, (1, 12), (20, 1)),
+        ("row", False, False, (4, 1), (10, 1)),
+        ("row", False, False, (3, 4, 12), (0, 0, 1)),
+        ("row", True, False, (3, 4, 16), (0, 24, 1)),
+    ],
+)
+def test_strides_of_zero_where_a_class_allows_them(
+    layout: Any, aligned: bool, wide: bool, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    spec = Operand(torch.float16, layout, aligned=aligned, wide=wide)
+    assert guard_bands.expanded_layout(spec, shape).strides == strides
+
+
+@pytest.mark.parametrize(("step", "strides"), [(0, (0, 0)), (1, (9, 1)), (2, (17, 2))])
+def test_the_rows_of_a_vector(step: int, strides: tuple[int, int]) -> None:
+    assert guard_bands.vector_layout(F16, (2, 8), step).strides == strides
+
+
+@pytest.mark.parametrize(
+    ("shape", "inside", "band"),
+    [
+        ((1, 8), 4096, 4096),
+        ((1, 2048), 4096, 8 << 16),
+        ((2, 2048), 8192, 8 << 16),
+        ((4, 16), 4096, 4096),
+        ((4, 17), 4096, 8192),  # 24 elements apart
+        ((4, 2**16), 2**19, 8 << 20),
+        ((257, 8), 8192, 4096),
+    ],
+)
+def test_bands_are_of_whole_lines_between_their_limits(
+    shape: tuple[int, int], inside: int, band: int
+) -> None:
+    """128 rows, at least 4 KiB and at most 8 MiB."""
+    held = guard_bands.with_guard_bands(memory_layout(F16, shape), CPU, 0xA5)
+    assert held.words.numel() * 8 == inside + 2 * band
+    assert held.tensor.storage_offset() * 2 == band
+    assert guard_bands.footprint(F16, shape) >= inside + 2 * band
+
+
+def test_a_footprint_is_of_the_larger_of_both_layouts() -> None:
+    for spec in (F16, replace(F16, layout="strided", aligned=False)):
+        sizes = [
+            guard_bands.with_guard_bands(memory_layout(spec, (64, 64), padded=p), CPU, 0)
+            .words.numel() * 8
+            for p in (False, True)
+        ]  # fmt: skip
+        assert guard_bands.footprint(spec, (64, 64)) == max(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float64, torch.complex64])
+def test_a_tensor_may_change_and_nothing_around_it(dtype: torch.dtype) -> None:
+    spec = Operand(dtype)
+    held = guard_bands.with_guard_bands(memory_layout(spec, (3, 5), padded=True), CPU, 0xA5)
+    held.tensor.fill_(1)
+    assert held.intact()
+    held.tensor.as_strided((1,), (1,), held.tensor.storage_offset() + 5).fill_(1)
+    assert not held.intact()
+
+
+def test_what_two_tensors_share() -> None:
+    memory = torch.zeros(8)
+    assert guard_bands.overlap(memory[:4], memory[4:])  # one allocation
+    assert not guard_bands.overlap(memory[:4], torch.zeros(4))
+    assert not guard_bands.overlap(memory[:0], memory)
+    assert not guard_bands.overlap(memory, memory[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_the_same_bits(dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1]).to(dtype)
+    assert guard_bands.same_bits(x, x.clone())
+    assert not guard_bands.same_bits(x, torch.tensor([0, 2]).to(dtype))
+    if dtype.is_floating_point:
+        assert not guard_bands.same_bits(x, x * torch.tensor([-1, 1]).to(dtype))  # -0
+        nan = torch.full((2,), NAN, dtype=dtype)
+        assert guard_bands.same_bits(nan, nan.clone())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"bias": torch.float32}, {"residual": F32}, {"batch": 3},
+        {"out": Operand(torch.float64), "a": Operand(torch.float64), "b": Operand(torch.float64)},
+        {"groups": Groups(3, "m")}, {"groups": Groups(3, "k")},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
+    changes: dict[str, Any], whole: bool
+) -> None:
+    """Two sets, their expected results, both outputs and three results of a launcher."""
+    asked = problem(m=600, n=500, k=64, **changes)
+
+    def made(limit: int) -> tuple[int, bool]:
+        return DataSets(asked, CPU, limit)._affordable()
+
+    low, high = 1, 1 << 30
+    while low < high:
+        middle = (low + high) // 2
+        enough = made(middle) == (2, True) if whole else made(middle)[0] == 2
+        low, high = (low, middle) if enough else (middle + 1, high)
+    data = DataSets(asked, CPU, low)
+    sets = data.sets()
+    assert made(low) == (2, whole)
+    assert made(low - 1) in ((2, False) if whole else (1, False), (1, False), (0, False))
+    held = 0
+    for each in sets:
+        held += sum(8 * memory.words.numel() for memory in each.checksums.memory.values())
+        expected = each.expected
+        for t in (expected.in_rows, expected.in_cols):
+            held += 0 if t is None else t.numel() * t.element_size()
+    held += sum(8 * data.out(which).words.numel() for which in (0, 1))
+    held += 3 * asked.empty_out(CPU).numel() * asked.out.dtype.itemsize
+    assert 0.75 * held <= low * 5 // 8
+    assert held <= 1.02 * (low * 5 // 8) + (1 << 14)
+
+
+def test_two_sets_are_made_and_samples_where_it_is_said() -> None:
+    asked = problem(m=300, n=200)
+    assert DataSets(asked, CPU, 1 << 30)._affordable() == (2, True)
+    assert DataSets(asked, CPU, 1 << 30, sampled=True)._affordable() == (1, False)
+    assert DataSets(asked, CPU, 1)._affordable() == (0, False)
+    huge = problem(m=2**12, n=2**12, k=2**8 + 1)  # over 2^33 operations
+    assert not DataSets(huge, CPU, 1 << 40)._affordable()[1]
+    assert DataSets(replace(huge, k=2**8), CPU, 1 << 40)._affordable()[1]
+
+
+def test_the_default_limit_of_a_cpu_is_a_sixteenth_of_its_memory() -> None:
+    import os
+
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert default_limit(CPU) == min(has // 16, 4 << 30)
+    assert default_limit(CPU, math.inf) == has // 16
+    assert default_limit(CPU, 5) == 5
+
+
+def test_samples_that_are_wrong_or_not_finite_are_seen() -> None:
+    expected = torch.ones(100, 10)
+    rows, cols = torch.tensor([0, 99]), torch.tensor([0, 9])
+    sampled = Expected(rows, expected[rows], cols, expected[:, cols], rms(expected))
+    out = expected.clone()
+    assert sampled.error(out, 1 << 12) == 0
+    for at, seen in (((99, 5), True), ((50, 9), True), ((50, 5), False)):
+        wrong = out.clone()
+        wrong[at] = 2.0
+        assert (sampled.error(wrong, 3) > 0) == seen
+        wrong[at] = INF
+        assert sampled.error(wrong, 3).isnan() or sampled.error(wrong, 3).isinf()
+    some = replace(sampled, within=(0, 100))
+    assert some.error(out, 1 << 12) == 0
+    beyond = Expected(None, expected[:60], None, None, rms(expected), within=(0, 60))
+    out[60:] = NAN
+    assert beyond.error(out, 1 << 12) == 0
+    assert replace(beyond, within=(0, 0)).error(out, 1 << 12) == 0
+    right = Expected(None, expected[:, :4], None, None, rms(expected), within=(1, 4))
+    assert right.error(torch.ones(100, 10), 7) == 0
+
+
+# -- group sizes ----------------------------------------------------------------------------
+
+
+def sizes_of(count: int, total: int, kind: Any, seed: int = 0) -> list[int]:
+    ends = ragged_inputs.ends_of(count, total, random_inputs.seeded(CPU, seed), kind)
+    return [end - start for _, start, end in compare.ranges(ends)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_distributions_of_group_sizes(seed: int) -> None:
+    assert sorted(sizes_of(8, 20, "single", seed)) == [1] * 7 + [13]
+    assert sorted(sizes_of(8, 5, "single", seed)) == [0] * 3 + [1] * 5
+    assert sorted(sizes_of(8, 8, "single", seed)) == [1] * 8
+    assert sorted(sizes_of(8, 20, "one", seed)) == [0] * 7 + [20]
+    sparse = sizes_of(8, 800, "sparse", seed)
+    assert (sparse[0], sparse[-1]) == (0, 0)
+    assert sum(size > 0 for size in sparse) in (2, 3, 4)
+    assert sizes_of(3, 9, "sparse", seed) == [0, 9, 0]
+    assert sorted(sizes_of(2, 9, "sparse", seed)) == [0, 9]
+    assert sorted(sizes_of(8, 60, "even", seed)) == [0, 0] + [10] * 6  # a fifth, rounded up
+    assert sorted(sizes_of(5, 40, "even", seed)) == [0] + [10] * 4
+    assert sorted(sizes_of(6, 40, "even", seed)) == [0, 0] + [10] * 4
+    skewed = sorted(sizes_of(8, 8000, "skewed", seed))
+    assert skewed[:2] == [0, 0]
+    assert skewed[-1] >= 2 * skewed[2]
+    for kind in ("even", "skewed", "one", "single"):
+        assert sizes_of(1, 7, kind, seed) == [7]
+
+
+@pytest.mark.parametrize(
+    ("total", "reads", "rows"),
+    [
+        (100, "one", 1), (100, "fewer", 50), (16, "fewer", 8), (15, "fewer", 8), (0, "fewer", 8),
+        (18, "fewer", 9), (100, "more", 408), (1000, "more", 2032), (341, "more", 341 + 1023 + 8),
+        (342, "more", 342 + 1024 + 8),
+    ],
+)  # fmt: skip
+def test_rows_that_are_gathered_from(total: int, reads: Any, rows: int) -> None:
+    assert ragged_inputs.rows_read(total, reads) == rows
+
+
+def drawn(groups: Groups, total: int = 40, **more: Any) -> Rows:
+    given: dict[str, Any] = {"sizes": "even", "whole": False} | more
+    return Rows.of(groups, total, CPU, random_inputs.seeded(CPU, 1), **given)
+
+
+EVERYTHING = Groups(3, "m", a_index=torch.int64, out_index=torch.int32, out_weights=torch.float32)
+
+
+def test_indices_and_weights_are_those_of_a_call() -> None:
+    rows = drawn(EVERYTHING)
+    assert (rows.ends[-1], rows.read) == (37, 20)
+    assert rows.a_index is not None
+    assert rows.out_index is not None
+    assert rows.out_weights is not None
+    assert (rows.a_index.dtype, rows.out_index.dtype) == (torch.int64, torch.int32)
+    assert int(rows.a_index.min()) >= 0
+    assert int(rows.a_index.max()) == 19
+    assert sorted(rows.out_index.tolist()) == list(range(40))
+    assert rows.out_index[37:].tolist() == [37, 38, 39]
+    assert rows.out_weights.isnan().nonzero()[:, 0].tolist() == [37, 38, 39]
+    assert float(rows.out_weights[:37].min()) >= 0.5
+    assert float(rows.out_weights[:37].max()) < 1.5
+    assert len(rows.other_offs) == 5
+    assert torch.equal(rows.of_call(6).offs, rows.offs)
+    assert torch.equal(rows.of_call(2).offs, rows.other_offs[1])
+    assert all(int(offs[-1]) == 37 and offs.dtype is torch.int32 for offs in rows.other_offs)
+    plain = drawn(Groups(3, "m"), whole=True)
+    assert (plain.ends[-1], plain.read, plain.given.keys()) == (40, 40, {"offs"})
+    assert drawn(Groups(3, "m"), total=4).ends[-1] == 3  # a quarter is left out, at most three
+    assert drawn(Groups(3, "m"), total=3).ends[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "whole", "defined"),
+    [
+        (Groups(3, "m"), False, (0, 37)), (Groups(3, "m"), True, None),
+        (Groups(3, "n"), False, (1, 37)), (Groups(3, "k"), False, None),
+        (Groups(3, "m", zeroed=True), False, None),
+    ],
+)  # fmt: skip
+def test_a_result_is_defined_up_to_the_last_group(
+    groups: Groups, whole: bool, defined: tuple[int, int] | None
+) -> None:
+    asked = problem(m=40, n=40, k=40, groups=groups)
+    assert drawn(groups, whole=whole).defined(asked) == defined
+
+
+@pytest.mark.parametrize(
+    ("ragged", "poisoned"),
+    [
+        ("m", {"a": (slice(2, None),), "residual": (slice(2, None),)}),
+        ("n", {"b": (slice(None), slice(2, None)), "residual": (slice(None), slice(2, None))}),
+        ("k", {"a": (slice(None), slice(2, None)), "b": (slice(2, None),)}),
+    ],
+)
+def test_what_lies_beyond_the_last_group_is_nan(ragged: Any, poisoned: dict[str, Any]) -> None:
+    asked = problem(m=4, n=4, k=4, groups=Groups(2, ragged), residual=F32)
+    tensors = {"a": torch.ones(4, 4), "b": torch.ones(4, 4), "residual": torch.ones(4, 4)}
+    if ragged == "m":
+        tensors["b"] = torch.ones(2, 4, 4)
+    if ragged == "n":
+        tensors["a"] = torch.ones(2, 4, 4)
+    inputs = Inputs(tensors["a"], tensors["b"], None, tensors["residual"])
+    Rows(torch.tensor([1, 2]), (1, 2), 4).poison_beyond(asked, inputs)
+    for name, t in tensors.items():
+        right = torch.ones_like(t)
+        if name in poisoned:
+            right[poisoned[name]] = NAN
+        assert torch.equal(t.isnan(), right.isnan()), name
+
+
+def test_what_no_group_reads_is_nan() -> None:
+    asked = problem(m=4, n=4, k=4, groups=Groups(3, "m", a_index=torch.int64), bias=torch.float32)
+    a, b, bias = torch.ones(5, 4), torch.ones(3, 4, 4), torch.ones(3, 4)
+    rows = Rows(torch.tensor([1, 1, 3]), (1, 1, 3), 5, a_index=torch.tensor([4, 0, 4, 2]))
+    rows.poison_unread(asked, Inputs(a, b, bias))
+    assert a.isnan().any(1).tolist() == [False, True, True, True, False]
+    assert b.isnan().flatten(1).any(1).tolist() == [False, True, False]
+    assert bias.isnan().any(1).tolist() == [False, True, False]
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    Rows(torch.tensor([1, 1, 3]), (1, 1, 3), 4).poison_unread(
+        problem(m=4, n=4, k=4, groups=Groups(3, "k")), Inputs(a, b)
+    )
+    assert not a.isnan().any()
+    assert not b.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.int8, 127), (torch.uint8, 255), (torch.int32, 2**31 - 1), (torch.float16, None),
+     (torch.complex64, None), (torch.float8_e4m3fn, None)],
+)  # fmt: skip
+def test_poison_of_a_dtype(dtype: torch.dtype, value: int | None) -> None:
+    t = ragged_inputs.poison(torch.zeros(3, 2).to(dtype))
+    at = torch.zeros(3, 2).to(dtype)
+    if not dtype.is_complex:  # no groups of complex numbers are multiplied
+        ragged_inputs._poison_at(at, torch.tensor([False, True, False]))
+    if value is not None:
+        assert (t == value).all()
+        assert at.tolist() == [[0, 0], [value, value], [0, 0]]
+        return
+    wide = t.to(torch.complex64 if dtype.is_complex else torch.float32)
+    assert wide.isnan().all()
+    if not dtype.is_complex:
+        assert at.float().isnan().any(1).tolist() == [False, True, False]
+
+
+# -- values that are not finite --------------------------------------------------------------
+
+
+def test_kinds_of_values() -> None:
+    found = nonfinite.kinds_of(torch.tensor([NAN, INF, -INF, 0.0, -5.0]))
+    assert found.tolist() == [2.0, 1.0, -1.0, 0.0, 0.0]
+    for marked, split in ((10.0, (2.0, True)), (7.0, (-1.0, True)), (8.0, (0.0, True)),
+                          (2.0, (2.0, False)), (-1.0, (-1.0, False))):  # fmt: skip
+        kinds, free = nonfinite.split(torch.tensor([marked]))
+        assert (kinds.item(), free.item()) == split
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [(torch.float32, 3), (torch.float8_e5m2, 3), (torch.float8_e4m3fn, 1), (torch.int8, 0),
+     (torch.complex64, 3)],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_a_dtype_has_so_many_values_that_are_not_finite(dtype: torch.dtype, count: int) -> None:
+    found = nonfinite.values_of(dtype)
+    assert len(found) == count
+    assert not count or math.isnan(found[0])
+    assert found[1:] == ((INF, -INF) if count > 1 else ())
+
+
+def test_the_column_that_depends_on_one_of_b() -> None:
+    halves = problem(n=8, epilogue=parse("swiglu"))
+    assert [nonfinite.column(halves, line) for line in (0, 7, 8, 15)] == [0, 7, 0, 7]
+    pairs = problem(n=8, epilogue=CLAMPED)
+    assert [nonfinite.column(pairs, line) for line in (0, 1, 14, 15)] == [0, 0, 7, 7]
+
+
+def expecting(axis: Any, within: tuple[int, int] | None = None) -> nonfinite.NonFinite:
+    """Row or column 1 of a 3 × 2 or 2 × 3 result: NaN, then anything, then a number."""
+    kinds = torch.tensor([[2.0, 0.0, 0.0]])
+    free = torch.tensor([[False, True, False]])
+    if axis == "columns":
+        kinds, free = kinds.mT, free.mT
+    return nonfinite.NonFinite(axis, (), torch.tensor([1]), kinds, free, within)
+
+
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_where_nan_arrives(axis: Any) -> None:
+    def fault(row: list[float], other: float = 0.0, **more: Any) -> str | None:
+        out = torch.zeros(2, 3)
+        out[1] = torch.tensor(row)
+        out[0, 2] = other
+        return expecting(axis, **more).fault(out if axis == "rows" else out.mT)
+
+    assert fault([NAN, 0.0, 0.0]) is None
+    assert fault([NAN, INF, 0.0]) is None
+    what = f"with NaN and Inf in {axis} [1]"
+    assert fault([0.0, 0.0, 0.0]) == f"{what}, 1 elements there are wrong: one is 0 and not nan"
+    text = f"{what}, 2 elements there are wrong: one is inf and not nan"
+    assert fault([INF, 0.0, NAN]) == text
+    assert fault([NAN, 0.0, 0.0], other=NAN) == f"{what}, 1 elements of others are not finite"
+    assert fault([NAN, 0.0, NAN]) == (
+        f"{what}, 1 elements there are wrong: one is nan and not a number"
+    )
+
+
+def test_beyond_what_is_defined_anything_is_right() -> None:
+    out = torch.zeros(3, 3)
+    out[1, 0] = out[2, 2] = NAN
+    assert "others" in str(expecting("rows").fault(out))
+    assert expecting("rows", within=(0, 2)).fault(out) is None
+
+
+def test_planted_values_are_taken_back() -> None:
+    t = torch.ones(2, 2)
+    change = nonfinite.Change(t, (0, 1), (0,), NAN)
+    with nonfinite.planted([change]):
+        assert t.isnan().tolist() == [[False, True], [False, False]]
+    assert torch.equal(t, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
+    asked = problem(m=8, n=6, k=5, bias=torch.float32, residual=F32)
+    inputs = Inputs(torch.ones(8, 5), torch.ones(5, 6), torch.ones(6), torch.ones(8, 6))
+    *lines, term = nonfinite._changes(asked, inputs, axis, random.Random(0))
+    assert len(lines) == nonfinite.COUNT == 3
+    assert len({change.places for change in lines}) == 3
+    assert [str(change.value) for change in lines] == ["nan", "inf", "-inf"]
+    assert [change.index[1] for change in lines[:2]] == [4, 0]  # the last term, then the first
+    assert term.tensor is (inputs.residual if axis == "rows" else inputs.bias)
+    assert math.isnan(term.value)
+    bare = replace(inputs, bias=None, residual=None)
+    plain = problem(m=2, n=6, k=5)
+    short = replace(bare, a=torch.ones(2, 5))
+    assert len(list(nonfinite._changes(plain, short, "rows", random.Random(0)))) == 2
+    for empty in ({"m": 0}, {"n": 0}):
+        assert list(nonfinite._changes(replace(plain, **empty), bare, axis, random.Random())) == []
+
+
+# -- the state of the process -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("torch's default dtype", lambda: torch.set_default_dtype(torch.float64)),
+        ("torch's default device", lambda: torch.set_default_device("meta")),
+        ("the grad mode", lambda: torch.set_grad_enabled(False)),
+        ("autocast", lambda: torch.set_autocast_enabled("cpu", True)),
+        ("autocast", lambda: torch.set_autocast_dtype("cuda", torch.float32)),
+        ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True)),
+        (
+            "torch's deterministic mode",
+            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        ),
+        ("cuDNN's benchmark mode", lambda: setattr(torch.backends.cudnn, "benchmark", True)),
+        (
+            "cuDNN's deterministic mode",
+            lambda: setattr(torch.backends.cudnn, "deterministic", True),
+        ),
+        (
+            "the reduced precision of fp16 sums",
+            lambda: setattr(
+                torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
+            ),
+        ),
+        (
+            "the reduced precision of bf16 sums",
+            lambda: setattr(
+                torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
+            ),
+        ),
+        (
+            "fp16 accumulation",
+            lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        ),
+        ("torch's random generator", lambda: torch.rand(1)),
+        ("Python's random generator", random.random),
+    ],
+)
+def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -> None:
+    before = process_state.State(CPU)
+    assert process_state.watched(lambda: 3, CPU) == (3, [])
+    _, changed = process_state.watched(change, CPU)
+    assert changed == [name]
+    assert before.changed() == []
+    assert before.are_generators(changed) == ("random generator" in name)
+
+
+def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:
+    numpy = pytest.importorskip("numpy")
+    _, changed = process_state.watched(lambda: numpy.random.rand(), CPU)
+    assert changed == ["NumPy's random generator"]
