@@ -34,7 +34,7 @@ EXTRA = {
     "tmm_core/spec/epilogue.py": {"triton"},
     "tmm_core/triton": {"triton", "numpy"},  # numpy only where Triton interprets, which needs it
     "tmm_core/testing": {"triton", "pytest", "numpy"},
-    "tmm_core/bench": {"triton", "matplotlib"},
+    "tmm_core/bench": {"triton"},
 }
 
 

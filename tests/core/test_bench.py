@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fakes import FakeKernel, register
 
 import tmm_core
-from tmm_core import dispatch, settings
+from tmm_core import dispatch
 from tmm_core.bench import host, providers, report, results, runner, suites
 from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
@@ -145,42 +145,6 @@ def test_eager_gated_is_two_products_of_halves() -> None:
     call = case.call(CPU)
     gate, up = call.b[:, :6], call.b[:, 6:]
     assert torch.equal(providers.eager([call])(0), F.silu(call.a @ gate) * (call.a @ up))
-
-
-def test_kernels_are_timed_with_their_best_config_on_record() -> None:
-    register(
-        FakeKernel("fake.right", tiles=(1, 2)),
-        FakeKernel("fake.wrong", spoil=lambda out: out + 1),
-    )
-    call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
-    with pytest.warns(tmm_core.TmmWarning, match="fake.wrong failed in tuning"):
-        [record] = tmm_core.tune(call.problem())
-    kernels, failed = providers.kernels(call)
-    plans = {each.label: each.plan(call) for each in kernels}
-    timed = [c for c in record.candidates if c.median_us]
-    finals = [c for c in timed if c.status == "ok"] or timed
-    # Candidates that were timed to the end come first.
-    most = max(len(c.samples_us) for c in finals)
-    mine = [c for c in finals if c.kernel == "fake.right"] or [
-        c for c in timed if c.kernel == "fake.right"
-    ]
-    best = min(mine, key=lambda c: (len(c.samples_us) < most, c.median_us or 0))
-    assert plans["fake.right"].config == best.config
-    assert {*plans} == {"blas", "fake.right"}
-    assert failed["fake.wrong"].startswith("error")
-
-
-def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
-    register(FakeKernel("fake.other", tiles=(7, 8)), FakeKernel("fake.lame", bind_error=OSError()))
-    with settings.override(on_cache_miss="heuristic"):
-        call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
-        kernels, failed = providers.kernels(call)
-        found = {each.label: each for each in kernels}
-        assert found["fake.other"].plan(call).config == {"tile": 7}
-        assert not failed
-        reason = "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: "
-        with pytest.raises(tmm_core.TmmError, match=reason):
-            found["fake.lame"].plan(call)
 
 
 # -- the runner --------------------------------------------------------------------------
@@ -325,44 +289,6 @@ def test_rounds_follow_the_time_there_is() -> None:
     assert (most, least) == (runner.MOST_ROUNDS, runner.LEAST_ROUNDS)
 
 
-def test_a_loop_that_was_held_up_is_run_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
-    series = []
-
-    def samples(runs: Any, *_: Any) -> list[list[float]]:
-        return [series.pop(0)] * len(runs)
-
-    monkeypatch.setattr(runner, "_samples", samples)
-    for series, held in (
-        ([quiet], False), ([held_up, quiet], True), ([held_up, held_up], True),
-    ):  # fmt: skip
-        (document,) = runner.run([task()], CPU, runner.Options(tune=False))
-        assert not series
-        assert ("held_up" in document) is held
-        if held:
-            assert document["held_up"]["torch"]["p75_us"] == 15.0
-    assert document["times"]["torch"]["p75_us"] == 15.0
-
-
-def test_the_report_has_the_seconds_of_tuning_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = measure(monkeypatch, task(), times=(1, 1, 1), tune=True)
-    assert {"searching", "compiling and loading"} <= {*found["tuning_stages"]}
-    slow = {
-        **found,
-        "tuning_seconds": 3.0,
-        "tuning_stages": {"steady state": 2.0, "screening": 0.5},
-    }
-    fast = {**found, "tuning_seconds": 1.0, "tuning_stages": {"steady state": 1.0}}
-    results = Results.of([slow, {**fast, "case": {**fast["case"], "m": 7}}])
-    (row,) = report.tunings(results)
-    told = dict(zip(report.TUNING_COLUMNS, row, strict=True))
-    assert (told["median"], told["at most"]) == ("2.00", "3.00")
-    assert (told["steady state"], told["other stages"]) == ("1.50", "0.25")
-    assert told["compiling and loading"] == "0.00"
-    titles = [section.title for section in report.sections(results)]
-    assert "seconds of tuning, and medians by stage" in titles
-
-
 def test_a_large_product_is_captured_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ratio is the median of the captures', and the report has their range."""
 
@@ -405,9 +331,6 @@ def test_columns_that_do_not_compete_are_timed_apart(monkeypatch: pytest.MonkeyP
     (document,) = runner.run([task()], CPU, runner.Options(tune=False, kernels=True))
     assert list(document["times"])[3:] == ["kernel blas", "kernel fake.other"]
     assert apart == [3, 2]
-    (document,) = runner.run([task(groups=2)], CPU, runner.Options(tune=False))
-    assert list(document["times"])[3:] == ["loop"]
-    assert apart == [3, 2, 3, 1]
 
 
 @pytest.mark.parametrize(("us", "clock"), [(1.0, "between"), (1e6, "steady")])
@@ -434,16 +357,6 @@ def test_the_other_clocks_are_medians_of_torch_and_tmm(us: float, clock: str) ->
         expected["steady"]["torch again"] = 5 * us
     assert found == expected
     assert len(calls) == (2 if clock == "between" else 0)
-
-
-def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
-    series = [[quiet, held_up, quiet], [quiet, quiet, quiet]]
-    monkeypatch.setattr(runner, "_samples", lambda *args: series.pop(0))
-    (document,) = runner.run([task()], CPU, runner.Options(tune=False))
-    assert not series
-    assert list(document["held_up"]) == ["tmm"]
-    assert document["times"]["tmm"]["p75_us"] == 10.0
 
 
 def test_a_clock_that_changes_between_rounds_is_in_no_ratio(
@@ -509,19 +422,6 @@ def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) ->
     assert [(d["case"]["m"], d["ratio"]) for d in merged.problems] == [(64, 2.0), (128, 1.1)]
 
 
-def test_other_clocks_stay_while_the_choice_does() -> None:
-    steady = {"torch": 100.0, "tmm": 90.0}
-    for later, kept in (
-        ({}, True), ({"steady": {"torch": 1.0, "tmm": 1.0}}, False),
-        ({"config": {"BLOCK_M": 128}}, False), ({"kernel": "blas"}, False),
-    ):  # fmt: skip
-        (found,) = Results.of(
-            [document(64, 2.0, steady=steady), document(64, 1.5, **later)]
-        ).problems
-        assert found["ratio"] == 1.5
-        assert found.get("steady") == (steady if kept else later.get("steady"))
-
-
 def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(document(64, 1.0)) + '\n{"kind": "poem"}\n')
@@ -539,11 +439,11 @@ def test_the_summary_is_of_ratios_by_class_and_dtype() -> None:
     assert summary == {
         "class": "square", "dtype": "bfloat16", "problems": "3", "geomean": "2.000×",
         "worst": "0.500×", "worst problem": "64×64×64 bfloat16 nn", "best": "8.000×",
-        "< 0.99×": "1", "±": "1.0%", "skipped": "0", "failed": "1",
+        "< 0.99×": "1", "±": "1.0%", "failed": "1",
     }  # fmt: skip
     assert (other["class"], other["< 0.99×"]) == ("decode", "0")
     (nothing,) = report.summaries(Results.of([failure(512)]))
-    assert nothing == ("square", "bfloat16", "0", "", "", "", "", "0", "", "0", "1")
+    assert nothing == ("square", "bfloat16", "0", "", "", "", "", "0", "", "1")
 
 
 def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
@@ -757,5 +657,3 @@ def test_batch_invariant_mode_is_measured_with_every_column() -> None:
     assert document["kernel"] == "fake.firm"
     assert {"torch", "tmm", "kernel fake.firm"} <= set(document["times"])
     assert "kernel blas" not in document["times"]
-    # Beside the usual persistent kernel, where that can be had.
-    assert "triton.persistent" in document["not_timed"]["one persistent config"]

@@ -196,7 +196,6 @@ def test_a_plugins_epilogue_works_in_every_command(
         (["tune", *CPU], "give shapes"),
         (["tune", "--suite", "round", *CPU], "unknown suite round"),
         (["tune", "--file", "/nowhere.json", *CPU], "/nowhere.json"),
-        (["bench", "--plots", *CPU], "--plots needs --output"),
         (["bench", "--resume", *CPU], "--resume needs --output"),
         (["bench", "--limit", "0", *CPU], "accepted is a number above 0"),
         (["bench", "--from", "/nowhere.jsonl"], "/nowhere.jsonl"),

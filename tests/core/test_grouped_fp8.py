@@ -16,7 +16,6 @@ from tmm_blas.blas import Blas
 
 import tmm_core
 from tmm_core import Groups, Operand, Problem, Scale
-from tmm_core.bench import grouped_baselines as bench
 from tmm_core.bench import runner, suites
 from tmm_core.epilogues import parse
 from tmm_core.interop import grouped_operator
@@ -365,7 +364,7 @@ def test_groups_start_at_rows_of_memory(along: Any, layouts: Any) -> None:
     assert Blas().reasons_against(replace(problem, device=DEVICE)) == []
 
 
-def test_benched_beside_torch_and_a_loop() -> None:
+def test_not_benched_where_torch_has_no_such_product() -> None:
     listed: dict[str, Any] = {"dtypes": ["e4m3"], "scales": ["row", "tensor"], "layout": "nt"}
     document = {
         "rows": listed | {"rows": [16], "epilogues": "bias+swiglu", "experts": [[4, 24, 32]]},
@@ -373,11 +372,7 @@ def test_benched_beside_torch_and_a_loop() -> None:
     }
     tasks = suites.read(document)
     options = runner.Options(tune=False, kernels=True, seconds=0.02)
-    for measured, task in zip(runner.run(tasks, torch.device("cpu"), options), tasks, strict=True):
-        assert "failed" not in measured
+    for measured in runner.run(tasks, torch.device("cpu"), options):
+        assert "torch has no grouped product of these 8-bit floats" in measured["failed"]
         assert measured["error"] < 1.6e-2
-        assert {"torch", "tmm", "loop", "kernel blas"} <= set(measured["times"])
-        call = task.case.call(torch.device("cpu"))
-        wanted = tmm_core.grouped_matmul(call.a, call.b, **call.keywords)
-        torch.testing.assert_close(bench.loop([call])(0), wanted, rtol=2e-2, atol=2e-1)
     assert {task.case.scales for task in suites.select(["grouped_fp8"])} == {"row"}

@@ -1,19 +1,19 @@
-"""Single kernels timed at partly given configs, and their tables and charts."""
+"""Single kernels timed at partly given configs, and their tables."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 import torch
 from fakes import FakeKernel, register
 
-from tmm_core.bench import charts, series
+import tmm_core
+from tmm_core import settings
 from tmm_core.bench.case import Case
-from tmm_core.bench.results import Results
-from tmm_core.bench.series import Series, combined
+from tmm_core.bench.series import Series, capable, combined
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import options
 
@@ -48,24 +48,23 @@ def test_every_combination_of_the_fields_that_a_kernel_has() -> None:
         combined([Naive()], {}, {"SPLIT_K": [1]})
 
 
-def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     register(FakeKernel("fake.one"), FakeKernel("fake.two"))
     argv = ("--kernel", "fake.one,fake.two", "--sweep", "tile=1,3", "--squares", "8:16:8")
     documents = bench(capsys, *argv)
     assert [document["case"]["n"] for document in documents] == [8, 16]
     labels = [f"fake.{name} tile={tile}" for name in ("one", "two") for tile in (1, 3)]
     for document in documents:
-        assert document["series"] == labels
         assert {f"kernel {label}" for label in labels} < set(document["times"])
         assert document["kernel_configs"]["fake.two tile=3"] == {"tile": 3}
     # A failure is reported, and costs its own column.
-    pytest.importorskip("matplotlib")
-    more = ("--sweep", "tile=0", "--output", str(tmp_path), "--plots", "--metric", "us")
-    assert main(["bench", *argv, *more, *CPU]) == 0
+    argv = ("--kernel", "fake.one", "--sweep", "tile=1,0", "--squares", "8:16:8")
+    assert main(["bench", *argv, *CPU]) == 0
     out, err = capsys.readouterr()
-    assert "µs, float32, in use" in out
+    *_, heading, _, first, second = (re.split(r"\s{2,}", row.strip()) for row in out.splitlines())
+    assert (first[0], second[0]) == ("8×8×8 float32 nn", "16×16×16 float32 nn")
+    assert heading[-2:] == ["GB/s", "fake.one tile=1"]
     assert "fake.one tile=0 was not timed: ConfigError" in err
-    assert (tmp_path / "sweep-float32.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_dtypes_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,20 +77,6 @@ def test_dtypes_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert {d["case"]["layout"] for d in documents} == {"nt"}
 
 
-DOCUMENT = {
-    "flops": 2 * 1000**3,
-    "bytes": 3 * 2 * 1000**2,
-    "times": {"torch": {"median_us": 20.0}, "tmm": {"median_us": 10.0}},
-}
-
-
-def test_metrics() -> None:
-    """Computed by hand: 2e9 FLOP and 6 MB (16 bits an element) in 10 µs."""
-    told = {metric: series.told(DOCUMENT, "tmm", metric) for metric in series.METRICS}
-    assert told == {"tflops": 200.0, "gbs": 600.0, "us": 10.0, "ratio": 2.0}
-    assert series.told(DOCUMENT, "kernel absent", "us") is None
-
-
 def test_bytes_are_those_that_move() -> None:
     """Half precision moves two bytes an element, and an output of another dtype its own."""
     device = torch.device("cpu")
@@ -101,39 +86,28 @@ def test_bytes_are_those_that_move() -> None:
     assert wide.call(device).problem().bytes == 2 * (10 * 30 + 30 * 20) + 4 * (2 * 10 * 20)
 
 
-def test_the_axis_is_what_differs() -> None:
-    def sizes(*shapes: tuple[int, int, int]) -> Any:
-        return series.axis([{"case": dict(zip("mnk", shape, strict=True))} for shape in shapes])
+def test_kernels_are_timed_with_their_best_config_on_record() -> None:
+    register(FakeKernel("fake.right", tiles=(1, 2)), FakeKernel("fake.slow", tiles=(3,)))
+    call = Case(m=16, n=16, k=16, dtype=torch.float32).call(torch.device("cpu"))
+    [record] = tmm_core.tune(call.problem())
+    plans = {each.label: each.plan(call) for each in capable(call)}
+    assert {*plans} == {"blas", "fake.right", "fake.slow"}
+    tiles = {c.config["tile"]: c for c in record.candidates if c.kernel == "fake.right"}
+    most = max(len(c.samples_us) for c in tiles.values())
+    timed = [c for c in tiles.values() if c.median_us]
+    best = min(timed, key=lambda c: (len(c.samples_us) < most, c.median_us or 0))
+    assert plans["fake.right"].config == best.config
 
-    assert sizes((8, 8, 8), (16, 16, 16)) == ("M = N = K", [8.0, 16.0])
-    assert sizes((1, 8, 16), (4, 8, 16)) == ("M (N = 8, K = 16)", [1.0, 4.0])
-    assert sizes((1, 8, 16), (4, 9, 16)) == ("M×N×K", ["1×8×16", "4×9×16"])
-    assert sizes((1, 8, 16)) == ("M×N×K", ["1×8×16"])
 
-
-def test_lines_are_drawn_in_the_order_of_sizes() -> None:
-    pytest.importorskip("matplotlib")
-    documents = [
-        {
-            "kind": "problem", "suite": "sweep", "series": ["k g=1", "k g=2"], "ratio": 1.0,
-            "case": {"m": n, "n": n, "k": n, "dtype": "float16"}, "flops": 1, "bytes": n,
-            "times": {
-                "torch": {"median_us": 2.0}, "tmm": {"median_us": 1.0},
-                "kernel k g=1": {"median_us": float(n)}, **more,
-            },
-        }
-        for n, more in ((32, {}), (16, {"kernel k g=2": {"median_us": 4.0}}))
-    ]  # fmt: skip
-    [(name, drawn)] = charts.figures(Results.of(documents), "us").items()
-    [axes] = drawn.axes
-    lines = {
-        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines
-    }
-    assert name == "sweep-float16"
-    assert lines == {
-        "k g=1": ([16, 32], [16, 32]), "k g=2": ([16], [4]),
-        "tmm (chosen)": ([16, 32], [1, 1]), "torch": ([16, 32], [2, 2]),
-    }  # fmt: skip
+def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
+    register(FakeKernel("fake.other", tiles=(7, 8)), FakeKernel("fake.lame", bind_error=OSError()))
+    with settings.override(on_cache_miss="heuristic"):
+        call = Case(m=16, n=16, k=16, dtype=torch.float32).call(torch.device("cpu"))
+        found = {each.label: each for each in capable(call)}
+        assert found["fake.other"].plan(call).config == {"tile": 7}
+        reason = "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: "
+        with pytest.raises(tmm_core.TmmError, match=reason):
+            found["fake.lame"].plan(call)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,6 @@
 
 ``suites`` defines the problems, ``providers`` and ``grouped_baselines`` the columns to time on
 each. ``runner`` times them, ``exhaustive`` searches for what a tuning missed, and ``host`` measures
-the host's cost per call. ``results`` reads and writes the shared file; ``report`` and ``charts``
-present it, and ``quick`` prints the README's table.
+the host's cost per call. ``results`` reads and writes the shared file; ``report``
+presents it, and ``quick`` prints the README's table.
 """

@@ -1,10 +1,7 @@
-"""Baselines for grouped calls: torch's grouped products, a loop, and quack's kernel."""
+"""Baselines for grouped calls: torch's grouped products."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +17,6 @@ Tensor = torch.Tensor
 #: Computes the product of one call.
 Product = Callable[[Call], Tensor]
 
-#: Columns beside torch's and tmm's.
-LOOP, QUACK = "loop", "quack"
 #: Row alignment in bytes that torch's grouped product requires.
 _ALIGNMENT = 16
 
@@ -29,42 +24,18 @@ _ALIGNMENT = 16
 def eager(calls: Sequence[Call]) -> Run:
     """``F.grouped_mm``, then the bias and the activation, as in a model's code; a gated one is one
     product of both halves. Operands that it rejects are padded, and the padding is timed too. 8-bit
-    floats go through ``F.scaled_grouped_mm``, and through the loop where torch has none."""
+    floats go through ``F.scaled_grouped_mm``.
+
+    Raises:
+        ValueError: torch has no grouped product of these 8-bit floats.
+    """
     call = calls[0]
     if call.a.dtype not in IMPLIED:
         return _on(calls, _padded if _refuses(call) else _by_torch)
     if not (_scales_each(call) and hasattr(F, "scaled_grouped_mm")):
-        return loop(calls)
+        raise ValueError("torch has no grouped product of these 8-bit floats")
     scales = {id(each): _row_scales(each) for each in calls}
     return _on(calls, lambda each: _by_scaled(each, *scales[id(each)]))
-
-
-def loop(calls: Sequence[Call]) -> Run:
-    """A product per group, with sizes known on the host. A real loop would have to wait for them;
-    that cost is not included."""
-    ends = {id(each): each.rows.offs.tolist() for each in calls if each.rows is not None}
-    return _on(calls, lambda each: _looped(each, ends[id(each)]))
-
-
-def quack(calls: Sequence[Call]) -> Run:
-    """quack-kernels' product of ragged rows, which takes the starts of groups with a leading zero.
-
-    Raises:
-        ImportError: It is not installed.
-        ValueError: It does not support the call.
-    """
-    call = calls[0]
-    if importlib.util.find_spec("quack") is None:
-        raise ImportError("quack-kernels is not installed")
-    if call.rows is None or call.a.dim() != 2 or call.b.dim() != 3 or not call.a.is_cuda:
-        raise ValueError("it is timed for ragged rows on a GPU")
-    if call.a.dtype in IMPLIED:
-        raise ValueError("it has no scales")
-    gemm = importlib.import_module("quack.gemm_interface").gemm
-
-    # Made once: a model would store this form, and torch's form is given for free as well.
-    starts = {id(each): F.pad(each.rows.offs, (1, 0)) for each in calls if each.rows is not None}
-    return _on(calls, lambda each: gemm(each.a, each.b, cu_seqlens_m=starts[id(each)]))
 
 
 def _on(calls: Sequence[Call], product: Product) -> Run:
@@ -144,46 +115,3 @@ def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
     if t.stride(-1) == 1:
         return F.pad(t, (0, cols, 0, rows))
     return F.pad(t.mT, (0, rows, 0, cols)).mT
-
-
-def _looped(call: Call, ends: Sequence[int]) -> Tensor:
-    """A product per group."""
-    a, b, along = call.a, call.b, ragged_along(call.a, call.b)
-    form, takes = IMPLIED.get(a.dtype), _scales_each(call)
-    m, n, count = a.shape[-2], b.shape[-1], len(ends)
-    shape = (count, m, n) if along == "k" else (m, n)
-    z = a.new_empty(shape, dtype=None if form is None else call.out_dtype or form.result)
-    one = None if form is None else torch.ones((), dtype=torch.float32, device=a.device)
-    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-        if start == end and along != "k":
-            continue
-        part = slice(start, end)
-        of_a = a[group] if along == "n" else a[part] if along == "m" else a[:, part]
-        of_b = b[group] if along == "m" else b[:, part] if along == "n" else b[part]
-        at: Any = part if along == "m" else (slice(None), part) if along == "n" else group
-        if form is None or one is None:
-            torch.mm(of_a, of_b, out=z[at])
-            continue
-        a_scale = _of_group(
-            call.parts.get("a_scale"), one, (count, m), part if along == "m" else group
-        )
-        b_scale = _of_group(
-            call.parts.get("b_scale"), one, (count, n), part if along == "n" else group
-        )
-        if takes:
-            of_rows = a_scale.expand(of_a.shape[0])[:, None].contiguous()
-            of_columns = b_scale.expand(n)[None].contiguous()
-            z[at] = torch._scaled_mm(of_a, of_b, of_rows, of_columns, out_dtype=z.dtype)
-        else:  # dequantised
-            a_scale = a_scale[:, None] if a_scale.dim() else a_scale
-            product = form.dequantize(of_a).float() @ form.dequantize(of_b).float()
-            z[at] = product * a_scale * b_scale
-    return z
-
-
-def _of_group(scale: Tensor | None, one: Tensor, each: tuple[int, int], at: int | slice) -> Tensor:
-    """A group's scales, at a range of rows or in the row of a matrix of that shape; else one
-    number."""
-    if scale is None or scale.numel() == 1:
-        return one if scale is None else scale.reshape(())
-    return scale[at] if isinstance(at, slice) else scale.reshape(each)[at]

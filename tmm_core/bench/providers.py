@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from tmm_cache import TuningRecord
 
 import tmm_core
-from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.bench.series import Series
 from tmm_core.launch.plan import Plan
@@ -117,20 +116,6 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(a, b.mT, bias) if b.dim() == 2 else torch.matmul(a, b) + bias
 
 
-def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
-    """Every capable kernel with its best config on record (without a record, its default config);
-    and the reasons why others are unavailable."""
-    dispatcher, problem = dispatch.default_dispatcher(), call.problem()
-    able, _ = dispatcher.registry.candidates(problem, settings.current())
-    found = dispatcher.record(problem)
-    if found is None:
-        return [Series(kernel.name, kernel.name) for kernel in able], {}
-    best = {result.kernel: result.config for result in reversed(fastest_first(found[1], "slow"))}
-    names = [kernel.name for kernel in able]
-    failed = {name: _why(found[1], name) for name in names if name not in best}
-    return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed
-
-
 def known(record: TuningRecord, chosen: Plan) -> list[Series]:
     """The fastest candidates on record besides the choice."""
     found = {
@@ -139,10 +124,3 @@ def known(record: TuningRecord, chosen: Plan) -> list[Series]:
         if (result.kernel, dict(result.config)) != (chosen.kernel, dict(chosen.config))
     }
     return [Series(label, each.kernel, tuple(each.config.items())) for label, each in found.items()]
-
-
-def _why(record: TuningRecord, kernel: str) -> str:
-    results = [c for c in record.candidates if c.kernel == kernel]
-    if not results:
-        return "not in the tuning record"
-    return results[0].reason or results[0].status

@@ -3,8 +3,6 @@ a third and two thirds of the way through its list."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -58,8 +56,7 @@ def gains(results: Results) -> list[tuple[str, ...]]:
     classes = report.by_class(results.measured)
     rows: list[tuple[str, ...]] = []
     for name, row in ROWS.items():
-        ratios: Sequence[float] = [each["ratio"] for each in classes.get((name, "bfloat16"), ())]
-        if ratios:
-            mean = statistics.geometric_mean(ratios)
-            rows.append((*row, str(len(ratios)), report.times(mean), report.times(min(ratios))))
+        if measured := classes.get((name, "bfloat16")):
+            mean, lowest, _ = report.summarised(measured, lambda document: document["ratio"])
+            rows.append((*row, str(len(measured)), mean, lowest))
     return rows

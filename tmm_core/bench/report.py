@@ -16,7 +16,7 @@ from typing import Any
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
 from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH
-from tmm_core.bench.series import told
+from tmm_core.bench.suites import SWEEP
 from tmm_core.spec.kernel import config_text
 
 #: Below this ratio a problem counts as lost: two series of the same call differ by up to 1 %.
@@ -24,7 +24,7 @@ LOST = 0.99
 
 SUMMARY_COLUMNS = (
     "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
-    "skipped", "failed",
+    "failed",
 )  # fmt: skip
 CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 REGRET_COLUMNS = (
@@ -34,12 +34,6 @@ REGRET_COLUMNS = (
 SEARCH_COLUMNS = (
     "class", "best was", "problems", "chosen / best", "at most", "of it", "BLAS / best",
 )  # fmt: skip
-#: The stages of a tuning that take most of its time.
-STAGES = (
-    "compiling and loading", "verifying candidates", "deciding round", "steady state",
-    "verifying finalists", "other M",
-)  # fmt: skip
-TUNING_COLUMNS = ("class", "problems", "median", "at most", *STAGES, "other stages")
 #: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
 
@@ -76,14 +70,13 @@ def sections(results: Results) -> Iterator[Section]:
         yield Section(
             "first use without records, against an exhaustive search", SEARCH_COLUMNS, searched
         )
-    if waits := tunings(results):
-        yield Section("seconds of tuning, and medians by stage", TUNING_COLUMNS, waits, detail=True)
-    for suite in dict.fromkeys(document["suite"] for document in results.problems):
-        members = [document for document in results.problems if document["suite"] == suite]
+    own = [document for document in results.problems if document["kind"] == "problem"]
+    for suite in dict.fromkeys(document["suite"] for document in own):
+        members = [document for document in own if document["suite"] == suite]
         measured = [document for document in members if "times" in document]
         columns, rows = problem_table(measured) if measured else ([], [])
         failed = [line(document) for document in members if "times" not in document]
-        yield Section(suite, columns, rows, lines=failed, detail=True)
+        yield Section(suite, columns, rows, lines=failed, detail=suite != SWEEP)
     for suite in dict.fromkeys(document["suite"] for document in results.regrets):
         said = suite.replace("random", "random M, weight and epilogue")
         mine = [document for document in results.regrets if document["suite"] == suite]
@@ -99,19 +92,18 @@ def sections(results: Results) -> Iterator[Section]:
 def summaries(results: Results) -> list[tuple[str, ...]]:
     """A row for each class and dtype, in the order they were measured."""
     rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in by_class(results.problems).items():
+    own = (document for document in results.problems if document["kind"] == "problem")
+    for (suite, dtype), documents in by_class(own).items():
         measured = [document for document in documents if "times" in document]
         figures = ("", "", "", "", "0", "")
+        failed = sum("failed" in document for document in documents)
         if measured:
             ratios = [document["ratio"] for document in measured]
-            worst = min(measured, key=lambda document: document["ratio"])
             noise = statistics.median(abs(document["noise"] - 1) for document in measured)
-            figures = (
-                times(statistics.geometric_mean(ratios)), times(min(ratios)), title(worst),
-                times(max(ratios)), str(sum(ratio < LOST for ratio in ratios)), f"{noise:.1%}",
-            )  # fmt: skip
-        left = (str(sum(why in each for each in documents)) for why in ("skipped", "failed"))
-        rows.append((suite, dtype, str(len(measured)), *figures, *left))
+            lost = sum(ratio < LOST for ratio in ratios)
+            summary = summarised(measured, lambda document: document["ratio"])
+            figures = (*summary, times(max(ratios)), str(lost), f"{noise:.1%}")
+        rows.append((suite, dtype, str(len(measured)), *figures, str(failed)))
     return rows
 
 
@@ -123,10 +115,15 @@ def by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Docume
     return groups
 
 
-def _ratios(documents: Sequence[Document], against: str) -> list[float]:
-    """The time of ``against`` over tmm's, for problems where both were measured."""
-    timed = [document["times"] for document in documents]
-    return [t[against]["median_us"] / t[TMM]["median_us"] for t in timed if against in t]
+def summarised(
+    documents: Sequence[Document],
+    ratio: Callable[[Document], float],
+    worst: Callable[..., Document] = min,
+) -> tuple[str, str, str]:
+    """The geometric mean of a ratio, its worst value, and the problem that has it."""
+    extreme = worst(documents, key=ratio)
+    mean = statistics.geometric_mean(map(ratio, documents))
+    return times(mean), times(ratio(extreme)), title(extreme)
 
 
 def clock_ratio(document: Document, clock: str) -> float | None:
@@ -160,7 +157,7 @@ def line(document: Document) -> str:
     """One measured problem in one line."""
     name = f"{document['suite']} {title(document)}"
     if "times" not in document:
-        return f"{name}: {document.get('skipped') or 'failed: ' + document['failed']}"
+        return f"{name}: failed: {document['failed']}"
     us = {name: summary["median_us"] for name, summary in document["times"].items()}
     each = f", {by_capture(document)} by capture" if "ratios" in document else ""
     return (
@@ -183,32 +180,9 @@ def searches(results: Results) -> list[tuple[str, ...]]:
         for document in documents:
             steps.setdefault(document["search"]["step"], []).append(document)
         for step, mine in steps.items():
-            worst = max(mine, key=lambda document: document["search"]["regret"])
-            lost = [document["search"]["regret"] for document in mine]
-            room = [document["search"]["blas_over_best"] for document in mine]
-            rows.append(
-                (
-                    suite, step, str(len(mine)), times(statistics.geometric_mean(lost)),
-                    times(max(lost)), title(worst), times(statistics.geometric_mean(room)),
-                )
-            )  # fmt: skip
-    return rows
-
-
-def tunings(results: Results) -> list[tuple[str, ...]]:
-    """Seconds of tuning by class, of problems that were tuned during the run."""
-    rows: list[tuple[str, ...]] = []
-    suites: dict[str, list[Document]] = {}
-    for document in (*results.measured, *results.regrets):
-        if "tuning_stages" in document:
-            suites.setdefault(document["suite"], []).append(document)
-    for suite, documents in suites.items():
-        spent = [document["tuning_seconds"] for document in documents]
-        by_stage = [document["tuning_stages"] for document in documents]
-        medians = [statistics.median(s.get(stage, 0.0) for s in by_stage) for stage in STAGES]
-        rest = [sum(us for name, us in s.items() if name not in STAGES) for s in by_stage]
-        seconds = (statistics.median(spent), max(spent), *medians, statistics.median(rest))
-        rows.append((suite, str(len(documents)), *(f"{each:.2f}" for each in seconds)))
+            lost = summarised(mine, lambda document: document["search"]["regret"], max)
+            room, *_ = summarised(mine, lambda document: document["search"]["blas_over_best"])
+            rows.append((suite, step, str(len(mine)), *lost, room))
     return rows
 
 
@@ -244,7 +218,7 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
     """A column for each quantity that one of these measured problems has, and a row for each."""
 
     def us(column: str) -> Callable[[Document], str]:
-        return lambda document: microseconds(told(document, column, "us"))
+        return lambda document: microseconds(median_us(document, column))
 
     def by(clock: str) -> Callable[[Document], str]:
         return lambda document: times(clock_ratio(document, clock)) + _noise(document.get(clock))
@@ -256,15 +230,15 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         "ratio": lambda d: times(d["ratio"]),
         "by capture": by_capture,
         "A/A": lambda d: f"{d['noise']:.3f}",
-        "TFLOPS": lambda d: f"{told(d, TMM, 'tflops'):.1f}",
-        "GB/s": lambda d: f"{told(d, TMM, 'gbs'):.0f}",
+        "TFLOPS": lambda d: f"{d['flops'] / d['times'][TMM]['median_us'] / 1e6:.1f}",
+        "GB/s": lambda d: f"{d['bytes'] / d['times'][TMM]['median_us'] / 1e3:.0f}",
     }
     if not any("ratios" in document for document in documents):
         del columns["by capture"]
     timed = {column for document in documents for column in document["times"]}
     if INDUCTOR in timed:
         columns["inductor µs"] = us(INDUCTOR)
-        columns["inductor / tmm"] = lambda d: "".join(map(times, _ratios([d], INDUCTOR)))
+        columns["inductor / tmm"] = _over_inductor
     for clock in OTHER_CLOCKS:
         if any(clock in document for document in documents):
             columns[clock] = by(clock)
@@ -275,6 +249,11 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         if column.startswith("kernel "):
             columns[column.removeprefix("kernel ")] = us(column)
     return [*columns], [[cell(document) for cell in columns.values()] for document in documents]
+
+
+def _over_inductor(document: Document) -> str:
+    us = median_us(document, INDUCTOR)
+    return "" if us is None else times(us / document["times"][TMM]["median_us"])
 
 
 def versions(run: Document) -> list[tuple[str, str]]:
@@ -296,19 +275,10 @@ def regrets(documents: Sequence[Document]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     points = [document for document in documents if "us" in document]
     for least, most in _RANGES:
-        mine = [p for p in points if least <= p["case"]["m"] <= most]
-        if not mine:
-            continue
-        ahead = [(p["torch_us"] / p["us"], title(p)) for p in mine]
-        lost = [(p["us"] / p["best_us"], title(p)) for p in mine]
-        rows.append(
-            (
-                f"{least}…{most}", str(len(mine)),
-                times(statistics.geometric_mean([r for r, _ in ahead])), times(min(ahead)[0]),
-                min(ahead)[1], times(statistics.geometric_mean([r for r, _ in lost])),
-                times(max(lost)[0]), max(lost)[1],
-            )
-        )  # fmt: skip
+        if mine := [p for p in points if least <= p["case"]["m"] <= most]:
+            ahead = summarised(mine, lambda p: p["torch_us"] / p["us"])
+            lost = summarised(mine, lambda p: p["us"] / p["best_us"], max)
+            rows.append((f"{least}…{most}", str(len(mine)), *ahead, *lost))
     return rows
 
 
@@ -326,6 +296,11 @@ def by_capture(document: Mapping[str, Any]) -> str:
     """The range of a large product's ratio over its captures."""
     ratios = document.get("ratios")
     return f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else ""
+
+
+def median_us(document: Document, column: str) -> float | None:
+    """A column's median; None if it was not timed."""
+    return document["times"].get(column, {}).get("median_us")  # type: ignore[no-any-return]
 
 
 def times(ratio: float | None) -> str:

@@ -52,35 +52,34 @@ class Results:
     problems: list[Document] = field(default_factory=list)
     #: The latest host costs per call.
     host: Document | None = None
-    #: The latest measurement of each problem whose bucket was tuned instead of its own M.
-    regrets: list[Document] = field(default_factory=list)
 
     @property
     def measured(self) -> list[Document]:
-        """The problems that have times."""
-        return [doc for doc in self.problems if "times" in doc]
+        """The problems that have times and were tuned at their own M."""
+        return [doc for doc in self.problems if "times" in doc and doc["kind"] == "problem"]
+
+    @property
+    def regrets(self) -> list[Document]:
+        """The problems whose bucket was tuned instead of their own M."""
+        return [doc for doc in self.problems if doc["kind"] == "regret"]
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Results:
         """Results from documents in the order they were written; a problem's last one counts."""
         results = cls()
-        regrets: dict[str, Document] = {}
         problems: dict[str, Document] = {}
         for document in documents:
             if document["kind"] == "run":
                 results.runs.append(document)
             elif document["kind"] == "host":
                 results.host = document
-            elif document["kind"] == "regret":
-                document = {"suite": RANDOM, **document}  # older ones have no class
-                regrets[identity(document["suite"], document["case"])] = document
             else:
+                document = {"suite": RANDOM, **document}  # older regrets have no class
                 key = identity(document["suite"], document["case"])
                 # A later failure does not replace an earlier measurement.
-                if "times" in document or key not in problems:
-                    problems[key] = _with_clocks(document, problems.get(key, {}))
+                if "failed" not in document or key not in problems:
+                    problems[key] = document
         results.problems = list(problems.values())
-        results.regrets = list(regrets.values())
         return results
 
     @classmethod
@@ -92,15 +91,6 @@ class Results:
             ValueError: A line is not a document, except for a torn last one.
         """
         return cls.of(document for file in files(paths) for document in documents(file))
-
-
-def _with_clocks(document: Document, earlier: Document) -> Document:
-    """``document`` with the other clocks' times of an earlier measurement of the same choice, if it
-    has none of its own."""
-    chosen = "kernel", "config"
-    if any(earlier.get(name) != document.get(name) for name in chosen):
-        return document
-    return {clock: earlier[clock] for clock in OTHER_CLOCKS if clock in earlier} | document
 
 
 def identity(suite: str, case: Document) -> str:

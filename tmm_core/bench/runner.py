@@ -21,9 +21,8 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench import exhaustive, grouped_baselines, providers
 from tmm_core.bench.case import Call
-from tmm_core.bench.grouped_baselines import LOOP, QUACK
 from tmm_core.bench.results import Document
-from tmm_core.bench.series import ONE_CONFIG, Series
+from tmm_core.bench.series import Series, capable
 from tmm_core.bench.suites import Task
 from tmm_core.errors import error_text
 from tmm_core.launch import warm
@@ -38,7 +37,6 @@ from tmm_core.tuning.timing import (
     GraphTimer,
     HostTimer,
     Run,
-    is_disturbed,
     normalised,
     timer_for,
 )
@@ -142,13 +140,9 @@ def _measure(
     ):
         call = task.case.call(device)
         record, started = None, time.monotonic()
-        before = _stages()
         if options.tune:
             (record,) = tmm_core.tune(_posed(task, device), budget=_budget(options))
         spent = round(time.monotonic() - started, 2) if options.tune else None
-        stages = {name: s - before.get(name, 0.0) for name, s in _stages().items()}
-        if any(stages.values()):
-            document["tuning_stages"] = {name: round(s, 3) for name, s in stages.items() if s}
         plan = call.plan()
         document |= _described(plan) | {"tuning_seconds": spent, "error": call.error()}
         calls = cold_operands.rotated(call, plan.problem)
@@ -165,11 +159,6 @@ def _measure(
             document["search"] = exhaustive.search(plan.problem, record, device)
 
 
-def _stages() -> dict[str, float]:
-    """Seconds of tuning so far, by stage."""
-    return dict(dispatch.default_dispatcher().tuner.spent)
-
-
 def _times(
     runs: dict[str, Run],
     timer: GraphTimer | HostTimer,
@@ -177,27 +166,17 @@ def _times(
     seconds: float,
     document: Document,
 ) -> Document:
-    """Each column's median and quartiles, measured again if the host delayed torch or tmm. The
-    document gets the ratios of torch's time to tmm's and to its own, normalised per round, and if
-    it is about regret the time of the best known candidate. A large product's ratios are medians
-    over several captures, which the document lists.
+    """Each column's median and quartiles. The document gets the ratios of torch's time to tmm's and
+    to its own, normalised per round, and if it is about regret the time of the best known
+    candidate. A large product's ratios are medians over several captures, which it lists.
 
     Columns that do not compete are timed after the others. A column that is several times slower
     draws less power, and the columns after it in the same loop would run at a higher GPU clock.
     """
-    beside = {name: run for name, run in runs.items() if name == LOOP or name.startswith("kernel ")}
+    beside = {name: run for name, run in runs.items() if name.startswith("kernel ")}
     racing = {name: run for name, run in runs.items() if name not in beside}
     captures = _captures(list(racing.values()), timer, copies, seconds)
     samples = pooled(captures)
-    disturbed = {
-        name: _summary(mine)
-        for name, mine in zip((TORCH, TMM), samples, strict=False)
-        if is_disturbed(mine)
-    }
-    if disturbed:
-        document["held_up"] = disturbed
-        captures = _captures(list(racing.values()), timer, copies, seconds)
-        samples = pooled(captures)
     each = [
         dict(zip(racing, map(statistics.median, normalised(mine)), strict=True))
         for mine in captures
@@ -298,26 +277,18 @@ def _runs(
     for run in runs.values():
         _once(run, call.a.is_cuda)
     configs: dict[str, Any] = {}
+    failed: dict[str, str] = {}
 
     def single(each: Series) -> Run:
         plan = each.plan(call)
         configs[each.label] = plan.config
         return planned(plan, calls)
 
-    if series:
-        document["series"] = [each.label for each in series]
-    best, failed = providers.kernels(call) if options.kernels else ([], {})
+    able = capable(call) if options.kernels else []
     extras: dict[str, Callable[[], Run]]
     extras = {f"{KNOWN}{each.label}": partial(single, each) for each in known}
-    extras |= {each.column: partial(single, each) for each in (*best, *series)}
-    if call.problem().batch_invariant:
-        extras[ONE_CONFIG.column] = partial(single, ONE_CONFIG)
-    if call.rows is not None:
-        extras |= {
-            LOOP: lambda: grouped_baselines.loop(calls),
-            QUACK: lambda: grouped_baselines.quack(calls),
-        }
-    elif options.inductor:
+    extras |= {each.column: partial(single, each) for each in (*able, *series)}
+    if options.inductor and call.rows is None:
         extras[INDUCTOR] = lambda: providers.inductor(calls)
     for column, make in extras.items():
         try:

@@ -148,12 +148,6 @@ def _add_bench(parser: Parser) -> None:
         metavar="FIELD=VALUE,…",
         help="a series for each value; several --sweep give all combinations",
     )
-    parser.add_argument(
-        "--metric",
-        choices=("tflops", "gbs", "us", "ratio"),
-        default="tflops",
-        help="quantity in tables and plots of --kernel (default: tflops)",
-    )
     parser.flag("--kernels", text="time every capable kernel too")
     parser.flag("--inductor", text="time torch.compile too")
     parser.flag(
@@ -208,7 +202,6 @@ def _add_bench(parser: Parser) -> None:
         help="measure nothing; show results of these files or folders",
     )
     parser.flag("--markdown", text="print the whole report")
-    parser.flag("--plots", text="draw a chart of single kernels into the output folder")
     shared.add_problem(parser)
     shared.add_device(parser)
     parser.add_json()

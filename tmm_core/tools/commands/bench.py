@@ -21,20 +21,16 @@ from tmm_cache.console import (
 )
 
 from tmm_core import dispatch
-from tmm_core.bench import charts, host, provenance, quick, report, runner, series, suites
-from tmm_core.bench.case import Case
-from tmm_core.bench.results import Document, Results, Writer, identity
+from tmm_core.bench import host, provenance, quick, report, runner, series, suites
+from tmm_core.bench.results import Results, Writer, identity
 from tmm_core.tools.commands import options as shared
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.plots and options.output is None:
-        raise UsageError("--plots needs --output, a folder to put them in")
     if options.read is not None:
         return _show(_read(options.read), options)
-    if (options.sweep or options.config or options.plots) and not options.kernel:
-        told = "--sweep, --config and --plots apply to single kernels: name them with --kernel"
-        raise UsageError(told)
+    if (options.sweep or options.config) and not options.kernel:
+        raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
     device = shared.device(options)
     if options.quick:
@@ -58,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     results = Results.of(writer.documents)
-    measured = len(results.problems) + len(results.regrets)
+    measured = len(results.problems)
     if measured < len(tasks):
         why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
         note(f"{why}: {measured} of {len(tasks)} problems measured")
@@ -134,9 +130,8 @@ def _done(options: argparse.Namespace) -> set[str]:
     if options.output is None:
         raise UsageError("--resume needs --output, the folder with earlier results")
     before = _read([options.output]) if options.output.is_dir() else Results()
-    measured = [(document["suite"], document["case"]) for document in before.measured]
-    measured += [(each["suite"], each["case"]) for each in before.regrets if "us" in each]
-    return {identity(*each) for each in measured}
+    measured = (each for each in before.problems if "failed" not in each)
+    return {identity(each["suite"], each["case"]) for each in measured}
 
 
 def _read(paths: Sequence[Path]) -> Results:
@@ -152,41 +147,27 @@ def _show(results: Results, options: argparse.Namespace) -> int:
     elif options.quick:
         print_table(quick.COLUMNS, quick.gains(results), quick.COLUMNS[2:])
     else:
-        _print_tables(results, options.metric)
+        _print_tables(results)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        written = [options.output / "report.md"]
-        written[0].write_text(report.markdown(results), "utf-8")
-        if options.plots:
-            with shared.usage("--plots", ModuleNotFoundError):
-                written += charts.save(results, options.output, options.metric)
-        note(f"written: {', '.join(map(str, written))}")
-    failed = any("failed" in document for document in (*results.problems, *results.regrets))
+        written = options.output / "report.md"
+        written.write_text(report.markdown(results), "utf-8")
+        note(f"written: {written}")
+    failed = any("failed" in document for document in results.problems)
     return FOUND if failed else DONE
 
 
-def _print_tables(results: Results, metric: str) -> None:
-    swept = [d for d in results.measured if d["suite"] == suites.SWEEP]
-    for dtype in dict.fromkeys(d["case"]["dtype"] for d in swept):
-        _print_series([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric)
+#: Columns of single kernels that would not fit into a terminal.
+_IN_REPORT = ("by capture", "A/A", "kernel", "origin", "error")
+
+
+def _print_tables(results: Results) -> None:
     for section in report.sections(results):
         if section.rows and not section.detail:
-            print_table(section.columns, section.rows, section.numbers)
-
-
-def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> None:
-    """Print a row for each problem and a column for each series."""
-    label, sizes = series.axis(documents)
-    names = series.columns(documents)
-    unit = series.METRICS[metric][0]
-    print(f"{unit}, {dtype}, in use")
-    rows = []
-    for size, document in zip(sizes, documents, strict=True):
-        values = [series.told(document, name, metric) for name in names]
-        shown = ["" if value is None else f"{value:.4g}" for value in values]
-        rows.append([f"{size:g}" if isinstance(size, float) else size, *shown])
-    headings = [label, *(name.removeprefix("kernel ") for name in names)]
-    print_table(headings, rows, headings[1:])
-    for document in documents:
-        for name, reason in document.get("not_timed", {}).items():
-            note(f"{Case.from_json(document['case'])}: {name} was not timed: {reason}")
+            shown = [i for i, name in enumerate(section.columns) if name not in _IN_REPORT]
+            rows = [[row[i] for i in shown] for row in section.rows]
+            print_table([section.columns[i] for i in shown], rows, section.numbers)
+    for document in results.measured:
+        if document["suite"] == suites.SWEEP:
+            for name, reason in document.get("not_timed", {}).items():
+                note(f"{report.title(document)}: {name} was not timed: {reason}")
