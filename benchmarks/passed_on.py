@@ -1,8 +1,9 @@
-"""The host's cost of calls that ``enable()`` passes on to torch: least µs per call.
+"""The host's cost of calls under ``enable()``: least µs per call.
 
 Each operator is timed on tiny operands by itself, under ``enable()`` when torch answers, and under
 ``enable()`` after the operator was left to torch, interleaved. ``plain`` is an override that passes
-each call on and does nothing else: no override in Python can cost less::
+each call on and does nothing else: no override in Python can cost less. On a GPU there is also
+``answered``: a Triton kernel serves the call::
 
     python benchmarks/passed_on.py
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tmm_core.interop import aten
 from tmm_core.launch.collector import collector_off
 
 SIZE, CALLS, ROUNDS = 16, 200, 60
+#: The kernel of answered calls.
+KERNEL = "triton.grouped"
 
 
 def products(device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -79,6 +82,16 @@ def passing(name: str, key: str, left: bool) -> Any:
     return block
 
 
+@contextmanager
+def answered(name: str) -> Iterator[None]:
+    """:func:`tmm_core.enable` that answers each call by one Triton kernel."""
+    with tmm_core.enable(), tmm_core.override(kernel=KERNEL):
+        yield
+    (kernel, *others) = [k for k, n in tmm_core.enabled_report().operators[name].calls.items() if n]
+    if others or kernel != KERNEL:
+        raise RuntimeError(str(tmm_core.enabled_report()))
+
+
 def measure(name: str, call: Callable[[], Any], device: torch.device) -> dict[str, float]:
     """Least µs of a call in each state, over batches: other programs only add to it."""
     key = "CUDA" if device.type == "cuda" else "CPU"
@@ -88,6 +101,8 @@ def measure(name: str, call: Callable[[], Any], device: torch.device) -> dict[st
         "passed on": lambda: passing(name, key, False),
         "left": lambda: passing(name, key, True),
     }
+    if device.type == "cuda":
+        states["answered"] = lambda: answered(name)
     samples: dict[str, list[float]] = {state: [] for state in states}
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     with torch.no_grad(), collector_off():

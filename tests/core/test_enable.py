@@ -23,7 +23,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core import Problem, dispatch
-from tmm_core.interop import aten, aten_answers, aten_report
+from tmm_core.interop import aten, aten_answers, aten_report, host_bound
 from tmm_core.launch import nesting
 from tmm_core.spec.device import fingerprint
 
@@ -752,47 +752,176 @@ def test_a_forced_kernel_that_declines_is_reported() -> None:
 # -- where it does not pay -------------------------------------------------------------------------
 
 
-def test_an_operator_that_costs_more_than_it_saves_is_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """What limits the process, as samples say: on this CPU both do. Each fourth call is a sample,
+    and 8 calls are enough to leave an operator, at 2 µs each."""
+    now = {"host": True, "gpu": True}
+    monkeypatch.setattr(host_bound.Pace, "_limits", lambda pace, t: (now["host"], now["gpu"]))
+    monkeypatch.setattr(host_bound, "INTERVAL", 4)
+    monkeypatch.setattr(host_bound, "MORE", 0)
     monkeypatch.setattr(aten, "overhead_us", lambda name: 2.0)
-    monkeypatch.setattr(aten_answers, "FIRST_REVIEW", 8)
-    installed(
-        FakeBlas(estimate=1.5), Sums(estimate=1.0, against=lambda p: ["large"] if p.m > 4 else [])
-    )
-    small, large, b = torch.randn(4, 4), torch.randn(8, 4), torch.randn(4, 2)
-    expected = large @ b
+    monkeypatch.setattr(aten, "ENOUGH", 8)
+    return now
+
+
+def _small_ones(saving: float) -> None:
+    """A kernel that serves small products, and saves as many µs by each."""
+    against = lambda p: ["large"] if p.m > 4 else []  # noqa: E731
+    installed(FakeBlas(estimate=1.0 + saving), Sums(estimate=1.0, against=against))
+
+
+SMALL, LARGE, B = torch.randn(4, 4), torch.randn(8, 4), torch.randn(4, 2)
+
+
+def test_an_operator_that_costs_more_than_it_saves_is_left_to_torch(limits: Any) -> None:
+    _small_ones(0.5)
+    expected = LARGE @ B
     with enable():
         for _ in range(4):
-            small @ b  # saves 0.5 µs
-            torch.addmm(b[0], small, b)
-        for _ in range(20):
-            assert torch.equal(large @ b, expected)
+            SMALL @ B
+            torch.addmm(B[0], SMALL, B)
+        for _ in range(40):
+            assert torch.equal(LARGE @ B, expected)
         report = tmm_core.enabled_report().operators
-        assert "8 calls that torch answered cost the host" in report["mm"].left
-        assert report["mm"].calls == {"sums": 4, "torch": 8}
-        assert report["mm"].host_us == 2.0
+        assert "8 calls that torch answered while the host was the limit" in report["mm"].left
+        assert report["mm"].calls == {"sums": 4, "torch": 12}  # with four after a choice
+        assert (report["mm"].host_us, report["mm"].slowed) == (2.0, 8)
         assert not report["addmm"].left
-        assert "left to torch" in str(tmm_core.enabled_report())
-        small @ b
+        text = str(tmm_core.enabled_report())
+        assert "left to torch" in text
+        assert "8 calls passed on cost the host 2.0 µs each" in text
+        with enable(ops=["mm"]):
+            SMALL @ B
+        SMALL @ B
         assert calls("mm")["sums"] == 4
-        torch.addmm(b[0], small, b)
+        torch.addmm(B[0], SMALL, B)
         assert calls("addmm")["sums"] == 5
     with enable():  # asks again
-        small @ b
+        SMALL @ B
         assert calls("mm")["sums"] == 1
 
 
-def test_an_operator_that_pays_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "overhead_us", lambda name: 2.0)
-    monkeypatch.setattr(aten_answers, "FIRST_REVIEW", 8)
-    installed(FakeBlas(estimate=90.0), Sums(against=lambda p: ["large"] if p.m > 4 else []))
+def test_an_operator_that_pays_stays(limits: Any) -> None:
+    _small_ones(90.0)
     with enable():
-        torch.randn(4, 4) @ torch.randn(4, 2)
-        for _ in range(20):
-            torch.randn(8, 4) @ torch.randn(4, 2)
+        SMALL @ B
+        for _ in range(40):
+            LARGE @ B
         assert not tmm_core.enabled_report().operators["mm"].left
-        assert calls("mm") == {"sums": 1, "torch": 20}
+        assert calls("mm") == {"sums": 1, "torch": 40}
+
+
+def test_gpu_time_is_saved_only_where_the_gpu_is_the_limit(limits: Any) -> None:
+    _small_ones(90.0)
+    limits["gpu"] = False
+    with enable():
+        for _ in range(40):
+            SMALL @ B
+            LARGE @ B
+        report = tmm_core.enabled_report()
+    # The first four calls were not known to be for nothing.
+    assert report.saved_us <= 2 * 90.0
+    assert report.operators["mm"].left
+    assert report.operators["mm"].calls["sums"] > 8
+
+
+def test_the_host_is_slowed_only_where_it_is_the_limit(limits: Any) -> None:
+    _small_ones(0.0)
+    limits["host"] = False
+    with enable():
+        for _ in range(40):
+            LARGE @ B
+        report = tmm_core.enabled_report().operators["mm"]
+        assert (report.left, report.slowed, report.host_us) == ("", 0, None)
+        limits["host"] = True
+        for _ in range(40):
+            LARGE @ B
+        assert tmm_core.enabled_report().operators["mm"].left
+
+
+def test_choosing_kernels_is_no_cost_of_passing_on(limits: Any) -> None:
+    _small_ones(0.0)
+    with enable():
+        for m in range(5, 45):
+            torch.randn(m, 4) @ B
+        report = tmm_core.enabled_report().operators["mm"]
+    assert (report.left, report.slowed, report.calls) == ("", 0, {"torch": 40})
+
+
+def test_what_was_left_is_answered_again_once_there_is_a_record(limits: Any) -> None:
+    kernel = Sums()
+    made, _ = dispatcher(FakeBlas(), kernel, times={"blas": 10.0, "sums": 4.0})
+    dispatch.default_dispatcher.made = made
+    with enable(only=lambda problem: problem.m < 8):
+        for _ in range(40):
+            LARGE @ B
+        assert tmm_core.enabled_report().operators["mm"].left
+        SMALL @ B
+        assert not kernel.launched
+        tmm_core.tune(tmm_core.problem(SMALL, B))
+        report = tmm_core.enabled_report().operators["mm"]
+        assert (report.left, report.slowed) == ("", 0)
+        launched = kernel.launched
+        SMALL @ B
+        assert kernel.launched == launched + 1
+        for _ in range(40):  # and left again
+            LARGE @ B
+        assert tmm_core.enabled_report().operators["mm"].left
+
+
+class Queue:
+    """Torch's functions for a GPU, which does what is queued when told to."""
+
+    device = torch.device("cuda", 1)
+    is_cuda = True
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        self.done = self.capturing = False
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def record(self, stream: Any) -> None:
+        self.log.append(stream)
+
+    def query(self) -> bool:
+        self.log.append("query")
+        return self.done
+
+
+def test_a_sample_asks_whether_the_gpu_reached_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, reviews = Queue(monkeypatch), []
+    pace = host_bound.Pace(lambda: reviews.append((pace.host, pace.gpu)))
+
+    def call(times: int = 1) -> None:
+        for _ in range(times):
+            pace.calls += 1
+            if pace.calls >= pace.next:
+                pace.look(queue)  # type: ignore[arg-type]  # has what of a tensor is read
+
+    assert (pace.host, pace.gpu) == (True, True)
+    call(15)
+    assert queue.log == []
+    call(2)
+    assert queue.log == ["stream of cuda:1", "query"]
+    assert reviews == [(False, True)]  # work is left
+    queue.done = True
+    call(17)
+    assert reviews == [(False, True), (True, False)]
+    call(31)
+    assert len(reviews) == 2  # samples get rarer
+    queue.capturing = True
+    del queue.log[:]
+    call(500)
+    assert (queue.log, len(reviews)) == ([], 2)
+    queue.capturing = False
+    call(500)
+    assert queue.log.count("query") == len(reviews) - 2 > 1
+    assert pace.next - pace.calls <= host_bound.MOST
 
 
 @pytest.mark.parametrize("name", aten.ENTRY)

@@ -19,10 +19,10 @@ import torch
 
 from tmm_core import compat, settings
 from tmm_core.errors import SettingsError, UnknownNameError
-from tmm_core.interop import aten_answers
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import ENTRY, entry_of
 from tmm_core.interop.aten_report import EnabledReport, OperatorReport, overhead_us
+from tmm_core.interop.host_bound import Pace
 from tmm_core.launch import warm
 from tmm_core.launch.nesting import NESTING
 from tmm_core.spec.launcher import BASELINE
@@ -30,6 +30,10 @@ from tmm_core.spec.problem import Problem
 
 #: The default on a miss: no call waits, since a model has hundreds of products.
 ON_CACHE_MISS: settings.OnCacheMiss = "background"
+
+#: After this many calls of an operator that torch's kernel answered while the host was the limit,
+#: their cost is compared with the GPU time that other kernels saved while the GPU was.
+ENOUGH = 256
 
 #: The names by which ``ops`` selects operators: without the overload.
 NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
@@ -40,13 +44,21 @@ class _Answered:
     """An operator that is answered, and the registration of its entry.
 
     Attributes:
-        library: Holds the registration. Destroying it restores torch's kernel.
+        library: Holds the registration. Destroying it restores torch's kernel. None: not
+            registered.
         left: Why the operator is no longer answered; empty while it is.
     """
 
     operator: Operator
-    library: Any
+    library: Any = None
     left: str = ""
+
+    def register(self, key: str) -> None:
+        """Let the entry answer, if it does not yet and the operator was not left."""
+        if self.library is None and not self.left:
+            name = self.operator.name
+            self.library = _registered(name, entry_of(self.operator), key)
+            _recent.append(compat.aten_kernel(f"aten::{name}", key))
 
     def leave(self, why: str = "") -> None:
         self.left = why
@@ -67,6 +79,10 @@ class Enabled:
     key: str
     answered: dict[str, _Answered] = field(default_factory=dict, repr=False)
     _set_pass: bool = field(default=False, repr=False)
+    _pace: Pace = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.review)
 
     def __enter__(self) -> Enabled:
         with _lock:
@@ -90,20 +106,19 @@ class Enabled:
     __hash__ = object.__hash__
 
     def install(self) -> None:
-        names = [name for name in ENTRY if name.partition(".")[0] in self.ops]
-        for name in names:
+        for name in ENTRY:
+            if name.partition(".")[0] not in self.ops:
+                continue
             try:
                 torchs = compat.aten_kernel(f"aten::{name}", self.key)
             except RuntimeError:  # this torch has none
                 continue
-            operator = Operator(name, torchs, self.only, self.on_cache_miss, self.review)
-            if (known := self.answered.get(name)) is not None:  # another block was inside this one
-                if known.left:
-                    continue
-                operator, known.operator.torchs = known.operator, operator.torchs
-            library = _registered(name, entry_of(operator), self.key)
-            _recent.append(compat.aten_kernel(f"aten::{name}", self.key))
-            self.answered[name] = _Answered(operator, library)
+            if name not in self.answered:
+                operator = Operator(name, torchs, self.only, self.on_cache_miss, self._pace)
+                self.answered[name] = _Answered(operator)
+            elif self.answered[name].library is None:  # another block was inside this one
+                self.answered[name].operator.torchs = torchs.call_boxed
+            self.answered[name].register(self.key)
         if self.compile:
             from tmm_core.interop import inductor  # imports parts of torch's compiler
 
@@ -118,19 +133,26 @@ class Enabled:
             inductor.uninstall()
             self._set_pass = False
 
-    def review(self, operator: Operator) -> None:
-        """Leave an operator to torch if its host cost exceeds the time that it saved."""
-        operator.review_at *= 2
-        if operator.pending:  # choices that are still being measured may save more
-            operator.pending = False
-            return
-        cost = operator.passed * overhead_us(operator.name)
-        saved = sum(tally.saved_us for tally in operator.tallies.values())
-        if cost > saved:
-            self.answered[operator.name].leave(
-                f"{operator.passed} calls that torch answered cost the host {cost / 1e3:.1f} ms, "
-                f"and the others saved {saved / 1e3:.1f}"
-            )
+    def review(self) -> None:
+        """Leave each operator to torch whose host cost exceeds the GPU time that it saved."""
+        for each in self.answered.values():
+            operator = each.operator
+            operator.settle()
+            if each.left or operator.slowed < ENOUGH:
+                continue
+            cost = operator.slowed * overhead_us(operator.name)
+            if cost > operator.saved_us:
+                each.leave(
+                    f"{operator.slowed} calls that torch answered while the host was the limit "
+                    f"cost it {cost / 1e3:.1f} ms, and calls that others answered saved "
+                    f"{operator.saved_us / 1e3:.1f} ms of a GPU that was the limit"
+                )
+
+    def again(self) -> None:
+        """Answer again what was left to torch."""
+        for each in self.answered.values():
+            if each.left:
+                each.left, each.operator.slowed = "", 0
 
 
 _lock = threading.RLock()
@@ -218,7 +240,19 @@ def _change(stack: list[Enabled]) -> None:
         NESTING.add(BASELINE)
         stack[-1].install()
         _last = stack[-1]
-    warm.forget_plans()
+    warm.drop_plans()
+
+
+def _ask_again() -> None:
+    """Answer again what was left to torch, since records, settings or plugins changed."""
+    with _lock:
+        for each in _stack:
+            each.again()
+        if _stack:
+            _stack[-1].install()
+
+
+warm.WHEN_FORGOTTEN.append(_ask_again)
 
 
 def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
@@ -240,13 +274,14 @@ def enabled_report() -> EnabledReport:
     found = {}
     for name, each in answered.items():
         operator = each.operator
+        operator.settle()
         calls = {kernel: tally.calls for kernel, tally in operator.tallies.items()}
-        measured = operator.review_at > aten_answers.FIRST_REVIEW and not operator.pending
         found[name] = OperatorReport(
             name,
             {**calls, "torch": operator.passed},
-            sum(tally.saved_us for tally in operator.tallies.values()),
-            overhead_us(name) if measured else None,
+            operator.saved_us,
+            operator.slowed,
+            overhead_us(name) if operator.slowed >= ENOUGH else None,
             each.left,
             operator.declined,
         )

@@ -23,6 +23,7 @@ from tmm_core.errors import (
     reraise,
     warn,
 )
+from tmm_core.interop.host_bound import Pace
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.collector import garbage_kept
@@ -34,10 +35,6 @@ from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-#: After this many calls of an operator that torch's kernel answered, their host cost is compared
-#: with the time that other kernels saved; then after twice as many, and so on.
-FIRST_REVIEW = 1000
-
 #: Seconds for which the answer of a product that is being tuned in the background is replayed. Then
 #: a kernel is chosen again, which in every call would cost too much host time.
 RETRY = 0.02
@@ -48,7 +45,8 @@ USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
 
 
 class Tally:
-    """The number of an operator's calls that one kernel answered, and the µs that they saved."""
+    """The number of an operator's calls that one kernel answered, and the µs of GPU time that they
+    saved, whether or not the GPU was the limit."""
 
     __slots__ = ("calls", "saved_us")
 
@@ -80,11 +78,15 @@ class Answer:
         self.kernel, self.choice, self.problem, self.launch = BASELINE, None, None, None
         self.as_bias, self.saves_us, self.tally, self.until = False, 0.0, None, 0.0
 
-    def count(self) -> None:
+    def count(self, pace: Pace, operand: Tensor) -> None:
+        """Count a call that the kernel answers."""
         tally = self.tally
         assert tally is not None
         tally.calls += 1
         tally.saved_us += self.saves_us
+        pace.calls = calls = pace.calls + 1
+        if calls >= pace.next:
+            pace.look(operand)
 
 
 #: The answers by torch's own kernel: to calls of the model, and to calls that a kernel or its
@@ -109,7 +111,15 @@ class Operator:
         only: Whether a problem may be answered; None: all may.
         on_cache_miss: What to do without a record if the settings in force say ``"tune"``, which
             would make a model wait.
-        review: Called with the operator after :attr:`review_at` calls that torch's kernel answered.
+        pace: Counts the calls.
+
+    Attributes:
+        tallies: Tallies by the kernel's name.
+        passed: Calls that torch's kernel answered.
+        slowed: Those of them that the host was the limit of, and that waited for no choice.
+        saved_us: GPU time that kernels saved while the GPU was the limit.
+        declined: Why the forced kernel did not serve the last call that torch answered for that
+            reason.
     """
 
     def __init__(
@@ -118,26 +128,34 @@ class Operator:
         torchs: Any,
         only: Callable[[Problem], bool] | None,
         on_cache_miss: settings.OnCacheMiss,
-        review: Callable[[Operator], None],
+        pace: Pace,
     ) -> None:
         self.name, self.only, self.on_cache_miss = name, only, on_cache_miss
         self.torchs: Callable[..., Any] = torchs.call_boxed
-        self.review = review
-        self.review_at = FIRST_REVIEW
-        #: Tallies by the kernel's name.
+        self.pace = pace
         self.tallies: dict[str, Tally] = {}
-        self.passed = 0
-        #: Whether a choice that does not last was made since the last review.
-        self.pending = False
-        #: Why the forced kernel did not serve the last call that torch answered for that reason.
+        self.passed, self.slowed, self.saved_us = 0, 0, 0.0
         self.declined = ""
         self._warned = False
+        #: ``passed`` and the tallies' sum at the last :meth:`settle`.
+        self._settled = 0, 0.0
 
-    def count(self) -> None:
+    def count(self, operand: Tensor) -> None:
         """Count a call that torch's kernel answers."""
-        self.passed = passed = self.passed + 1
-        if passed == self.review_at:
-            self.review(self)
+        self.passed += 1
+        pace = self.pace
+        pace.calls = calls = pace.calls + 1
+        if calls >= pace.next:
+            pace.look(operand)
+
+    def settle(self) -> None:
+        """Count the calls since the last time by what limits them now."""
+        (passed, saved), pace = self._settled, self.pace
+        self._settled = now, all_saved = self.passed, sum(t.saved_us for t in self.tallies.values())
+        if pace.gpu:
+            self.saved_us += all_saved - saved
+        if pace.host and not pace.chose:
+            self.slowed += now - passed
 
     def first(
         self,
@@ -191,12 +209,12 @@ class Operator:
         if (outer := launching()) is not None:
             warm.nest(outer)
             return INSIDE
+        self.pace.chose = True
         current = settings.current()
         if current.on_cache_miss == "tune":
             current = settings.changed(current, on_cache_miss=self.on_cache_miss)
         plan = warm.make_plan(call, warm.epilogue_of(""), current, self._posed(pose), waits=False)
         lasting, capturing = plan.choice.lasting, plan.problem.capturing
-        self.pending |= not lasting
         if plan.kernel == BASELINE and (lasting or capturing):
             return THROUGH if capturing else _keep_for_good(key)
         answer = Answer()

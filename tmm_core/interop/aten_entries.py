@@ -50,25 +50,25 @@ _NAMES: dict[str, Any] = {
 
 def product(op: Operator) -> Callable[..., Any]:
     """The entry of ``mm`` and ``bmm``."""
-    return _maker("keys, a, b", ())(op, op.torchs, op.first)  # type: ignore[no-any-return]
+    return _maker("keys, a, b", ())(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
 
 
 def product_out(op: Operator) -> Callable[..., Any]:
     """The entry of ``mm.out`` and ``bmm.out``, which compiled graphs call."""
     make = _maker("keys, a, b, *, out", ("out",))
-    return make(op, op.torchs, op.first)  # type: ignore[no-any-return]
+    return make(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
 
 
 def sum_with(op: Operator) -> Callable[..., Any]:
     """The entry of ``addmm`` and ``baddbmm``: ``beta · c + alpha · (a @ b)``."""
     make = _maker("keys, c, a, b, *, beta=1, alpha=1", ("c",))
-    return make(op, op.torchs, op.first)  # type: ignore[no-any-return]
+    return make(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
 
 
 def sum_with_out(op: Operator) -> Callable[..., Any]:
     """The entry of ``addmm.out`` and ``baddbmm.out``."""
     make = _maker("keys, c, a, b, *, beta=1, alpha=1, out", ("c", "out"))
-    return make(op, op.torchs, op.first)  # type: ignore[no-any-return]
+    return make(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _maker(parameters: str, others: tuple[str, ...]) -> Callable[..., Any]:
     """
     body = (f"    {line}" for line in _statements(others))
     lines = [f"def entry({parameters}):", *body, "return entry"]
-    return written("make", "op, torchs, first", lines, dict(_NAMES))  # type: ignore[no-any-return]
+    return written("make", "op, torchs, first, pace", lines, dict(_NAMES))  # type: ignore[no-any-return]
 
 
 def _statements(others: tuple[str, ...]) -> Iterator[str]:
@@ -103,13 +103,16 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
         terms = "*((c, None) if plan.as_bias else (None, c))"
     apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and given]
     yield f"if {' or '.join(f'type({t}) not in PLAIN' for t in tensors)}{unlike}:"
-    yield "    op.count()"
+    yield "    op.count(a)"
     yield f"    return {whole}"
     yield "dtype = a.dtype"
     yield "part = (op, a.shape, b.shape, a.stride(), b.stride(), dtype, overridden(),"
     yield "        dtype is float32 and fp32_precision('cuda', 'matmul'))"
     yield "if part in through:"
-    yield "    op.count()"
+    yield "    op.passed += 1"  # as op.count(a), without a call
+    yield "    pace.calls = calls = pace.calls + 1"
+    yield "    if calls >= pace.next:"
+    yield "        pace.look(a)"
     yield f"    return {passed}"
     yield f"aligned = ({' | '.join(f'{t}.data_ptr()' for t in tensors)}) & 15"
     yield "key = ("
@@ -121,13 +124,13 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
     yield f"if {' and '.join(['plan.launch is not None', *apart])}:"
     yield "    try:"
     yield f"        y = plan.launch(a, b, {terms}, {scale}, {'out' if given else None})"
-    yield "        plan.count()"
+    yield "        plan.count(pace, a)"
     yield f"        return {'out' if given else 'y'}"
     yield "    except BaseException as error:  # a kernel may call sys.exit"
     yield "        op.failed(key, plan, error)"
     yield "        plan = THROUGH"
     yield "if plan is not INSIDE:"
-    yield "    op.count()"
+    yield "    op.count(a)"
     yield f"return {passed}"
 
 
@@ -149,7 +152,7 @@ def _with_parts(op: Operator, call_of: Any, launch_of: Any) -> Callable[..., Any
         if any(type(t) not in PLAIN for t in tensors) or any(
             isinstance(t, Tensor) for t in named.values()
         ):
-            op.count()
+            op.count(tensors[0])
             return torchs(keys, *given, **named)
         key = (
             op,
@@ -165,13 +168,13 @@ def _with_parts(op: Operator, call_of: Any, launch_of: Any) -> Callable[..., Any
         if plan.launch is not None:
             try:
                 y = plan.launch(*given)
-                plan.count()
+                plan.count(op.pace, tensors[0])
                 return y
             except BaseException as error:
                 op.failed(key, plan, error)
                 plan = THROUGH
         if plan is not INSIDE:
-            op.count()
+            op.count(tensors[0])
         return torchs(keys, *given, **named)
 
     return entry

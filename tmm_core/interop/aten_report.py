@@ -12,6 +12,7 @@ import torch
 from tmm_core import compat
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import entry_of
+from tmm_core.interop.host_bound import Pace
 
 #: The number of calls in a batch, and of batches, that :func:`overhead_us` times.
 _REPEATS, _BATCHES = 40, 5
@@ -29,7 +30,7 @@ def overhead_us(name: str) -> float:
     base, _, overload = name.partition(".")
     aten = getattr(getattr(torch.ops.aten, base), overload or "default")
     kernel = compat.aten_kernel(f"aten::{name}", "CPU")
-    operator = Operator(name, kernel, lambda problem: False, "heuristic", lambda operator: None)
+    operator = Operator(name, kernel, lambda problem: False, "heuristic", Pace(lambda: None))
     _, _, signature = str(aten._schema).partition("(")
     probe = f"probe_{base}{overload}"
     library = torch.library.Library("tmm", "FRAGMENT")
@@ -61,9 +62,11 @@ class OperatorReport:
 
     Attributes:
         calls: The number of calls by kernel's name; torch's own kernel is ``"torch"``.
-        saved_us: µs of GPU time that the other kernels saved, by records or estimates.
+        saved_us: µs of GPU time that the other kernels saved, by records or estimates, while the
+            GPU was the limit.
+        slowed: The number of calls that torch answered while the host was the limit.
         host_us: µs of host time added to a call that torch answers; None: not measured, because
-            torch answered too few calls.
+            it delayed too few calls.
         left: Why the operator was left to torch; empty if it was not.
         declined: Why a forced kernel did not answer a call; empty if it answered all.
     """
@@ -71,6 +74,7 @@ class OperatorReport:
     name: str
     calls: dict[str, int]
     saved_us: float
+    slowed: int
     host_us: float | None
     left: str
     declined: str = ""
@@ -78,7 +82,9 @@ class OperatorReport:
     def __str__(self) -> str:
         calls = ", ".join(f"{kernel} {n}" for kernel, n in self.calls.items() if n) or "none"
         cost = (
-            "" if self.host_us is None else f"; {self.host_us:.1f} µs of the host per call passed"
+            ""
+            if self.host_us is None
+            else f"; {self.slowed} calls passed on cost the host {self.host_us:.1f} µs each"
         )
         left = f"; left to torch: {self.left}" if self.left else ""
         declined = f"; {self.declined}" if self.declined else ""
@@ -101,7 +107,7 @@ class EnabledReport:
 
     @property
     def saved_us(self) -> float:
-        """µs of GPU time saved, by records or estimates."""
+        """µs of GPU time saved while the GPU was the limit, by records or estimates."""
         return sum(each.saved_us for each in self.operators.values())
 
     def __str__(self) -> str:

@@ -121,8 +121,19 @@ def answerer() -> Answerer:
 Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
 
 
+#: Called by :func:`forget_plans`.
+WHEN_FORGOTTEN: list[Callable[[], object]] = []
+
+
 def forget_plans() -> None:
     """Drop all plans, since records, settings or plugins changed: the next call chooses again."""
+    drop_plans()
+    for each in WHEN_FORGOTTEN:
+        each()
+
+
+def drop_plans() -> None:
+    """Drop all plans: the next call chooses again, but nothing that it chooses by has changed."""
     for table in TABLES:
         table.clear()
 
