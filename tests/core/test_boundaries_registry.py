@@ -1,0 +1,539 @@
+"""What plugins bring, and what a caller names: each refusal with its message, and its limits."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import FakeBlas, FakeKernel, plugin, problem, settings
+from test_registry import EntryPoint, names, registry
+from torch import nn
+
+from tmm_core import Deferred, Epilogue, PluginError, Port, UnknownNameError, compat, hookimpl
+from tmm_core.epilogues import EPILOGUES, parse, text_of
+from tmm_core.interop import flops
+from tmm_core.registry import hooks
+from tmm_core.registry.registry import Registry, Source
+from tmm_core.spec import epilogue as epilogues
+from tmm_core.spec.epilogue import IDENTITY
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class Brings:
+    """A plugin whose hooks return these."""
+
+    def __init__(self, **brought: Any) -> None:
+        self.brought = brought
+
+    @hookimpl
+    def tmm_kernels(self) -> Any:
+        return self.brought.get("kernels", [])
+
+    @hookimpl
+    def tmm_epilogues(self) -> Any:
+        return self.brought.get("epilogues", [])
+
+    @hookimpl
+    def tmm_formats(self) -> Any:
+        return self.brought.get("formats", [])
+
+
+def named(epilogue: Epilogue, name: Any) -> Epilogue:
+    object.__setattr__(epilogue, "name", name)
+    return epilogue
+
+
+# -- what a plugin brings ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("brought", "message"),
+    [
+        ({"epilogues": [3]}, "tmm_epilogues must return Epilogue objects, got 3"),
+        ({"epilogues": [Epilogue]}, "tmm_epilogues must return Epilogue objects"),
+        (
+            {"epilogues": [named(Epilogue("x", F.relu), "x" * 257)]},
+            "an epilogue's name is .*, not a printable text of 1 to 256 letters",
+        ),
+        ({"epilogues": [named(Epilogue("x", F.relu), "")]}, "an epilogue's name is ''"),
+        ({"epilogues": [named(Epilogue("x", F.relu), "a\nb")]}, "an epilogue's name is 'a"),
+        ({"epilogues": [named(Epilogue("x", F.relu), 3)]}, "an epilogue's name is 3"),
+        (
+            {"epilogues": [Epilogue("silu", F.silu)]},
+            r"epilogue 'silu' is already registered by plugin 'tmm_core'$",
+        ),
+        ({"formats": [3]}, "tmm_formats must return Format objects, got 3"),
+        ({"kernels": [Deferred("", lambda: None)]}, "a deferred kernel's name is '', not a"),
+        ({"kernels": [3]}, "tmm_kernels must return Kernel objects, got 3"),
+        ({"kernels": [FakeKernel]}, r"\(the class; return an instance\)"),
+        ({"kernels": None}, "tmm_kernels must return a list, got None"),
+        ({"kernels": "text"}, "tmm_kernels must return a list, got 'text'"),
+        ({"kernels": {1: 2}}, "tmm_kernels must return a list"),
+        ({"kernels": [FakeKernel("k")] * 10_001}, "returned more than 10000 objects"),
+    ],
+)
+def test_what_is_no_kernel_epilogue_or_format_is_refused(
+    brought: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PluginError, match=f"^plugin 'p': .*{message}"):
+        Registry().register(Brings(**brought), "p")
+
+
+def test_ten_thousand_objects_are_no_endless_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "MOST_BROUGHT", 3)
+    r = Registry()
+    r.register(Brings(kernels=[FakeKernel(f"k{i}") for i in range(3)]), "p")
+    assert names(r) == ["k0", "k1", "k2"]
+
+
+def test_a_deferred_kernel_has_the_name_that_it_was_deferred_by() -> None:
+    loads: list[int] = []
+
+    def load() -> Any:
+        loads.append(1)
+        return FakeKernel("other")
+
+    r = Registry()
+    r.register(
+        Brings(kernels=[Deferred("mine", load), Deferred("fine", lambda: FakeKernel("fine"))])
+    )
+    assert loads == []
+    assert r.kernel("fine").name == "fine"
+    assert loads == []
+    with pytest.warns(UserWarning, match="mine"):
+        assert names(r) == ["fine"]
+    assert names(r) == ["fine"]
+    assert loads == [1]
+
+
+def test_a_refused_plugin_leaves_what_was_registered_before() -> None:
+    r = Registry()
+    r.register(plugin(FakeKernel("one")), "one")
+    with pytest.raises(PluginError, match="kernel 'one' is already registered by plugin 'one'"):
+        r.register(plugin(FakeKernel("one")), "two")
+    assert names(r) == ["one"]
+
+
+def test_sources_are_told_by_plugin_and_distribution() -> None:
+    assert str(Source("p")) == "plugin 'p'"
+    assert str(Source("p", "dist", "1.2")) == "plugin 'p' (dist 1.2)"
+    for name, ours in (
+        ("tmm-core", True), ("tmm_core", True), ("TMM.Core", True), ("tmm--core", True),
+        ("tmm-core-extra", False), ("", False),
+    ):  # fmt: skip
+        assert Source("p", name).is_ours is ours
+
+
+def test_metadata_that_cannot_be_read_costs_its_names() -> None:
+    class Broken:
+        name = "p"
+
+        @property
+        def dist(self) -> Any:
+            raise OSError("gone")
+
+    found: Any = Source.of(Broken())  # type: ignore[arg-type]
+    assert found == Source("p", "", "")
+    bare: Any = SimpleNamespace(name=3, dist=None)
+    assert Source.of(bare) == Source("3", "", "")
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "used", "faults"),
+    [
+        (None, (), ["a.k", "b.k"], {}),
+        (("a",), (), ["a.k"], {"b": "not in TMM_PLUGINS"}),
+        ((), (), [], {"a": "not in TMM_PLUGINS", "b": "not in TMM_PLUGINS"}),
+        (None, ("a",), ["b.k"], {"a": "disabled by TMM_DISABLE_PLUGINS"}),
+        (
+            ("a",), ("a",), [],
+            {"a": "disabled by TMM_DISABLE_PLUGINS", "b": "not in TMM_PLUGINS"},
+        ),
+    ],
+)  # fmt: skip
+def test_which_plugins_are_used(
+    allow: Any, deny: Any, used: list[str], faults: dict[str, str]
+) -> None:
+    points = [EntryPoint(name, plugin(FakeKernel(f"{name}.k"))) for name in ("b", "a")]
+    fields = {"allow": None if allow is None else frozenset(allow), "deny": frozenset(deny)}
+    r = registry(*points, **fields)
+    assert names(r) == used
+    assert {f.source.plugin: f.reason for f in r.faults()} == faults
+    assert all(fault.intended for fault in r.faults())
+    assert r.plugins() == {"a", "b", "blas"}
+    for name in faults:
+        with pytest.raises(PluginError, match=f"kernel '{name}.x': plugin '{name}'"):
+            r.kernel(f"{name}.x")
+    with pytest.raises(UnknownNameError, match=r"unknown kernel 'c\.x'"):
+        r.kernel("c.x")
+
+
+def test_names_that_nothing_has_are_told_with_the_variable() -> None:
+    points = [EntryPoint("a", plugin(FakeKernel("a.k"))), EntryPoint("off", plugin())]
+    fields = {"allow": frozenset({"a", "x"}), "deny": frozenset({"y"})}
+    r = registry(*points, **fields, baseline=FakeBlas)
+    disabled = frozenset({"a.k", "z", "off.k", "triton.pointwise", "blas"})
+    told = r.unknown_names(settings(disable=disabled))
+    assert [text.partition(":")[0] for text in told] == [
+        "TMM_PLUGINS", "TMM_DISABLE_PLUGINS", "TMM_DISABLE or override(disable=…)",
+    ]  # fmt: skip
+    assert ["'x'" in told[0], "'y'" in told[1], "kernel 'z'" in told[2]] == [True] * 3
+    assert registry(*points).unknown_names(settings()) == []
+
+
+def test_an_entry_point_of_blas_is_not_registered_twice() -> None:
+    point = EntryPoint("blas", plugin(FakeKernel("blas")))
+    point.value = "tmm_blas.plugin"
+    assert names(registry(point, baseline=FakeBlas)) == ["blas"]
+    assert names(registry(point)) == ["blas"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "traits", "disabled", "reasons"),
+    [
+        ({}, {}, False, []),
+        ({"deterministic": True}, {"deterministic": False}, False, ["not deterministic"]),
+        ({"batch_invariant": True}, {"batch_invariant": False}, False, ["not batch-invariant"]),
+        (
+            {"capturing": True}, {"capture_safe": False}, False,
+            ["not safe under graph capture"],
+        ),
+        (
+            {"deterministic": True, "capturing": True},
+            {"deterministic": False, "capture_safe": False},
+            True,
+            [
+                "disabled by TMM_DISABLE or override", "not deterministic",
+                "not safe under graph capture",
+            ],
+        ),
+        ({}, {"deterministic": False, "capture_safe": False}, False, []),
+    ],
+)  # fmt: skip
+def test_requirements_that_traits_do_not_meet(
+    fields: dict[str, bool], traits: dict[str, bool], disabled: bool, reasons: list[str]
+) -> None:
+    from tmm_core import Traits
+
+    r = Registry()
+    r.register(plugin(FakeKernel("k", traits=Traits(**traits))))
+    current = settings(disable=frozenset({"k"} if disabled else ()))
+    found = r.reasons_against(r.kernel("k"), problem(**fields), current)
+    assert found == reasons
+    able, rejected = r.candidates(problem(**fields), current)
+    assert [kernel.name for kernel in able] == ([] if reasons else ["k"])
+    assert rejected == ({"k": reasons} if reasons else {})
+
+
+# -- epilogues ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"name": "a b"}, ValueError, "epilogue name must be an identifier, got 'a b'"),
+        ({"name": ""}, ValueError, "must be an identifier"),
+        ({"parameters": (math.inf,)}, ValueError, "parameters must be finite numbers"),
+        ({"parameters": (0.0,), "positive": True}, ValueError, "must be above 0"),
+        ({"parameters": (1e-50,), "positive": True}, ValueError, "must be above 0"),
+        ({"device": 3}, TypeError, "3 is no device function"),
+        ({"device_derivative": 3}, TypeError, "3 is no device function"),
+        ({"interleaved": True}, ValueError, "is interleaved but not gated"),
+        (
+            {"interleaved": True, "gated": True, "derivative": F.relu}, ValueError,
+            "takes no derivative",
+        ),
+        (
+            {"interleaved": True, "gated": True, "device_derivative": F.relu}, ValueError,
+            "takes no derivative",
+        ),
+        (
+            {"outputs": (Port("o", "tile"), Port("o", "row", reduce="max"))}, ValueError,
+            "two outputs of one name",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_epilogue(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"name": "mine", "reference": F.relu} | fields
+    with pytest.raises(error, match=message):
+        Epilogue(**given)
+
+
+def test_the_defaults_of_a_reference_are_its_parameters() -> None:
+    def plain(z: Any, a: float = 1, b: float = 2.5, *, c: float = 3) -> Any:
+        return z
+
+    def gated(gate: Any, up: Any, a: float = 4) -> Any:
+        return gate
+
+    def flagged(z: Any, a: float = 1, inplace: bool = False) -> Any:
+        return z
+
+    def device(z: Any, a: Any) -> Any:
+        return z
+
+    assert Epilogue("x", plain).parameters == (1.0, 2.5)
+    assert Epilogue("x", gated, gated=True).parameters == (4.0,)
+    assert Epilogue("x", flagged).parameters == (1.0,)
+    assert Epilogue("x", plain, device=device).parameters == (1.0,)
+    assert Epilogue("x", plain, parameters=()).parameters == ()
+    assert Epilogue("x", torch.relu).parameters == ()
+    two = Epilogue("x", plain).with_parameters(7)
+    assert two.parameters == (7.0, 2.5)
+    with pytest.raises(ValueError, match="takes 2 parameters, got 3"):
+        two.with_parameters(1, 2, 3)
+
+
+def test_two_functions_of_one_key_have_texts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where digests collide, the second one has a number."""
+    monkeypatch.setattr(epilogues, "INTERNED", {})
+    monkeypatch.setattr(Epilogue, "key", property(lambda self: "same"))
+    one, other = Epilogue("x", torch.relu), Epilogue("x", torch.tanh)
+    assert (one.interned(), other.interned(), one.interned()) == ("same", "same#1", "same")
+    assert Epilogue("x", torch.relu).interned() == "same"
+    assert epilogues.INTERNED["same#1"] is other
+
+
+def test_a_chain_is_applied_stage_by_stage() -> None:
+    z = torch.tensor([-2.0, 0.5, 3.0])
+    chain = parse("relu").then(parse("scale(2)"))
+    assert torch.equal(chain.apply(z), 2 * z.relu())
+    assert (chain.linear, chain.gated, chain.name) == (False, False, "relu+scale")
+    assert parse("scale(2)").then(parse("scale(3)")).linear
+    assert IDENTITY.then(chain) is chain
+    assert chain.then(IDENTITY) is chain
+    with pytest.raises(ValueError, match="gated epilogue 'swiglu' can only come first in a chain"):
+        chain.then(parse("swiglu"))
+    assert parse("swiglu").then(parse("relu")).gated
+    assert chain.activation is None
+    assert parse("relu").activation is not None
+    assert parse("swiglu").activation is parse("scale(2)").activation is IDENTITY.activation is None
+
+
+def test_the_part_of_a_chain_that_its_output_differentiates() -> None:
+    tanh, gelu = parse("tanh"), parse("gelu")
+    assert tanh.parts == (tanh, None)
+    assert gelu.parts == (IDENTITY, gelu)
+    first, rest = tanh.then(gelu).then(tanh).parts
+    assert (first, rest) == (tanh, gelu.then(tanh))
+    assert gelu.then(tanh).parts == (IDENTITY, gelu.then(tanh))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tanh", "relu", "silu", "scale(3)", "swiglu", "tanh+scale(3)", "geglu+tanh", "softcap(2)"],
+)
+def test_the_gradient_of_an_epilogue_is_torchs(text: str) -> None:
+    found = parse(text)
+    if not all(s.derivative or s.output_vjp for s in found.stages or (found,)):
+        pytest.skip("torch differentiates it")
+    z = torch.linspace(-2, 3, 24, dtype=torch.float64).view(3, 8).requires_grad_()
+    y = found.apply(z)
+    grad = torch.randn_like(y)
+    (right,) = torch.autograd.grad(y, z, grad)
+    assert torch.allclose(found.vjp(grad, z), right)
+
+
+def test_columns_from_which_columns_are_computed() -> None:
+    columns = torch.tensor([0, 2])
+    assert parse("relu").sources(columns, 4).tolist() == [0, 2]
+    assert parse("swiglu").sources(columns, 4).tolist() == [0, 2, 4, 6]
+    alternate = Epilogue("alt", lambda g, u: g * u, gated=True, interleaved=True)
+    assert alternate.sources(columns, 4).tolist() == [0, 1, 4, 5]
+    z = torch.arange(6.0)
+    assert [t.tolist() for t in alternate.inputs(z)] == [[0, 2, 4], [1, 3, 5]]
+    assert [t.tolist() for t in parse("swiglu").inputs(z)] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"name": "a b"}, ValueError, "output name must be an identifier"),
+        ({"kind": "cell"}, ValueError, "kind is one of .*, not 'cell'"),
+        ({"dtype": torch.int8}, ValueError, "dtype is one of"),
+        ({"kind": "tile", "reduce": "max"}, ValueError, "a tile is not reduced, got reduce='max'"),
+        ({"kind": "row"}, ValueError, "a row is reduced by max or sum, got reduce=None"),
+        ({"kind": "col", "reduce": "min"}, ValueError, "a col is reduced by max or sum"),
+        ({"device": torch.abs}, ValueError, "has a device function and no reference `of`"),
+        ({"device": 3, "of": torch.abs}, TypeError, "3 is no device function"),
+    ],
+)
+def test_what_is_no_output(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Port(**{"name": "o", "kind": "tile", **fields})
+
+
+def test_outputs_reduce_the_result() -> None:
+    y = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]])
+    for kind, reduce, right in (
+        ("row", "sum", [2.0, 3.0]), ("row", "max", [3.0, 5.0]),
+        ("col", "sum", [5.0, 3.0, -3.0]), ("col", "max", [4.0, 5.0, 3.0]),
+        ("scalar", "sum", 5.0), ("scalar", "max", 5.0),
+    ):  # fmt: skip
+        port = Port("o", kind, reduce=reduce)  # type: ignore[arg-type]
+        assert port.apply(y).tolist() == right
+        assert port.shape((2, 3)) == tuple(torch.tensor(right).shape)
+        empty = port.apply(torch.empty(0, 0))
+        assert empty.numel() == 0 or empty.item() == (0.0 if reduce == "sum" else -math.inf)
+        assert str(port) == f"o ({kind} {reduce})"
+    squares = Port("o", "tile", dtype=BF16, of=torch.square)
+    assert squares.apply(y).tolist() == y.square().tolist()
+    assert (squares.apply(y).dtype, squares.fusable, str(squares)) == (BF16, False, "o (tile)")
+    assert Port("o", "tile").fusable
+    assert Port("o", "tile").terms(y.double()).dtype is torch.float64
+    assert Port("o", "tile").terms(y.half()).dtype is F32
+
+
+# -- what a caller names -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (F.silu, "silu"), (nn.SiLU(), "silu"), (nn.SiLU(inplace=True), "silu"),
+        (partial(F.silu, inplace=True), "silu"), (nn.Identity(), "identity"),
+        (partial(F.gelu, approximate="tanh"), "gelu_tanh"), (F.gelu, "gelu"),
+        (partial(F.gelu, approximate="none"), "gelu"), (nn.LeakyReLU(0.2), "leaky_relu(0.2)"),
+        (partial(F.leaky_relu, negative_slope=0.5), "leaky_relu(0.5)"),
+    ],
+)  # fmt: skip
+def test_torchs_activations_have_texts(given: Any, text: str) -> None:
+    assert text_of(given) == text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        partial(F.leaky_relu, torch.ones(2)), partial(F.silu, torch.ones(2)),
+        partial(F.silu, unknown=1), partial(F.leaky_relu, slope=1), nn.SiLU, torch.sort,
+        nn.Linear(2, 2), partial(partial(F.softplus, beta=3.0), threshold=1.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_epilogue_is_is_refused_with_what_to_write(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^epilogue: "):
+        text_of(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("silu(", "cannot parse epilogue 'silu\\('"), ("", "cannot parse epilogue"),
+        ("a+", "unknown epilogue 'a'|cannot parse"), ("softcap(x)", "parameters must be numbers"),
+        ("softcap(1,2)", "takes 1 parameters, got 2"), ("softcap(0)", "must be above 0"),
+        ("silu@0123456789ab", "has other source than 'silu' here"),
+        ("silu()x", "cannot parse"),
+    ],
+)  # fmt: skip
+def test_texts_that_name_no_epilogue(text: str, message: str) -> None:
+    with pytest.raises((ValueError, UnknownNameError), match=message):
+        parse(text)
+
+
+def test_texts_are_read_as_people_write_them() -> None:
+    assert parse(None) is IDENTITY
+    assert parse(" silu ( ) ").key == "silu"
+    assert parse("softcap(1e+1) + tanh").key == "softcap(10.0)+tanh"
+    assert parse(["silu", F.tanh]).key == "silu+tanh"
+    assert parse([]) is IDENTITY
+    assert parse(parse("silu").key) == parse("silu")
+    with pytest.raises(TypeError, match="epilogue must be a str or an Epilogue, got int"):
+        parse(3)  # type: ignore[arg-type]
+
+
+def test_every_built_in_epilogue_is_found_by_its_name() -> None:
+    r = Registry()
+    assert r.epilogues().keys() == EPILOGUES.keys()
+    assert r.epilogue(None) is IDENTITY
+    assert r.epilogue("silu") is EPILOGUES["silu"]
+    with pytest.raises(UnknownNameError, match="did you mean 'silu'"):
+        r.epilogue("silo")
+
+
+# -- torch's private names -----------------------------------------------------------------------
+
+
+def test_a_private_name_that_torch_lacks_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "missing", [])
+    assert compat.private("torch._C.DispatchKey", None) is torch._C.DispatchKey
+    assert compat.private("torch.nn.functional.relu", None) is F.relu
+    assert compat.private("torch._C.DispatchKey.CPU", None) == torch._C.DispatchKey.CPU
+    assert compat.missing == []
+    for path in ("torch.nn.absent", "torch.absent.name", "torch.nn.absent", "torch._C.absent.x.y"):
+        assert compat.private(path, 3) == 3
+    assert compat.missing == ["torch.nn.absent", "torch.absent.name", "torch._C.absent.x.y"]
+
+
+def test_a_module_that_lacks_one_of_its_names_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "missing", [])
+    assert compat._holding("torch.autograd.forward_ad", _current_level=0).__name__.endswith("_ad")
+    stand_in = compat._holding("torch.autograd.forward_ad", _current_level=7, absent=3)
+    assert (stand_in._current_level, stand_in.absent) == (7, 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_is_left_out_inside(device: str) -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=BF16):
+        with compat.without_autocast(device):
+            assert (x @ x).dtype is (F32 if device == "cpu" else BF16)
+        assert (x @ x).dtype is BF16
+        assert compat.autocasts_on("cpu")
+        assert not compat.autocasts_on("meta")
+    assert not compat.autocasts_on("cpu")
+
+
+# -- FLOPs --------------------------------------------------------------------------------
+
+
+def test_formulas_are_registered_when_the_counter_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that wait, and none twice; another import is left alone."""
+    import torch.utils.flop_counter as counter
+
+    registered: list[Any] = []
+
+    def register(operator: Any) -> Any:
+        return lambda formula: registered.append((operator, formula))
+
+    monkeypatch.setattr(counter, "register_flop_formula", register)
+    flops.count("now", len)  # type: ignore[arg-type]
+    assert registered == [("now", len)]
+    monkeypatch.setattr(flops, "_waiting", {})
+    monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
+    before = list(sys.meta_path)
+    flops.count("one", min)
+    flops.count("two", max)
+    (hook,) = [each for each in sys.meta_path if each not in before]
+    assert hook.find_spec("torch.utils.other", None) is None
+    assert hook in sys.meta_path
+    run: list[Any] = []
+    spec: Any = SimpleNamespace(loader=SimpleNamespace(exec_module=run.append))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert hook.find_spec("torch.utils.flop_counter", None) is spec
+    assert hook not in sys.meta_path
+    registered.clear()
+    module = SimpleNamespace(register_flop_formula=register)
+    spec.loader.exec_module(module)
+    assert run == [module]
+    assert registered == [("one", min), ("two", max)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "found"),
+    [
+        ((4,), (4,), 8), ((2, 4), (4,), 16), ((4,), (4, 3), 24), ((2, 4), (4, 3), 48),
+        ((5, 2, 4), (4, 3), 240), ((5, 1, 2, 4), (6, 4, 3), 48 * 30), ((2, 4), (2, 3), 48),
+    ],
+)  # fmt: skip
+def test_flops_are_two_for_each_term(a: Any, b: Any, found: int) -> None:
+    assert flops.matmul_flops(a, b) == found
