@@ -1,0 +1,759 @@
+"""Values at and beside each limit of tuning's parts: causes, notes, ranking, copies, progress."""
+
+from __future__ import annotations
+
+import errno
+import io
+import subprocess
+import sys
+import time
+import types
+import warnings
+from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
+from test_tuner import result
+from tmm_cache import CacheStore, TuningRecord
+
+from tmm_core import (
+    CacheMissError,
+    ConfigError,
+    Groups,
+    Operand,
+    PluginError,
+    TmmWarning,
+    UnsupportedProblemError,
+)
+from tmm_core.dispatch.lookup import Lookup
+from tmm_core.registry.registry import Registry
+from tmm_core.spec import toolchain
+from tmm_core.tuning import cold_operands, findings, progress, ranking, untried
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers
+from tmm_core.tuning.cold_operands import copies, rotated, rotating
+from tmm_core.tuning.environment_faults import (
+    alike,
+    cause_of,
+    cause_of_text,
+    common,
+    place_of,
+    verdicts,
+)
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.untried import Left, Noted, Untried, unmeasured
+from tmm_core.verify.ragged_inputs import SIZE_SAMPLES
+
+CPU = torch.device("cpu")
+GPU = replace(DEVICE, type="cuda", l2=50 << 20, interpreted=False)
+
+
+# -- what failed -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("CUDA out of memory", "passing"),
+        ("torch.OutOfMemoryError: x", "passing"),
+        ("MemoryError", "passing"),
+        ("CUBLAS_STATUS_ALLOC_FAILED", "passing"),
+        ("cannot be verified within 12.5 MiB", "passing"),
+        ("No space left on device", "passing"),
+        ("Disk quota exceeded", "passing"),
+        ("Cannot allocate memory", "passing"),
+        ("Too many open files", "passing"),
+        ("Resource temporarily unavailable", "passing"),
+        ("Input/output error", "passing"),
+        ("died (signal 9, SIGKILL)", "passing"),
+        ("died (signal 15, SIGTERM)", "passing"),
+        ("died (signal 2, SIGINT)", "passing"),
+        ("died (signal 1, SIGHUP)", "passing"),
+        ("died (signal 3, SIGQUIT)", "passing"),
+        ("died (signal 24, SIGXCPU)", "passing"),
+        ("died (signal 11, SIGSEGV)", None),
+        ("`ptxas` failed with error code -9", "passing"),
+        ("`ptxas` failed with error code -11", None),
+        ("BrokenProcessPool: x", "passing"),
+        ("BrokenExecutor: x", "passing"),
+        ("`ptxas` failed with error code 127", "toolchain"),
+        ("`ptxas` failed with error code 126", "toolchain"),
+        ("`ptxas` failed with error code 255", None),
+        ("Cannot find ptxas", "toolchain"),
+        ("Cannot find `cuobjdump", "toolchain"),
+        ("Failed to find C compiler", "toolchain"),
+        ("needs Python.h", "toolchain"),
+        ("needs a C compiler", "toolchain"),
+        ("FileNotFoundError: x", "toolchain"),
+        ("PermissionError: x", "toolchain"),
+        ("NotADirectoryError: x", "toolchain"),
+        ("No such file or directory", "toolchain"),
+        ("Permission denied", "toolchain"),
+        ("Read-only file system", "toolchain"),
+        ("Exec format error", "toolchain"),
+        ("No usable temporary directory", "toolchain"),
+        ("ModuleNotFoundError: x", "toolchain"),
+        ("ImportError: x", "toolchain"),
+        ("x.so: cannot open shared object file", "toolchain"),
+        ("libcuda.so.1 cannot found", "toolchain"),
+        ("CalledProcessError: x", "toolchain"),
+        ("0 active drivers ([])", "toolchain"),
+        ("no CUDA-capable device is detected", "toolchain"),
+        ("driver version is insufficient", "toolchain"),
+        ("did not compile within 60 s", "hung"),
+        ("did not bind within 60 s", "hung"),
+        ("its compiler died (signal 11)", "hung"),
+        ("`ptxas` raised SIGSEGV", "hung"),
+        ("the tuning budget ended before it", "budget"),
+        ("", None),
+        ("wrong by 0.5", None),
+        ("CompilationError: at 3:4", None),
+    ],
+)
+def test_words_of_faults_of_the_machine(text: str, cause: str | None) -> None:
+    assert cause_of_text(text) == cause
+    assert cause_of_text(f"it failed: {text} (/x.py:3)") == cause
+
+
+def raised_in(module: str, error: BaseException) -> BaseException:
+    """The error, raised by code of this module."""
+    scope: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def fail():\n    raise error\n", scope)
+    try:
+        scope["fail"]()
+    except BaseException as raised:
+        return raised
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (MemoryError(), "passing"),
+        (torch.OutOfMemoryError("x"), "passing"),
+        (BrokenExecutor("x"), "passing"),
+        (BrokenProcessPool("x"), "passing"),
+        (subprocess.TimeoutExpired("x", 1), "hung"),
+        (subprocess.CalledProcessError(-9, "x"), "passing"),
+        (subprocess.CalledProcessError(0, "x"), "toolchain"),
+        (subprocess.CalledProcessError(1, "x"), "toolchain"),
+        *(
+            (OSError(getattr(errno, name), "x"), "passing")
+            for name in ("ENOMEM", "ENOSPC", "EDQUOT", "EAGAIN", "EMFILE", "ENFILE", "EINTR",
+                         "EBUSY", "ETXTBSY", "ESTALE", "EIO")
+        ),
+        (OSError(errno.ENOENT, "x"), "toolchain"),
+        (OSError(errno.EACCES, "x"), "toolchain"),
+        (OSError("without a number"), None),
+        (ImportError("x"), "toolchain"),
+        (ValueError("x"), None),
+        *(
+            (raised_in(module, RuntimeError("x")), "toolchain")
+            for module in ("triton.knobs", "triton.runtime.build", "triton.runtime.cache",
+                           "triton.runtime.driver", "triton.backends.driver",
+                           "triton.backends.nvidia.driver", "triton.backends.amd.driver",
+                           "subprocess", "tempfile")
+        ),
+        (raised_in("triton.compiler.code_generator", RuntimeError("x")), None),
+        (raised_in("triton.backends.nvidia.compiler", RuntimeError("x")), None),
+    ],
+)  # fmt: skip
+def test_errors_of_the_machine_by_their_type_and_place(
+    error: BaseException, cause: str | None
+) -> None:
+    assert cause_of(error) == cause
+    outer = ValueError("outer")
+    outer.__cause__ = error
+    assert cause_of(outer) == cause
+
+
+def test_what_another_process_found_is_believed_if_it_is_a_cause() -> None:
+    error: Any = ValueError("x")
+    error.cause_elsewhere = "hung"
+    assert cause_of(error) == "hung"
+    error.cause_elsewhere = "nonsense"
+    assert cause_of(error) is None
+
+
+class Elsewhere(FakeKernel):
+    pass
+
+
+def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder whose name only begins alike is another's."""
+    module = types.ModuleType("elsewhere")
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
+    monkeypatch.setattr(Elsewhere, "__module__", "elsewhere")
+    module.__file__ = str(tmp_path / "mine" / "kernel.py")
+    kernel = Elsewhere("k")
+
+    def fails(*path: str) -> BaseException:
+        scope: dict[str, Any] = {}
+        file = str(tmp_path.joinpath(*path))
+        exec(compile("\n\ndef fail():\n    raise ValueError\n", file, "exec"), scope)
+        try:
+            scope["fail"]()
+        except ValueError as error:
+            return error
+        raise AssertionError
+
+    usual = place_of(kernel, None)
+    assert ":" in usual
+    assert place_of(kernel, fails("mine", "kernel.py")) == f"{tmp_path}/mine/kernel.py:4"
+    assert place_of(kernel, fails("mine", "deep", "x.py")) == f"{tmp_path}/mine/deep/x.py:4"
+    for folder in ("mine_too", "other"):
+        assert not place_of(kernel, fails(folder, "x.py")).startswith(str(tmp_path))
+    outer = ValueError()
+    outer.__cause__ = fails("mine", "kernel.py")
+    assert place_of(kernel, outer) == f"{tmp_path}/mine/kernel.py:4"
+    told: Any = ValueError()
+    told.place = "/there.py:7"
+    assert place_of(kernel, told) == "/there.py:7"
+    told.place = 7
+    assert place_of(kernel, told) == usual
+
+
+# -- several failures --------------------------------------------------------------------
+
+
+def failed(kernel: str, reason: str | None, **fields: Any) -> Any:
+    return replace(result(kernel, 1.0), status="failed", reason=reason, samples_us=(), **fields)
+
+
+SAME = "'a' at /x/y.py:3 needs 0x1f of 12"
+
+
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [
+        ([failed("a", SAME), failed("b", "'b' at /z.py:4 needs 0x2 of 7")], True),
+        ([failed("a", SAME), failed("a", SAME)], False),
+        ([failed("a", SAME), failed("b", "another")], False),
+        ([failed("a", SAME), failed("b", SAME), result("c", 1.0)], False),
+        ([failed("a", SAME), failed("b", SAME), result("blas", 1.0)], True),
+        ([failed("a", ""), failed("b", "")], False),
+        ([failed("a", None), failed("b", None)], False),
+        ([failed("a", SAME), failed("b", SAME), failed("c", "expects to take 3 µs")], True),
+        ([failed("a", SAME), failed("b", SAME), failed("c", "its search space is empty")], True),
+        ([failed("a", SAME), failed("b", SAME), failed("c", "not tried: x")], True),
+        ([failed("a", SAME), failed("b", "not tried: x")], False),
+        ([], False),
+    ],
+)
+def test_two_kernels_that_fail_alike_are_no_kernels_fault(results: Any, found: bool) -> None:
+    assert alike(results) is found
+
+
+def test_the_common_part_of_reasons() -> None:
+    assert common("PluginError: kernel a.b: bind raised X: no") == "X: no"
+    assert common("PluginError: kernel a: compile raised X: no\nmore") == "X: no"
+    assert common("its first launch raised X: no") == "X: no"
+    assert common("X: \"a\" `b` 'c' (/d e) /f:3, 0xff 12") == "X: … … … … …:…, … …"
+
+
+def test_verdicts_are_of_kernels() -> None:
+    kept = [result("a", 1.0), replace(result("b", 1.0), status="wrong"), failed("c", "its own"),
+            failed("d", "the tuning budget ended before it"), failed("e", None)]  # fmt: skip
+    dropped = [failed("f", "CUDA out of memory"), failed("g", "did not compile within 60 s")]
+    assert verdicts([*kept, *dropped]) == kept
+    blas, skipped = result("blas", 1.0), failed("c", "expects to take 3 µs")
+    assert verdicts([failed("a", SAME), failed("b", SAME), blas, skipped]) == [blas, skipped]
+
+
+# -- findings ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        ("passing", "toolchain", "toolchain"), ("toolchain", "passing", "toolchain"),
+        ("alike", "passing", "passing"), ("hung", "alike", "alike"), ("budget", "hung", "hung"),
+        ("hung", "budget", "hung"),
+    ],
+)  # fmt: skip
+def test_the_gravest_cause_of_a_kernel_is_kept(first: Any, second: Any, kept: str) -> None:
+    found, kernel = Findings(), FakeKernel("k")
+    found.leave(kernel, Left(first, "1"))
+    found.leave(kernel, Left(second, "2"))
+    assert found.left[("k", "1")].cause == kept
+    found.leave(kernel, Left(kept, "3"))  # type: ignore[arg-type]
+    assert found.left[("k", "1")].reason != "3"
+
+
+def told(left: dict[Any, Left], **more: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        findings.warn_of_environment(left, "P", **more)
+    return [str(each.message) for each in caught if issubclass(each.category, TmmWarning)]
+
+
+def test_one_warning_of_the_environment_names_the_gravest() -> None:
+    left = {
+        ("a", "1"): Left("passing", "no memory"), ("b", "1"): Left("toolchain", "no\n ptxas"),
+        ("b", "2"): Left("toolchain", "no ptxas"), ("c", "1"): Left("hung", "hung"),
+    }  # fmt: skip
+    assert told({("c", "1"): Left("hung", "x"), ("d", "1"): Left("budget", "x")}) == []
+    (text,) = told(left)
+    assert text.startswith(
+        "this machine kept tmm from trying kernel b and 1 more kernels for P: no ptxas. "
+    )
+    assert "tried again when the toolchain changes. Run `tmm doctor`" in text
+    assert told(left) == []
+    findings._warned.clear()
+    (text,) = told({("a", "1"): Left("passing", "x" * 401)})
+    assert f"kernel a for P: {'x' * 400}…. " in text
+    assert "tried again later" in text
+    findings._warned.clear()
+    (text,) = told({("a", "1"): Left("alike", "y" * 400)}, causes=("alike",))
+    assert f": {'y' * 400}. " in text
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (ConfigError("x"), True), (UnsupportedProblemError("x"), True), (PluginError("x"), False),
+        (type("OutOfResources", (Exception,), {})("x"), True), (ValueError("x"), False),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_no_fault(error: BaseException, refused: bool) -> None:
+    assert findings.refuses(error) is refused
+    outer = ValueError("outer")
+    outer.__cause__ = error
+    assert findings.refuses(outer) is refused
+
+
+def test_a_reason_has_its_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "place_of", lambda kernel, raised: "/x.py:3")
+    assert findings.placed(FakeKernel("k"), "it failed", None) == "it failed (/x.py:3)"
+    assert findings.placed(FakeKernel("k"), "at /x.py:3", None) == "at /x.py:3"
+    monkeypatch.setattr(findings, "place_of", lambda kernel, raised: "")
+    assert findings.placed(FakeKernel("k"), "it failed", None) == "it failed"
+
+
+# -- notes of what is untried ------------------------------------------------------------
+
+
+A, B = ("a", "1"), ("b", "1")
+NOTED = Noted({A: Left("toolchain", "t"), B: Left("passing", "p")}, {"here": 1})
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "count", "here", "again"),
+    [
+        ("other", 1, False, {A, B}), ("other", 1, True, {A, B}), ("here", 1, False, {B}),
+        ("here", 1, True, set()), ("here", 2, False, {B}), ("here", 3, False, set()),
+    ],
+)  # fmt: skip
+def test_what_is_tried_again(fingerprint: str, count: int, here: bool, again: set[Any]) -> None:
+    noted = replace(NOTED, tried={"here": count})
+    assert noted.again(fingerprint, here) == again
+
+
+def test_notes_survive_json_and_nonsense_is_none() -> None:
+    assert Noted.from_json(NOTED.to_json()) == NOTED
+    bad = NOTED.to_json()
+    assert isinstance(bad, dict)
+    for document in (
+        None, [], 3, {}, {**bad, "kernels": 3}, {**bad, "tried": 3}, {**bad, "tried": {"a": "x"}},
+        {**bad, "kernels": [["toolchain", "t"]]}, {**bad, "kernels": [["toolchain", "t", [3]]]},
+    ):  # fmt: skip
+        assert Noted.from_json(document) is None
+    unknown = {**bad, "kernels": [["novel", "t", [["a", "1"]]], ["hung", "h", [["b", "1"]]]]}
+    assert Noted.from_json(unknown) == Noted({B: Left("hung", "h")}, {"here": 1})
+
+
+def test_a_note_is_of_what_was_tried_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = ["one"]
+    monkeypatch.setattr(toolchain, "fingerprint", lambda: now[0])
+    key = problem()
+    mine = Untried(CacheStore(tmp_path))
+    mine.note(key, {A}, {})
+    assert mine.get(key) is None
+    assert not mine
+    mine.note(key, {A, B}, {A: Left("toolchain", "x" * 5000), B: Left("passing", "p")})
+    assert mine
+    noted = mine.get(key)
+    assert noted is not None
+    assert noted.tried == {"one": 1}
+    assert 100 < len(noted.kernels[A].reason) < 5000
+    assert mine.left(key) == ({A, B}, frozenset())
+    other = Untried(CacheStore(tmp_path))
+    assert other.left(key) == ({A}, {B})
+    assert not mine.changed()
+    now[0] = "two"
+    assert (mine.changed(), mine.changed()) == (True, False)
+    assert mine.left(key) == (frozenset(), {A, B})
+    mine.note(key, {A}, {})
+    assert mine.get(key) == Noted({B: Left("passing", "p")}, {"one": 1, "two": 1})
+    assert Untried(CacheStore(tmp_path)).get(key) == mine.get(key)
+    assert [each.kernels.keys() for each in other.of_device(key.device)] == [{B}]
+    mine.note(key, {B}, {})
+    assert other.of_device(key.device) == []
+    assert other.left(problem(m=1)) == (frozenset(), frozenset())
+
+
+def test_what_a_record_has_no_verdict_on() -> None:
+    kernels = [FakeKernel("a"), FakeKernel("b"), FakeKernel("c")]
+    ended = failed("c", untried.BUDGET_ENDED)
+    record = TuningRecord(
+        problem().to_json(), 0, (result("blas", 1.0), result("a", 1.0), ended),
+        "2026-01-01T00:00:00Z", 1.0,
+    )  # fmt: skip
+
+    def names(**more: Any) -> list[str]:
+        return [kernel.name for kernel in unmeasured(problem(), kernels, record, **more)]
+
+    assert unmeasured(problem(), kernels, None) == kernels
+    assert names() == ["b"]
+    assert names(resume=True) == ["b", "c"]
+    assert names(left=({B}, ())) == []
+    assert names(left=((), {A})) == ["a", "b"]
+    assert names(left=({B}, ()), resume=True) == ["b", "c"]
+    kernels[0].__dict__["version"] = "2"
+    assert names() == ["a", "b"]
+
+
+# -- ranking -----------------------------------------------------------------------------
+
+
+def recorded(*candidates: Any, **sizes: int) -> TuningRecord:
+    return TuningRecord(
+        problem(**sizes).to_json(), 0, candidates, "2026-01-01T00:00:00Z", 1.0
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("blas", "kernel", "steady", "wins"),
+    [
+        (100.0, 98.9, None, True), (100.0, 99.0, None, True), (100.0, 99.1, None, False),
+        (100.0, 90.0, 102.0, True), (100.0, 90.0, 102.1, False), (100.0, 90.0, 101.0, True),
+    ],
+)  # fmt: skip
+def test_blas_wins_unless_it_is_clearly_beaten(
+    blas: float, kernel: float, steady: float | None, wins: bool
+) -> None:
+    more = {} if steady is None else {"steady_us": steady}
+    usual = {} if steady is None else {"steady_us": 100.0}
+    found = ranking.decide([result("blas", blas, **usual), result("k", kernel, **more)])
+    assert found == int(wins)
+
+
+def test_ties_are_broken_by_determinism_workspace_the_incumbent_and_name() -> None:
+    blas = result("blas", 200.0)
+    b, a = result("b", 100.0), result("a", 100.0)
+    assert ranking.decide([blas, b, a]) == 2
+    assert ranking.decide([blas, b, a], incumbent=b) == 1
+    assert ranking.decide([blas, b, replace(a, workspace_bytes=4)]) == 1
+    assert ranking.decide([blas, replace(b, workspace_bytes=4), a], incumbent=b) == 2
+    assert ranking.decide([blas, b, replace(a, deterministic=False)]) == 1
+    assert (
+        ranking.decide([blas, replace(b, deterministic=False), replace(a, workspace_bytes=9)]) == 2
+    )
+    far = 100.0 * (1 + ranking.TIE)
+    assert ranking.decide([blas, b, result("a", far)]) == 2
+    assert ranking.decide([blas, b, result("a", far + 0.01)]) == 1
+    with pytest.raises(ValueError, match="no candidate was timed"):
+        ranking.decide([failed("a", "x")])
+
+
+def test_the_ranking_puts_those_eliminated_after_finalists_and_slower_ones_last() -> None:
+    def timed(kernel: str, us: float, rounds: int = 5, **fields: Any) -> Any:
+        return replace(result(kernel, us, **fields), samples_us=(us,) * rounds)
+
+    blas = timed("blas", 10.0, steady_us=10.0)
+    early, late = timed("early", 5.0, rounds=2), timed("late", 8.0)
+    slower = timed("slower", 4.0, steady_us=10.3)
+    slow = replace(timed("slow", 6.0, rounds=2), status="slow")
+    record = recorded(slower, early, blas, late, slow, failed("x", "y"))
+    assert [c.kernel for c in ranking.fastest_first(record)] == ["late", "blas", "early", "slower"]
+    also = [c.kernel for c in ranking.fastest_first(record, "slow")]
+    assert also == ["late", "blas", "early", "slow", "slower"]
+
+
+def race(**changes: Any) -> list[int]:
+    """At M = 1000 between 897 and 1024, of kernels within 15 % of each other."""
+    times = {"blas": 200.0, "a": 190.0, "b": 185.0, "c": 180.0, "far": 230.0} | changes
+    candidates = [
+        result(name, us, inside_us={897: us, 961: us}) for name, us in times.items() if us
+    ]
+    return ranking.racers(recorded(*candidates, m=1024), 1000)
+
+
+def test_so_many_race_at_an_m_that_was_never_measured() -> None:
+    assert race() == [0, 3, 2]  # BLAS, c and b
+    assert race(blas=208.0) == [0, 3, 2]  # 1.155 times the best: it answers if all lose
+    assert race(b=208.0, a=208.0, blas=208.0) == []  # c alone is near
+    assert race(b=208.0, a=208.0) == [0, 3]
+    assert race(a=90.0, b=95.0, c=99.0, blas=101.0, far=120.0) == []  # short calls
+    assert race(a=0, b=0, c=0, far=0) == []
+
+
+def test_an_m_that_was_measured_needs_no_race() -> None:
+    us = dict.fromkeys((897, 961), 150.0)
+    candidates = [result("blas", 200.0, inside_us=us), result("k", 190.0, inside_us=us)]
+    record = recorded(*candidates, m=1024)
+    assert ranking.racers(record, 1000) == [0, 1]
+    assert ranking.racers(record, 961) == ranking.racers(record, 1024) == []
+    many = us | dict.fromkeys(range(900, 900 + ranking.MOST_RACED), 150.0)
+    full = [replace(each, inside_us=many) for each in candidates]
+    assert ranking.racers(recorded(*full, m=1024), 1000) == []
+    del many[900]
+    full = [replace(each, inside_us=many) for each in candidates]
+    assert ranking.racers(recorded(*full, m=1024), 1000) == [0, 1]
+
+
+def test_the_ratio_behind_the_fastest_counts_where_all_were_timed() -> None:
+    a, b, c = ("a", ()), ("b", ()), ("blas", ())
+    around: Any = {1: {a: 10.0, b: 20.0, c: 40.0}, 2: {a: 30.0, b: 20.0}}
+    assert ranking.behind(around) == {a: 1.5, b: 2.0}
+    assert ranking.behind({}) == {}
+    assert ranking.ranked_around({1: {a: 10.0, b: 9.0, c: 10.05}, 2: {a: 1.0, b: 1.2, c: 2.0}}) == [
+        b
+    ]
+    assert ranking.fastest_blas(around) is None
+    fused: Any = ("blas", (("fused", True),))
+    assert ranking.fastest_blas({1: {c: 1.0, fused: 2.0, a: 0.1}, 2: {c: 9.0, fused: 3.0}}) == fused
+
+
+# -- copies of operands ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, ("b",)), ({"batch": 2}, ("a", "b")),
+        ({"a": Operand(torch.float32, "col")}, ("a", "b")),
+        ({"m": 2**20}, ("a", "b")), ({"groups": Groups(2, "m")}, ("b",)),
+        ({"groups": Groups(2, "k")}, ("a", "b")), ({"groups": Groups(2, "n")}, ("a", "b")),
+    ],
+)  # fmt: skip
+def test_which_operands_rotate(fields: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert rotating(problem(device=GPU, **fields)) == names
+
+
+def test_an_activation_of_half_the_l2_rotates() -> None:
+    half = GPU.l2 // 2 // (4 * 16)
+    assert rotating(problem(m=half, device=GPU)) == ("b",)
+    assert rotating(problem(m=half + 1, device=GPU)) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("device", "n", "limit", "count"),
+    [
+        (GPU, 2**20, 1e12, 4),  # 64 MiB each, of 240 MB
+        (GPU, 2**22, 1e12, 2), (GPU, 2**24, 1e12, 2), (GPU, 64, 1e12, 128),
+        (replace(GPU, l2=200 << 20), 2**20, 1e12, 10),
+        (GPU, 2**20, 3 * (2**26 + 2**28), 3), (GPU, 2**20, 1.0, 1),
+        (replace(GPU, type="cpu"), 2**20, 1e12, 1),
+    ],
+)  # fmt: skip
+def test_so_many_calls_are_in_a_chain(device: Any, n: int, limit: float, count: int) -> None:
+    assert copies(problem(n=n, device=device), limit) == count
+
+
+def test_the_memory_of_what_is_timed_is_the_smaller_of_both_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = problem()
+    seen: list[float] = []
+
+    def keep(inputs: Any, problem: Any, *, limit: float) -> list[Any]:
+        seen.append(limit)
+        return [inputs]
+
+    monkeypatch.setattr(cold_operands, "rotated", keep)
+    monkeypatch.setattr(cold_operands, "memory_limit", lambda device: 1e6)
+    for most in (None, asked.bytes, 10**5, 10**7):
+        cold_operands.Copies(asked, CPU, most)
+    assert seen == [1e6, asked.bytes, 1e5, 1e6]
+    with pytest.raises(MemoryError, match=r"operands and result take 0 MiB, and tune_memory"):
+        cold_operands.Copies(asked, CPU, asked.bytes - 1)
+
+
+def test_a_chain_of_groups_has_every_sample_of_their_sizes() -> None:
+    from tmm_core.verify import random_inputs
+
+    asked = problem(m=64, groups=Groups(4, "m"))
+    inputs = random_inputs.make(asked, CPU)
+    assert len(rotated(inputs, asked)) == 2
+    on_gpu = replace(asked, device=GPU)
+    chain = rotated(inputs, on_gpu, count=2, limit=1e12)
+    assert len(chain) == SIZE_SAMPLES
+    offs = {tuple(each.rows.offs.tolist()) for each in chain if each.rows}
+    assert len(offs) > 3
+    assert [each.b is chain[i % 2].b for i, each in enumerate(chain)] == [True] * SIZE_SAMPLES
+    least = 2 * SIZE_SAMPLES * on_gpu.sizes["out"]
+    assert len(rotated(inputs, on_gpu, count=2, limit=least)) == SIZE_SAMPLES
+    assert len(rotated(inputs, on_gpu, count=2, limit=least - 1)) == 2
+
+
+# -- the line of progress ----------------------------------------------------------------
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown", "steps", "lines"),
+    [
+        (False, True, [0.9, 1.0, 5.0, 10.9, 11.0], 2), (False, None, [1.0, 20.0], 0),
+        (False, False, [1.0, 20.0], 0), (True, None, [0.9, 1.0, 1.1, 1.2], 2),
+        (True, False, [1.0, 20.0], 0), (True, True, [1.0], 1),
+    ],
+)  # fmt: skip
+def test_a_line_appears_after_a_second_and_changes_now_and_then(
+    terminal: bool,
+    shown: bool | None,
+    steps: list[float],
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    stream = Stream(terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    line = progress.Progress()
+    with line.of("P", shown) as step:
+        for at in steps:
+            now[0] = 100.0 + at
+            step()
+    text = stream.getvalue()
+    assert text.count("tuning P (1 product in") == lines
+    assert text.endswith("\r") is (terminal and lines > 0)
+
+
+def test_products_of_a_step_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    line, texts = progress.Progress(), []
+    for pause in (0.0, 2.0, 2.1):
+        now[0] += pause
+        stream = Stream(False)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with line.of("P", True) as step:
+            now[0] += 20.0
+            step()
+        texts.append(stream.getvalue())
+    assert ["(1 product in 20 s so far)" in texts[0], "(2 products in 40 s so far)" in texts[1],
+            "(1 product in 20 s so far)" in texts[2]] == [True] * 3  # fmt: skip
+
+
+# -- first launches in another process ---------------------------------------------------
+
+
+def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -> None:
+    asked, error = problem(), ValueError("crashed")
+    launched: list[str] = []
+
+    class First:
+        def failure(self, problem: Any, candidate: Any, memory: int) -> Any:
+            launched.append(candidate.kernel.name)
+            assert memory == 7
+            time.sleep(1e-4)
+            return error if candidate.kernel.name == "bad" else None
+
+    class Deadline:
+        at, passed = 1e3, False
+
+    deadline: Any = Deadline()
+    broken: Future[None] = Future()
+    broken.set_exception(ValueError("not compiled"))
+    done: Future[None] = Future()
+    done.set_result(None)
+    names = {"blas": done, "good": done, "bad": done, "broken": broken}
+    compilers: Any = SimpleNamespace(cancel_pending=lambda futures: None)
+    launchers = CandidateLaunchers(compilers, 1, First(), CPU, 7, deadline, {})  # type: ignore[arg-type]
+    jobs: Any = [(asked, SimpleNamespace(kernel=SimpleNamespace(name=name))) for name in names]
+    found = launchers._launched_first(jobs, list(names.values()))
+    assert launched == ["good", "bad"]
+    assert [each.exception() for each in found] == [None, None, error, broken.exception()]
+    assert deadline.at > 1e3
+    deadline.passed = True
+    launched.clear()
+    assert launchers._launched_first(jobs, list(names.values())) == list(names.values())
+    assert launched == []
+
+
+# -- records and the kernels of a call ---------------------------------------------------
+
+
+def test_a_result_that_no_record_can_hold_costs_its_kernel_alone() -> None:
+    r = Registry()
+    plugin_kernels = [FakeKernel("fine"), FakeKernel("odd")]
+    from fakes import plugin
+
+    r.register(plugin(FakeBlas(), *plugin_kernels))
+    lookup = Lookup(r, CacheStore())
+    odd = replace(result("odd", 1.0), error=float("inf"))
+    good = [result("blas", 1.0), result("fine", 1.0)]
+    with pytest.warns(TmmWarning, match=r"kernel 'odd' .*no record can hold"):
+        assert lookup.unstorable(recorded(*good, odd, odd)) == {"odd"}
+    assert lookup.unstorable(recorded(*good)) == set()
+    with pytest.raises(ValueError, match="error"):
+        lookup.unstorable(recorded(replace(good[0], error=float("inf")), good[1]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "current", "why"),
+    [
+        ({"capturing": True}, {}, "a CUDA graph is being captured"),
+        ({}, {"on_cache_miss": "heuristic"}, "on_cache_miss='heuristic'"),
+        ({}, {"on_cache_miss": "error"}, "on_cache_miss='error'"),
+        ({}, {"on_cache_miss": "background"}, None),
+        ({}, {"on_cache_miss": "background", "batch_invariant": True}, "batch-invariant mode"),
+        ({}, {"on_cache_miss": "background", "arithmetic": "x"}, "batch-invariant mode"),
+        ({}, {"batch_invariant": True}, None),
+        ({"deterministic": True}, {}, "deterministic mode"),
+        ({"device": replace(DEVICE, interpreted=True)}, {}, "interpreted kernels' times"),
+        ({}, {}, None),
+    ],
+)
+def test_what_forbids_tuning(
+    fields: dict[str, Any], current: dict[str, Any], why: str | None
+) -> None:
+    usual = {"device": replace(DEVICE, interpreted=False)}
+    found = Lookup(Registry(), CacheStore()).forbids_tuning(
+        problem(**usual | fields), settings(**current)
+    )
+    assert found is None if why is None else found is not None and found.startswith(why)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_required_record_is_named_with_its_bucket(invariant: bool) -> None:
+    lookup = Lookup(Registry(), CacheStore())
+    asked = problem(m=50, batch_invariant=invariant)
+    lookup.require_record(asked, asked.at(64), settings())
+    mode = " in batch-invariant mode" if invariant else ""
+    under = " under TMM_BATCH_INVARIANT=1" if invariant else ""
+    with pytest.raises(CacheMissError) as caught:
+        lookup.require_record(asked, asked.at(64), settings(on_cache_miss="error"))
+    assert f"{mode} (bucket M=64) in " in str(caught.value)
+    assert f"run `tmm tune` for it{under} or allow" in str(caught.value)
+
+
+def test_where_no_kernel_serves_blas_does_unless_its_declaration_excludes_it() -> None:
+    """A BLAS that declines for another reason is asked nevertheless: torch's own error follows."""
+    d, _ = dispatcher(FakeBlas(against=lambda problem: ["not today"]))
+    choice = d._fallback(problem(), "it always can")
+    assert (choice.candidate.kernel.name, choice.origin) == ("blas", "fallback")
+    assert choice.reason == "it always can"
+    from tmm_core import Supports
+
+    excluded = FakeBlas()
+    excluded.supports = Supports(devices=("cpu",), operands=())  # type: ignore[misc]
+    d, _ = dispatcher(excluded)
+    with pytest.raises(UnsupportedProblemError, match=r"no kernel serves .*; blas: .*operands"):
+        d._fallback(problem(), "it always can")
