@@ -1,0 +1,428 @@
+"""What convert() fuses and reports at the edges of each pattern, and the passes after a product."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tmm_core
+from tmm_core import TmmWarning
+from tmm_core.epilogues import parse
+from tmm_core.nn import convert
+from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, _folded
+from tmm_core.nn.unreached import activations, out_of_reach, products
+
+Tensor = torch.Tensor
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.usefixtures("blas_alone")
+
+
+class Two(nn.Module):
+    """Two layers of 8 columns, and the forward of a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.wide = nn.Linear(8, 16)
+        self.act, self.other = nn.SiLU(), nn.SiLU()
+
+
+def module(forward: Any) -> nn.Module:
+    kind = type("Model", (Two,), {"forward": forward})
+    made: nn.Module = kind()
+    return made
+
+
+def both(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(self.up(x))) + self.other(self.wide(x)).sum()
+
+
+def used_twice(self: Any, x: Tensor) -> Tensor:
+    h = self.up(x)
+    return self.down(self.act(h)) + h
+
+
+def halves(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up)
+
+
+def halves_by_function(self: Any, x: Tensor) -> Tensor:
+    gate, up = torch.chunk(self.wide(x), 2, -1)
+    return self.down(up * F.silu(gate))
+
+
+def second_half(self: Any, x: Tensor) -> Tensor:
+    up, gate = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up)
+
+
+def halves_of_rows(self: Any, x: Tensor) -> Tensor:
+    gate, up = torch.cat([x, x[:1]]).chunk(2, dim=0)
+    return self.down(F.silu(gate) * up)
+
+
+def three_parts(self: Any, x: Tensor) -> Tensor:
+    parts = self.wide(x).chunk(4, dim=-1)
+    return F.silu(parts[0]) * parts[1]
+
+
+def half_used_again(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up) + up
+
+
+def gate_used_again(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up) + gate
+
+
+def added(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.wide(x).chunk(2, dim=-1)
+    return self.down(F.silu(gate) + up)
+
+
+def tanh_gate(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.wide(x).chunk(2, dim=-1)
+    return self.down(torch.tanh(gate) * up)
+
+
+def whole_used_again(self: Any, x: Tensor) -> Tensor:
+    both = self.wide(x)
+    gate, up = both.chunk(2, dim=-1)
+    return self.down(F.silu(gate) * up) + both.sum()
+
+
+def modes_differ(self: Any, x: Tensor) -> Tensor:
+    h = self.up(x)
+    return self.down(self.act(h)) if self.training else self.down(h)
+
+
+@pytest.mark.parametrize(
+    ("forward", "kinds", "reason"),
+    [
+        (both, ["epilogue", "epilogue", "linear"], None),
+        (used_twice, ["linear"] * 3, "its result is also used without the activation"),
+        (halves, ["epilogue", "linear", "linear"], None),
+        (halves_by_function, ["epilogue", "linear", "linear"], None),
+        (second_half, ["linear"] * 3, "its gate is the second half of the product"),
+        (halves_of_rows, ["linear"] * 3, None),
+        (three_parts, ["linear"] * 3, None),
+        (half_used_again, ["linear"] * 3, "its halves are not multiplied and nothing else"),
+        (gate_used_again, ["linear"] * 3, "its halves are not multiplied and nothing else"),
+        (added, ["linear"] * 3, "its halves are not multiplied and nothing else"),
+        (tanh_gate, ["linear"] * 3, "no gated epilogue computes tanh"),
+        (whole_used_again, ["linear"] * 3, "its halves are also used otherwise"),
+        (modes_differ, ["linear"] * 3, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | None) -> None:
+    """The values are those of the model before, whatever is fused."""
+    model = module(forward)
+    expected = [model.train(mode)(X) for mode in (True, False)]
+    report = convert(model)
+    assert sorted(change.kind for change in report.changes) == sorted(kinds)
+    if reason is not None:
+        assert [each.reason.rpartition(" (")[0] for each in report.not_fused] == [reason]
+    for mode, right in zip((True, False), expected, strict=True):
+        torch.testing.assert_close(model.train(mode)(X), right, rtol=1e-5, atol=1e-5)
+    report.undo()
+    torch.testing.assert_close(model(X), expected[1])
+    assert {type(each).__module__ for each in model.children()} <= {
+        "torch.nn.modules.linear", "torch.nn.modules.activation",
+    }  # fmt: skip
+
+
+def test_every_activation_of_a_forward_is_fused() -> None:
+    report = convert(module(both))
+    fused = {change.path for change in report.changes if change.kind == "epilogue"}
+    assert fused == {"up", "wide"}
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: Any, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 16, bias=bias), nn.Linear(8, 16, bias=bias)
+        self.down, self.act = nn.Linear(16, 8), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(
+    ("act", "gated"),
+    [(nn.SiLU(), True), (nn.GELU(), True), (nn.GELU("tanh"), True), (nn.Tanh(), False)],
+    ids=str,
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_mlp_is_one_product_where_an_epilogue_computes_its_gate(
+    act: nn.Module, gated: bool, bias: bool
+) -> None:
+    model = Mlp(act, bias)
+    right = model(X)
+    report = convert(model)
+    assert [change.kind for change in report.changes].count("gated") == int(gated)
+    torch.testing.assert_close(model(X), right, rtol=1e-5, atol=1e-5)
+
+
+# -- the report ----------------------------------------------------------------------------
+
+
+def test_a_report_in_a_text() -> None:
+    model = nn.Sequential()
+    report = Report(model)
+    assert not report
+    assert repr(report) == "<Report of Sequential: 0 changes, 0 left, 0 not fused>"
+    assert str(report) == (
+        "Sequential: 0 gated MLPs fused, 0 activations fused, 0 other linears swapped, 0 left alone"
+    )
+    report.changes += [
+        Change("linear", "h.0.a", "Linear", "tmm"), Change("linear", "h.1.a", "Linear", "tmm"),
+        Change("epilogue", "b", "SiLU", "tmm"), Change("gated", "c", "MLP", "tmm"),
+        Change("joint", "d", "q", "tmm"), Change("experts", "e", "E", "tmm"),
+    ]  # fmt: skip
+    report.left.append(LeftAlone("f", "Conv", "because"))
+    report.not_fused.append(NotFused("g", "silu", "why"))
+    report.notes.append("a note.")
+    report.rounded.append(None)  # type: ignore[arg-type]
+    assert report
+    assert repr(report) == "<Report of Sequential: 6 changes, 1 left, 1 not fused>"
+    assert str(report).splitlines() == [
+        "Sequential: 1 gated MLPs fused, 1 activations fused, 2 other linears swapped, 1 left "
+        "alone, 1 weights rounded, projections of 1 attention modules joined, "
+        "1 mixtures of experts grouped",
+        "  h.*.a ×2  Linear → tmm",
+        "  b  SiLU → tmm",
+        "  c  MLP → tmm",
+        "  d  q → tmm",
+        "  e  E → tmm",
+        "  g  silu not fused: why",
+        "  f  Conv left alone: because",
+        "  a note.",
+    ]
+    html = report._repr_html_()
+    assert html.startswith("<pre>")
+    assert all(text in html for text in ("h.0.a", "left alone", "a note."))
+
+
+@pytest.mark.parametrize(
+    ("paths", "lines"),
+    [
+        (["h.0.a", "h.1.a"], ["  h.*.a ×2  t"]), (["0.a", "1.a"], ["  *.a ×2  t"]),
+        (["h.0", "h.1"], ["  h.0  t", "  h.1  t"]), (["h1.a", "h2.a"], ["  h1.a  t", "  h2.a  t"]),
+        (["a.0.b.1.c", "a.2.b.1.c"], ["  a.*.b.*.c ×2  t"]),
+    ],
+)  # fmt: skip
+def test_a_stack_of_layers_is_a_line(paths: list[str], lines: list[str]) -> None:
+    assert _folded([(path, "t") for path in paths]) == lines
+
+
+def test_undo_leaves_what_somebody_else_changed_since() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    report = convert(model)
+
+    class Mine(nn.Linear):
+        pass
+
+    model[0].__class__ = Mine
+    with pytest.warns(TmmWarning, match=r"^0 is now a Mine, not convert\(\)'s; left as it is"):
+        report.undo()
+    assert (type(model[0]), type(model[1])) == (Mine, nn.Linear)
+    assert not report
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.undo()
+
+
+# -- what no swap reaches -----------------------------------------------------------------------
+
+
+def by_operator(self: Any, x: Tensor) -> Tensor:
+    return x @ self.up.weight
+
+
+def in_place(self: Any, x: Tensor) -> Tensor:
+    x @= self.up.weight
+    return x
+
+
+def by_function(self: Any, x: Tensor) -> Tensor:
+    return torch.matmul(x, x.T) + F.linear(x, self.up.weight)
+
+
+def _helper(x: Tensor) -> Tensor:
+    return torch.einsum("ij,kj->ik", x, x)
+
+
+def by_helper(self: Any, x: Tensor) -> Tensor:
+    return _helper(x)
+
+
+def by_lambda(self: Any, x: Tensor) -> Tensor:
+    return (lambda y: y.mm(y.T))(x)
+
+
+def by_method(self: Any, x: Tensor) -> Tensor:
+    return self.score(x)
+
+
+def own_attribute(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x)
+
+
+def none(self: Any, x: Tensor) -> Tensor:
+    return F.silu(self.up(x)) + F.gelu(x)
+
+
+def wrapped(self: Any, x: Tensor) -> Tensor:
+    return torch.no_grad()(none)(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "found"),
+    [
+        (by_operator, "@"), (in_place, "@"), (by_function, "matmul, linear"),
+        (by_helper, "einsum in _helper()"), (by_lambda, "mm"), (by_method, "bmm in score()"),
+        (own_attribute, None), (none, None), (torch.no_grad()(by_operator), "@ in by_operator()"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_products_in_the_code_of_a_forward(forward: Any, found: str | None) -> None:
+    model = module(forward)
+    type(model).score = lambda self, x: x.bmm(x)  # type: ignore[assignment]
+    type(model).score.__name__ = "score"
+    if forward is own_attribute:
+        model.linear = nn.Linear(8, 8)
+    text = products(model)
+    if found is None:
+        assert text is None
+        return
+    assert text is not None
+    assert text.startswith("its code multiplies tensors itself (")
+    assert all(part.split()[0] in text for part in found.split(", "))
+
+
+def test_activations_in_the_code_of_a_forward() -> None:
+    assert activations(module(none)) == ["gelu", "silu"]
+    assert activations(module(by_operator)) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "reached"),
+    [
+        (nn.LSTM(4, 4), False), (nn.GRU(4, 4), False), (nn.LSTMCell(4, 4), False),
+        (nn.Bilinear(4, 4, 4), False), (nn.MultiheadAttention(4, 1), False),
+        (nn.TransformerEncoderLayer(4, 1, 4), False), (nn.Linear(4, 4), True),
+        (nn.Sequential(), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_modules_of_torch_that_multiply_themselves(made: nn.Module, reached: bool) -> None:
+    assert (out_of_reach(made) is None) is reached
+    assert products(made) is None  # torch's own code
+
+
+def test_a_forward_of_ones_own_is_reached() -> None:
+    class Attention(nn.MultiheadAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Lstm(nn.LSTM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    assert out_of_reach(Attention(4, 1)) is None
+    assert out_of_reach(Lstm(4, 4)) is not None
+
+
+# -- the passes after a product -------------------------------------------------------------------
+
+
+TEXTS = [
+    "softcap(1.2345678)", "leaky_relu(0.12345678)", "scale(1.2345678)", "swiglu", "tanh+scale(3)",
+    "softcap(0.98765432)+tanh",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [2, 256, 514])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_passes_compute_an_epilogue_and_its_derivative(text: str, width: int) -> None:
+    """Parameters have all their digits; widths are at and beside whole tiles."""
+    pytest.importorskip("triton")
+    from tmm_core.triton.pointwise import Pointwise
+
+    epilogue = parse(text)
+    passes = Pointwise(epilogue, width, torch.float32, torch.device("cpu"))
+    for m in (0, 1, 9):
+        z = torch.randn(m, width)
+        wide = z.double().requires_grad_()
+        y = epilogue.apply(wide)
+        torch.testing.assert_close(passes.forward(z).double(), y, rtol=2e-6, atol=2e-6)
+        grad = torch.randn(y.shape)
+        if not all(s.derivative or s.output_vjp for s in epilogue.stages or (epilogue,)):
+            continue
+        (right,) = torch.autograd.grad(y, wide, grad.double())
+        found = passes.backward(grad, z)
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_has_any_strides_and_promises_only_what_they_keep() -> None:
+    """16 elements, which with an aligned address is what a kernel loads at once."""
+    pytest.importorskip("triton")
+    from tmm_core.triton.pointwise import Pointwise
+
+    passes = Pointwise(parse("silu"), 32, torch.float32, torch.device("cpu"))
+    passes._backward.clear()
+    z = torch.randn(4, 32)
+    right = parse("silu")
+    memory = torch.randn(4 * 64 + 1)
+
+    def strided(row: int, column: int, offset: int) -> Tensor:
+        return memory.as_strided((4, 32), (row, column), offset)
+
+    for grad, promised in (
+        (strided(32, 1, 0), (True, True)), (strided(48, 1, 0), (True, True)),
+        (strided(40, 1, 0), (True, False)), (strided(33, 1, 0), (True, False)),
+        (strided(32, 1, 1), (True, False)), (strided(0, 1, 0), (True, True)),
+        (strided(1, 4, 0), (False, False)), (strided(16, 2, 0), (False, True)),
+    ):  # fmt: skip
+        passes._backward.clear()
+        wide = z.double().requires_grad_()
+        (expected,) = torch.autograd.grad(right.apply(wide), wide, grad.double())
+        torch.testing.assert_close(
+            passes.backward(grad, z).double(), expected, rtol=1e-5, atol=1e-5
+        )
+        assert set(passes._backward) == {(torch.float32, *promised)}
+    three = memory[:128].view(2, 2, 32)
+    found = passes.backward(three, z)
+    torch.testing.assert_close(found, passes.backward(three.reshape(4, 32), z))
+
+
+def test_functions_without_a_device_part_are_refused_by_name() -> None:
+    pytest.importorskip("triton")
+    from tmm_core import Epilogue, Port
+    from tmm_core.triton.device_functions import device_function, port_function
+
+    plain = Epilogue("mine", torch.relu)
+    with pytest.raises(ValueError, match="epilogue 'mine' has no device function to fuse"):
+        device_function(plain)
+    with pytest.raises(ValueError, match="output 'o' has no device function to fuse"):
+        port_function(Port("o", "tile", of=torch.abs))
+    assert port_function(Port("o", "tile")) is not None
+    with pytest.raises(ValueError, match="epilogue 'mine' has no device function to fuse"):
+        device_function(parse("tanh").then(plain))
+
+
+def test_a_converted_layer_multiplies_by_tmm() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    right = model(X)
+    assert convert(model).changes[0].kind == "linear"
+    with tmm_core.override(kernel="blas"):
+        torch.testing.assert_close(model(X), right)
