@@ -1,0 +1,236 @@
+"""The machinery of conformance suites, probe by probe, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from _pytest.outcomes import Failed, Skipped
+from fakes import DEVICE, FakeKernel, problem
+
+from tmm_core import Operand
+from tmm_core.bench.case import Case
+from tmm_core.formats import named
+from tmm_core.formats.grids import ROW
+from tmm_core.spec.operand import Scale
+from tmm_core.testing import FormatConformance, KernelConformance
+from tmm_core.testing.probe import Probe, scales_of, usual_scale, whole_k
+from tmm_core.tools import ranks
+from tmm_core.tools.cli import main
+
+CPU = torch.device("cpu")
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def suite(kernel: FakeKernel, **fields: Any) -> Any:
+    made: Any = type("Suite", (KernelConformance,), {"kernel": kernel, **fields})()
+    made._device = lambda: CPU
+    return made
+
+
+def probe(**fields: Any) -> Probe:
+    return Probe(**{"m": 4, "n": 6, "k": 8, "dtype": F32, **fields})
+
+
+# -- kernels ------------------------------------------------------------------------------
+
+
+def test_the_first_probe_that_is_served_is_taken() -> None:
+    odd = suite(FakeKernel("k", against=lambda p: ["even"] if p.m % 2 == 0 else []))
+    assert odd._first_served([probe(m=2), probe(m=4), probe(m=5), probe(m=7)]).probe.m == 5
+    with pytest.raises(Skipped, match=r"^even$"):
+        odd._first_served([probe(m=2), probe(m=4)])
+    with pytest.raises(Skipped):
+        odd._tensors(probe(m=2))
+
+
+@pytest.mark.parametrize(("slack", "passes"), [(1.0, False), (1.9, False), (2.1, True)])
+def test_a_result_is_right_within_the_tolerance_times_the_slack(slack: float, passes: bool) -> None:
+    """It is off by twice the tolerance of fp32, relative to its size and the rms of all."""
+    checked = suite(FakeKernel("k"), slack=slack)
+    tensors = probe().tensors(CPU)
+    right = tensors._verifier().sets()[0].expected.in_rows
+    off = right.double() + 2 * 2e-5 * (right.double().abs() + right.double().square().mean().sqrt())
+    if passes:
+        checked._check_result(tensors, off.float())
+        return
+    with pytest.raises(Failed, match=r"k is wrong on .*\(4x6x8-float32\):\nIts error is"):
+        checked._check_result(tensors, off.float())
+
+
+def test_elements_that_were_not_written_are_counted() -> None:
+    tensors = probe().tensors(CPU)
+    result = tensors._verifier().sets()[0].expected.in_rows.float().clone()
+    result[1, 2] = result[3, 4] = math.nan
+    first, second = tensors.differences(result, 1.0)
+    assert first.startswith("2 of 24 elements are NaN")
+    assert second.startswith("Its error is nan, the tolerance is 2e-05; at [1, 2] it has nan")
+    result = result.nan_to_num(0.0)
+    (only,) = tensors.differences(result, 1.0)
+    assert "at [1, 2] it has 0 instead of" in only or "at [3, 4] it has 0 instead of" in only
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "tiles"),
+    [(8, None, [1, *range(1, 9)]), (9, None, [1, 1, 3, 5, 7, 9]), (3, 2, [1, 1, 3]),
+     (4, 2, [1, 1, 3]), (2, 2, [1, 1, 2]), (0, None, None)],
+)  # fmt: skip
+def test_configs_are_spread_over_the_search_space(
+    count: int, most: int | None, tiles: list[int] | None
+) -> None:
+    kernel = FakeKernel("k", tiles=range(1, count + 1) or (1,))
+    found = suite(kernel, max_configs=most)._configs(problem())
+    assert [config.tile for config in found] == (tiles or [1, 1])
+
+
+def test_a_kernel_that_serves_nothing_fails() -> None:
+    never = FakeKernel("k", against=lambda p: ["never", "ever"])
+    with pytest.raises(Failed, match="k declines every problem of the suite on cpu: never; ever"):
+        suite(never).test_serves_something()
+    suite(FakeKernel("k")).test_serves_something()
+
+
+# -- probes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "4x6x8-float32"), ({"batch": 2}, "4x6x8-float32-batch:2"),
+        ({"a": "col", "alpha": 0.5}, "4x6x8-float32-a:col-alpha:0.5"),
+        ({"out_dtype": BF16, "tf32": True}, "4x6x8-float32-out_dtype:bfloat16-tf32:True"),
+        ({"bias": "packed", "b_dtype": BF16}, "4x6x8-float32-b_dtype:bfloat16-bias:packed"),
+    ],
+)  # fmt: skip
+def test_a_probe_is_named_by_what_differs(fields: dict[str, Any], text: str) -> None:
+    assert str(probe(**fields)) == text
+
+
+def test_a_probe_makes_the_problem_that_it_states() -> None:
+    made = probe(
+        batch=2, a="col", b="col", out_dtype=torch.float64, bias="packed", residual="row",
+        alpha=0.5, tf32=True,
+    ).tensors(CPU)  # fmt: skip
+    asked = made.problem
+    assert (asked.m, asked.n, asked.k, asked.batch) == (4, 6, 8, 2)
+    assert (asked.a.layout, asked.b.layout, asked.out.dtype) == ("col", "col", torch.float64)
+    assert (asked.bias, asked.scaled, asked.tf32) == (F32, True, True)
+    assert asked.residual is not None
+    assert asked.residual.dtype is torch.float64
+    again, other = probe().tensors(CPU), probe().tensors(CPU, seed=1)
+    same = probe().tensors(CPU)
+    assert torch.equal(again.inputs.a, same.inputs.a)
+    assert not torch.equal(again.inputs.a, other.inputs.a)
+    assert not probe().tensors(CPU).problem.scaled
+
+
+@pytest.mark.parametrize(
+    ("k", "scale", "found"),
+    [(8, None, 8), (7, "1x32 bfloat16", 32), (33, "1x32 bfloat16", 64), (64, "1x32 bfloat16", 64),
+     (7, "row bfloat16", 8)],
+)  # fmt: skip
+def test_k_has_whole_groups_and_elements(k: int, scale: str | None, found: int) -> None:
+    four = Operand(torch.uint8, format="int4", scale=Scale.parse(scale) if scale else None)
+    plain = Operand(BF16)
+    assert whole_k(k, plain, four) == found
+    assert whole_k(k, plain) == k
+
+
+def test_scales_of_a_format() -> None:
+    int4, mxfp4 = named("int4"), named("mxfp4")
+    assert usual_scale(int4) == "row bfloat16"
+    assert scales_of(int4) == ["row bfloat16", "1x32 float16", "1x64", "1x128 bfloat16"]
+    assert usual_scale(mxfp4) == str(Scale(mxfp4.grids[0], mxfp4.scale_dtypes[0]))
+    assert ROW not in mxfp4.grids
+
+
+# -- formats -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("int8", 256), ("int4", 16), ("int4_signed", 16), ("mxfp4", 16), ("fp8", 254)],
+)
+def test_every_finite_code_of_a_format_is_tested(name: str, count: int) -> None:
+    made: Any = type("Suite", (FormatConformance,), {"format": named(name)})()
+    assert len(made._codes(made.format.storage[0])) == count
+
+
+def test_the_k_of_a_format_has_three_groups() -> None:
+    made: Any = type("Suite", (FormatConformance,), {"format": named("int4")})()
+    assert made._k(24, (1, 0)) == 24
+    assert made._k(23, (1, 0)) == 24
+    short = made.format.short
+    assert made._k(24, (1, 128)) == (3 * 128 - 64 if short else 3 * 128)
+    made.format = replace(made.format, short=not short)
+    assert made._k(24, (1, 128)) == (3 * 128 if short else 3 * 128 - 64)
+
+
+# -- ranks -----------------------------------------------------------------------------------
+
+
+def test_the_gpu_of_a_rank_is_named_if_any_problem_is_measured_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = problem(device=replace(DEVICE, type="cpu"))
+    gpu = problem(device=replace(DEVICE, type="cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}")
+    )
+    assert ranks._gpu([cpu]) is None
+    assert ranks._gpu([]) is None
+    assert ranks._gpu([cpu, gpu]) == "GPU-1"
+
+
+def test_ranks_compare_what_they_tune() -> None:
+    one, other = problem(), problem(m=3)
+    assert ranks._digest([one]) == ranks._digest([problem()])
+    assert ranks._digest([one])["problems"].startswith("1 ")
+    different = (
+        [other],
+        [one, other],
+        [other, one],
+        [],
+        [problem(device=replace(DEVICE, name="x"))],
+    )
+    digests = [json.dumps(ranks._digest(each)) for each in ([one], *different)]
+    assert len(set(digests)) == 6
+
+
+def test_ranks_are_listed_in_order() -> None:
+    assert ranks._list({2, 1}) == "1, 2"
+    assert ranks._list(["b", "a"]) == "a, b"
+
+
+# -- what commands pose -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_explain_is_of_the_precision_that_was_asked(
+    tf32: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under which the problem is made: it is part of the problem on a GPU."""
+    matmul = torch.backends.cuda.matmul
+    before, made, seen = matmul.allow_tf32, Case.problem, list[bool]()
+
+    def pose(case: Case, device: torch.device) -> Any:
+        seen.append(matmul.allow_tf32)
+        return made(case, device)
+
+    monkeypatch.setattr(Case, "problem", pose)
+    more = ["--tf32"] if tf32 else []
+    assert main(["explain", "64x64x64", "--dtype", "fp32", "--device", "cpu", *more]) == 0
+    assert "64×64×64 float32" in capsys.readouterr().out
+    assert set(seen) == {tf32}
+    assert matmul.allow_tf32 is before
+
+
+def test_a_config_is_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "64x64x64", "--config", "tile=1"]) == 2
+    assert "--config belongs to one kernel: name it with --kernel" in capsys.readouterr().err
