@@ -217,18 +217,18 @@ def test_explain_is_of_the_precision_that_was_asked(
 ) -> None:
     """Under which the problem is made: it is part of the problem on a GPU."""
     matmul = torch.backends.cuda.matmul
-    before, made, seen = matmul.allow_tf32, Case.problem, list[bool]()
+    before, made, seen = matmul.fp32_precision, Case.problem, list[str]()
 
     def pose(case: Case, device: torch.device) -> Any:
-        seen.append(matmul.allow_tf32)
+        seen.append(matmul.fp32_precision)
         return made(case, device)
 
     monkeypatch.setattr(Case, "problem", pose)
     more = ["--tf32"] if tf32 else []
     assert main(["explain", "64x64x64", "--dtype", "fp32", "--device", "cpu", *more]) == 0
     assert "64×64×64 float32" in capsys.readouterr().out
-    assert set(seen) == {tf32}
-    assert matmul.allow_tf32 is before
+    assert set(seen) == {"tf32" if tf32 else before}
+    assert matmul.fp32_precision == before
 
 
 def test_a_config_is_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
