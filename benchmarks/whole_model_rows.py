@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ from torch import nn
 import tmm_core
 import tmm_core.integrations.transformers
 from tmm_core import dispatch, settings
-from tmm_core.interop import inductor
+from tmm_core.interop import aten_answers, inductor
 from tmm_core.launch import warm
 from tmm_core.nn import convert
 from tmm_core.spec.launcher import BASELINE
@@ -168,6 +168,7 @@ class Bench:
             notes["calls"] = {each.name: each.calls for each in reports if any(each.calls.values())}
             notes["left"] = {each.name: each.left for each in reports if each.left}
             notes["saved_ms"] = round(tmm_core.enabled_report().saved_us / 1e3, 2)
+            notes["still_tuned"] = [str(each.problem) for each in aten_answers.passing.values()]
 
         def tune() -> None:
             with tmm_core.enable(_key=self.key), self.noting():
@@ -185,8 +186,7 @@ class Bench:
 
         def noted(tail: Any, terms: Any) -> bool:
             problem = inductor.problem_of(tail, terms)
-            bare = replace(problem, epilogue=warm.epilogue_of(""), residual=None)
-            self.problems.update({problem: None, bare: None})
+            self.problems.update({problem: None, inductor.alone_of(problem): None})
             return False
 
         def tune() -> None:

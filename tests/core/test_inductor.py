@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -117,6 +118,102 @@ def model_in_double(layer: Any, x: Tensor, r: Tensor, name: str, residual: bool)
     return y + r.double() if residual else y
 
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "reglu": torch.relu,
+}
+#: Ways in which models cut the columns of gate and up.
+CUTS: dict[str, Callable[[Tensor], Any]] = {
+    "chunk": lambda z: z.chunk(2, dim=-1),
+    "split": lambda z: z.split([z.shape[-1] // 2] * 2, dim=-1),
+    "slices": lambda z: (z[..., : z.shape[-1] // 2], z[..., z.shape[-1] // 2 :]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("rows", [(3, 5), (5,)])
+def test_a_gated_layer_becomes_one_call(
+    name: str, dtype: torch.dtype, cut: str, residual: bool, rows: tuple[int, ...]
+) -> None:
+    layer = nn.Linear(24, 80, bias=residual).to(dtype)
+    x, r = torch.randn(*rows, 24).to(dtype), torch.randn(*rows, 40).to(dtype)
+
+    def model(layer: Any, x: Tensor, r: Tensor) -> Tensor:
+        gate, up = CUTS[cut](layer(x))
+        y = GATES[name](gate) * up
+        return r + y if residual else y
+
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(lambda x, r: model(layer, x, r), x, r, seen=seen)
+        expected = model(copy.deepcopy(layer).double(), x.double(), r.double())
+    assert seen.epilogues == [name]
+    (calls,) = seen.calls
+    assert not {c for c in calls if "reshape" not in c and "permute" not in c} - {str(MATMUL)}
+    assert (y.shape, y.dtype) == ((*rows, 40), dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_logits_become_one_call(dtype: torch.dtype) -> None:
+    a, b = torch.randn(3, 5, 24).to(dtype), (9 * torch.randn(24, 40)).to(dtype)
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(lambda a, b: torch.tanh((a @ b) / 30) * 30, a, b, seen=seen)
+    assert seen.epilogues == ["softcap(30.0)"]
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    expected = torch.tanh((a.double() @ b.double()) / 30) * 30
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=20 * tolerance)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda z: torch.tanh(z / 30) * 20,
+        lambda z: torch.tanh(z / -30) * -30,
+        lambda z: z[:, :20] * F.silu(z[:, 20:]),  # the other half is the gate
+        lambda z: F.silu(z[:, :10]) * z[:, 10:20],  # not all columns
+        lambda z: F.silu(z[:, 0::2]) * z[:, 1::2],
+        lambda z: _gated(z.chunk(2, 1)[0], z.chunk(2, 1)[0]),
+        lambda z: F.silu(z.chunk(2, 1)[0]) + z.chunk(2, 1)[1],
+        lambda z: torch.tanh(z.chunk(2, 1)[0]) * z.chunk(2, 1)[1],  # no such epilogue
+        lambda z: F.silu(z[:3]) * z[3:],  # rows
+        lambda z: _gated(*z.chunk(2, 1)) + z.chunk(2, 1)[0],
+        lambda z: _gated(*z.chunk(2, 1)) + z.chunk(2, 1)[1],
+        lambda z: _gated(*z.view(6, 4, 10).chunk(2, 2)),  # other columns
+    ],
+)
+def test_what_looks_like_a_gate_keeps_its_meaning(model: Any) -> None:
+    a, b = torch.randn(6, 7), torch.randn(7, 40)
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(lambda a, b: model(a @ b), a, b, seen=seen)
+    assert seen.epilogues == [""]
+    torch.testing.assert_close(y, model(a @ b))
+
+
+def test_halves_of_the_rows_are_no_gate() -> None:
+    a, b, seen = torch.randn(40, 7), torch.randn(7, 40), Seen()
+
+    def model(a: Tensor, b: Tensor) -> Tensor:
+        return _gated(*(a @ b).chunk(2, dim=0))
+
+    with torch.no_grad():
+        y = passed(model, a, b, seen=seen)
+    assert seen.epilogues == [""]
+    torch.testing.assert_close(y, model(a, b))
+
+
 def test_batches_and_matrices() -> None:
     a, b, r = torch.randn(3, 5, 7), torch.randn(3, 7, 4), torch.randn(3, 5, 4)
     seen = Seen()
@@ -224,10 +321,11 @@ def test_compiled_with_varying_rows_and_the_cache_of_graphs(
     from torch._dynamo.utils import counters
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    layer = nn.Linear(24, 40)
+    first, second = nn.Linear(24, 32), nn.Linear(32, 80)
 
     def model(x: Tensor, r: Tensor) -> Tensor:
-        return r + F.silu(layer(x))
+        gate, up = second(F.silu(first(x))).chunk(2, dim=-1)
+        return r + F.gelu(gate) * up
 
     def check(m: int) -> None:
         x, r = torch.randn(2, m, 24), torch.randn(2, m, 40)
@@ -242,11 +340,25 @@ def test_compiled_with_varying_rows_and_the_cache_of_graphs(
             for m in (5, 7, 16):
                 check(m)
             assert counters["inductor"]["fxgraph_cache_hit"] == hits
-    assert "tmm" in "".join(p.read_text() for p in tmp_path.rglob("*.py"))
+    code = "".join(p.read_text() for p in tmp_path.rglob("*.py"))
+    assert "tmm" in code
+    assert "'geglu'" in code
+
+
+class Gated(nn.Module):
+    """Gate and up of one weight, and a cap of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(40, 96), nn.Linear(48, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return torch.tanh(self.down(F.silu(gate) * up) / 3.0) * 3.0
 
 
 def _mlp() -> tuple[nn.Module, Tensor]:
-    layers = nn.Linear(24, 40), nn.SiLU(), nn.Linear(40, 24)
+    layers = nn.Linear(24, 40), nn.SiLU(), Gated()
     return nn.Sequential(*layers).eval(), torch.randn(5, 24)
 
 
@@ -260,7 +372,7 @@ def test_wrappers_in_cpp() -> None:
             torch.testing.assert_close(compiled(x), model(x))
         with torch.profiler.profile() as profile:
             compiled(x)
-    assert sum(event.count for event in profile.key_averages() if event.key == "tmm::matmul") == 2
+    assert sum(event.count for event in profile.key_averages() if event.key == "tmm::matmul") == 3
 
 
 LOAD = """

@@ -7,6 +7,7 @@ from mutant import Mutant
 CONVERT = "tests/core/test_convert.py"
 JOINT = "tests/core/test_projections.py"
 NN = "tests/core/test_nn.py"
+PASS = "tests/core/test_inductor.py"
 MODELS = "tests/core/test_convert_models.py"
 RANKS = "tests/core/test_distributed.py"
 CHANGED = f"{CONVERT}::test_what_changes_later_changes_the_result_as_before"
@@ -127,6 +128,18 @@ CONVERTED = [
            "if torch.cuda.is_current_stream_capturing():", "if False:",
            "a sample ends a capture",
            ("tests/core/test_enable.py::test_a_sample_asks_whether_the_gpu_reached_the_last_call",)),
+    Mutant("gate-of-other-columns", "interop/tails.py",
+           "grown.last.meta[\"val\"].shape[-1] != columns or columns % 2:", "columns % 2:",
+           "halves of reshaped columns are taken for gate and up",
+           (f"{PASS}::test_what_looks_like_a_gate_keeps_its_meaning",)),
+    Mutant("gate-of-rows", "interop/tails.py",
+           "if split.kwargs or dim not in dims or", "if split.kwargs or",
+           "halves of the rows are taken for gate and up",
+           (f"{PASS}::test_halves_of_the_rows_are_no_gate",)),
+    Mutant("caps-that-differ", "interop/tails.py",
+           "len(set(parameters)) > 1 or parameters[0] <= 0", "parameters[0] <= 0",
+           "logits are multiplied by another number than they were divided by",
+           (f"{PASS}::test_what_looks_like_a_gate_keeps_its_meaning",)),
     Mutant("joint-other-input", "nn/projections.py",
            "elif x is not self._input or _version(x) != self._version:",
            "elif _version(x) != self._version:", "a layer gives the columns of another input",

@@ -94,7 +94,7 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
         with graph.inserting_before(tail.last):
             added = tail.residual if tail.residual is not None else residual
             if tail.residual is not None and tail.shape is not None:
-                shape = _flat(tail.product.meta["val"].shape)
+                shape = _flat(tail.result_shape)
                 if shape is None:
                     return
                 added = _call(graph, torch.ops.aten.reshape.default, (tail.residual, shape))
@@ -173,14 +173,18 @@ def pays(tail: Tail, terms: Any) -> bool:
     from tmm_core.dispatch.saving import record_times
 
     whole = record_times(chooser, problem, choice.candidate)
-    bare = replace(problem, epilogue=warm.epilogue_of(""), residual=None)
-    alone = record_times(chooser, bare)
+    alone = record_times(chooser, alone_of(problem))
     if whole is None or alone is None:
         return True
     size = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
-    reads = 2 + (tail.residual is not None)
+    reads = 2 + (tail.residual is not None) + tail.gated
     passed = Machine.of(problem.device).moving_us(reads * size)
     return whole < (alone + passed) * (1 - MARGIN)
+
+
+def alone_of(problem: Problem) -> Problem:
+    """Return the problem of the product alone, whose result a pass then reads."""
+    return replace(problem, epilogue=warm.epilogue_of(""), residual=None, n=problem.width)
 
 
 def problem_of(tail: Tail, terms: Any) -> Problem:
@@ -191,7 +195,7 @@ def problem_of(tail: Tail, terms: Any) -> Problem:
     with compat.without_modes():
         if tail.residual is not None:
             added = torch.empty(
-                _hints(tail.product.meta["val"].shape),
+                _hints(tail.result_shape),
                 dtype=a.meta["val"].dtype,
                 device="meta",
             )

@@ -1,6 +1,7 @@
 """Finds the products of a compiled graph and the pointwise operators behind them.
 
-These are a bias, an activation and a residual, in the operators of Inductor's decompositions.
+These are a bias, an activation, a gate and a residual, in the operators of Inductor's
+decompositions.
 
 Inductor computes an activation of 16-bit values in fp32, between two conversions, and reshapes the
 rows of a layer's product. A tail includes both.
@@ -8,21 +9,26 @@ rows of a layer's product. A tail includes both.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from tmm_core.epilogues import GATED_BY
+
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 #: The operators that are products.
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
-#: Expressions of the product ``z``: an operator and its arguments.
-Z = "z"
+#: Expressions of the product ``z``: an operator and its arguments. Each ``P`` of an expression is
+#: the same number above 0, the epilogue's parameter.
+Z, P = "z", "p"
 _HALF = (aten.mul.Tensor, Z, 0.5)
 _CUBE = (aten.mul.Tensor, (aten.mul.Tensor, (aten.mul.Tensor, Z, Z), Z), 0.044715)
 _INNER = (aten.mul.Tensor, (aten.add.Tensor, Z, _CUBE), 0.7978845608028654)
@@ -41,6 +47,7 @@ ACTIVATIONS: dict[str, tuple[Any, ...]] = {
         _HALF,
         (aten.add.Tensor, (aten.tanh.default, _INNER), 1),
     ),
+    "softcap": (aten.mul.Tensor, (aten.tanh.default, (aten.div.Tensor, Z, P)), P),
 }
 _ROOTS = {expression[0] for expression in ACTIVATIONS.values()}
 
@@ -52,9 +59,11 @@ class Tail:
     Attributes:
         last: The last node, whose value is the result.
         nodes: All nodes of the tail, which a rewrite replaces.
-        epilogue: The activation's name; empty if there is none.
+        epilogue: The activation as a call names it; empty if there is none.
         residual: The summand of the last addition.
-        shape: The shape argument of the last reshape; None if nothing is reshaped.
+        shape: The shape argument of the last reshape; None if nothing is reshaped. Its last size is
+            the result's.
+        gated: Whether the result has half of the product's columns.
     """
 
     product: Node
@@ -63,6 +72,13 @@ class Tail:
     epilogue: str = ""
     residual: Node | None = None
     shape: Any = None
+    gated: bool = False
+
+    @property
+    def result_shape(self) -> list[Any]:
+        """The shape of the result before it is reshaped."""
+        *rows, columns = self.product.meta["val"].shape
+        return [*rows, columns // 2 if self.gated else columns]
 
 
 def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
@@ -70,36 +86,103 @@ def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
     reads."""
     for product in list(graph.nodes):
         if product.op == "call_function" and product.target in PRODUCTS:
-            yield _with_residual(_with_activation(Tail(product, product, [product])))
+            tail = Tail(product, product, [product])
+            yield _with_residual(_with_gate(tail) or _with_activation(tail))
 
 
 def _with_activation(tail: Tail) -> Tail:
     grown = _through(tail)
-    z, widened = grown.last, False
+    found = _activation(grown.last, tail.product.meta["val"].dtype)
+    if found is None:
+        return tail
+    name, nodes = found
+    return replace(grown, last=nodes[-1], nodes=[*grown.nodes, *nodes], epilogue=name)
+
+
+def _activation(z: Node, own: torch.dtype) -> tuple[str, list[Node]] | None:
+    """Return the activation that all readers of ``z`` compute of it, and its nodes, the last of
+    which is the result in the dtype ``own``; None if there is none."""
+    outside: list[Node] = []
     user = _only_user(z)
     if user is not None and user.target is convert:
-        if z.meta["val"].dtype.itemsize != 2 or user.args[1] is not torch.float32:
-            return tail
-        z, widened = user, True
+        if own.itemsize != 2 or user.args[1] is not torch.float32:
+            return None
+        z, outside = user, [user]
     for root in _reached(z):
         for name, expression in ACTIVATIONS.items():
             inside: list[Node] = []
-            if not _matches(expression, root, z, inside) or not _closed([z, *inside], root):
+            parameters: list[float] = []
+            if not _matches(expression, root, z, inside, parameters):
                 continue
-            nodes = [*grown.nodes, *([z] if widened else []), *inside]
-            last = root
-            if widened:
+            if not _closed([z, *inside], root):
+                continue
+            if parameters:
+                if len(set(parameters)) > 1 or parameters[0] <= 0:
+                    continue
+                name = f"{name}({float(parameters[0])})"
+            nodes = [*outside, *(node for node in inside if node is not root), root]
+            if outside:
                 narrowed = _only_user(root)
-                own = tail.product.meta["val"].dtype
-                if (
-                    narrowed is None
-                    or narrowed.target is not convert
-                    or narrowed.args[1] is not own
-                ):
-                    return tail
-                nodes, last = [*nodes, narrowed], narrowed
-            return Tail(tail.product, last, nodes, name, None, grown.shape)
-    return tail
+                if narrowed is None or narrowed.target is not convert:
+                    return None
+                if narrowed.args[1] is not own:
+                    return None
+                nodes.append(narrowed)
+            return name, nodes
+    return None
+
+
+def _with_gate(tail: Tail) -> Tail | None:
+    """Return the tail with the product of an activation of the left half of the columns and the
+    right half; None if there is none."""
+    grown = _through(tail)
+    columns = tail.product.meta["val"].shape[-1]
+    if not isinstance(columns, int) or grown.last.meta["val"].shape[-1] != columns or columns % 2:
+        return None
+    halves = _halves(grown.last, columns // 2)
+    if halves is None:
+        return None
+    gate, up, nodes = halves
+    found = _activation(gate, tail.product.meta["val"].dtype)
+    if found is None or found[0] not in GATED_BY:
+        return None
+    name, inside = found
+    mul = _only_user(inside[-1])
+    if mul is None or mul.target is not aten.mul.Tensor or mul.kwargs:
+        return None
+    if _only_user(up) is not mul or set(mul.args) != {inside[-1], up}:
+        return None
+    shape = grown.shape
+    if shape is not None:
+        shape = [*shape[:-1], columns // 2]
+    nodes = [*grown.nodes, *nodes, *inside, mul]
+    return Tail(tail.product, mul, nodes, GATED_BY[name], None, shape, gated=True)
+
+
+def _halves(z: Node, half: int) -> tuple[Node, Node, list[Node]] | None:
+    """Return the left and the right half of the columns of ``z``, and the nodes that cut it; None
+    if ``z`` is read otherwise."""
+    dims, users = (-1, z.meta["val"].dim() - 1), list(z.users)
+    parts: dict[Any, Node] = {}
+    if len(users) == 1 and users[0].target in SPLITS:
+        (split,) = users
+        _, sizes, dim = (*split.args, 0)[:3]
+        if split.kwargs or dim not in dims or sizes not in (half, [half, half]):
+            return None
+        parts = {node.args[1]: node for node in split.users if node.target is operator.getitem}
+        left, right, complete = parts.get(0), parts.get(1), len(split.users) == 2
+        nodes = [split, *split.users]
+    else:
+        for node in users:
+            if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) != 4:
+                return None
+            _, dim, start, end = node.args
+            if dim not in dims or not isinstance(start, int) or not isinstance(end, int):
+                return None
+            parts[start, min(end, 2 * half)] = node
+        left, right = parts.get((0, half)), parts.get((half, 2 * half))
+        nodes, complete = users, len(users) == 2
+    return (left, right, nodes) if left and right and complete else None
 
 
 def _with_residual(tail: Tail) -> Tail:
@@ -118,7 +201,7 @@ def _with_residual(tail: Tail) -> Tail:
         return tail
     if tuple(theirs.shape) != tuple(mine.shape) or not sum_.is_contiguous():
         return tail
-    return Tail(tail.product, add, [*grown.nodes, add], tail.epilogue, residual, grown.shape)
+    return replace(grown, last=add, nodes=[*grown.nodes, add], residual=residual)
 
 
 def _through(tail: Tail) -> Tail:
@@ -126,8 +209,7 @@ def _through(tail: Tail) -> Tail:
     user = _only_user(tail.last)
     if user is None or user.target not in RESHAPES:
         return tail
-    nodes = [*tail.nodes, user]
-    return Tail(tail.product, user, nodes, tail.epilogue, tail.residual, user.args[1])
+    return replace(tail, last=user, nodes=[*tail.nodes, user], shape=user.args[1])
 
 
 def _only_user(node: Node) -> Node | None:
@@ -143,11 +225,18 @@ def _reached(z: Node) -> Iterator[Node]:
         yield from (node for node in near if node.target in _ROOTS)
 
 
-def _matches(expression: Any, node: Any, z: Node, inside: list[Node]) -> bool:
+def _matches(
+    expression: Any, node: Any, z: Node, inside: list[Node], parameters: list[float]
+) -> bool:
     """Whether ``node`` computes ``expression`` of ``z``; adds the nodes of that computation to
-    ``inside``."""
+    ``inside``, and the numbers in place of ``P`` to ``parameters``."""
     if expression is Z:
         return node is z
+    if expression is P:
+        if not isinstance(node, (int, float)):
+            return False
+        parameters.append(node)
+        return True
     if not isinstance(expression, tuple):
         return isinstance(node, (int, float)) and node == expression
     if not isinstance(node, Node) or node.target is not expression[0] or node.kwargs:
@@ -161,10 +250,11 @@ def _matches(expression: Any, node: Any, z: Node, inside: list[Node]) -> bool:
     if node.target in (aten.mul.Tensor, aten.add.Tensor):
         orders.append(node.args[::-1])
     for order in orders:
-        known = len(inside)
-        if all(_matches(e, n, z, inside) for e, n in zip(operands, order, strict=True)):
+        known, numbers = len(inside), len(parameters)
+        terms = zip(operands, order, strict=True)
+        if all(_matches(e, n, z, inside, parameters) for e, n in terms):
             return True
-        del inside[known:]
+        del inside[known:], parameters[numbers:]
     return False
 
 
