@@ -7,6 +7,7 @@ from call import SKIPPED_ROWS, VALID_CALLS
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from convert import CONVERTED
+from edges import EDGES
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
 from epilogues import EPILOGUE_FILES
@@ -38,6 +39,7 @@ MUTANTS: list[Mutant] = [
     *GROUPED,
     *FRESH,
     *SAMPLED,
+    *EDGES,
     *FORMATS,
     *PACKED,
     *KERNELS,
