@@ -89,7 +89,21 @@ class Together(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
-        self.merge()
+        if not self.merge():
+            self._take_own_storages()
+            self.merge()
+
+    def _take_own_storages(self) -> None:
+        """Separate parameters that pickle wrote one by one, each with the memory of all of them.
+        ``torch.save`` and ``deepcopy`` keep one memory."""
+        layers = [layer for layer in self._together() if isinstance(layer, nn.Linear)]
+        for kind in _KINDS:
+            own = [t for layer in layers if type(t := getattr(layer, kind)) is nn.Parameter]
+            places = {t.untyped_storage().data_ptr() for t in own}
+            if len(places) == len(own) and not all(map(whole, own)):
+                with torch.no_grad():
+                    for t in own:
+                        t.data = t.data.clone()
 
 
 def joint_operands(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
