@@ -39,7 +39,7 @@ EDGES = [
     Mutant("edges-folder", "tuning/environment_faults.py",
            "os.path.dirname(file) + os.sep for file",
            "os.path.dirname(file) for file",
-           "a fault of mine_too is told as one of mine",
+           "a fault of mine_too is reported as one of mine",
            (f"{TUNING}::test_the_place_of_a_fault_is_in_the_kernels_own_folder",)),
     Mutant("edges-partial-arguments", "epilogues/__init__.py",
            "if isinstance(function, functools.partial) and not function.args:",
