@@ -346,7 +346,7 @@ def test_a_forward_of_ones_own_is_reached() -> None:
 
 
 TEXTS = [
-    "softcap(1.2345678)", "leaky_relu(0.12345678)", "scale(1.2345678)", "swiglu", "tanh+scale(3)",
+    "softcap(1.2345678)", "leaky_relu(0.12345678)", "scale(1.0000049)", "swiglu", "tanh+scale(3)",
     "softcap(0.98765432)+tanh",
 ]  # fmt: skip
 
