@@ -12,7 +12,6 @@ It depends on neither torch nor the kernels: problems, environments and configs 
 from tmm_cache.cache_errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.miss_log import Miss
-from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.paths import default_root, layer_paths, shipped_layers
 from tmm_cache.record import CLOCK, SCHEMA, CandidateResult, TuningRecord
@@ -26,10 +25,8 @@ __all__ = [
     "CacheStore",
     "CacheWarning",
     "CandidateResult",
-    "Difference",
     "Located",
     "Miss",
-    "NearestKey",
     "Notes",
     "RecordError",
     "Summary",

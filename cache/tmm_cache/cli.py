@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from tmm_cache.cache_errors import CacheWarning
-from tmm_cache.commands import clear, filters, show, transfer
+from tmm_cache.commands import clear, show, transfer
 from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, warnings_as_notes
 from tmm_cache.paths import is_nowhere
 from tmm_cache.store import CacheStore
@@ -76,21 +76,18 @@ def _parser() -> Parser:
         command.set_defaults(run=run)
         return command
 
-    text = "list own records, a line for each range of M that a kernel won, or print one in full"
-    listing = add("show", show.show, text, Parser.add_json, _add_filters)
-    listing.add_argument("record", nargs="?", help="beginning of a record's digest")
+    text = "list own records, or print one in full"
+    listing = add("show", show.show, text, Parser.add_json, _add_record)
     listing.flag("--all", text="list the records of the layers too")
-    listing.flag("--each", text="a line for each record")
 
-    text = "remove own records, all or those that pass the filters"
-    removal = add("clear", clear.clear, text, Parser.add_json, _add_filters)
+    removal = add("clear", clear.clear, "remove own records, all or one", _add_record)
     removal.flag("-y", "--yes", text="remove without asking")
     removal.flag("--dry-run", text="list, and remove nothing")
 
     add("verify", show.verify, "read every file and print each fault", Parser.add_json)
 
     text = "write own records to one file, without most of their samples"
-    export = add("export", transfer.export, text, _add_filters)
+    export = add("export", transfer.export, text)
     export.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
 
     import_ = add("import", transfer.import_, "add the records of such a file to one's own")
@@ -106,7 +103,6 @@ def _parser() -> Parser:
         metavar="FILE",
         help="instead of TMM_LOCK_FILE or tmm.lock.json in the root",
     )
-    freeze.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
     return parser
 
 
@@ -120,24 +116,8 @@ def _add_cache_dir(parser: Parser) -> None:
     )
 
 
-def _add_filters(parser: Parser) -> None:
-    group = parser.add_argument_group("filters", "GLOB is a name in which * and ? stand for any")
-    group.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
-    group.add_argument("--kernel", metavar="GLOB", help="the winning kernel")
-    group.add_argument("--dtype", metavar="GLOB", help="dtype of the first operand")
-    group.add_argument("--epilogue", metavar="GLOB")
-    group.add_argument(
-        "--shape",
-        type=argument(filters.parse_shape),
-        metavar="MxNxK",
-        help="the sizes, each a number or *",
-    )
-    for name, dest, text in (
-        ("--older-than", "before", "made longer ago than this: 90m, 12h, 30d, 2w"),
-        ("--newer-than", "after", "made since this long ago"),
-    ):
-        parse = argument(filters.parse_ago)
-        group.add_argument(name, dest=dest, type=parse, metavar="AGE", help=text)
+def _add_record(parser: Parser) -> None:
+    parser.add_argument("record", nargs="?", help="beginning of a record's digest")
 
 
 def _folder(text: str) -> Path:

@@ -34,6 +34,7 @@ _GAP: Final = 2
 _BOX: Final = "    \n    \n ── \n" + "    \n" * 5
 #: Begins a row that `table` replaces by a paragraph. Records hold only printable letters.
 _PARAGRAPH: Final = "\ue000"
+_INDENT: Final = 5
 
 #: The command that runs, as notes name it.
 _program = "tmm"
@@ -209,14 +210,15 @@ def width() -> int:
 
 
 def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str] | str],
-    right: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    last: Sequence[str] = (),
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> None:
     """Print a table on stdout, as `table` lays it out for the terminal or a pipe."""
-    print("\n".join(table(columns, rows, width(), right=right, optional=optional, last=last)))
+    print("\n".join(table(columns, rows, width(), right=right)))
+
+
+def print_paragraph(text: str, *, hanging: int = 0) -> None:
+    """Print a text on stdout, in lines as wide as the terminal or a pipe."""
+    print("\n".join(paragraph(text, width(), hanging=hanging)))
 
 
 def table(
@@ -225,79 +227,55 @@ def table(
     width: int,
     *,
     right: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    last: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of a table, none longer than `width`.
-
-    A row that is a string is a paragraph across all columns, which continues the row above. Columns
-    in `right` are right-aligned. Columns in `optional` are dropped, first to last, while a row is
-    too long, and columns in `last` while a word would have to be broken; then cells are folded.
-    """
+    """The lines of a table, none longer than `width`: cells are folded, between words if they can
+    be. Columns in `right` are right-aligned. A row that is a string is an indented paragraph
+    across all columns, which continues the row above."""
     import rich.box
     import rich.console
     import rich.table
     import rich.text
 
     cells = list(zip(columns, *(row for row in rows if not isinstance(row, str)), strict=True))
-    widths = {index: max(map(len, column)) for index, column in enumerate(cells)}
-    for name in optional:
-        if _total(widths) > width:
-            del widths[columns.index(name)]
+    widths = [max(map(len, column)) for column in cells]
     # Narrow the widest column that has room: first words stay whole, then the longest are folded.
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
-    for name in last:
-        if _total({index: words[index] for index in widths}) > width:
-            del widths[columns.index(name)]
     for least in (words, [1] * len(words)):
-        while _total(widths) > width and any(widths[index] > least[index] for index in widths):
-            widest = max(widths, key=lambda index: (widths[index] > least[index], widths[index]))
+        room = [size - small for size, small in zip(widths, least, strict=True)]
+        while sum(widths) + _GAP * (len(widths) - 1) > width and any(each > 0 for each in room):
+            widest = max(range(len(widths)), key=lambda index: (room[index] > 0, widths[index]))
             widths[widest] -= 1
+            room[widest] -= 1
     box = rich.box.Box(_BOX)
     grid = rich.table.Table(box=box, padding=(0, 0, 0, 1), show_edge=False)
-    for index, size in widths.items():
-        grid.add_column(
-            rich.text.Text(columns[index]),
-            justify="right" if columns[index] in right else "left",
-            overflow="fold",
-            width=size,
-        )
-    paragraphs = []
+    for name, size in zip(columns, widths, strict=True):
+        justify: Any = "right" if name in right else "left"
+        grid.add_column(rich.text.Text(name), justify=justify, overflow="fold", width=size)
     for row in rows:
-        if isinstance(row, str):
-            paragraphs.append(row)
-            grid.add_row(_PARAGRAPH)
-        else:
-            grid.add_row(*(rich.text.Text(row[index]) for index in widths))
+        grid.add_row(*map(rich.text.Text, (_PARAGRAPH,) if isinstance(row, str) else row))
     # Not stdout: rich would end the process where that is a closed pipe.
     text = io.StringIO()
     rich.console.Console(file=text, width=width + 1, color_system=None).print(grid)
     lines = []
-    remaining = iter(paragraphs)
+    below = (row for row in rows if isinstance(row, str))
     for line in text.getvalue().splitlines():
         line = line[1:].rstrip()  # without the first column's padding
         if line.startswith(_PARAGRAPH):
-            below = next(remaining)
-            lines += paragraph(below.lstrip(), width, indent=len(below) - len(below.lstrip()))
+            lines += paragraph(" " * _INDENT + next(below), width, hanging=_INDENT)
         else:
             lines.append(line)
     return lines
 
 
-def _total(widths: dict[int, int]) -> int:
-    return sum(widths.values()) + _GAP * (len(widths) - 1)
-
-
-def paragraph(text: str, width: int, *, indent: int = 0, hanging: int | None = None) -> list[str]:
-    """The lines of a text, indented by `indent`, and by `hanging` from the second line on.
+def paragraph(text: str, width: int, *, hanging: int = 0) -> list[str]:
+    """The lines of a text, indented by `hanging` from the second line on.
 
     A word longer than a line, usually a path that somebody will copy, stays whole.
     """
     return textwrap.wrap(
         text,
-        max(width, indent + 20),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent if hanging is None else hanging),
+        max(width, 20),
+        subsequent_indent=" " * hanging,
         break_on_hyphens=False,
         break_long_words=False,
     )

@@ -53,16 +53,7 @@ def sizes(problem: Document) -> tuple[JSON, JSON, JSON]:
 def shape(problem: Document) -> str:
     """`4096x4096x1024`, with the prefix `8*` for a batch of eight, or the suffix `in 8 groups along
     m`."""
-    return _batched(problem, sizes(problem))
-
-
-def weight(problem: Document) -> str:
-    """N and K alone, `4096x1024`, with the prefix `8*` for a batch of eight."""
-    return _batched(problem, sizes(problem)[1:])
-
-
-def _batched(problem: Document, sizes: tuple[JSON, ...]) -> str:
-    text = "x".join([ABSENT if size is None else text_of(size) for size in sizes])
+    text = "x".join([ABSENT if size is None else text_of(size) for size in sizes(problem)])
     batch, groups = problem.get("batch"), problem.get("groups")
     if isinstance(groups, Mapping):
         count, ragged = text_of(groups.get("count")), text_of(groups.get("ragged"))

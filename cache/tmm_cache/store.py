@@ -36,7 +36,6 @@ from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Located, Summary, summaries
 
 if TYPE_CHECKING:
-    from tmm_cache.nearest import NearestKey
     from tmm_cache.size_limits import SizeLimiter
     from tmm_cache.transport import Transport
 
@@ -123,17 +122,6 @@ class CacheStore:
             else:
                 passed_over(Fault(path, "records another problem of the same digest"))
         return None
-
-    def nearest_key(self, gpu: str, environment: Document, problem: Document) -> NearestKey | None:
-        """The stored key nearest to the requested one, with their differences; None if the store is
-        empty."""
-        from tmm_cache.nearest import nearest
-
-        if self.locked:
-            lock = self._locked_file()
-            return None if lock is None else nearest((gpu, environment, problem), lock.keys())
-        keys = ((each.gpu, each.environment or {}, each.problem) for each in self.summaries())
-        return nearest((gpu, environment, problem), keys)
 
     def is_verified(self, gpu: str, environment: Document, key: str) -> bool:
         """Whether `mark_verified` was called with this key under this root. Never raises

@@ -69,7 +69,7 @@ def write_transport(file: Path, found: Iterable[Summary]) -> int:
     records = [written[key] for key in sorted(written)]
     data = sealed({"lock": SCHEMA, "records": records})
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{file}: {len(data)} bytes exceed the limit of {MAX_BYTES}; use filters")
+        raise UsageError(f"{file}: {len(data)} bytes exceed the limit of {MAX_BYTES}")
     write_for_all(file, gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
     return len(written)
 
@@ -86,11 +86,6 @@ class Transport:
             self._items = dict(_items(_unpacked(read.data)))
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"{path}: is not a file of records: {error}") from error
-
-    def keys(self) -> Iterator[tuple[str, Document, Document]]:
-        """GPU, environment and problem of every record."""
-        for (gpu, _, _), (environment, document) in self._items.items():
-            yield gpu, environment, document["problem"]
 
     def records(self) -> Iterator[tuple[Key, Document, TuningRecord | Fault]]:
         """Every record, checked, with its key and environment."""

@@ -73,45 +73,33 @@ def cells(line: str) -> list[str]:
     return re.split("  +", line.strip())
 
 
-def test_show_has_a_row_for_a_range_of_m_of_a_weight_that_one_kernel_won(
-    filled: CacheStore, capsys: Captured
-) -> None:
-    filled.save(
-        GPU,
-        ENVIRONMENT,
-        record(problem(m=4096), candidates=(BLAS, SLOW), winner=0, created=made(timedelta(days=3))),
-    )
+def test_show_has_a_row_for_each_record(filled: CacheStore, capsys: Captured) -> None:
     assert main(["show"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert [lines[n + 1] for n, line in enumerate(lines) if line.endswith(", own")] == [
-        f"nvidia-a100, environment {digest(OLDER_ENVIRONMENT)}",
-        f"{GPU}, environment {digest(ENVIRONMENT)}",
+    assert [line for line in lines if line.startswith("own records of ")] == [
+        f"own records of nvidia-a100, environment {digest(OLDER_ENVIRONMENT)}",
+        f"own records of {GPU}, environment {digest(ENVIRONMENT)}",
     ]
-    assert [lines.count(f"{count}, own") for count in ("1 record", "4 records")] == [1, 1]
     rows = [cells(line) for line in lines if " silu " in line or " none " in line]
-    assert rows[1][:4] == ["8*64x128", "fp16", "row x column", "none"]
-    assert rows[2] == [
-        *("4096x512", "bf16", "row x column", "silu", "16 … 2048", "triton.split_k"),
-        *("11.50", "1.83x", "2h", "2 of them"),
+    assert [row[0] for row in rows] == [
+        *("1x4096x512", "8*32x64x128", "16x4096x512", "2048x4096x512"),
     ]
-    assert rows[3][:5] == ["4096x512", "bf16", "row x column", "silu", "4096"]
-    assert rows[3][-1] == digest(problem(m=4096))[:6]
-
-
-def test_show_each_has_a_row_for_each_record(filled: CacheStore, capsys: Captured) -> None:
-    assert main(["show", "--each", "--gpu", GPU, "--kernel", "triton.*"]) == 0
-    rows = [cells(line) for line in capsys.readouterr().out.splitlines() if " silu " in line]
-    assert [row[-1] for row in rows] == [digest(problem(m=m))[:6] for m in (16, 2048)]
-    assert [row[-2] for row in rows] == ["2h", "3d"]
+    assert rows[1][1:3] == ["fp16 row x column none", "blas"]
+    assert rows[3] == [
+        *("2048x4096x512", "bf16 row x column silu", "triton.split_k"),
+        *("11.50", "1.83x", digest(problem(m=2048))[:6]),
+    ]
 
 
 def test_what_stands_around_the_epilogue_is_shown(store: CacheStore, capsys: Captured) -> None:
     asked = problem() | {"bias": {"kind": "row"}, "residual": {"kind": "tile"}}
     store.save(GPU, ENVIRONMENT, record(asked))
     assert main(["show"]) == 0
-    assert " bias + silu + residual  " in capsys.readouterr().out
+    words = capsys.readouterr().out.split()
+    assert words[words.index("bias") :][:4] == ["bias", "+", "silu", "+"]
+    assert "residual" in words
 
 
 def test_show_lists_own_records_and_with_all_those_of_layers(
@@ -121,23 +109,25 @@ def test_show_lists_own_records_and_with_all_those_of_layers(
     below.save(GPU, ENVIRONMENT, record(problem(m=16), mark="below"))
     below.save(GPU, ENVIRONMENT, record(problem(m=64)))
     monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
-    assert main(["show", "--all", "--shape", "16x*x*"]) == 0
-    titles = [line for line in capsys.readouterr().out.splitlines() if line[1:8] == " record"]
-    assert sorted(titles) == sorted(["1 record, own", f"1 record, {below.root}"])
-    assert [item["layer"] for item in shown(capsys, "--shape", "16x*x*")] == [str(filled.root)]
-    both = shown(capsys, "--all", "--shape", "16x*x*")
-    assert [item["layer"] for item in both] == [str(filled.root), str(below.root)]
+    assert main(["show", "--all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"own records of {GPU}" in text
+    assert f"{below.root} records of {GPU}" in text
+    assert {item["layer"] for item in shown(capsys)} == {str(filled.root)}
     # A record that is named is looked for everywhere; a list that is empty says where it looked.
+    both = shown(capsys, digest(problem(m=16)))
+    assert [item["layer"] for item in both] == [str(filled.root), str(below.root)]
     assert shown(capsys, digest(problem(m=64)))[0]["layer"] == str(below.root)
-    assert main(["show", "--shape", "64x*x*"]) == 1
+    assert main(["clear", "-y"]) == 0
+    capsys.readouterr()
+    assert main(["show"]) == 0
     assert capsys.readouterr().err == (
-        f"tmm-cache: no records match in {filled.root}\n"
-        f"tmm-cache: not listed: {below.root}; --all does\n"
+        f"tmm-cache: no records in {filled.root}\ntmm-cache: not listed: {below.root}; --all does\n"
     )
 
 
 def test_show_json_holds_the_whole_record(filled: CacheStore, capsys: Captured) -> None:
-    [item] = shown(capsys, "--shape", "16x4096x512")
+    [item] = shown(capsys, digest(problem(m=16)))
     found = filled.load(GPU, ENVIRONMENT, problem(m=16))
     assert found is not None
     assert item == {
@@ -154,39 +144,6 @@ def test_show_json_holds_the_whole_record(filled: CacheStore, capsys: Captured) 
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ([], [1, 16, 32, 2048]),
-        (["--gpu", GPU], [16, 32, 2048]),
-        (["--gpu", "nvidia-a*"], [1]),
-        (["--kernel", "triton.*"], [1, 16, 2048]),
-        (["--kernel", "blas"], [32]),
-        (["--kernel", "triton"], []),
-        (["--dtype", "float16"], [32]),
-        (["--dtype", "fp16"], [32]),
-        (["--dtype", "bf16"], [1, 16, 2048]),
-        (["--dtype", "*16"], [1, 16, 32, 2048]),
-        (["--epilogue", "none"], [32]),
-        (["--epilogue", "s*"], [1, 16, 2048]),
-        (["--shape", "16x4096x512"], [16]),
-        (["--shape", "*x4096x*"], [1, 16, 2048]),
-        (["--shape", "*X*X128"], [32]),
-        (["--shape", "16x1x1"], []),
-        (["--older-than", "1d"], [32, 2048]),
-        (["--newer-than", "1d"], [1, 16]),
-        (["--older-than", "1h", "--newer-than", "10d"], [16, 2048]),
-        (["--older-than", "0s"], [1, 16, 32, 2048]),
-        (["--newer-than", "99999999d"], [1, 16, 32, 2048]),
-        (["--kernel", "triton.*", "--shape", "16x*x*", "--gpu", GPU], [16]),
-    ],
-)
-def test_filters(
-    filled: CacheStore, capsys: Captured, options: list[str], expected: list[int]
-) -> None:
-    assert sizes(capsys, *options) == expected
-
-
 def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
     path = filled.path(GPU, ENVIRONMENT, problem(m=2048))
     assert main(["show", path.stem[:6]]) == 0
@@ -194,29 +151,21 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
     for part in (
         path.stem,
         str(path),
-        "2048x4096x512",
-        "\n  torch         2.13.0\n",
-        '{"aligned":true,"dtype":"bfloat16","layout":"row"}',
+        "torch=2.13.0",
+        'a={"aligned":true,"dtype":"bfloat16","layout":"row"}',
         "(3d ago)",
         "3.2 s",
         "1.83x over blas",
-        "out of shared memory [red]",
-        "9.00e-04",
-        "1.00e-02",
-        "4.0 KiB",
-        "deterministic batch-invariant",
+        "9.0e-04",
     ):
         assert part in text, part
-    table = text[text.index("median µs") :].splitlines()
-    rows = [row for row in table if not row.startswith("     ")]  # config, traits, reason
+    table = text[text.index("\n\n") :].splitlines()
     kernels = ["triton.split_k", "blas", "triton.naive", "triton.atomic", "triton.big"]
-    body = [row for row in rows if any(f" {kernel} " in row for kernel in kernels)]
+    body = [row for row in table if any(f" {kernel} " in row for kernel in kernels)]
     assert max(len(row) for row in table) <= 100
-    assert [
-        row.replace("*", "").split()[0] for row in body
-    ] == kernels  # winner first, then fastest
+    assert [row.replace("*", "").split()[0] for row in body] == kernels  # the fastest first
     assert [row.startswith("*") for row in body] == [True, False, False, False, False]
-    assert body[0].split()[2:6] == ["ok", "11.50", "10.00", "14.00"]
+    assert cells(body[0])[-4:-1] == ["ok", "11.50", "4"]
     [full] = shown(capsys, path.stem)
     assert full["path"] == str(path)
 
@@ -231,15 +180,6 @@ def test_show_of_an_unknown_digest_and_of_no_digest(filled: CacheStore, capsys: 
         assert captured.err == (
             f"tmm-cache: record: found {text!r}, accepted is the beginning of a digest, like 3f9a\n"
         )
-
-
-@pytest.mark.parametrize("asked", [["deadbeef"], ["--gpu", "nope"], ["--kernel", "nope"]])
-@pytest.mark.parametrize("output", [[], ["--json"]])
-def test_what_nothing_matches_is_told_by_the_exit_status(
-    filled: CacheStore, capsys: Captured, asked: list[str], output: list[str]
-) -> None:
-    assert main(["show", *asked, *output]) == 1
-    assert f"no records match in {filled.root}" in capsys.readouterr().err
 
 
 def test_json_never_holds_what_is_no_json(store: CacheStore, capsys: Captured) -> None:
@@ -283,7 +223,7 @@ def test_problems_of_another_make_are_listed_all_the_same(
     assert main(["show"]) == 0
     text = capsys.readouterr().out
     words = text.split()
-    assert {"groups", "along", "odd[red].kernel", "7*2x3"} <= {*words}
+    assert {"groups", "along", "odd[red].kernel", "7*1x2x3"} <= {*words}
     assert " silu " in text
     assert "int8 -> int32" in text
     for entry in store.entries():
@@ -360,15 +300,8 @@ def test_verify_looks_into_layers(
     ("arguments", "complaint"),
     [
         (["shwo"], "tmm-cache: argument command: invalid choice: 'shwo'"),
-        (["show", "--shape", "1x2"], "argument --shape: found '1x2', accepted is MxNxK"),
-        (["show", "--shape", "1x2x-3"], "argument --shape: found '1x2x-3'"),
-        (["show", "--shape", "1x2x3x4"], "argument --shape: found '1x2x3x4'"),
-        (["clear", "--shape", ""], "argument --shape: found ''"),
-        (["show", "--older-than", "soon"], "argument --older-than: found 'soon', accepted is a"),
-        (["show", "--newer-than", "-3d"], "argument --newer-than: "),
-        (["clear", "--older-than", "30"], "argument --older-than: found '30'"),
-        (["clear", "--older-than", "9" * 400 + "d"], "argument --older-than: found '999"),
-        (["clear", "--older-than", "99999999999w"], "argument --older-than: found '999"),
+        (["clear", "-y", ""], "record: found '', accepted is the beginning of a digest"),
+        (["clear", "-y", "*"], "record: found '*'"),
         (["show", "--cache-dir", ""], "argument --cache-dir: found nothing"),
         (["export"], "the following arguments are required: FILE"),
         (["verify", "extra"], "unrecognized arguments: extra"),
@@ -390,8 +323,6 @@ def test_help_names_every_command(capsys: Captured) -> None:
     for name in ("show", "clear", "verify", "export", "import", "freeze"):
         assert f"\n    {name} " in text
         assert main([name, "--help"]) == 0
-    assert main(["show", "--help"]) == 0
-    assert "90m, 12h, 30d, 2w" in capsys.readouterr().out
 
 
 def test_without_a_command_there_is_help(capsys: Captured) -> None:
@@ -451,16 +382,14 @@ def test_show_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
     }
     winner = replace(SPLIT_K, kernel="triton.warp_specialized")
     filled.save(GPU, ENVIRONMENT, record(long, candidates=(winner, BLAS), winner=0))
-    lines, notes = on_a_terminal(columns, "show", "--each", "--gpu", GPU)
+    lines, notes = on_a_terminal(columns, "show")
     assert notes == ""
     assert max(len(line) for line in lines) <= columns
     text = "\n".join(lines)
     digests = [digest(asked)[:6] for asked in (long, problem(m=2048))]
     for word in ("triton.split_k", "triton.warp_specialized", "1.83x"):
         assert columns < 80 or word in text
-    # The digests make way where a name would have to be broken.
     assert columns < 100 or all(word in text for word in digests)
-    assert (columns >= 240) == ("BLOCK_M=64 SPLIT_K=4" in text)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -504,5 +433,5 @@ def test_the_winner_alone_has_no_speedup_over_nothing(store: CacheStore, capsys:
     [item] = shown(capsys)
     assert (item["median_us"], item["blas_us"], item["speedup"]) == (11.5, None, None)
     assert main(["show"]) == 0
-    [line] = [row for row in capsys.readouterr().out.splitlines() if "  128  " in row]
-    assert line.split()[-5:-2] == ["11.50", "-", "-"]
+    [line] = [row for row in capsys.readouterr().out.splitlines() if "128x4096x" in row]
+    assert line.split()[-3:-1] == ["11.50", "-"]

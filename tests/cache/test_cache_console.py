@@ -21,18 +21,15 @@ def test_no_line_is_too_long_and_no_word_is_cut_or_lost(
     assert shown == sorted(" ".join(" ".join(row) for row in rows).split())
 
 
-def test_columns_are_left_out_in_order_and_numbers_stand_at_the_right() -> None:
+def test_numbers_stand_at_the_right() -> None:
     rows = [("a", "12345678", "1.5"), ("bb", "x", "10.25")]
     names = ("name", "config", "µs")
-    wide = console.table(names, rows, 40, right=("µs",), optional=("config",))
-    assert wide == [
+    assert console.table(names, rows, 40, right=("µs",)) == [
         "name  config       µs",
         "─────────────────────",
         "a     12345678    1.5",
         "bb    x         10.25",
     ]
-    narrow = console.table(names, rows, 20, right=("µs",), optional=("config",))
-    assert narrow == ["name     µs", "───────────", "a       1.5", "bb    10.25"]
 
 
 def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
@@ -46,14 +43,12 @@ def test_a_word_is_cut_only_where_the_width_leaves_no_other_way() -> None:
     (line, *more) = console.table(("name", "of"), [("x" * 30, "y" * 10)], 20)[2:]
     assert more
     assert len(line) <= 20
-    assert console.paragraph("/a/" + "b" * 60, 40, indent=4) == ["    /a/" + "b" * 60]
+    assert console.paragraph("a /a/" + "b" * 60, 40, hanging=4) == ["a", "    /a/" + "b" * 60]
 
 
 def test_a_text_among_the_rows_is_a_paragraph() -> None:
-    rows = ["weight 64x32 bf16: M 1…9, 3 records", ("a", "b"), "     tile=1 warps=2 stages=three"]
+    rows = [("a", "b"), "tile=1 warps=2 stages=three"]
     assert console.table(("x", "y"), rows, 30)[2:] == [
-        "weight 64x32 bf16: M 1…9, 3",
-        "records",
         "a  b",
         "     tile=1 warps=2",
         "     stages=three",

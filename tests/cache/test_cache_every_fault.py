@@ -14,7 +14,15 @@ from typing import TypeAlias
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
 from faulty_fs import CODES, Faults, How, dying, faulty
-from tmm_cache import CacheStore, CacheWarning, CandidateResult, TuningRecord, cache_errors, files
+from tmm_cache import (
+    CacheStore,
+    CacheWarning,
+    CandidateResult,
+    TuningRecord,
+    cache_errors,
+    digest,
+    files,
+)
 from tmm_cache.cli import main
 from tmm_cache.paths import LOCK_NAME
 from tmm_cache.size_limits import Limits, evict
@@ -83,7 +91,7 @@ def import_(root: Path, acknowledge: Acknowledge) -> None:
 
 
 def clear(root: Path, acknowledge: Acknowledge) -> None:
-    assert main(["--cache-dir", str(root), "clear", "-y", "--shape", "3x*x*"]) in (0, 1, 2)
+    assert main(["--cache-dir", str(root), "clear", "-y", digest(problem(m=3))]) in (0, 1, 2)
     acknowledge("3=gone")
 
 

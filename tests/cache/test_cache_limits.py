@@ -13,23 +13,17 @@ from typing import Any
 
 import pytest
 from cache_builders import (
-    BLAS,
     ENVIRONMENT,
     GPU,
-    OLDER_ENVIRONMENT,
     SPLIT_K,
-    made,
     problem,
     record,
     warned,
 )
 from tmm_cache import CacheStore, Notes, disk, notes, paths, problem_fields
 from tmm_cache.cli import main
-from tmm_cache.commands import clear
-from tmm_cache.commands.filters import Filter
 from tmm_cache.header import HEADER_BYTES, Best, read_header
 from tmm_cache.locks import acquire
-from tmm_cache.nearest import nearest
 from tmm_cache.transport import import_records
 
 DAY = 86400.0
@@ -204,80 +198,7 @@ def test_thinned_keeps_the_extremes_and_the_median(
     assert replace(SPLIT_K, samples_us=samples).thinned(raced).samples_us == kept
 
 
-def test_a_filter_by_age_excludes_its_own_moment(store: CacheStore) -> None:
-    store.save(GPU, ENVIRONMENT, record(created="2026-01-31T12:00:00Z"))
-    [summary] = store.summaries()
-    moment = datetime(2026, 1, 31, 12, tzinfo=timezone.utc)
-    second = timedelta(seconds=1)
-    assert not Filter(before=moment)(summary)
-    assert not Filter(after=moment)(summary)
-    assert Filter(before=moment + second, after=moment - second)(summary)
-    assert not Filter(before=moment).is_empty
-    assert not Filter(after=moment).is_empty
-
-
 # -- nearest -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("near", "far"),
-    [
-        ({"m": 256}, {"m": 32}),  # an octave, and two
-        ({"m": 255}, {"m": 64}),  # by ratio: the other's difference is half as large
-        ({"m": 128 * 100}, {"epilogue": "gelu"}),  # 6.6 octaves
-        ({"epilogue": "gelu"}, {"m": 128 * 400}),  # 8.6 octaves
-        ({"environment": {"torch": "1"}}, {"epilogue": "gelu"}),
-        ({"m": 128 * 8}, {"environment": {"torch": "1"}}),
-        ({"environment": {"torch": "1", "triton": "1"}, "m": 256}, {"gpu": "nvidia-a100"}),
-        ({"epilogue": "gelu", "batch": "none", "bias": 1}, {"gpu": "nvidia-a100"}),
-    ],
-)
-def test_the_nearest_key_differs_least(near: dict[str, Any], far: dict[str, Any]) -> None:
-    def key(changes: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        changes = dict(changes)
-        gpu = changes.pop("gpu", GPU)
-        environment = ENVIRONMENT | changes.pop("environment", {})
-        return gpu, environment, problem() | changes
-
-    asked = (GPU, ENVIRONMENT, problem())
-    for keys in ([near, far], [far, near]):
-        found = nearest(asked, map(key, keys))
-        assert found is not None
-        assert (found.gpu, found.problem) == (key(near)[0], key(near)[2])
-    assert nearest(asked, []) is None
-
-
-def test_differences_name_the_field_and_what_is_absent() -> None:
-    asked = (GPU, ENVIRONMENT, problem() | {"bias": None, "new": "x"})
-    there = ("nvidia-a100", OLDER_ENVIRONMENT, problem(dtype="float16") | {"old": [1]})
-    found = nearest(asked, [there])
-    assert found is not None
-    assert [str(each) for each in found.differences] == [
-        "a.dtype: asked bfloat16, there float16",
-        "b.dtype: asked bfloat16, there float16",
-        "out.dtype: asked bfloat16, there float16",
-        "new: asked x, there nothing",
-        "environment.torch: asked 2.13.0, there 2.12.0",
-        f"gpu: asked {GPU}, there nvidia-a100",
-        "old: asked nothing, there [1]",
-    ]
-
-
-# -- removal -------------------------------------------------------------------------------
-
-
-def test_an_empty_filter_alone_clears_everything(store: CacheStore) -> None:
-    store.save(GPU, ENVIRONMENT, record(problem(m=1), created=made(timedelta(days=60))))
-    store.save(GPU, ENVIRONMENT, record(problem(m=2), created=made(timedelta(days=20))))
-    store.log_miss(GPU, ENVIRONMENT, problem(m=3))
-    moment = datetime.now(timezone.utc) - timedelta(days=30)
-    for wanted, kinds in (
-        (Filter(before=moment), ["record"]),
-        (Filter(after=moment), ["record"]),
-        (Filter(), ["misses", "record", "record"]),
-    ):
-        found = clear._wanted(store.root, wanted, pytest.fail)
-        assert sorted(each.kind for each in found) == kinds
 
 
 # -- paths  --------------------------------------------------------------------------------
@@ -294,13 +215,3 @@ def test_a_platform_without_an_absolute_folder_has_none(
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: folder)
     with warned("no home folder; what is tuned is lost"):
         assert paths.default_root() == paths.NOWHERE
-
-
-def test_records_at_both_ends_of_a_filter_by_blas(store: CacheStore) -> None:
-    """A glob matches the whole name."""
-    store.save(GPU, ENVIRONMENT, record(candidates=(BLAS,), winner=0))
-    [summary] = store.summaries()
-    assert Filter(kernel="blas")(summary)
-    assert Filter(kernel="b*")(summary)
-    assert not Filter(kernel="bla")(summary)
-    assert not Filter(kernel="las")(summary)

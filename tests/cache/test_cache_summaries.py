@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
-from tmm_cache import CacheStore, measurements, scan
+from tmm_cache import CacheStore, scan
 from tmm_cache.header import HEADER_BYTES, Best, Header, read_header
-from tmm_cache.record import CandidateResult, TuningRecord
+from tmm_cache.record import TuningRecord
 
 
 def test_summaries_say_in_brief_what_entries_say(
@@ -124,14 +124,6 @@ def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore
     assert isinstance(made.load(), TuningRecord)
 
 
-def test_counts_of_bytes_have_the_unit_that_fits() -> None:
-    told = {
-        0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 2**20 - 2**10: "1023.0 KiB",
-        2**20: "1.0 MiB", 2**30: "1.0 GiB", 2**40: "1024.0 GiB",
-    }  # fmt: skip
-    assert {count: measurements.bytes_text(count) for count in told} == told
-
-
 @pytest.mark.parametrize(
     ("us", "blas_us", "speedup"),
     [
@@ -146,16 +138,3 @@ def test_a_winner_that_was_not_timed_has_no_speedup(
     us: float | None, blas_us: float | None, speedup: float | None
 ) -> None:
     assert Best("k", {}, us, blas_us).speedup == speedup
-
-
-def test_candidates_without_a_time_come_last_and_the_winner_first() -> None:
-    candidates = [
-        CandidateResult("failed", "1", {}, "failed", ()),
-        CandidateResult("slow", "1", {}, "ok", (9.0, 9.0)),
-        CandidateResult("wrong", "1", {}, "wrong", ()),
-        CandidateResult("won", "1", {}, "ok", (5.0, 5.0)),
-        CandidateResult("fast", "1", {}, "ok", (4.0, 4.0)),
-    ]
-    shown = [cells[:2] for cells, _ in measurements.rows(candidates, 3)]
-    expected = [("*", "won"), ("", "fast"), ("", "slow"), ("", "failed"), ("", "wrong")]
-    assert shown == expected

@@ -7,11 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, child, made, problem, record, warned
+from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
 from tmm_cache import CacheStore, Notes, size_limits
 from tmm_cache.cli import main
 from tmm_cache.paths import VERSION
@@ -235,7 +234,7 @@ def test_loading_never_looks_at_the_whole_root(store: CacheStore) -> None:
     code = (
         "import sys; from cache_builders import *; from tmm_cache import CacheStore\n"
         "assert CacheStore().load(GPU, ENVIRONMENT, problem(m=1))\n"
-        "print({'tmm_cache.size_limits', 'tmm_cache.commands.filters'} & {*sys.modules})"
+        "print({'tmm_cache.size_limits', 'tmm_cache.commands'} & {*sys.modules})"
     )
     assert child("-c", code).communicate()[0] == "set()\n"
 
@@ -309,27 +308,3 @@ def test_verify_mentions_left_over_files(store: CacheStore, capsys: Captured) ->
     assert [str(path) in line for line in capsys.readouterr().err.splitlines()] == [True, False]
     assert main(["verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["temporary"] == [str(path)]
-
-
-def test_clear_by_age_goes_by_the_age_of_each_record(store: CacheStore) -> None:
-    """`clear` without filters removes everything: an age is a filter too."""
-    for m, days in ((1, 40), (2, 20), (3, 0)):
-        store.save(GPU, ENVIRONMENT, record(problem(m=m), created=made(timedelta(days=days))))
-        aged(store.path(GPU, ENVIRONMENT, problem(m=m)), days * DAY)
-    store.log_miss(GPU, ENVIRONMENT, problem(m=9))
-    Notes("able", None, store.root).add("x", 1)
-    others = [
-        *store.root.glob("notes/*"),
-        *store.root.rglob("misses.jsonl"),
-        *store.root.rglob("environment.json"),
-    ]
-    assert len(others) == 3
-    assert main(["clear", "-y", "--older-than", "60d"]) == 0
-    assert kept(store) == [1, 2, 3]
-    assert main(["clear", "-y", "--older-than", "30d"]) == 0
-    assert kept(store) == [2, 3]
-    assert main(["clear", "-y", "--newer-than", "1h"]) == 0
-    assert kept(store) == [2]
-    assert main(["clear", "-y", "--newer-than", "30d", "--older-than", "21d"]) == 0
-    assert kept(store) == [2]
-    assert all(path.exists() for path in others)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
-from tmm_cache import CacheStore, CacheWarning, measurements
+from tmm_cache import CacheStore, CacheWarning
 from tmm_cache.cli import main as tmm_cache_main
 
 from tmm_core import (
@@ -557,8 +557,6 @@ def test_explain_tells_what_is_slower_than_blas_in_steady_state(tmp_path: Path) 
     assert rows["fast"][:3] == ["10.0", "2.00×", "205.0"]
     assert "tile=1; slower than blas in steady state" in text
     assert "steady state" not in str(explained)
-    cells = [said for _, said in measurements.rows(record.candidates, record.winner)]
-    assert ["200.00 µs in steady state" in said for said in cells] == [True, False]
 
 
 def test_bucket_edges_are_edges_of_their_own_bucket() -> None:
@@ -584,7 +582,7 @@ def test_problem_json_round_trip() -> None:
     assert Problem.from_json(p.to_json(), DEVICE, parse(p.to_json()["epilogue"])) == p
 
 
-def test_a_locked_store_answers_alone_and_a_miss_shows_the_nearest_key(
+def test_a_locked_store_answers_alone_and_a_miss_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
@@ -597,16 +595,12 @@ def test_a_locked_store_answers_alone_and_a_miss_shows_the_nearest_key(
     assert choice.reason.endswith("tmm.lock.json")
     for mode in ("tune", "heuristic", "error"):
         asked = problem(m=128, tf32=True)
-        with pytest.raises(CacheMissError, match=r"no locked record.*differs in") as caught:
+        with pytest.raises(CacheMissError, match=r"no locked record for 128×.*freeze` again"):
             d.choose(asked, settings(on_cache_miss=mode))
-        assert str(caught.value).splitlines()[1:] == [
-            "  m: asked 128, there 64",
-            "  tf32: asked true, there false",
-        ]
     assert timer.measured == []
     # A kernel that has changed since is not tuned behind the operator's back.
     d, timer = dispatcher(FakeBlas(version="2"), FakeKernel("fast", version="2"), root=tmp_path)
-    with pytest.raises(CacheMissError, match="fits the kernels that are installed here"):
+    with pytest.raises(CacheMissError, match="fits this GPU, its software and the kernels"):
         d.choose(problem(m=64), settings())
     assert timer.measured == []
 
@@ -623,6 +617,6 @@ def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
     monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
     d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
     assert d.choose(asked, settings()).origin == "cache"
-    with pytest.raises(CacheMissError, match="n: asked 48, there "):
+    with pytest.raises(CacheMissError, match="no locked record for 64×48×"):
         d.choose(problem(m=64, n=48, batch_invariant=True), settings())
     assert timer.measured == []

@@ -141,7 +141,7 @@ class Explanation:
             columns, rows = _measurements(self.record)
             shown: list[tuple[str, ...] | str] = []
             for *cells, config, note in rows:
-                shown += [tuple(cells), f"     {'; '.join(filter(None, (config, note)))}"]
+                shown += [tuple(cells), "; ".join(filter(None, (config, note)))]
             lines += console.table(columns[:-2], shown, width, right=columns[1:-2])
         for name, said in self._others():
             lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)

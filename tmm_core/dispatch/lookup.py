@@ -266,20 +266,13 @@ class Lookup:
             )
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
-        """Explain a miss in a locked store by the differences from the nearest key."""
+        """Explain a miss in a locked store."""
         bucket = f"{key.along.upper()}={key.extent}"
-        miss = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
-        device = key.device
-        near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
-        if near is None:
-            return f"{miss}, which is empty; run `tmm-cache freeze`"
-        if not near.differences:
-            return (
-                f"{miss} fits the kernels that are installed here; tune, and run "
-                "`tmm-cache freeze` again"
-            )
-        differences = "".join(f"\n  {difference}" for difference in near.differences)
-        return f"{miss}; the nearest key there differs in{differences}"
+        return (
+            f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path} fits this "
+            f"GPU, its software and the kernels that are installed; tune, and run "
+            f"`tmm-cache freeze` again"
+        )
 
     def warn_kernel_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
         """Report a kernel whose result cannot be used."""

@@ -1,7 +1,7 @@
 """The command that removes records: of the user's own root, and nothing else.
 
 A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone. So removal works on a list of
-single files whose names match the layout. The list is summed up and confirmed first.
+single files whose names match the layout. It is summed up and confirmed first.
 """
 
 from __future__ import annotations
@@ -9,89 +9,62 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
 
 from tmm_cache.cache_errors import UsageError, reraise
-from tmm_cache.commands.filters import Filter
-from tmm_cache.console import DONE, FOUND, Noted, can_ask, confirmed, counted, note, print_json
+from tmm_cache.commands.show import selected
+from tmm_cache.console import DONE, FOUND, Noted, can_ask, confirmed, counted, note
 from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.files import Report
 from tmm_cache.paths import LOCK, MISSES, NOTE_FILE, NOTES, RECORD
 from tmm_cache.problem_fields import printable
-from tmm_cache.scan import folders, summaries
+from tmm_cache.scan import folders
 from tmm_cache.size_limits import files, leftovers
 from tmm_cache.store import CacheStore
 
-#: The files of a folder by kind, besides temporary ones.
-_KINDS: Final = (
-    ("record", RECORD),
-    ("misses", re.compile(re.escape(MISSES))),
-    ("lock", LOCK),
-)
-
-
-class Removal(NamedTuple):
-    """One file to remove."""
-
-    path: Path
-    kind: str
-
 
 def clear(store: CacheStore, options: Namespace) -> int:
-    """Remove the records that pass the filters or, without filters, all files of the root."""
-    removals = list(_wanted(store.root, Filter.of(options), Noted().fault))
-    if not removals:
-        note(f"nothing to remove in {store.root}")
-        if options.json:
-            print_json([])
-        return DONE
-    records = sum(item.kind == "record" for item in removals)
-    what = counted(records, "record")
-    if len(removals) > records:
-        what += f" and {counted(len(removals) - records, 'other file')}"
-    asks = not (options.yes or options.dry_run)
-    if asks and not can_ask():
-        raise UsageError(f"-y is needed to remove {what} from {store.root} without a terminal")
-    if options.json:
-        print_json([{"path": str(item.path), "kind": item.kind} for item in removals])
-    elif options.dry_run:
-        for item in removals:
-            print(printable(f"{item.path}  {item.kind}"))
+    """Remove the records whose digest begins with `record` or, without it, all files of the
+    root."""
+    report = Noted().fault
+    if options.record is None:
+        found = list(_every_file(store.root, report))
     else:
-        alike = Counter((item.path.parent, item.kind) for item in removals)
-        for (folder, kind), count in alike.items():
-            print(printable(f"{folder}  {count} × {kind}"))
+        found = [each.path for each in selected([store.root], options.record, report)]
+    if not found:
+        note(f"nothing to remove in {store.root}")
+        return DONE
+    records = sum(RECORD.fullmatch(path.name) is not None for path in found)
+    what = counted(records, "record")
+    if len(found) > records:
+        what += f" and {counted(len(found) - records, 'other file')}"
     if options.dry_run:
+        for path in found:
+            print(printable(str(path)))
         note(f"would remove {what} from {store.root}")
         return DONE
-    if asks and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
+    if not options.yes and not can_ask():
+        raise UsageError(f"-y is needed to remove {what} from {store.root} without a terminal")
+    if not options.yes and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
         note("nothing removed")
         return FOUND
-    removed = sum(_remove(store.root, item.path) for item in removals)
-    for folder in {item.path.parent for item in removals}:
+    removed = sum(_remove(store.root, path) for path in found)
+    for folder in {path.parent for path in found}:
         remove_if_empty(folder, store.root)
-    note(f"removed {removed} of {counted(len(removals), 'file')}")
-    return FOUND if removed < len(removals) else DONE
+    note(f"removed {removed} of {counted(len(found), 'file')}")
+    return FOUND if removed < len(found) else DONE
 
 
-def _wanted(root: Path, wanted: Filter, report: Report) -> Iterator[Removal]:
-    if not wanted.is_empty:
-        found = summaries(root, report, full=True)
-        yield from (Removal(entry.path, "record") for entry in found if wanted(entry))
-        return
+def _every_file(root: Path, report: Report) -> Iterator[Path]:
     for folder in folders(root, report):
-        for kind, names in _KINDS:
-            for path in files(folder.path, names):
-                # A record's lock goes with the record.
-                if kind != "lock" or not path.with_suffix("").exists():
-                    yield Removal(path, kind)
-        for path in leftovers(folder.path):
-            yield Removal(path, "temporary")
-    for path in files(root / NOTES, NOTE_FILE):
-        yield Removal(path, "notes")
+        yield from files(folder.path, RECORD)
+        yield from files(folder.path, re.compile(re.escape(MISSES)))
+        # A record's lock goes with the record.
+        locks = files(folder.path, LOCK)
+        yield from (path for path in locks if not path.with_suffix("").exists())
+        yield from leftovers(folder.path)
+    yield from files(root / NOTES, NOTE_FILE)
 
 
 def _remove(root: Path, path: Path) -> bool:

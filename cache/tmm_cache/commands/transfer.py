@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from tmm_cache.commands.filters import Filter
 from tmm_cache.console import DONE, FOUND, Noted, counted, note
 from tmm_cache.disk import make_folder, require_target
 from tmm_cache.paths import require_own
@@ -16,8 +15,8 @@ from tmm_cache.transport import import_records, write_transport
 
 
 def export(store: CacheStore, options: Namespace) -> int:
-    """Write the user's own records that pass the filters into one file."""
-    return _write([store.root], Filter.of(options), options.file)
+    """Write the user's own records into one file."""
+    return _write([store.root], options.file)
 
 
 def freeze(store: CacheStore, options: Namespace) -> int:
@@ -25,19 +24,14 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     file: Path = options.output or store.lock_path
     if file.parent == store.root:
         make_folder(file.parent)
-    return _write([store.root, *store.layers], Filter(gpu=options.gpu), file)
+    return _write([store.root, *store.layers], file)
 
 
-def _write(roots: Iterable[Path], wanted: Filter, file: Path) -> int:
+def _write(roots: Iterable[Path], file: Path) -> int:
     """FOUND if there is no record, or one could not be read and was left out."""
     require_target(file)
     noted = Noted()
-    found = [
-        summary
-        for root in roots
-        for summary in summaries(root, noted.fault, full=True)
-        if wanted(summary)
-    ]
+    found = (each for root in roots for each in summaries(root, noted.fault, full=True))
     count = write_transport(file, found)
     note(f"{counted(count, 'record')} written to {file}")
     return DONE if count and not noted.count else FOUND
