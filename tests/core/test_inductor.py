@@ -191,6 +191,8 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
         lambda z: _gated(*z.chunk(2, 1)) + z.chunk(2, 1)[0],
         lambda z: _gated(*z.chunk(2, 1)) + z.chunk(2, 1)[1],
         lambda z: _gated(*z.view(6, 4, 10).chunk(2, 2)),  # other columns
+        lambda z: _gated(*z.view(3, 80)[:, :40].split(20, 1)),
+        lambda z: [_gated(y[:, :20], y[:, 20:40]) for y in (z.view(3, 80),)].pop(),
     ],
 )
 def test_what_looks_like_a_gate_keeps_its_meaning(model: Any) -> None:
