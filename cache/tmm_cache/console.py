@@ -210,7 +210,7 @@ def width() -> int:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+    columns: Sequence[str], rows: Sequence[Sequence[str] | str], right: Sequence[str] = ()
 ) -> None:
     """Print a table on stdout, as `table` lays it out for the terminal or a pipe."""
     print("\n".join(table(columns, rows, width(), right=right)))

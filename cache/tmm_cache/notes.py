@@ -4,7 +4,8 @@ A file of notes belongs to one state: versions, sizes and times of files, enviro
 name is a digest of that state, so another state uses another file. Each note is a line, appended in
 a single write, so any number of processes can share a file without a lock. Damaged or torn lines
 are ignored. A file that others than the user may have written, or that lies in such a folder or
-root, is neither read nor written. Nothing here warns or raises OSError.
+root, is neither read nor written. Nothing here warns, and only `write`
+raises OSError.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class Notes:
 
     def add(self, about: str, value: JSON) -> None:
         """Add a note, if a file can be written."""
+        with suppress(OSError):
+            self.write(about, value)
+
+    def write(self, about: str, value: JSON) -> None:
+        """Like `add`; raises OSError if the file cannot be written."""
         if self.get(about) == value:
             return
         assert self._read is not None
@@ -61,9 +67,9 @@ class Notes:
         if not self._kept:
             return
         line = canonical([about, value]).encode("ascii")
-        with suppress(OSError):
-            make_folder(self.path.parent)
-            append_line(self.path, line, MAX_BYTES)
+        make_folder(self.path.parent)
+        if not append_line(self.path, line, MAX_BYTES):
+            raise OSError("it is full")
 
     def _lines(self) -> dict[str, JSON]:
         read = read_file(self.path, self._root)

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
@@ -19,11 +19,9 @@ from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.locks import acquire
-from tmm_cache.miss_log import Miss, clear_misses, log_miss, logged_misses
 from tmm_cache.notes import Notes
 from tmm_cache.paths import (
     LOCK_SUFFIX,
-    MISSES,
     absolute,
     default_root,
     is_nowhere,
@@ -41,6 +39,14 @@ if TYPE_CHECKING:
 
 # Any other value of TMM_REQUIRE_LOCKED means yes: setting it shows the intent.
 _NO = {"", "0", "false", "no", "off"}
+
+
+class Miss(NamedTuple):
+    """A problem without a record, with the GPU and environment that it was met on."""
+
+    gpu: str
+    environment: dict[str, Any]
+    problem: dict[str, Any]
 
 
 class CacheStore:
@@ -68,8 +74,7 @@ class CacheStore:
         self.lock_path = lock_path(os.environ, self.root)
         self._lock_file: Transport | None = None
         self._warnings = FaultWarnings(self.root)
-        #: Where the records of the problems that were logged would be.
-        self._logged: set[Path] = set()
+        self._miss_notes: Notes | None = None
         self._verified: dict[tuple[str, str], Notes] = {}
         self._limiter: SizeLimiter | None = None
         #: Records that this process answers with regardless of the disk, by path.
@@ -236,27 +241,36 @@ class CacheStore:
                 self._warnings.beside(path, fault, "locked", told)
 
     def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
-        """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""
-        path = self.path(gpu, environment, problem)
-        if path in self._logged or not self._warnings.may_write():
+        """Note a problem met where tuning is forbidden. Never raises OSError."""
+        about = self.path(gpu, environment, problem).relative_to(self.root).as_posix()
+        if not self._warnings.may_write():
             return
-        self._logged.add(path)
-        log = path.with_name(MISSES)
+        if self._miss_notes is None:
+            self._miss_notes = Notes("misses", None, self.root)
+        notes = self._miss_notes
         try:
-            log_miss(log, environment, problem)
+            notes.write(about, {"gpu": gpu, "environment": environment, "problem": problem})
         except OSError as error:
             reraise(error)
             told = "problems that are not tuned are not noted"
-            self._warnings.beside(log, error, "written", told)
+            self._warnings.beside(notes.path, error, "written", told)
 
     def misses(self) -> list[Miss]:
-        """The problems logged in the user's own root, each once per GPU and environment."""
-        return logged_misses(self.root, passed_over)
+        """The problems noted under the user's own root, each once per GPU and environment."""
+        found: list[Any] = Notes("misses", None, self.root).values()
+        kinds = {"gpu": str, "environment": dict, "problem": dict}
+        return [
+            Miss(**each)
+            for each in found
+            if isinstance(each, dict) and {name: type(of) for name, of in each.items()} == kinds
+        ]
 
     def clear_misses(self) -> int:
-        """Clear the logs of problems; returns how many were removed."""
-        self._logged.clear()
-        return clear_misses(self.root, passed_over)
+        """Forget the problems; returns how many there were."""
+        count, self._miss_notes = len(self.misses()), None
+        with suppress(OSError):
+            Notes("misses", None, self.root).path.unlink()
+        return count
 
     def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         lock = self._locked_file()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, mark_of, problem, record, warned
-from tmm_cache import CacheStore, files, miss_log
+from tmm_cache import CacheStore, Notes, files, notes
 from tmm_cache import store as store_module
 from tmm_cache.cli import main
 
@@ -398,14 +398,14 @@ def test_a_name_too_long_for_the_file_system_is_a_fault_like_any_other(tmp_path:
 def test_a_full_log_of_misses_stops_growing(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(miss_log, "MAX_BYTES", 400)
-    with warned(r"misses\.jsonl cannot be written \(it is full"):
+    monkeypatch.setattr(notes, "MAX_BYTES", 1200)
+    with warned(r"notes/misses-.* cannot be written \(it is full"):
         for m in range(10):
             store.log_miss(GPU, ENVIRONMENT, problem(m=m))
-    assert (
-        0 < (store.path(GPU, ENVIRONMENT, problem()).parent / "misses.jsonl").stat().st_size <= 400
-    )
-    assert [miss.problem["m"] for miss in store.misses()] == [0]
+    assert 0 < Notes("misses", None, store.root).path.stat().st_size <= 1200
+    found = [miss.problem["m"] for miss in store.misses()]
+    assert found == [*range(len(found))]
+    assert 0 < len(found) < 10
 
 
 def test_a_healthy_cache_never_warns(store: CacheStore) -> None:

@@ -172,12 +172,9 @@ def test_nothing_of_others_is_evicted(store: CacheStore, tmp_path: Path) -> None
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
         aged(path, 99 * DAY)
-    store.log_miss(GPU, ENVIRONMENT, problem(m=5))
-    aged(folder / "misses.jsonl", 99 * DAY)
     assert evict(store.root, Limits(1), nothing) == 1
     assert all(path.read_text() == "mine" for path in mine)
     assert kept(below) == [1]
-    assert len(store.misses()) == 1
 
 
 def test_records_of_an_older_schema_and_old_notes_are_counted_and_go(store: CacheStore) -> None:
@@ -254,10 +251,7 @@ def test_a_save_sweeps_what_killed_processes_left(store: CacheStore) -> None:
         left(folder, 2**70, 3700),  # of no process that could be
         left(folder, os.getpid(), 3700),  # another process may have its number by now
     ]
-    stays = [
-        left(folder, dead, 3500, "1" * 16),
-        aged(folder / "misses.jsonl", 0) if (folder / "misses.jsonl").exists() else folder,
-    ]
+    stays = [left(folder, dead, 3500, "1" * 16), folder]
     foreign = folder / "editor.tmp"
     foreign.write_text("")
     aged(foreign, 99 * DAY)

@@ -7,7 +7,6 @@ single files whose names match the layout. It is summed up and confirmed first.
 from __future__ import annotations
 
 import os
-import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +58,7 @@ def clear(store: CacheStore, options: Namespace) -> int:
 def _every_file(root: Path, report: Report) -> Iterator[Path]:
     for folder in folders(root, report):
         yield from files(folder.path, RECORD)
-        yield from files(folder.path, re.compile(re.escape(MISSES)))
+        yield from files(folder.path, MISSES)
         # A record's lock goes with the record.
         locks = files(folder.path, LOCK)
         yield from (path for path in locks if not path.with_suffix("").exists())

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
             )
         )
         if info.disabled is not None:
-            rows.append(f"     not used: {info.disabled}")
+            rows.append(f"not used: {info.disabled}")
     print_table(("kernel", "version", "plugin", "distribution", "traits"), rows)
     return DONE
 

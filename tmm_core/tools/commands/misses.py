@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tmm_cache import CacheStore, Miss, problem_fields
+from tmm_cache import CacheStore, Miss, digest, problem_fields
 from tmm_cache.console import DONE, counted, note, print_json, print_table
 
 
@@ -14,7 +14,7 @@ def run(options: argparse.Namespace) -> int:
     store = CacheStore()
     if options.clear:
         count = store.clear_misses()
-        note(f"{counted(count, 'log')} of misses cleared in {store.root}")
+        note(f"{counted(count, 'problem')} forgotten in {store.root}")
         return DONE
     found = [(miss, tuned_since(store, miss)) for miss in store.misses()]
     if options.json:
@@ -24,7 +24,6 @@ def run(options: argparse.Namespace) -> int:
                     "gpu": miss.gpu,
                     "environment": miss.environment,
                     "problem": miss.problem,
-                    "count": miss.count,
                     "tuned": tuned,
                 }
                 for miss, tuned in found
@@ -35,18 +34,16 @@ def run(options: argparse.Namespace) -> int:
         note(f"no misses in {store.root}")
         return DONE
     print_table(
-        ("problem", "gpu", "environment", "times met", "tuned since"),
+        ("problem", "gpu", "environment", "tuned since"),
         [
             (
                 title(miss.problem),
                 miss.gpu,
-                miss.environment_digest,
-                str(miss.count),
+                digest(miss.environment),
                 "yes" if tuned else "no",
             )
             for miss, tuned in found
         ],
-        ("times met",),
     )
     return DONE
 
@@ -64,6 +61,4 @@ def title(problem: Mapping[str, Any]) -> str:
 
 def tuned_since(store: CacheStore, miss: Miss) -> bool:
     """Whether a record answers the problem by now."""
-    if miss.environment is None:
-        return False
     return store.load(miss.gpu, miss.environment, miss.problem) is not None
