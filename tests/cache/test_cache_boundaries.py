@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -19,6 +20,7 @@ from tmm_cache import (
     disk,
     environment_variables,
     fields,
+    files,
     problem_fields,
     size_limits,
 )
@@ -52,6 +54,28 @@ def test_a_file_that_grows_is_read_to_its_end(
         path.write_bytes(b"x" * 100_000)
         monkeypatch.setattr(os, "fstat", lambda number: status)
         assert len(disk.read_all(handle, 2**20)) == 100_000
+
+
+def test_a_file_that_cannot_be_read_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody removes it."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+
+    def fails(*_: Any) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "read", fails)
+    fault = files.read_file(path)
+    assert isinstance(fault, files.Fault)
+    assert (fault.path, fault.reason) == (path, "cannot be read: Input/output error")
+    assert (fault.damaged, fault.place) == (False, False)
+    monkeypatch.undo()
+    large = files.read_file(path, most=0)
+    assert isinstance(large, files.Fault)
+    assert (large.reason, large.damaged) == ("is larger than 0 bytes", True)
+    assert files.read_file(tmp_path / "absent") is None
 
 
 def test_folders_are_private_up_to_the_one_that_was_there(tmp_path: Path) -> None:
@@ -194,6 +218,14 @@ def test_a_problem_is_bounded(extra: Any) -> None:
     value = "x" * extra if extra == 2**16 else extra
     with pytest.raises(RecordError, match="huge"):
         fields.problem(problem() | {"x": value})
+
+
+def test_a_problem_without_end_is_no_json() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"x": deep}
+    with pytest.raises(RecordError, match=r"found what is not JSON .*, accepted is an object"):
+        fields.problem(problem() | {"x": deep})
 
 
 def test_a_list_has_at_most_10_000_items() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_bench import document, failure
 
-from tmm_core.bench import quick, report, results, suites
+from tmm_core.bench import providers, quick, report, results, suites
 from tmm_core.bench.case import Case, parse_dtype, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 
@@ -110,6 +110,16 @@ def test_the_arguments_of_a_call_are_those_it_has() -> None:
     assert even.rows is not None
     assert tuple(even.rows.ends) == (0, 21, 43, 64)  # one group is empty
     assert even.rows.other_offs == ()
+
+
+def test_each_call_of_a_chain_has_tensors_of_its_own() -> None:
+    made = Case(m=4, n=6, k=8, dtype=torch.float32, layout="nt", bias=True, epilogue="relu")
+    calls = [made.call(torch.device("cpu")) for _ in range(2)]
+    for run in (providers.eager(calls), providers.tmm(calls)):
+        for copy, call in enumerate(calls):
+            assert call.bias is not None
+            right = (call.a @ call.b + call.bias).relu()
+            torch.testing.assert_close(run(copy), right, rtol=1e-5, atol=1e-5)
 
 
 # -- suites -------------------------------------------------------------------------------

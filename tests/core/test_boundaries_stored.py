@@ -554,6 +554,16 @@ def test_float8_of_torchao_and_its_transpose(
     assert torch.allclose(found.dequantize().float(), right, rtol=1e-2)
 
 
+def test_a_weight_of_one_column_is_not_its_transpose() -> None:
+    """Both strides are one."""
+    values, scale = torch.randn(4, 1).to(E4M3), torch.rand(4, 1) + 0.5
+    given = stranger("Float8Tensor", qdata=values, scale=scale, block_size=(1, 1))
+    type(given).dim = lambda self: 2
+    found = foreign.read(given)
+    assert found.shape == (4, 1)
+    assert torch.allclose(found.dequantize().float(), values.float() * scale, rtol=1e-2)
+
+
 def test_zero_points_that_changed_are_read_again() -> None:
     zero = torch.zeros(4, 1, dtype=torch.int8)
     given = stranger("Int8Tensor", **INT8 | {"zero_point": zero})

@@ -20,7 +20,7 @@ from tmm_core import dispatch
 from tmm_core.bench.case import Case
 from tmm_core.spec import toolchain
 from tmm_core.spec.anatomy import Resources
-from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.tools.commands import (
     doctor_toolchain,
     gpus,
@@ -346,6 +346,22 @@ def test_a_miss_of_an_unknown_environment_is_not_tuned() -> None:
     assert misses.tuned_since(store, known)
     assert not misses.tuned_since(store, replace(known, environment=None))
     assert not misses.tuned_since(store, replace(known, problem=problem(m=2).to_json()))
+
+
+@pytest.mark.parametrize(("here", "others"), [(2, 0), (1, 3), (0, 1)])
+def test_misses_of_other_devices_are_counted(
+    here: int, others: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = torch.device("cpu")
+    asked = problem(m=32, n=64, k=16).to_json()
+    mine = [Miss(fingerprint(cpu).gpu, "0", None, asked | {"m": m + 1}, 1) for m in range(here)]
+    theirs = [Miss("other", "0", None, asked, 1)] * others
+    store = SimpleNamespace(misses=lambda: theirs + mine)
+    found = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
+    monkeypatch.setattr(tune, "dispatch", found)
+    assert len(tune._of_misses(cpu)) == here
+    text = f"tmm: {others} of {here + others} misses belong to other devices; tune them there\n"
+    assert capsys.readouterr().err == (text if others else "")
 
 
 @pytest.mark.parametrize(
