@@ -878,7 +878,7 @@ class Queue:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
-        self.done = self.capturing = False
+        self.done = self.capturing = self.refused = False
         monkeypatch.setattr(torch.cuda, "Event", lambda: self)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
@@ -888,6 +888,8 @@ class Queue:
 
     def query(self) -> bool:
         self.log.append("query")
+        if self.refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
         return self.done
 
 
@@ -922,11 +924,33 @@ def test_a_sample_asks_whether_the_gpu_reached_the_last_call(
     call(500)
     assert queue.log.count("query") == len(reviews) - 2 > 1
     assert pace.next - pace.calls <= host_bound.MOST
+    queue.refused, before = True, len(reviews)
+    call(600)  # another thread captures
+    assert len(reviews) == before
+    queue.refused = False
+    call(600)
+    assert len(reviews) > before
+
+
+def test_two_threads_measure_the_cost_of_passing_once() -> None:
+    aten_report._measured_us.cache_clear()
+    costs: list[float] = []
+
+    def measure() -> None:
+        costs.append(aten_report.overhead_us("mm"))
+
+    threads = [threading.Thread(target=measure) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(costs) == 4
+    assert len(set(costs)) == 1
 
 
 @pytest.mark.parametrize("name", aten.ENTRY)
 def test_the_cost_of_passing_is_measured_without_touching_aten(name: str) -> None:
-    aten_report.overhead_us.cache_clear()
+    aten_report._measured_us.cache_clear()
     assert 0.0 <= aten_report.overhead_us(name) < 1000.0
     probe = f"tmm::probe_{name.replace('.', '')}"
     assert not torch._C._dispatch_has_kernel(probe)

@@ -135,7 +135,9 @@ class Enabled:
 
     def review(self) -> None:
         """Leave each operator to torch whose host cost exceeds the GPU time that it saved."""
-        for each in self.answered.values():
+        for each in list(
+            self.answered.values()
+        ):  # a call of another thread may come while it grows
             operator = each.operator
             operator.settle()
             if each.left or operator.slowed < ENOUGH:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 from dataclasses import dataclass
 
@@ -17,16 +18,22 @@ from tmm_core.interop.host_bound import Pace
 #: The number of calls in a batch, and of batches, that :func:`overhead_us` times.
 _REPEATS, _BATCHES = 40, 5
 
+#: Two threads would define one operator.
+_one_at_a_time = threading.Lock()
 
-@functools.cache
+
 def overhead_us(name: str) -> float:
     """Return the host time in µs that the entry adds to a call of this operator that torch's kernel
     answers. It is measured once, on tiny products on the CPU, which takes some milliseconds.
 
     The entry is timed under another name, so that aten's operators on the CPU do not change.
     """
-    if name.startswith("_"):
-        return overhead_us("addmm.out")  # has as many arguments
+    with _one_at_a_time:
+        return _measured_us("addmm.out" if name.startswith("_") else name)  # as many arguments
+
+
+@functools.cache
+def _measured_us(name: str) -> float:
     base, _, overload = name.partition(".")
     aten = getattr(getattr(torch.ops.aten, base), overload or "default")
     kernel = compat.aten_kernel(f"aten::{name}", "CPU")

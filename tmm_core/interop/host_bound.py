@@ -54,13 +54,17 @@ class Pace:
         if not operand.is_cuda:
             return True, True
         event, self._event = self._event, None
+        self.next = self.calls + self._interval
         if torch.cuda.is_current_stream_capturing():  # which allows no query
-            self.next = self.calls + self._interval
             return None
-        if event is not None:
-            waits = bool(event.query())
-            return waits, not waits
-        self._event = event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(operand.device))
+        try:
+            if event is not None:
+                waits = bool(event.query())
+                return waits, not waits
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(operand.device))
+        except RuntimeError:  # another thread captures, or the launch will raise the same error
+            return None
+        self._event = event
         self.next = self.calls + 1
         return None
