@@ -78,10 +78,13 @@ def _zero_points(t: Any) -> Tensor | None:
     """The zero points, or None where they are known to be zero.
 
     They are read once, since that waits for a GPU: torchao has them for symmetric weights too, and
-    kernels are faster without.
+    kernels are faster without. Tensors made in inference mode do not count changes, so that they
+    would have to be read in each call.
     """
     zero: Tensor = t.zero_point
     if torch.compiler.is_compiling() or zero.is_meta or type(zero) is not Tensor:
+        return zero
+    if zero.is_inference():
         return zero
     version = zero._version
     known = getattr(t, _KNOWN, None)

@@ -26,6 +26,10 @@ _EACH = {
 }  # fmt: skip
 #: The operators among them that move dimensions.
 _MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
+#: Torch's properties that transpose stacks of matrices, and those that transpose a matrix. When a
+#: graph runs, torch.compile would read them again, and would compile that reading without end.
+_TURNS_STACKS: tuple[Any, ...] = (Tensor.mT.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
+_TURNS: tuple[Any, ...] = (*_TURNS_STACKS, Tensor.T.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
 #: Operators that may also change the dtype of the values.
 _CASTS = {_aten._to_copy.default, _aten.empty_like.default}
 
@@ -117,10 +121,12 @@ class Quantized(torch.Tensor):
         if (pack := formats.named(name).pack) != 1:
             strides = [step * pack for step in strides]
             shape[along], strides[along] = shape[along] * pack, stored.stride(along)
-        made: Quantized = compat.wrapper_subclass(
-            cls, shape, strides=strides, dtype=dtype, device=stored.device,
-            requires_grad=scale.requires_grad or (zero is not None and zero.requires_grad),
-        )  # fmt: skip
+        # Torch makes no view of a tensor made before an inference mode whose wrapper is made in it.
+        with torch.inference_mode(stored.is_inference()):
+            made: Quantized = compat.wrapper_subclass(
+                cls, shape, strides=strides, dtype=dtype, device=stored.device,
+                requires_grad=scale.requires_grad or (zero is not None and zero.requires_grad),
+            )  # fmt: skip
         made.stored, made.scale, made.zero = stored, scale, zero
         made.format, made.block, made.along = name, block, along
         return made
@@ -242,6 +248,10 @@ class Quantized(torch.Tensor):
         kwargs = kwargs or {}
         if function in cls.products:
             return cls.products[function](*args, **kwargs)
+        if function in _TURNS:
+            dims = args[0].dim()
+            if dims == 2 or (dims > 2 and function in _TURNS_STACKS):
+                return args[0].transpose(-2, -1)
         if function is Tensor.share_memory_:
             # Torch would read the address of the values, which have none.
             own = args[0]
@@ -280,6 +290,9 @@ class Quantized(torch.Tensor):
                 "a product of a quantised tensor that torch.func transforms: apply the transform "
                 "to one of its values, .dequantize()"
             )
+        # In inference mode torch passes operators that it otherwise takes apart first, like ``to``.
+        if (y := operator.decompose(*args, **kwargs)) is not NotImplemented:
+            return y
         raise NotImplementedError(
             f"{operator} of a quantised tensor: apply it to the values, .dequantize()"
         )

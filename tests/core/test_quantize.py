@@ -171,6 +171,27 @@ def test_zero_points_are_read_again_when_they_change(torchao: Any) -> None:
     close(tmm_core.linear(x, own), x.double() @ values.T)
 
 
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_weights_of_torchao_in_inference_mode(
+    torchao: Any, config: str, made: bool, used: bool
+) -> None:
+    """Tensors made there count no changes, so that their zero points are not looked up."""
+    with torch.inference_mode(made):
+        weight = _weight(torchao, getattr(torchao, config)(version=2))
+        x = torch.randn(5, 256, dtype=BF16)
+    with torch.inference_mode(used):
+        expected = x.double() @ weight.dequantize().double().T
+        for _ in range(2):
+            close(tmm_core.linear(x, weight), expected)
+            close(tmm_core.linear(x[0], weight, epilogue="relu"), expected[0].relu())
+        if config.startswith("Int8") and made is used:
+            weight.zero_point.fill_(3)
+            values = (weight.qdata.double() - 3) * weight.scale.double()
+            close(tmm_core.linear(x, weight), x.double() @ values.T)
+
+
 def test_quantised_activations_stay_torchaos(torchao: Any) -> None:
     from tmm_core import foreign
 

@@ -82,6 +82,7 @@ def _autocast(x: Tensor, w: Quantized) -> Tensor:
 def _module(x: Tensor, w: Quantized) -> Tensor:
     layer = nn.Linear(256, 24, bias=False)
     layer.weight = nn.Parameter(w, requires_grad=False)
+    torch.compiler.reset()  # torch refuses to compile a forward more than eight times
     compiled: Callable[[Tensor], Tensor] = torch.compile(layer, backend="aot_eager", fullgraph=True)
     return compiled(x)
 
@@ -116,6 +117,8 @@ CALLS: dict[str, Callable[[Tensor, Quantized], Tensor]] = {
     "fp16": lambda x, w: tmm_core.linear(x.half(), w),
     "fp32": lambda x, w: tmm_core.linear(x.float(), w),
     "forced": lambda x, w: tmm_core.matmul(x, w.T, kernel="blas"),
+    "another dtype": lambda x, w: tmm_core.linear(x, w.to(torch.float16)),
+    "moved": lambda x, w: F.linear(x, w.to("cpu").detach()),
 }
 
 
@@ -133,6 +136,54 @@ def _named(w: Quantized) -> grids.Block | None:
 def test_calls_of_every_kind(call: str, pair: tuple[Quantized, Tensor]) -> None:
     weight, values = pair
     close(CALLS[call](X, weight), X.double() @ values.T)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "mxfp4"])
+def test_calls_in_inference_mode(call: str, name: str) -> None:
+    """Torch then makes other views, and passes on operators that it takes apart elsewhere."""
+    weight, values = made(name, 24, 256)
+    with torch.inference_mode():
+        close(CALLS[call](X, weight), X.double() @ values.T)
+        weight, values = made(name, 24, 256)
+        close(CALLS[call](X, weight), X.double() @ values.T)
+    close(CALLS[call](X, weight), X.double() @ values.T)
+
+
+COMPILED: dict[str, Callable[[Tensor, Quantized, Quantized], Tensor]] = {
+    "T": lambda x, w, _: tmm_core.matmul(x, w.T),
+    "mT": lambda x, w, _: x @ w.mT,
+    "mH": lambda x, w, _: tmm_core.matmul(x, w.mH),
+    "H": lambda x, w, _: x @ w.H,
+    "a stack": lambda x, _, stack: tmm_core.matmul(x, stack.mT)[0],
+    "groups": lambda x, _, stack: tmm_core.grouped_linear(x, stack, offs=OFFS),
+    "transposed groups": lambda x, _, stack: tmm_core.grouped_matmul(x, stack.mT, offs=OFFS),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("call", COMPILED)
+def test_compiled_calls_that_read_a_property(call: str, whole: bool) -> None:
+    """A graph that may break has its inputs' properties read again, by a frame that is compiled."""
+    weight, stack = made("int4", 24, 256)[0], made("int8", 3, 24, 256)[0]
+    wanted = COMPILED[call](X, weight, stack)
+    for inference in (False, True):
+        torch.compiler.reset()
+        graph = torch.compile(COMPILED[call], backend="aot_eager", fullgraph=whole)
+        with torch.inference_mode(inference):
+            torch.testing.assert_close(graph(X, weight, stack), wanted)
+
+
+def test_properties_that_transpose_raise_as_torchs() -> None:
+    stack = made("int8", 3, 24, 256)[0]
+    flat = Quantized(stack.stored[0, 0], torch.tensor(0.5), format="int8")
+    for name, t, text in (
+        ("mT", flat, "Got 1-D"),
+        ("mH", flat, "Got 1-D"),
+        ("H", stack, "Got 3-D"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            getattr(t, name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
