@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from tmm_core import foreign, settings
+from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.launch.check import check_tensors, number
+from tmm_core.launch.check import addressable, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.quantized import unpacked
@@ -101,22 +102,35 @@ def grouped_matmul(
     )  # fmt: skip
     if offs is None:
         return _batched(call)
-    if (
-        out is None
-        and not torch.compiler.is_dynamo_compiling()
-        and fast_path_allowed(
-            a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
-        )
-        and not autograd_state.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
-    ):
-        return run(*call)
+    try:
+        if (
+            out is None
+            and not torch.compiler.is_dynamo_compiling()
+            and fast_path_allowed(
+                a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
+            )
+            and not autograd_state.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
+        ):
+            return run(*call)
+        return _ragged(call)
+    except RuntimeError as error:
+        reraise(error)
+        # Torch refuses a tensor without strides wherever it meets it, in other words.
+        if not all(map(strided, call.given)):
+            addressable(*call.given)
+        raise
+
+
+def _ragged(call: GroupedArguments) -> Tensor:
+    """A call with ``offs``, of every kind."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
+    kinds = {type(call.a), type(call.b)} - {Tensor}
     call = unpacked(foreign.read_operands(call), grouped=True)
-    if out is not None:
-        return grouped_operator.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
+    if call.out is not None:
+        return grouped_operator.grouped_matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling():
-        for kind in {type(a), type(b)} - {Tensor}:
+        for kind in kinds:
             prepare_for(kind)
     return grouped_operator.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 

@@ -189,6 +189,7 @@ def _bind_by(
     """The launcher with this product; ``with_out`` if there is an ``out`` that it does not take."""
     out_dtype = problem.out.dtype
     same = out_dtype == problem.a.dtype
+    whole = problem.scaled and not (out_dtype.is_floating_point or out_dtype.is_complex)
 
     if problem.plain and same:
 
@@ -222,6 +223,8 @@ def _bind_by(
     ) -> Tensor:
         if out is not None and with_out:
             return with_out(a, b, bias, residual, alpha, out)
+        if whole:
+            alpha = whole_number(alpha, a)
         if add_bias:
             z = biased(a, b, bias, None, alpha, None)
             return finish(problem, z, None, residual, 1.0, out)
@@ -286,11 +289,19 @@ def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and all(strides[i] == strides[i + 1] * sizes[i + 1] for i in outer)
 
 
+def whole_number(alpha: float, a: Tensor) -> int:
+    """Return the number by which torch.addmm multiplies integers of a's dtype.
+
+    Raises:
+        RuntimeError: The dtype does not hold it.
+    """
+    one = a.new_ones(1, 1)
+    return int(torch.addmm(a.new_zeros(1), one, one, alpha=alpha))
+
+
 def scaled(z: Tensor, alpha: float) -> Tensor:
-    """A product times alpha, in its own dtype: like torch.addmm, integers take alpha as one."""
-    if alpha == 1.0:
-        return z
-    return z * (alpha if z.is_floating_point() or z.is_complex() else int(alpha))
+    """A product times alpha, in its own dtype."""
+    return z if alpha == 1.0 else z * alpha
 
 
 def finish(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -244,11 +245,49 @@ def test_outputs_and_out_on_meta() -> None:
         tmm_core.matmul(a, b, out=out.double())
 
 
+GROUPED: dict[str, Tensor] = {
+    "a": randn(4, 8), "b": randn(2, 8, 6), "offs": OFFS, "bias": randn(2, 6),
+    "residual": randn(4, 6), "a_index": torch.arange(4), "out_index": torch.arange(4),
+    "out_weights": torch.ones(4, dtype=BF16),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_refuse_what_has_no_strides(name: str) -> None:
+    """Also after a call of the same shapes, and on meta tensors."""
+    tmm_core.grouped_matmul(**GROUPED)
+    ways = [Tensor.to_sparse, *[Tensor.to_sparse_csr] * (GROUPED[name].dim() == 2)]
+    if GROUPED[name].dim() == 2:
+        ways.append(lambda t: torch.nested.as_nested_tensor([t[:1], t[1:]], layout=torch.jagged))
+    for way in ways:
+        call = GROUPED | {name: way(GROUPED[name])}
+        for more in ({}, {"bias": recording(GROUPED["bias"])}, {"out": randn(4, 6)}):
+            if name not in more:
+                with pytest.raises(RuntimeError, match="kernels take dense tensors"):
+                    tmm_core.grouped_matmul(**(call | more))
+        with pytest.raises(RuntimeError, match="kernels take dense tensors"):
+            tmm_core.grouped_matmul(**{n: on_meta(t) for n, t in call.items()})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scale_or_out_without_strides_is_refused(device: str) -> None:
+    a, b, scale = randn(4, 8), randn(8, 6), torch.ones(1)
+    sparse = scale.to_sparse().to(device)
+    with pytest.raises(RuntimeError, match="kernels take dense tensors"):
+        tmm_core.matmul(a.to(device), b.to(device), out=randn(4, 6).to_sparse().to(device))
+    a, b, scale = a.to(E4M3).to(device), b.to(E4M3).to(device), scale.to(device)
+    tmm_core.matmul(a, b, scale_a=scale)
+    with pytest.raises(RuntimeError, match="kernels take dense tensors"):
+        tmm_core.matmul(a, b, scale_a=sparse)
+
+
 # -- alpha ---------------------------------------------------------------------------------
 
 NUMBERS: list[Any] = [
     2, True, 0, -1.5, np.float32(2), np.float64(0.5), np.float16(2), np.int64(3), np.int8(-2),
-    np.bool_(True), np.complex64(2), 2 + 0j, torch.tensor(2.0), torch.tensor(3), torch.tensor(True),
+    np.bool_(True), np.longdouble(0.5), np.complex64(2), 2 + 0j, torch.tensor(2.0),
+    torch.tensor(3), torch.tensor(True),
 ]  # fmt: skip
 
 
@@ -283,7 +322,19 @@ def test_alpha_of_compiled_calls(alpha: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "alpha", ["2", None, np.ones(()), np.ones(1), np.str_("2"), torch.ones(1), [2.0], 1j, 2**70]
+    "alpha",
+    [
+        "2",
+        None,
+        np.ones(()),
+        np.ones(1),
+        np.str_("2"),
+        np.timedelta64(1),
+        torch.ones(1),
+        [2.0],
+        1j,
+        2**70,
+    ],
 )
 def test_alpha_is_refused_where_addmm_refuses_it(alpha: Any) -> None:
     a, b, bias = randn(4, 8, dtype=FP32), randn(8, 6, dtype=FP32), randn(6, dtype=FP32)
@@ -319,6 +370,56 @@ def test_integers_are_scaled_as_integers() -> None:
         assert int(torch.ops.tmm.matmul(a, b, None, None, alpha)) == wanted
         biased = tmm_core.matmul(a, b, bias=torch.tensor([5]), alpha=alpha)
         assert int(biased) == wanted + 5
+
+
+def of_integers(a: Tensor, b: Tensor, alpha: Any) -> dict[str, Callable[[], Tensor]]:
+    """Products of one number each, by every path that computes integers."""
+    out = torch.full_like(a, 7)
+    return {
+        "plain": lambda: tmm_core.matmul(a, b, alpha=alpha),
+        "bias": lambda: tmm_core.matmul(a, b, bias=torch.zeros_like(a[0]), alpha=alpha),
+        "out": lambda: tmm_core.matmul(a, b, alpha=alpha, out=out),
+        "forced": lambda: tmm_core.matmul(a, b, alpha=alpha, kernel="blas"),
+        "plan": lambda: tmm_core.plan(a, b, alpha=alpha)(a, b),
+        "linear": lambda: tmm_core.linear(a, b, alpha=alpha),
+        "rows": lambda: tmm_core.linear(a[None], b, alpha=alpha),
+        "batch": lambda: tmm_core.grouped_matmul(a[None], b[None], alpha=alpha),
+        "vmap": lambda: torch.vmap(lambda t: tmm_core.matmul(t, b, alpha=alpha))(a[None]),
+        "operator": lambda: torch.ops.tmm.matmul(a, b, None, None, alpha),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha"),
+    [(torch.int64, 2**53 + 1), (torch.int64, -(2**62) - 1), (torch.uint8, -1), (torch.int8, 5.9),
+     (torch.int16, -(2**15))],
+)  # fmt: skip
+def test_integers_take_every_alpha_of_their_dtype(dtype: torch.dtype, alpha: Any) -> None:
+    one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    wanted = int(torch.addmm(zero, one, one, alpha=alpha))
+    for name, call in of_integers(one, one, alpha).items():
+        assert int(call()) == wanted, name
+    torch.compiler.reset()
+    whole = torch.compile(lambda t: tmm_core.matmul(t, t, alpha=alpha), backend="aot_eager")
+    assert int(whole(one)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha"),
+    [(torch.int32, 2**31), (torch.uint8, 300), (torch.int64, 2**63), (torch.int64, math.nan),
+     (torch.int16, 1e30), (torch.uint8, -1.5), (torch.int8, math.inf)],
+)  # fmt: skip
+def test_integers_refuse_an_alpha_beyond_their_dtype(dtype: torch.dtype, alpha: Any) -> None:
+    one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    wanted = outcome(lambda: torch.addmm(zero, one, one, alpha=alpha))
+    assert isinstance(wanted, RuntimeError)
+    for name, call in of_integers(one, one, alpha).items():
+        found = outcome(call)
+        assert (type(found), str(found)) == (RuntimeError, str(wanted)), f"{name}: {found!r}"
+    out = torch.full_like(one, 7)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        tmm_core.matmul(one, one, alpha=alpha, out=out)
+    assert int(out) == 7
 
 
 # -- scales --------------------------------------------------------------------------------

@@ -155,10 +155,11 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
         return alpha if function == "matmul" else alpha.item()
     elif not isinstance(alpha, (float, int, complex, torch.SymFloat, torch.SymInt)):
         numpy = sys.modules.get("numpy")
-        if numpy is None or not isinstance(alpha, (numpy.number, numpy.bool_)):
+        numbers = () if numpy is None else (numpy.number, numpy.bool_)
+        if not isinstance(alpha, numbers) or alpha.dtype.kind == "m":  # a time
             kind = type(alpha).__name__
             raise TypeError(f"{function}(): argument 'alpha' must be Number, not {kind}")
-        alpha = alpha.item()
+        alpha = float(alpha) if alpha.dtype.kind == "f" else alpha.item()
     elif isinstance(alpha, float):
         alpha = float(alpha)  # numpy's float64 is a float, but its comparisons give numpy's bool
     if isinstance(alpha, complex):
@@ -345,14 +346,14 @@ def check_out(
         memory ranges overlap. Torch does not check tensors with gaps for that.
 
     Raises:
-        RuntimeError: A wrong dtype or device, or ``out`` overlaps an input or itself.
+        RuntimeError: A wrong dtype, device or layout, or ``out`` overlaps an input or itself.
     """
     if out.dtype != dtype:
         one = torch.empty(1, 1, dtype=dtype, device="cpu")
         other = torch.empty(1, 1, dtype=out.dtype, device="cpu")
         torch.mm(one, one, out=other)  # raises, in torch's words
         raise RuntimeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype}")
-    _on_one_device(inputs[0], out)
+    addressable(inputs[0], out)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
         refuse_gradients_of_out()
     near = [t for t in inputs if ranges_meet(out, t)]

@@ -18,7 +18,7 @@ import torch
 
 from tmm_core import compat, settings
 from tmm_core.errors import PluginError, error_text, reraise
-from tmm_core.launch.check import PLAIN, check, result_dtype
+from tmm_core.launch.check import PLAIN, addressable, check, result_dtype
 from tmm_core.launch.codegen import written
 from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.fold import Fold
@@ -226,6 +226,7 @@ def _without_residual(launcher: Launcher) -> Launcher:
 
 def _on_meta(call: Arguments | GroupedArguments) -> Any:
     """Return the result of a call of meta tensors, by the operator's own rule for them."""
+    addressable(*call.given)  # a sparse one has no such rule: the operator would be called again
     call = _product_of(call)
     name = "matmul" if isinstance(call, Arguments) else "grouped_matmul"
     several = bool(epilogue_of(call.epilogue).outputs)

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 #: strides and address kernels use, and of one that is made contiguous. The device's index alone
 #: would not do: it is -1 for a CPU and for meta tensors.
 SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.device"
-PACKED = "{0}.shape, {0}.dtype, {0}.device"
+PACKED = "{0}.shape, {0}.dtype, {0}.layout, {0}.device"
 
 
 class Arguments(NamedTuple):
@@ -96,7 +96,7 @@ ROLES = (
     Role("b", "Tensor", SIGNATURE, "kN", cast=True),
     Role("bias", "Tensor?", SIGNATURE, "N", cast=True),
     Role("residual", "Tensor?", SIGNATURE, "mn", cast=True),
-    Role("alpha", "float", "{0} == 1.0"),
+    Role("alpha", "Scalar", "{0} == 1.0"),
     Role("epilogue", "str", "{0}"),
     Role("out_dtype", "ScalarType?", "{0}"),
     # Kernels index a scale only by row or column, so it is made contiguous.
@@ -189,7 +189,7 @@ _SIGNATURES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
 #: Names of the fields of a signature in messages.
 FIELDS = {
     SIGNATURE: ("shape", "strides", "dtype", "offset from 16 bytes", "device"),
-    PACKED: ("shape", "dtype", "device"),
+    PACKED: ("shape", "dtype", "layout", "device"),
 }
 
 
