@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -713,6 +714,26 @@ def test_batched_gradients_after_a_pass() -> None:
         for call in (ours, theirs)
     )
     alike(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 1, 3, 4), (0, 3, 4), (2, 3, 0)])
+@pytest.mark.parametrize("epilogue", [None, "silu", "tanh"])
+def test_batched_gradients_of_rows_of_several_dimensions(
+    shape: tuple[int, ...], epilogue: str | None
+) -> None:
+    inputs = (leaf(*shape), leaf(shape[-1], 6), leaf(6))
+    ours, theirs = calls(epilogue)
+    grads = torch.randn(5, *shape[:-1], 6, dtype=inputs[0].dtype)
+    got, expected = (
+        torch.autograd.grad(call(*inputs), inputs, grads, is_grads_batched=True)
+        for call in (ours, theirs)
+    )
+    torch.testing.assert_close(got, expected)
+    if not all(shape):  # torch stacks no rows of a jacobian that has none
+        return
+    layer = tmm_core.nn.Linear(shape[-1], 6, epilogue=epilogue, dtype=inputs[0].dtype)
+    jacobian = functools.partial(torch.autograd.functional.jacobian, inputs=inputs[0].detach())
+    torch.testing.assert_close(jacobian(layer, vectorize=True), jacobian(layer))
 
 
 @pytest.mark.parametrize("epilogue", FOLLOWING, ids=name)

@@ -131,6 +131,17 @@ def test_a_choice_is_of_every_token() -> None:
     torch.testing.assert_close(layer(x, index.int(), weights), layer(x, index, weights))
 
 
+def test_no_value_is_cut_to_the_weights_dtype() -> None:
+    layer, x = Experts(3, 6, 5), torch.randn(4, 6)
+    index, weights = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
+    for dtype in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(RuntimeError, match="must have a floating dtype"):
+            layer(x.to(dtype), index, weights)
+    with pytest.raises(RuntimeError, match="and top_k_weights a real one"):
+        layer(x, index, weights.to(torch.complex64))
+    torch.testing.assert_close(layer(x, index, weights.int()), layer(x, index, weights))
+
+
 def test_the_layer_is_kept_and_told() -> None:
     layer = Experts(3, 6, 5, activation="gelu_tanh", bias=True)
     assert list(layer.state_dict()) == [

@@ -283,6 +283,12 @@ def differentiate(call: Call) -> None:
         assert found.dtype == t.dtype
         wanted = grads[expression][name]
         assert_same(found.to(wanted.dtype), wanted, coarse, f"gradient of {name}")
+    given = list(taken.values())
+    twice = torch.stack([up, 2 * up])
+    batched = torch.autograd.grad(matmul(call | taken), given, twice, is_grads_batched=True)
+    for name, both in zip(taken, batched, strict=True):
+        wanted = grads[expression][name]
+        assert_same(both[1].to(wanted.dtype), 2 * wanted, coarse, f"batched gradient of {name}")
     functional = torch.func.vjp(lambda given: matmul(call | given), taken)[1](up)[0]
     for name, found in functional.items():
         wanted = grads[expression][name]

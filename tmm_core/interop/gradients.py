@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,7 +183,8 @@ def _gradients(
     dz = dz if len(call.a) > 1 else dz[..., None, :]
     sharded = call.many and hasattr(dz, "placements")
     if call.many and not sharded:
-        dz = dz.flatten(0, -2)
+        # torch.autograd.grad(is_grads_batched=True) has no rule for flatten.
+        dz = dz.reshape(math.prod(dz.shape[:-1]), dz.shape[-1])
     if wants_bias:
         dtype: Any = call.bias
         rows = tuple(range(dz.dim() - 1))

@@ -114,7 +114,8 @@ class Experts(nn.Module):
             top_k_weights: ``[T, k]``.
 
         Raises:
-            RuntimeError: The choice has another dtype, or shapes do not match.
+            RuntimeError: The choice has another dtype, the states are no floats, the weights are
+                complex, or shapes do not match.
         """
         return forward(self, hidden_states, top_k_index, top_k_weights)
 
@@ -137,10 +138,16 @@ def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
-    """Refuse a choice that is not one of each token's: what is too long would be ignored."""
+    """Refuse a choice that is not one of each token's: what is too long would be ignored. Refuse
+    dtypes whose values would be cut on their way to the weights' dtype and back."""
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(
             f"top_k_index must have dtype torch.int32 or torch.int64, got {index.dtype}"
+        )
+    if not hidden_states.is_floating_point() or weights.is_complex():
+        raise RuntimeError(
+            "hidden_states must have a floating dtype and top_k_weights a real one, got "
+            f"{hidden_states.dtype} and {weights.dtype}"
         )
     rows = hidden_states.shape[:1]
     if hidden_states.dim() != 2 or index.shape[:1] != rows or index.shape != weights.shape:
