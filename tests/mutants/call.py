@@ -80,7 +80,7 @@ VALID_CALLS = [
            "        alpha = +alpha  # numpy's", "a problem holds numpy's bool, which is no JSON",
            (f"{VALID}::test_alpha_is_what_addmm_takes",)),
     Mutant("alpha-integers", "tmm_blas/blas.py",
-           "z * (alpha if z.is_floating_point() or z.is_complex() else int(alpha))", "z * alpha",
+           "        if whole:\n", "        if False:\n",
            "integers are rounded to fp32", (f"{VALID}::test_integers_are_scaled_as_integers",)),
     Mutant("scale-dimensions", "tmm_blas/dequantized.py",
            "z * (scale.reshape(()) if scale.numel() == 1 else scale)", "z * scale",

@@ -15,6 +15,7 @@ from formats import FORMATS
 from fresh import FRESH
 from grouped import GROUPED
 from identity import IDENTITY
+from inputs import INPUTS
 from kernel_code import KERNELS
 from limits import LIMITS
 from measure import BENCH
@@ -51,6 +52,7 @@ MUTANTS: list[Mutant] = [
     *VERIFICATION,
     *EPILOGUE_FILES,
     *IDENTITY,
+    *INPUTS,
     *PATH,
     *POOL,
     *BENCH,
