@@ -21,6 +21,7 @@ Every thread loads the pairs of values that ``wgmma`` expects of it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,14 @@ _WGMMA = 64
 _SHARED_OVERHEAD = 1024
 #: Registers of a thread for operands and sums, by the number of consumers: 240, 160 or 112 in all.
 _MOST_REGISTERS = {1: 200, 2: 200, 3: 128, 4: 80}
+#: Registers of a thread of a consumer and of the other warps, by their number; and the same where
+#: these rearrange ``a``.
+_REGISTERS: dict[bool, dict[int, tuple[int, int]]] = {
+    False: {1: (240, 24), 2: (240, 24), 3: (160, 24), 4: (112, 24)},
+    True: {1: (240, 80), 2: (216, 80), 3: (144, 80), 4: (112, 64)},
+}
+#: Rows of a tile of ``a`` that three warps can rearrange while others multiply.
+_MOST_ARRANGED = 32
 #: A digest of the device code, for Triton's cache key (:class:`Constants`).
 _SOURCE = hashlib.sha256(
     Path(__file__).read_bytes() + Path(__file__).with_name("mixed_input_device.py").read_bytes()
@@ -72,6 +81,8 @@ class MixedInputConfig(TileConfig):
         k_ways: How many of them share the steps along K, for the same columns.
         splits: Parts along K, added by a second kernel.
         evict_first: Operands are loaded with the ``evict_first`` hint.
+        arranged: Values along K are multiplied in an order in which a thread's stored pairs are
+            neighbours. A warp brings ``a`` into the same order.
         early: See :mod:`tmm_triton.pdl`; ``""`` or ``"wait"``.
     """
 
@@ -79,6 +90,7 @@ class MixedInputConfig(TileConfig):
     splits: int
     k_ways: int = 1
     evict_first: bool = False
+    arranged: bool = False
     num_warps: int = 4
     early: str = ""
 
@@ -94,6 +106,8 @@ class MixedInputConfig(TileConfig):
         if self.num_stages % self.k_ways or self.num_stages == self.k_ways:
             # Each has its own stages, and holds one while it waits for its next one.
             raise ValueError(f"{self.k_ways} consumers cannot share {self.num_stages} stages")
+        if self.arranged and self.BLOCK_M > _MOST_ARRANGED:
+            raise ValueError(f"at most {_MOST_ARRANGED} rows are arranged, not {self.BLOCK_M}")
         if self.BLOCK_N // self.n_ways not in (_WGMMA, 2 * _WGMMA):
             raise ValueError(f"{self.n_ways} consumers cannot share {self.BLOCK_N} columns")
 
@@ -173,6 +187,7 @@ class Constants(MixedInputConfig):
         # Sums of steps fit the registers of tiles of fewer rows, and steps of one group.
         promoted = b.grid and (fine is None or (config.BLOCK_M <= 128 and not _small(b)))
         scaled = fine if b.grid and not promoted else None
+        decoder = word_decoders.word_program if config.arranged else word_decoders.pair_program
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
@@ -184,7 +199,7 @@ class Constants(MixedInputConfig):
             PAIR=2 * b.dtype.itemsize // b.pack,
             PROMOTED=promoted,
             SCALED=scaled,
-            PROGRAM=word_decoders.pair_program(form.name, b.dtype, value, b.zero, scaled),
+            PROGRAM=decoder(form.name, b.dtype, value, b.zero, scaled),
             RAGGED=problem.groups is not None,
             ZEROED=problem.groups is not None and problem.groups.zeroed,
             SCATTERED=problem.groups is not None and problem.groups.out_index is not None,
@@ -207,24 +222,45 @@ class Constants(MixedInputConfig):
         return self.BLOCK_K * (2 * self.BLOCK_M + self.n_ways * self.rows * self.PAIR // 2)
 
     @property
+    def pairs(self) -> int:
+        """Pairs of values in a unit that is loaded and decoded: a word, or one pair."""
+        return 4 // self.PAIR if self.arranged else 1
+
+    @property
+    def registers_of(self) -> str:
+        """The operands of the program, as constraints of inline assembly."""
+        others = self.ZERO + (self.SCALED is not None)
+        return ",".join(["=r"] * self.pairs + ["r"] * (1 + others))
+
+    @property
+    def results(self) -> tuple[gl.dtype, ...]:
+        """The dtypes of the program's results."""
+        return (gl.int32,) * self.pairs
+
+    @property
     def unit(self) -> torch.dtype:
-        """The dtype that a pair of stored values is read as."""
-        return torch.uint8 if self.PAIR == 1 else torch.int16
+        """The dtype that stored values are read as."""
+        return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.PAIR * self.pairs]
+
+    @property
+    def wide(self) -> int:
+        """Units of a row in a step."""
+        return self.BLOCK_K // 2 // self.pairs
 
     @property
     def units(self) -> gl.DistributedLinearLayout:
-        """The layout of a consumer's stored pairs, [rows, BLOCK_K / 2]: a thread has those that
-        ``wgmma`` reads from its registers."""
+        """The layout of a consumer's units, [rows, wide]: a thread has pairs that ``wgmma`` reads
+        from its registers, or the first lane of four a quarter of a step's words, and so on."""
         return self._units_of(self.rows)
 
     @property
     def units_of_half(self) -> gl.DistributedLinearLayout:
-        """The same for the rows of gate or up, [high, BLOCK_K / 2]."""
+        """The same for the rows of gate or up, [high, wide]."""
         return self._units_of(self.high)
 
     @property
     def split_units(self) -> gl.DistributedLinearLayout:
-        """The same with a dimension for the groups of a step, [rows, parts, pairs of a part]."""
+        """The same with a dimension for the groups of a step, [rows, parts, units of a part]."""
         return self._units_of(self.rows, self.parts)
 
     @property
@@ -233,16 +269,17 @@ class Constants(MixedInputConfig):
         return gl.SliceLayout(2, self.split_units)
 
     def _units_of(self, rows: int, parts: int = 0) -> gl.DistributedLinearLayout:
-        pairs = self.BLOCK_K // 2
-        along = pairs // max(1, parts)
-        registers = [[8, 0], [0, 4]]
-        registers += [[0, 8 << i] for i in range((self.BLOCK_K // 16).bit_length() - 1)]
+        along = self.wide // max(1, parts)
+        # Two bits of a unit's place along K are the lane's, and the others are the register's.
+        bits = [[0, 1 << i] for i in range(self.wide.bit_length() - 1)]
+        mine, bits = (bits[-2:], bits[:-2]) if self.arranged else (bits[:2], bits[2:])
+        registers = [*bits, [8, 0]]
         registers += [[64 << i, 0] for i in range((rows // _WGMMA).bit_length() - 1)]
-        lanes, warps = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        lanes, warps = [*mine, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
         if not parts:
-            return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, pairs])
+            return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, self.wide])
         split = [
-            [[row, pair // along, pair % along] for row, pair in bases]
+            [[row, unit // along, unit % along] for row, unit in bases]
             for bases in (registers, lanes, warps)
         ]
         return gl.DistributedLinearLayout(*split, [], [rows, parts, along])
@@ -251,7 +288,24 @@ class Constants(MixedInputConfig):
     def b_layout(self) -> gl.NVMMASharedLayout:
         """The layout of a consumer's part of a stage in shared memory."""
         _, element = _ELEMENTS[self.unit]
-        return gl.NVMMASharedLayout.get_default_for([self.high, self.BLOCK_K // 2], element)
+        return gl.NVMMASharedLayout.get_default_for([self.high, self.wide], element)
+
+    @property
+    def at_once(self) -> int:
+        """Rows of ``a`` that a warp rearranges at once."""
+        return 16
+
+    @property
+    def a_rows(self) -> gl.DistributedLinearLayout:
+        """The layout of these rows, [at_once, BLOCK_K]: a thread has what it reads and what it
+        writes in units of 16 bytes."""
+        step = self.BLOCK_K
+        own = [[0, 1], [0, 2], [0, 4], [0, step // 4], [0, step // 2]]
+        others = [[0, 8 << i] for i in range((step // 32).bit_length() - 1)]
+        others += [[1, 0], [2, 0], [4, 0], [8, 0]]
+        return gl.DistributedLinearLayout(
+            own + others[5:], others[:5], [], [], [self.at_once, step]
+        )
 
     @property
     def sums(self) -> gl.NVMMADistributedLayout:
@@ -260,13 +314,16 @@ class Constants(MixedInputConfig):
 
     @property
     def worker_warps(self) -> list[int]:
-        """Warps of each role except the first consumer, which is Triton's default partition."""
-        return [4] * (self.consumers - 1) + [1]
+        """Warps of each role except the first consumer, which is Triton's default partition. Three
+        rearrange ``a``, or do nothing: Triton completes the producer to four warps in any case."""
+        return [4] * (self.consumers - 1) + [1] * 4
 
     @property
     def worker_registers(self) -> list[int]:
-        """Registers per thread of these roles: the producer has the minimum of setmaxnreg."""
-        return [{3: 160, 4: 112}.get(self.consumers, 240)] * (self.consumers - 1) + [24]
+        """Registers per thread of these roles: the producer has the minimum of setmaxnreg, if
+        nobody rearranges in its group of four warps."""
+        consumer, others = _REGISTERS[self.arranged][self.consumers]
+        return [consumer] * (self.consumers - 1) + [others] * 4
 
 
 #: BLOCK_K, consumers, how many of them share K, and rows of the weight of each, by BLOCK_M.
@@ -288,9 +345,9 @@ _SHAPES = {
     ),
     256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
 }  # fmt: skip
-#: Configs proposed for one problem: the best of 14 to 27 was among the first three by estimate in
-#: each of the 17 products that the estimate was fitted to.
-_TRIED = 6
+#: Configs proposed for one problem, half of them in either order of values along K: the best of 14
+#: to 27 was among the first three by estimate in each of the 17 products that it was fitted to.
+_TRIED = 8
 #: Maximum number of stages: more only take longer to fill.
 _MOST_STAGES = 12
 #: Minimum K of a part.
@@ -305,6 +362,9 @@ _EVICTED = 64
 _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
 _READ, _BROUGHT = 0.59, 8.55e4
+#: Where ``a`` is arranged: the same share, the cost of decoding relative to the above, and µs that
+#: a launch takes longer (``benchmarks/results/h100/mixed_input_arranged.txt``).
+_READ_ARRANGED, _DECODE_ARRANGED, _ARRANGE_US = 0.55, 0.9, 2.0
 #: µs of the reducing kernel, and for each partial sum.
 _REDUCE_US, _PARTIAL_US = 2.57, 9.2e-7
 
@@ -313,7 +373,7 @@ class MixedInput(Built[MixedInputConfig]):
     """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
 
     name = "triton.mixed_input"
-    version = "2"
+    version = "3"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = MixedInputConfig
     supports = Supports(
@@ -358,7 +418,7 @@ class MixedInput(Built[MixedInputConfig]):
         """The tile does not affect a row's sums, but how K is divided does, and whether sums or
         values are multiplied by scales."""
         c = Constants.of(problem, config)
-        how = "promoted" if c.PROMOTED else "rounded"
+        how = ("promoted" if c.PROMOTED else "rounded") + "/arranged" * c.arranged
         return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
 
     def configs(self, problem: Problem) -> list[MixedInputConfig]:
@@ -369,9 +429,12 @@ class MixedInput(Built[MixedInputConfig]):
             # than the mean.
             if m == rows or (64 <= m < rows) or (problem.groups and rows < m <= 4 * rows):
                 fitting += self._fitting(problem, m)
-        fitting = list(dict.fromkeys(fitting))
-        fitting.sort(key=lambda each: self.estimate_us(problem, each))
-        return with_early(fitting[:_TRIED], [w for w in ways(problem) if w == "wait"])
+        fitting = sorted(dict.fromkeys(fitting), key=lambda c: self.estimate_us(problem, c))
+        orders = [[c for c in fitting if c.arranged is order] for order in (True, False)]
+        share = _TRIED if not all(orders) else _TRIED // 2
+        tried = [c for order in orders for c in order[:share]]
+        tried.sort(key=lambda c: self.estimate_us(problem, c))
+        return with_early(tried, [w for w in ways(problem) if w == "wait"])
 
     def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
         """The configs with tiles of ``m`` rows, and as many stages as fit."""
@@ -385,12 +448,15 @@ class MixedInput(Built[MixedInputConfig]):
             if problem.gated and rows == _WGMMA:
                 continue  # a warp has the same columns of gate and up
             n = rows // (2 if problem.gated else 1) * consumers // share
-            for splits in self._splits(problem, m, n, k):
+            both = m <= _MOST_ARRANGED and not problem.batch_invariant
+            orders = (True, False) if both else (False,)
+            for splits, arranged in itertools.product(self._splits(problem, m, n, k), orders):
                 if problem.k < k * share * splits and share * splits > 1:
                     continue
                 config = MixedInputConfig(
                     BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=2 * share, consumers=consumers,
                     k_ways=share, splits=splits, evict_first=problem.m <= _EVICTED,
+                    arranged=arranged,
                 )  # fmt: skip
                 spare = problem.device.shared_memory - config.shared_memory(problem)
                 stages = 2 * share + spare // Constants.of(problem, config).stage_bytes
@@ -415,18 +481,22 @@ class MixedInput(Built[MixedInputConfig]):
         machine, c = Machine.of(problem.device), Constants.of(problem, config)
         units = _units(problem, c)
         steps = -(-problem.k // (c.BLOCK_K * c.splits))
-        decoded, multiplied = c.rows * c.BLOCK_K, c.rows * c.BLOCK_K * c.BLOCK_M
+        decoded, multiplied = float(c.rows * c.BLOCK_K), c.rows * c.BLOCK_K * c.BLOCK_M
+        of_weight = c.n_ways * decoded * c.PAIR / 2
+        read, launch = _READ, _LAUNCH_US
+        if c.arranged:
+            read, launch = _READ_ARRANGED, _LAUNCH_US + _ARRANGE_US
+            decoded *= _DECODE_ARRANGED
         latency = _STEP_US + decoded * _DECODE_US[0] + multiplied * _MULTIPLY_US[0]
         work = c.n_ways * (decoded * _DECODE_US[1] + multiplied * _MULTIPLY_US[1])
-        of_weight = c.n_ways * decoded * c.PAIR / 2
-        share = _READ * machine.memory / min(units, machine.sms)
+        share = read * machine.memory / min(units, machine.sms)
         loading = max(of_weight / share, c.stage_bytes / _BROUGHT)
         tile = max(-(-steps // c.k_ways) * latency, steps * max(work, loading))
         tile += c.rows * c.BLOCK_M * _STORE_US
         time = -(-units // machine.sms) * tile
         if c.splits > 1:
             time += _REDUCE_US + c.splits * problem.m * problem.n * _PARTIAL_US
-        return _LAUNCH_US + time
+        return launch + time
 
     def workspace_bytes(self, problem: Problem, config: MixedInputConfig) -> int:
         if problem.groups is not None:
@@ -437,7 +507,7 @@ class MixedInput(Built[MixedInputConfig]):
         c, groups, split = Constants.of(problem, config), problem.groups, config.splits > 1
         own: Typed = {
             "a_desc": _map("a", [c.BLOCK_M, c.BLOCK_K], problem.a.dtype),
-            "b_desc": _map("b", [1] * c.RAGGED + [c.high, c.BLOCK_K // 2], c.unit),
+            "b_desc": _map("b", [1] * c.RAGGED + [c.high, c.wide], c.unit),
         }
         if split:
             own["partials_ptr"] = ("*fp32", "workspace")
@@ -507,6 +577,7 @@ _ELEMENTS = {
     torch.float16: ("fp16", gl.float16),
     torch.uint8: ("u8", gl.uint8),
     torch.int16: ("i16", gl.int16),
+    torch.int32: ("i32", gl.int32),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -41,23 +42,27 @@ def _units_of(sizes, C: gl.constexpr):
 
 
 @jit
+def _range_of_k(index, sizes, C: gl.constexpr):
+    """The part of K to sum: its number, first step and end."""
+    _M, N, K, tile_rows, _groups = sizes
+    part = index // (tile_rows * gl.cdiv(N, C.BLOCK_N))
+    steps = gl.cdiv(K, C.BLOCK_K)
+    return part, steps * part // C.splits, steps * (part + 1) // C.splits
+
+
+@jit
 def _unit_at(index, sizes, C: gl.constexpr):
     """A tile's group, first row of ``a``, the end of its rows, and its first column; and the part
-    of K to sum: its number, first step and end. Neighbouring blocks read the same rows of the
-    weight."""
-    M, N, K, tile_rows, groups = sizes
-    tiles = tile_rows * gl.cdiv(N, C.BLOCK_N)
-    part = index // tiles
-    index -= part * tiles
-    steps = gl.cdiv(K, C.BLOCK_K)
-    first = steps * part // C.splits
-    last = steps * (part + 1) // C.splits
+    of K. Neighbouring blocks read the same rows of the weight."""
+    M, N, _K, tile_rows, groups = sizes
+    range_of_k = _range_of_k(index, sizes, C)
+    index -= range_of_k[0] * tile_rows * gl.cdiv(N, C.BLOCK_N)
     group = 0
     row = index % tile_rows * C.BLOCK_M
     end = M
     if C.RAGGED:
         group, row, end = located(index % tile_rows, groups, M, C.BLOCK_M)
-    return (group, row, end, index // tile_rows * C.BLOCK_N), (part, first, last)
+    return (group, row, end, index // tile_rows * C.BLOCK_N), range_of_k
 
 
 @jit
@@ -65,11 +70,12 @@ def produce(loads, C: gl.constexpr):
     """The producer: requests the boxes of each step from TMA as soon as a stage is free."""
     a_desc, b_desc, ring, barriers, sizes = loads
     a_ring, b_ring = ring
-    full, empty = barriers
+    full, empty, landed = barriers
     BOXES: gl.constexpr = C.n_ways * C.HALVES
     HIGH: gl.constexpr = C.high
-    BYTES: gl.constexpr = C.stage_bytes
-    BOX: gl.constexpr = [1, HIGH, C.BLOCK_K // 2]
+    OF_A: gl.constexpr = 2 * C.BLOCK_M * C.BLOCK_K
+    BYTES: gl.constexpr = C.stage_bytes - OF_A if C.arranged else C.stage_bytes
+    BOX: gl.constexpr = [1, HIGH, C.wide]
     position = 0
     for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
         tile, range_of_k = _unit_at(index, sizes, C)
@@ -80,20 +86,66 @@ def produce(loads, C: gl.constexpr):
             # A fresh barrier counts as having completed phase −1: the first round passes.
             mbarrier.wait(empty.index(stage), phase ^ 1)
             ready = full.index(stage)
+            ready_a = ready
+            if C.arranged:
+                ready_a = landed.index(stage)
             if step < last:
                 mbarrier.expect(ready, BYTES)
                 for box in gl.static_range(BOXES):
                     row = n + box // C.HALVES * HIGH + box % C.HALVES * sizes[1]
                     slot = b_ring.index(stage * BOXES + box)
-                    column = step * (C.BLOCK_K // 2)
+                    column = step * C.wide
                     if C.RAGGED:
                         async_load(b_desc, [group, row, column], ready, slot.reshape(BOX))
                     else:
                         async_load(b_desc, [row, column], ready, slot)
-                async_load(a_desc, [m, step * C.BLOCK_K], ready, a_ring.index(stage))
+                if C.arranged:
+                    mbarrier.expect(ready_a, OF_A)
+                async_load(a_desc, [m, step * C.BLOCK_K], ready_a, a_ring.index(stage))
             else:
                 mbarrier.arrive(ready)
+                if C.arranged:
+                    mbarrier.arrive(ready_a)
             position += 1
+
+
+@jit
+def arrange(loads, WHO: gl.constexpr, C: gl.constexpr):
+    """In every third stage, bring the values of ``a`` into the order in which consumers hold the
+    weight's: the first lane of four has the first quarter of a step's pairs, and so on.
+
+    A stage belongs to the same warp in every round, for the reason that :func:`_rounds` gives.
+    """
+    if C.arranged:
+        _a_desc, _b_desc, ring, barriers, sizes = loads
+        a_ring = ring[0]
+        full, _empty, landed = barriers
+        ROWS: gl.constexpr = C.at_once
+        BLOCK_K: gl.constexpr = C.BLOCK_K
+        LAYOUT: gl.constexpr = C.a_rows
+        WHOLE: gl.constexpr = [ROWS, BLOCK_K]
+        # The pairs of a quarter in turn; of a word of 8 values, those that are four places apart.
+        PAIRS: gl.constexpr = [ROWS, 4, BLOCK_K // 8, 2]
+        FOURS: gl.constexpr = [ROWS, 4, BLOCK_K // 32, 2, 4]
+        CHUNKS: gl.constexpr = C.BLOCK_M // ROWS
+        positions = 0
+        for index in range(gl.program_id(0), _units_of(sizes, C), gl.num_programs(0)):
+            _part, first, last = _range_of_k(index, sizes, C)
+            positions += _rounds(first, last, C) * C.k_ways
+        for position in range(positions):
+            stage, phase = _slot(position, C)
+            if stage % 3 == WHO:
+                mbarrier.wait(landed.index(stage), phase)
+                for chunk in gl.static_range(CHUNKS):
+                    rows = a_ring.index(stage).slice(chunk * ROWS, ROWS, dim=0)
+                    a = rows.load(LAYOUT)
+                    if C.pairs == 4:
+                        a = a.reshape(FOURS).permute((0, 2, 4, 1, 3))
+                    else:
+                        a = a.reshape(PAIRS).permute((0, 2, 1, 3))
+                    rows.store(a.reshape(WHOLE))
+                fence_async_shared()
+                mbarrier.arrive(full.index(stage))
 
 
 @jit
@@ -116,11 +168,25 @@ def _numbers(grid, rows, step, last, K, C: gl.constexpr):
 
 
 @jit
+def _of_step(numbers, step, last, K, C: gl.constexpr):
+    """The scales and zero points of a step; 0 where there are none, because a loop carries numbers
+    only."""
+    scales, zeros, rows = numbers
+    scale = 0
+    zero = 0
+    if C.GROUP:
+        scale = _numbers(scales, rows, step, last, K, C)
+    if C.ZERO:
+        zero = _numbers(zeros, rows, step, last, K, C)
+    return scale, zero
+
+
+@jit
 def _units(b_ring, stage, NTH: gl.constexpr, C: gl.constexpr):
-    """A consumer's part of a stage in registers: pairs of values, as they are stored."""
+    """A consumer's part of a stage in registers, as it is stored."""
     UNITS: gl.constexpr = C.units
     OF_HALF: gl.constexpr = C.units_of_half
-    SHAPE: gl.constexpr = [C.rows, C.BLOCK_K // 2]
+    SHAPE: gl.constexpr = [C.rows, C.wide]
     box = (stage * C.n_ways + NTH) * C.HALVES
     units = b_ring.index(box).load(OF_HALF)
     if C.HALVES == 2:
@@ -141,11 +207,11 @@ def _twice(value, T: gl.constexpr):
 
 @jit
 def _spread(numbers, C: gl.constexpr):
-    """A step's numbers, [rows, parts], for each stored pair, [rows, BLOCK_K / 2]."""
+    """A step's numbers, [rows, parts], for each unit, [rows, wide]."""
     SPLIT: gl.constexpr = C.split_units
     UNITS: gl.constexpr = C.units
-    SHAPE: gl.constexpr = [C.rows, C.parts, C.BLOCK_K // 2 // C.parts]
-    WHOLE: gl.constexpr = [C.rows, C.BLOCK_K // 2]
+    SHAPE: gl.constexpr = [C.rows, C.parts, C.wide // C.parts]
+    WHOLE: gl.constexpr = [C.rows, C.wide]
     spread = gl.zeros(SHAPE, gl.int32, SPLIT) + gl.expand_dims(numbers, 2)
     return gl.convert_layout(spread.reshape(WHOLE), UNITS, assert_trivial=True)
 
@@ -158,28 +224,31 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
     BLOCK_K: gl.constexpr = C.BLOCK_K
     PROGRAM: gl.constexpr = C.PROGRAM
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, C.sums, 2)
+    REGISTERS: gl.constexpr = C.registers_of
+    operands = (units,)
     if C.ZERO:
-        origin = _spread(_twice(-(zero.to(gl.float32) + C.OFFSET), T), C)
+        origin = _twice(-(zero.to(gl.float32) + C.OFFSET), T)
+        operands += (_spread(origin, C),)  # type: ignore[assignment]
     if C.SCALED == "pair":
-        factor = _spread(_twice(scale, T), C)
+        operands += (_spread(_twice(scale, T), C),)  # type: ignore[assignment]
     elif C.SCALED == "wide":
-        factor = _spread(scale.to(gl.float32).to(gl.int32, bitcast=True), C)
-    if C.ZERO and C.SCALED is not None:
-        pairs = gl.inline_asm_elementwise(
-            PROGRAM, "=r,r,r,r", [units, origin, factor], dtype=gl.int32, is_pure=True, pack=1
-        )
-    elif C.ZERO:
-        pairs = gl.inline_asm_elementwise(
-            PROGRAM, "=r,r,r", [units, origin], dtype=gl.int32, is_pure=True, pack=1
-        )
-    elif C.SCALED is not None:
-        pairs = gl.inline_asm_elementwise(
-            PROGRAM, "=r,r,r", [units, factor], dtype=gl.int32, is_pure=True, pack=1
-        )
+        factor = scale.to(gl.float32).to(gl.int32, bitcast=True)
+        operands += (_spread(factor, C),)  # type: ignore[assignment]
+    RESULTS: gl.constexpr = C.results
+    pairs = gl.inline_asm_elementwise(
+        PROGRAM, REGISTERS, operands, dtype=RESULTS, is_pure=True, pack=1
+    )
+    if C.arranged:
+        # A thread's pairs, [rows, quarters, words of a quarter, pairs of a word], in turn.
+        QUARTERS: gl.constexpr = [ROWS, 4, BLOCK_K // 8]
+        WHOLE: gl.constexpr = [ROWS, BLOCK_K // 2]
+        if C.pairs == 4:
+            both = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))
+        else:
+            both = gl.join(pairs[0], pairs[1])
+        pairs = both.reshape(QUARTERS).permute((0, 2, 1)).reshape(WHOLE)
     else:
-        pairs = gl.inline_asm_elementwise(
-            PROGRAM, "=r,r", [units], dtype=gl.int32, is_pure=True, pack=1
-        )
+        pairs = pairs[0]
     low = pairs.to(gl.int16).to(T, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(T, bitcast=True)
     values = gl.join(low, high).reshape([ROWS, BLOCK_K])
@@ -217,7 +286,7 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """
     ring, barriers, sizes, scales, zeros, exchange, target = sums
     a_ring, b_ring = ring
-    full, empty = barriers
+    full, empty, _landed = barriers
     N = sizes[1]
     K = sizes[2]
     T: gl.constexpr = a_ring.dtype
@@ -242,17 +311,9 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
         rows = (group, row, part_of_step, n + own % HIGH < N)
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, SUMS)
         begin = first + KTH
-        # Zeros where there are none: a loop carries numbers only.
-        scale = 0
-        next_scale = 0
-        zero = 0
-        next_zero = 0
-        if C.GROUP:
-            scale = _numbers(scales, rows, begin, last, K, C)
-            next_scale = _numbers(scales, rows, begin + C.k_ways, last, K, C)
-        if C.ZERO:
-            zero = _numbers(zeros, rows, begin, last, K, C)
-            next_zero = _numbers(zeros, rows, begin + C.k_ways, last, K, C)
+        numbers = (scales, zeros, rows)
+        scale, zero = _of_step(numbers, begin, last, K, C)
+        scale_1, zero_1 = _of_step(numbers, begin + C.k_ways, last, K, C)
         position = start + KTH
         stage, phase = _slot(position, C)
         mbarrier.wait(full.index(stage), phase)
@@ -263,19 +324,13 @@ def consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
             following, phase = _slot(position, C)
             mbarrier.wait(full.index(following), phase)
             units = _units(b_ring, following, NTH, C)
-            zero = next_zero
-            later_scale = 0
-            if C.GROUP:
-                later_scale = _numbers(scales, rows, step + 2 * C.k_ways, last, K, C)
-            if C.ZERO:
-                next_zero = _numbers(zeros, rows, step + 2 * C.k_ways, last, K, C)
+            scale_2, zero_2 = _of_step(numbers, step + 2 * C.k_ways, last, K, C)
             part, values, units = warpgroup_mma_wait(0, deps=(part, values, units))
             mbarrier.arrive(empty.index(stage))
             acc = _added(acc, part, scale, C)
-            values = _values(units, zero, next_scale, T, C)
+            values = _values(units, zero_1, scale_1, T, C)
             stage = following
-            scale = next_scale
-            next_scale = later_scale
+            scale, scale_1, zero_1 = scale_1, scale_2, zero_2
         part = _start(values, a_ring, stage, acc, C)
         part, values = warpgroup_mma_wait(0, deps=(part, values))
         mbarrier.arrive(empty.index(stage))
@@ -373,14 +428,19 @@ def mixed_input_kernel(
 ):  # fmt: skip
     STAGES: gl.constexpr = C.num_stages
     A_SLOTS: gl.constexpr = [STAGES, C.BLOCK_M, C.BLOCK_K]
-    B_SLOTS: gl.constexpr = [STAGES * C.n_ways * C.HALVES, C.high, C.BLOCK_K // 2]
+    B_SLOTS: gl.constexpr = [STAGES * C.n_ways * C.HALVES, C.high, C.wide]
     a_ring = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS, a_desc.layout)
     B_LAYOUT: gl.constexpr = C.b_layout
     b_ring = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS, B_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    landed = full
+    if C.arranged:
+        landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2 if C.arranged else 1)
         mbarrier.init(empty.index(i), count=C.n_ways)
     exchange = (full, full, full)
     if C.k_ways > 1:
@@ -399,7 +459,7 @@ def mixed_input_kernel(
         gdc_wait()
         gdc_launch_dependents()
     ring = (a_ring, b_ring)
-    barriers = (full, empty)
+    barriers = (full, empty, landed)
     groups = (offs_ptr, table_ptr, G)
     tile_rows = gl.cdiv(M, C.BLOCK_M)
     if C.RAGGED:
@@ -419,7 +479,13 @@ def mixed_input_kernel(
     # Triton accepts the roles only as a list in the call.
     if C.consumers == 1:
         gl.warp_specialize(
-            [(consume, (sums, EPILOGUE, 0, C)), (produce, (loads, C))],
+            [
+                (consume, (sums, EPILOGUE, 0, C)),
+                (produce, (loads, C)),
+                (arrange, (loads, 0, C)),
+                (arrange, (loads, 1, C)),
+                (arrange, (loads, 2, C)),
+            ],
             C.worker_warps,
             C.worker_registers,
         )
@@ -429,6 +495,9 @@ def mixed_input_kernel(
                 (consume, (sums, EPILOGUE, 0, C)),
                 (consume, (sums, EPILOGUE, 1, C)),
                 (produce, (loads, C)),
+                (arrange, (loads, 0, C)),
+                (arrange, (loads, 1, C)),
+                (arrange, (loads, 2, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -440,6 +509,9 @@ def mixed_input_kernel(
                 (consume, (sums, EPILOGUE, 1, C)),
                 (consume, (sums, EPILOGUE, 2, C)),
                 (produce, (loads, C)),
+                (arrange, (loads, 0, C)),
+                (arrange, (loads, 1, C)),
+                (arrange, (loads, 2, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -452,6 +524,9 @@ def mixed_input_kernel(
                 (consume, (sums, EPILOGUE, 2, C)),
                 (consume, (sums, EPILOGUE, 3, C)),
                 (produce, (loads, C)),
+                (arrange, (loads, 0, C)),
+                (arrange, (loads, 1, C)),
+                (arrange, (loads, 2, C)),
             ],
             C.worker_warps,
             C.worker_registers,

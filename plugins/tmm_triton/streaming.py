@@ -355,6 +355,9 @@ _SHAPES = (
     (128, 256, 8),
     (128, 256, 4),
 )
+#: The time in units of that of reading, and what each row adds: products by 4-bit integers took 1.16
+#: to 1.19 at one row and 1.4 at 16 (``benchmarks/results/h100/mixed_input_arranged.txt``).
+_READ, _MULTIPLIED = 1.15, 0.016
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
 _MOST_REGISTERS = 220
 
@@ -401,10 +404,11 @@ class Streaming(TritonKernel[StreamingConfig]):
 
     def estimate_us(self, problem: Problem, config: StreamingConfig) -> float:
         """The time to read ``b``, longer if too few bytes are in flight and if the last programs
-        leave SMs idle."""
+        leave SMs idle, and to decode and multiply."""
         programs = problem.batch * -(-problem.n // config.BLOCK_N)
         step = config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize / problem.b.pack
-        return roofline.reading_us(problem, config, programs, 1.5 * step)
+        reading = roofline.reading_us(problem, config, programs, 1.5 * step)
+        return (_READ + _MULTIPLIED * problem.m) * reading
 
     def builds(self, problem: Problem, config: StreamingConfig) -> list[Build]:
         overlaps = config.early != "" and hopper_or_later(problem)

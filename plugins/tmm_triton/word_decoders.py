@@ -66,52 +66,84 @@ def pair_program(
         scaled: The last operand multiplies the result: ``"pair"``, a pair, or, for formats that
             are decoded through fp32, ``"wide"``, one fp32 number.
     """
+    return _pairs(form, stored, value, zero, scaled, 1)
+
+
+def word_program(
+    form: str,
+    stored: torch.dtype,
+    value: torch.dtype,
+    zero: torch.dtype | None = None,
+    scaled: str | None = None,
+) -> str:
+    """The PTX that decodes a word, ``$n``, to its ``n`` pairs, ``$0`` to ``$n-1``: of 4-bit values
+    four, each of a value and of the one that is four places higher; of 8 bits two of neighbours.
+
+    The arguments are those of :func:`pair_program`; zero points and scales are one register each,
+    ``$n+1`` and ``$n+2``.
+    """
+    return _pairs(form, stored, value, zero, scaled, 2 if form in ("int8", "fp8", "mxfp8") else 4)
+
+
+def _pairs(
+    form: str, stored: torch.dtype, value: torch.dtype, zero: torch.dtype | None,
+    scaled: str | None, count: int,
+) -> str:  # fmt: skip
+    """The PTX that decodes one pair, or all ``count`` of a word."""
     brain = value is torch.bfloat16
     kind = "bf16x2" if brain else "f16x2"
-    factor = f"${2 if zero is None else 3}"
-    wide = factor if scaled == "wide" else ""
-    if form in ("int4", "int4_signed"):
-        lines = _int4_pair(brain, signed=form == "int4_signed")
-        if zero is None or zero.is_floating_point:
-            own = "0xC308C308" if brain else "0xE408E408"
-            lines += [f"mov.b32 offset, {own};", f"fma.rn.{kind} t, t, one, offset;"]
-    elif form == "int8":
-        lines = _int8_pair(brain, wide)
-    elif form == "mxfp4":
-        lines = _e2m1_pair(brain)
-    else:
-        lines = _fp8_pair("e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2", brain, wide)
-    if zero is not None:
-        lines += [f"fma.rn.{kind} t, t, one, $2;"]
-    if scaled == "pair":
-        lines += ["mov.b32 offset, 0x80008000;"]  # negative zero keeps the sign of zero
-        lines += [f"fma.rn.{kind} t, t, {factor}, offset;"]
     one = "0x3F803F80" if brain else "0x3C003C00"
-    head = [".reg .b32 t, one, offset;", f"mov.b32 one, {one};"]
-    return "\n".join(["{", *head, *lines, "mov.b32 $0, t;", "}"])
+    source, origin = f"${count}", f"${count + 1}"
+    factor = origin if zero is None else f"${count + 2}"
+    wide = factor if scaled == "wide" else ""
+    lines = [
+        ".reg .b32 t, u, s, one, offset, magic;",
+        ".reg .b16 low, high, p, q;",
+        ".reg .f32 x, y, scale;",
+        f"mov.b32 one, {one};",
+    ]
+    for i in range(count):
+        if form in ("int4", "int4_signed"):
+            lines += _int4_pair(source, i, count, brain, signed=form == "int4_signed")
+            if zero is None or zero.is_floating_point:
+                own = "0xC308C308" if brain else "0xE408E408"
+                lines += [f"mov.b32 offset, {own};", f"fma.rn.{kind} t, t, one, offset;"]
+        elif form == "int8":
+            lines += _int8_pair(source, i, brain, wide)
+        elif form == "mxfp4":
+            lines += _e2m1_pair(source, i, count, brain)
+        else:
+            of = "e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2"
+            lines += _fp8_pair(source, i, of, brain, wide)
+        if zero is not None:
+            lines += [f"fma.rn.{kind} t, t, one, {origin};"]
+        if scaled == "pair":
+            lines += ["mov.b32 offset, 0x80008000;"]  # negative zero keeps the sign of zero
+            lines += [f"fma.rn.{kind} t, t, {factor}, offset;"]
+        lines += [f"mov.b32 ${i}, t;"]
+    return "\n".join(["{", *lines, "}"])
 
 
-def _int4_pair(brain: bool, signed: bool) -> list[str]:
-    """As :func:`_int4`: the higher number is moved to the higher half by a multiplication."""
+def _int4_pair(source: str, i: int, count: int, brain: bool, signed: bool) -> list[str]:
+    """As :func:`_int4`. In a word both numbers of the i-th pair have the same place in its halves;
+    the higher one of a single pair is moved to the higher half by a multiplication."""
     magic = 0x43004300 if brain else 0x64006400
     if signed:
         magic |= 0x00080008  # its sign bit is flipped
     return [
-        "mul.lo.u32 t, $1, 0x1001;",
+        f"mul.lo.u32 t, {source}, 0x1001;" if count == 1 else f"shr.u32 t, {source}, {4 * i};",
         f"lop3.b32 t, t, 0x000F000F, {magic:#010x}, 0x6A;",  # (t & mask) ^ magic
     ]
 
 
-def _int8_pair(brain: bool, wide: str) -> list[str]:
+def _int8_pair(source: str, i: int, brain: bool, wide: str) -> list[str]:
     """As :func:`_int8`."""
     return [
-        ".reg .b32 u, s, magic;",
-        ".reg .f32 x, y;",
-        "xor.b32 u, $1, 0x8080;",
+        f"xor.b32 u, {source}, 0x80808080;",
         "mov.b32 magic, 0x4B000000;",
-        "prmt.b32 s, u, magic, 0x7540;",
+        f"prmt.b32 s, u, magic, 0x754{2 * i};",
         "mov.b32 x, s;",
-        "prmt.b32 s, u, magic, 0x7541;",
+        f"prmt.b32 s, u, magic, 0x754{2 * i + 1};",
         "mov.b32 y, s;",
         "sub.f32 x, x, 0f4B000080;",
         "sub.f32 y, y, 0f4B000080;",
@@ -119,33 +151,32 @@ def _int8_pair(brain: bool, wide: str) -> list[str]:
     ]
 
 
-def _e2m1_pair(brain: bool) -> list[str]:
+def _e2m1_pair(source: str, i: int, count: int, brain: bool) -> list[str]:
     """Exponent and mantissa become the lowest exponent bits and the highest mantissa bit of a
-    16-bit float, which is multiplied by the ratio of both units: 2**126 or 2**14."""
+    16-bit float, which is multiplied by the ratio of both units: 2**126 or 2**14. Both numbers are
+    brought to their halves as by :func:`_int4_pair`."""
     shift, mask, ratio = (
         (6, "0x01C001C0", "0x7E807E80") if brain else (9, "0x0E000E00", "0x74007400")
     )
     kind = "bf16x2" if brain else "f16x2"
+    up = shift - 4 * i
     return [
-        ".reg .b32 u, sign;",
-        "mul.lo.u32 u, $1, 0x1001;",
-        "shl.b32 sign, u, 12;",
-        "and.b32 sign, sign, 0x80008000;",
-        f"shl.b32 u, u, {shift};",
-        f"lop3.b32 t, u, {mask}, sign, 0xEA;",  # (u & mask) | sign
+        f"mul.lo.u32 u, {source}, 0x1001;" if count == 1 else f"mov.b32 u, {source};",
+        f"shl.b32 s, u, {12 - 4 * i};",
+        "and.b32 s, s, 0x80008000;",
+        f"shl.b32 u, u, {up};" if up >= 0 else f"shr.u32 u, u, {-up};",
+        f"lop3.b32 t, u, {mask}, s, 0xEA;",  # (u & mask) | s
         f"mov.b32 u, {ratio};",
         "mov.b32 offset, 0x80008000;",
         f"fma.rn.{kind} t, t, u, offset;",
     ]
 
 
-def _fp8_pair(kind: str, brain: bool, wide: str) -> list[str]:
+def _fp8_pair(source: str, i: int, kind: str, brain: bool, wide: str) -> list[str]:
     """As :func:`_fp8`."""
     lines = [
-        ".reg .b16 pair, rest, p, q;",
-        ".reg .f32 x, y;",
-        "mov.b32 {pair, rest}, $1;",
-        f"cvt.rn.f16x2.{kind} t, pair;",
+        f"mov.b32 {{low, high}}, {source};",
+        f"cvt.rn.f16x2.{kind} t, {('low', 'high')[i]};",
     ]
     if brain or wide:
         lines += ["mov.b32 {p, q}, t;", "cvt.f32.f16 x, p;", "cvt.f32.f16 y, q;"]
@@ -157,7 +188,7 @@ def _rounded(brain: bool, wide: str) -> list[str]:
     """``x`` and ``y``, multiplied by the operand ``wide`` if there is one, as a pair ``t``."""
     lines = []
     if wide:
-        lines += [".reg .f32 scale;", f"mov.b32 scale, {wide};"]
+        lines += [f"mov.b32 scale, {wide};"]
         lines += ["mul.f32 x, x, scale;", "mul.f32 y, y, scale;"]
     return [*lines, "cvt.rn.bf16x2.f32 t, y, x;" if brain else "cvt.rn.f16x2.f32 t, y, x;"]
 

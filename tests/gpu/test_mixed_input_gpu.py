@@ -120,21 +120,22 @@ def test_groups_of_rows(form: str, epilogue: str | None) -> None:
     w = Quantized(stored, scale, format=form, group=32 if form == "mxfp4" else 128)
     ends = torch.tensor([3, 3, 40, 171, 180], device="cuda", dtype=torch.int32)
     x = torch.randn(187, k, device="cuda", dtype=BF16) / k**0.5
+    turned = x.flip(0)
+    backwards = torch.arange(187, device="cuda").flip(0)
     with torch.no_grad():
         y = tmm_core.grouped_matmul(x, w.mT, offs=ends, epilogue=epilogue, kernel=KERNEL)
-        gathered = tmm_core.grouped_matmul(
-            x, w.mT, offs=ends, a_index=torch.arange(187, device="cuda").flip(0), epilogue=epilogue
-        )
-        turned = tmm_core.grouped_matmul(x.flip(0), w.mT, offs=ends, epilogue=epilogue)
-    close(gathered[:180], turned[:180].double())
+        gathered = tmm_core.grouped_matmul(x, w.mT, offs=ends, a_index=backwards, epilogue=epilogue)
+        z = tmm_core.grouped_matmul(turned, w.mT, offs=ends, epilogue=epilogue)
     start = 0
     for (_, values), end in zip(made, ends.tolist(), strict=True):
-        expected = x[start:end].double() @ values.T
-        if epilogue:
-            gate, up = expected.chunk(2, dim=-1)
-            expected = torch.nn.functional.silu(gate) * up
-        if end > start:
-            close(y[start:end], expected)
+        for rows, results in ((x, (y,)), (turned, (gathered, z))):
+            expected = rows[start:end].double() @ values.T
+            if epilogue:
+                gate, up = expected.chunk(2, dim=-1)
+                expected = torch.nn.functional.silu(gate) * up
+            for result in results:
+                if end > start:
+                    close(result[start:end], expected)
         start = end
 
 

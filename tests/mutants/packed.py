@@ -9,6 +9,7 @@ MIXED = "tests/plugins/test_mixed_input.py"
 PROGRAMS = "tests/plugins/test_word_programs.py::test_every_pair"
 SHARED = (f"{MIXED}::test_consumers_share_columns_and_steps",)
 SCALES = (f"{MIXED}::test_scales_and_zero_points",)
+ARRANGED = (f"{MIXED}::test_values_along_k_in_the_order_of_the_stored_pairs",)
 GROUPS = (f"{MIXED}::test_groups_of_rows",)
 
 PACKED = [
@@ -55,8 +56,8 @@ PACKED = [
     Mutant(
         "mixed-next-scale",
         DEVICE,
-        "            scale = next_scale\n",
-        "",
+        "scale, scale_1, zero_1 = scale_1,",
+        "scale, scale_1, zero_1 = scale,",
         "every step has the scale of the first",
         SCALES,
     ),
@@ -95,10 +96,42 @@ PACKED = [
     Mutant(
         "mixed-order",
         "tmm_triton/mixed_input.py",
-        '        how = "promoted" if c.PROMOTED else "rounded"\n',
-        '        how = ""\n',
+        'how = ("promoted" if c.PROMOTED else "rounded")',
+        'how = ""',
         "rows of large tiles are rounded, and count as the same sums",
         (f"{MIXED}::test_tiles_that_round_values_have_another_order_of_sums",),
+    ),
+    Mutant(
+        "mixed-arranger",
+        DEVICE,
+        "            if stage % 3 == WHO:",
+        "            if position % 3 == WHO:",
+        "a warp that arranges waits for a phase that has not begun",
+        ARRANGED,
+    ),
+    Mutant(
+        "mixed-arranged-words",
+        DEVICE,
+        "a = a.reshape(FOURS).permute((0, 2, 4, 1, 3))",
+        "a = a.reshape(FOURS).permute((0, 2, 4, 3, 1))",
+        "rows meet other values of the weight",
+        ARRANGED,
+    ),
+    Mutant(
+        "mixed-landed",
+        DEVICE,
+        "                mbarrier.wait(landed.index(stage), phase)\n",
+        "",
+        "rows are arranged before they arrive",
+        ARRANGED,
+    ),
+    Mutant(
+        "word-place",
+        "tmm_triton/word_decoders.py",
+        "    up = shift - 4 * i\n",
+        "    up = shift\n",
+        "every pair of a word of e2m1 has the numbers of the first",
+        (PROGRAMS,),
     ),
     Mutant(
         "pair-signed",

@@ -172,7 +172,12 @@ def _values(units: np.ndarray, zero: Any, scale: Any, T: Any, C: Any) -> Shared:
     values = np.stack([units % 16, units // 16], -1).reshape(C.rows, C.BLOCK_K)
     each = C.BLOCK_K // C.parts
     values = values - (zero.repeat(each, 1) if C.ZERO else 8)
-    return Shared(values * scale.repeat(each, 1) if C.SCALED else values)
+    values = values * scale.repeat(each, 1) if C.SCALED else values
+    if C.arranged:
+        # Each lane of four has a quarter; a pair of two neighbours, or of a word of eight.
+        values = values.reshape(C.rows, 4, -1, 2, C.pairs if C.pairs == 4 else 1)
+        values = values.transpose(0, 2, 4, 1, 3).reshape(C.rows, C.BLOCK_K)
+    return Shared(values)
 
 
 def _units(ring: Shared, stage: int, NTH: int, C: Any) -> np.ndarray:
@@ -189,6 +194,7 @@ class Call:
         in_operand: Values are multiplied by the scales instead of sums.
         ends: The ends of groups of rows.
         exponents: Scales are stored as powers of two.
+        pairs: Values along K are arranged, and a word has that many pairs.
     """
 
     def __init__(
@@ -196,8 +202,9 @@ class Call:
         splits: int = 1, stages: int = 3, gated: bool = False, group: int = 4, outer: int = 1,
         zeros: bool = False, in_operand: bool = False, extras: bool = False,
         ends: tuple[int, ...] | None = None, programs: int = 3, exponents: bool = False,
+        pairs: int = 1,
     ) -> None:  # fmt: skip
-        high, step, halves = 2, 2, 2 if gated else 1
+        high, step, halves = 2, {1: 2, 2: 16, 4: 32}[pairs], 2 if gated else 1
         self.c = c = types.SimpleNamespace(
             BLOCK_M=2, BLOCK_K=step, num_stages=stages, consumers=consumers, k_ways=ways,
             n_ways=consumers // ways, splits=splits, HALVES=halves, high=high, rows=high * halves,
@@ -207,7 +214,8 @@ class Call:
             numbers=None, split_units=None, RAGGED=ends is not None,
             ZEROED=ends is not None and seed % 2 == 0, SCATTERED=ends is not None and extras,
             OVERLAPS=seed % 3 == 0, sums=None, units=None, units_of_half=None, b_layout=None,
-            worker_warps=None, worker_registers=None,
+            worker_warps=None, worker_registers=None, arranged=pairs > 1, pairs=pairs,
+            wide=step // 2, at_once=1, a_rows=None,
         )  # fmt: skip
         c.stage_bytes = 2 * c.BLOCK_M * step + c.n_ways * c.rows * step // 2
         random = np.random.default_rng(seed)
@@ -336,6 +344,17 @@ def test_scales_and_zero_points(how: dict[str, Any], zeros: bool, seed: int) -> 
 def test_scales_that_are_exponents(group: int) -> None:
     """Also where K is one group, whose scale is one for the whole row."""
     Call(1, group=group, exponents=True).check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pairs", [2, 4])
+def test_values_along_k_in_the_order_of_the_stored_pairs(pairs: int, seed: int) -> None:
+    how: dict[str, Any] = {"pairs": pairs, "zeros": seed % 2 == 0, "k": 48 * pairs}
+    Call(
+        seed, group=8, in_operand=True, ways=1 + seed % 2, stages=2 + 2 * (seed % 2), **how
+    ).check()
+    Call(seed, group=8 * pairs, m=3, gated=seed % 2 == 1, consumers=3, **how).check()
+    Call(seed, group=0, ends=(0, 4, 5), **how).check()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.word_decoders import PAIRS, PER_WORD, offset, pair_program, program
+from tmm_triton.word_decoders import PAIRS, PER_WORD, offset, pair_program, program, word_program
 
 from tmm_core import formats
 
@@ -173,35 +173,50 @@ def twice(number: float, dtype: torch.dtype) -> int:
     return int(pairs(both, both, dtype))
 
 
+@pytest.mark.parametrize("word", [False, True])
 @pytest.mark.parametrize("value", [BF16, FP16])
 @pytest.mark.parametrize("zero", [None, "whole", "fraction"])
 @pytest.mark.parametrize("scaled", [None, "pair", "wide"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_every_pair(name: str, scaled: str | None, zero: str | None, value: torch.dtype) -> None:
+def test_every_pair(
+    name: str, scaled: str | None, zero: str | None, value: torch.dtype, word: bool
+) -> None:
+    """Alone, and in a word beside other values: of 8 bits with its neighbour, of 4 bits with the
+    value that lies four places higher."""
     if scaled == "wide" and (zero or name not in ("int8", "fp8")):
         pytest.skip("values are multiplied in fp32 where they are decoded through it")
-    form, stored = formats.named(name), stored_pairs(name)
-    storage = form.storage[0]
-    codes = stored.to(torch.int16).view(storage).unflatten(-1, (-1, 2))
+    form = formats.named(name)
+    storage, stored = form.storage[0], stored_pairs(name)
+    count, codes = 1, stored.to(torch.int16).view(storage).unflatten(-1, (-1, 2))
     if form.pack == 2:
         codes = form.unpacked(stored.to(torch.uint8).view(storage)[:, None])
-    expected = form.dequantize(codes).double()
+    if word:
+        count = 2 * form.pack
+        others = torch.randint(0, 2**32, stored.shape)
+        stored = stored | others & (0xFFFF0000 if form.pack == 1 else 0xFFFFFF00)
+        codes = form.unpacked(words(stored).view(storage).unflatten(-1, (-1, 4)))
+    # The pairs of each word, [words, pairs, 2].
+    four_apart = codes.unflatten(-1, (2, -1)).mT
+    both = four_apart if form.pack == 2 and word else codes.unflatten(-1, (-1, 2))
+    expected = form.dequantize(both).double()
     point = None if zero is None else torch.uint8 if zero == "whole" else value
-    given = {"$1": stored}
+    given = {f"${count}": stored}
     if point is not None:
         number = 11.0 if zero == "whole" else 6.25
         expected = expected + (form.origin or 0) - number
         register = twice(-(number + offset(name, value, point)), value)
-        given["$2"] = torch.full_like(stored, register)
+        given[f"${count + 1}"] = torch.full_like(stored, register)
     if scaled is not None:
         exact = 0.75 if scaled == "pair" else 0.77
         of_wide = int(bits(torch.full((1,), exact)))
         register = twice(exact, value) if scaled == "pair" else of_wide
-        given["$2" if point is None else "$3"] = torch.full_like(stored, register)
+        given[f"${count + 1 if point is None else count + 2}"] = torch.full_like(stored, register)
         rounded = expected.to(value).double() if scaled == "pair" else expected
         expected = rounded * (exact if scaled == "pair" else torch.tensor(exact).double())
         expected = expected.to(FP32).double() if scaled == "wide" else expected
     machine = Machine(given)
-    machine.run(pair_program(name, storage, value, point, scaled))
-    found = halves(machine.registers["$0"], value)
-    torch.testing.assert_close(found, expected.to(value).double(), rtol=0, atol=0, equal_nan=True)
+    decoder = word_program if word else pair_program
+    machine.run(decoder(name, storage, value, point, scaled))
+    for i in range(count):
+        found, truth = halves(machine.registers[f"${i}"], value), expected[:, i].to(value).double()
+        torch.testing.assert_close(found, truth, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,162 @@
+"""Products and gated layers of other projects beside torch and tmm, in use.
+
+Each provider's call is captured over so many weights that they exceed the L2 three times, and
+replayed in turn with the others. Products by tmm are tuned at their first use::
+
+    python benchmarks/peers.py --json peers.json
+
+* ``torch.cuda.tunable`` answers products by torch while it is enabled.
+* FlagGems (``flag-gems``) has a product in Triton.
+* Liger (``liger-kernel``) multiplies silu of the gate by the up projection in one kernel behind
+  torch's product; tmm does both in the product.
+
+A project that is not installed, or whose kernel fails here, is left out, and the reason printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from quantised import copies_of, plain
+
+import tmm_core
+from tmm_core.tuning.timing import timer_for
+
+Tensor = torch.Tensor
+Call = Callable[[int], Any]
+ROUNDS = 11
+#: M, N and K.
+PRODUCTS = ((16, 14336, 4096), (512, 5120, 5120), (3000, 4096, 4096))
+GATED = ((64, 14336, 4096), (2048, 14336, 4096))
+SMALL = ((8, 64, 128),)
+
+
+def installed(name: str) -> Any:
+    """A module, or None and a line on stderr that says why."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever a project's import raises
+        print(f"{name} is left out: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+        return None
+
+
+def products(m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Call], int]:
+    """``x @ weight.T`` by each provider, and the number of weights."""
+    copies = copies_of(2 * n * k, device)
+    weights = [plain(n, k, device=device) for _ in range(copies)]
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    calls: dict[str, Call] = {
+        "torch": lambda i: F.linear(x, weights[i]),
+        "tmm": lambda i: tmm_core.linear(x, weights[i]),
+    }
+    if device.type == "cuda":
+        calls["TunableOp"] = lambda i: F.linear(x, weights[i])
+        gems = installed("flag_gems.ops.mm")
+        if gems is not None:
+            calls["FlagGems"] = lambda i: gems.mm(x, weights[i].t())
+    return calls, copies
+
+
+def gated(m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Call], int]:
+    """``silu(x @ gate.T) * (x @ up.T)`` by each provider; gate and up are one weight [2N, K]."""
+    copies = copies_of(4 * n * k, device)
+    weights = [plain(2 * n, k, device=device) for _ in range(copies)]
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+
+    def by_torch(i: int) -> Tensor:
+        gate, up = F.linear(x, weights[i]).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    calls: dict[str, Call] = {
+        "torch": by_torch,
+        "tmm": lambda i: tmm_core.linear(x, weights[i], epilogue="swiglu"),
+    }
+    liger = installed("liger_kernel.ops.swiglu") if device.type == "cuda" else None
+    if liger is not None:
+
+        def by_liger(i: int) -> Any:
+            gate, up = F.linear(x, weights[i]).chunk(2, dim=-1)
+            return liger.LigerSiLUMulFunction.apply(gate, up)
+
+        calls["Liger"] = by_liger
+    return calls, copies
+
+
+def by_tunable(call: Call) -> Call:
+    """A call that TunableOp answers, which measures its product at the first one."""
+    chooser = torch.cuda.tunable
+    chooser.tuning_enable(True)
+    chooser.set_filename(str(Path(tempfile.mkdtemp()) / "tunable.csv"))
+
+    def run(i: int) -> Any:
+        chooser.enable(True)
+        try:
+            return call(i)
+        finally:
+            chooser.enable(False)
+
+    run(0)
+    torch.cuda.synchronize()
+    chooser.tuning_enable(False)  # it cannot measure while calls are captured
+    return run
+
+
+def measure(
+    what: str, sizes: tuple[int, int, int], given: tuple[dict[str, Call], int],
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """µs of each provider, and how many times as fast as torch it is."""
+    calls, copies = given
+    expected = None
+    for name, call in list(calls.items()):  # and tunes
+        try:
+            if name == "TunableOp":
+                call = calls[name] = by_tunable(call)
+            y = call(0).float()
+            expected = y if expected is None else expected
+            error = float((y - expected).abs().max() / expected.abs().max())
+            if not error < 2e-2:
+                raise ValueError(f"differs by {error:.2g} of the largest element")
+        except Exception as failure:  # a peer's kernel may raise anything
+            print(f"{name} fails: {type(failure).__name__}: {failure}"[:200], file=sys.stderr)
+            del calls[name]
+    timer = timer_for(device)
+    samples = timer.measure(list(calls.values()), ROUNDS, copies=copies)
+    timer.release()
+    us = {n: round(statistics.median(mine), 2) for n, mine in zip(calls, samples, strict=True)}
+    ratios = {name: round(us["torch"] / each, 3) for name, each in us.items()}
+    shown = ", ".join(f"{name} {each:.1f} µs ({ratios[name]:.2f})" for name, each in us.items())
+    print(f"{what} {'×'.join(map(str, sizes))}: {shown}", flush=True)
+    return {"what": what, "m": sizes[0], "n": sizes[1], "k": sizes[2], "us": us, "ratios": ratios}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds to tune a product")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    asked = [("swiglu", gated, sizes) for sizes in (SMALL if options.small else GATED)]
+    asked += [("product", products, sizes) for sizes in (SMALL if options.small else PRODUCTS)]
+    with tmm_core.override(tune_budget=options.budget):
+        for what, providers, sizes in asked:
+            found.append(measure(what, sizes, providers(*sizes, device), device))
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
