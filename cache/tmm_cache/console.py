@@ -231,13 +231,17 @@ def table(
     """The lines of a table, none longer than `width`: cells are folded, between words if they can
     be. Columns in `right` are right-aligned. A row that is a string is an indented paragraph
     across all columns, which continues the row above."""
-    import rich.box
-    import rich.console
-    import rich.table
-    import rich.text
-
     cells = list(zip(columns, *(row for row in rows if not isinstance(row, str)), strict=True))
     widths = [max(map(len, column)) for column in cells]
+    total = sum(widths) + _GAP * (len(widths) - 1)
+    if total <= width and not any(isinstance(row, str) for row in rows):
+        # Nothing to fold. rich takes 0.6 ms for a row, 6 s for 10,000 records.
+        plain = []
+        for row in (columns, *(row for row in rows if not isinstance(row, str))):
+            cell_sizes = zip(columns, row, widths, strict=True)
+            padded = [c.rjust(n) if name in right else c.ljust(n) for name, c, n in cell_sizes]
+            plain.append((" " * _GAP).join(padded).rstrip())
+        return [plain[0], "─" * total, *plain[1:]]
     # Narrow the widest column that has room: first words stay whole, then the longest are folded.
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
     for least in (words, [1] * len(words)):
@@ -246,6 +250,11 @@ def table(
             widest = max(range(len(widths)), key=lambda index: (room[index] > 0, widths[index]))
             widths[widest] -= 1
             room[widest] -= 1
+    import rich.box
+    import rich.console
+    import rich.table
+    import rich.text
+
     box = rich.box.Box(_BOX)
     grid = rich.table.Table(box=box, padding=(0, 0, 0, 1), show_edge=False)
     for name, size in zip(columns, widths, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,15 @@ def test_numbers_stand_at_the_right() -> None:
         "a     12345678    1.5",
         "bb    x         10.25",
     ]
+
+
+def test_ten_thousand_rows_that_fit_take_no_seconds() -> None:
+    rest = "bf16 row x col silu", "triton.split_k", "11.50"
+    rows = [(f"{n}x4096x4096", *rest) for n in range(10_000)]
+    began = time.process_time()
+    lines = console.table(("problem", "operands", "kernel", "µs"), rows, 100, right=("µs",))
+    assert time.process_time() - began < 1.0  # by rich 6 s
+    assert len(lines) == 10_002
 
 
 def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
