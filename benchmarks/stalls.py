@@ -15,6 +15,7 @@ otherwise.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -58,6 +59,8 @@ class Row:
 
     shape: str
     torch_ms: float = 0.0
+    #: Milliseconds of torch's first product with this epilogue.
+    epilogue_ms: float = 0.0
     first_ms: float = 0.0
     #: The largest and the 99th percentile of the milliseconds that later calls took beyond torch's,
     #: and how many were above :data:`LATER_MS`.
@@ -92,6 +95,10 @@ class Case:
 
     def plain(self) -> torch.Tensor:
         return torch.nn.functional.linear(self.x, self.w)
+
+    def finished(self) -> torch.Tensor:
+        """Torch's product with the epilogue."""
+        return getattr(torch.nn.functional, self.epilogue)(self.plain())
 
     @property
     def problem(self) -> Problem:
@@ -177,6 +184,9 @@ def serve(
     with settings.override(on_cache_miss="background", tune_share=share, progress=False):
         for case in all_cases:
             case.plain()
+            # Torch loads the epilogue's function at its first use, whoever calls it.
+            if case.epilogue:
+                case.row.epilogue_ms = milliseconds(case.finished, on_gpu)
             case.row.torch_ms = min(milliseconds(case.plain, on_gpu) for _ in range(5))
         began = time.perf_counter()
         for case in all_cases:
@@ -230,9 +240,9 @@ def named(record: TuningRecord) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        "| M×N×K | torch, ms | first, ms | worst delay, ms | p99, ms | torch's, ms | calls "
-        "| winner after, s | winner | in the foreground |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| M×N×K | torch, ms | with its first epilogue, ms | first, ms | worst delay, ms | p99, ms "
+        "| torch's, ms | calls | winner after, s | winner | in the foreground |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         after = "not ended" if row.winner_s is None else f"{row.winner_s:.1f}"
@@ -240,7 +250,8 @@ def table(rows: Sequence[Row]) -> str:
         if row.ratio is not None and there != "equal":
             there += f" ({row.ratio:.3f})"
         lines.append(
-            f"| {row.shape} | {row.torch_ms:.2f} | {row.first_ms:.2f} | {row.worst_ms:.1f} "
+            f"| {row.shape} | {row.torch_ms:.2f} | {row.epilogue_ms or row.torch_ms:.2f} "
+            f"| {row.first_ms:.2f} | {row.worst_ms:.1f} "
             f"| {row.p99_ms:.2f} | {row.torch_worst_ms:.1f} | {row.calls} | {after} | {row.winner} "
             f"| {there if row.winner and row.foreground else 'not measured'} |"
         )
@@ -311,6 +322,14 @@ def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[R
     until = time.perf_counter() + options.most
     on_gpu = options.device.startswith("cuda")
     seen: list[Step] = []
+    collections, since = [0.0], [0.0]
+
+    def collecting(phase: str, _: Any) -> None:
+        if phase == "start":
+            since[0] = time.perf_counter()
+        else:
+            collections.append(1e3 * (time.perf_counter() - since[0]))
+
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         dispatch.default_dispatcher.made = without_records(root / "background")
@@ -319,10 +338,13 @@ def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[R
         tmm_core.preload()
         preload_s = time.perf_counter() - began
         made = cases(shapes, options.device)
+        gc.callbacks.append(collecting)
         serve(made, options.share, options.seconds, on_gpu, seen)
+        gc.callbacks.remove(collecting)
         compare(made, root / "foreground", until)
     rows = [case.row for case in made]
-    text = "\n\n".join([table(rows), slowest(seen), "\n".join(goals(rows, preload_s))])
+    longest = f"Python's longest garbage collection took {max(collections):.1f} ms."
+    text = "\n\n".join([table(rows), slowest(seen), "\n".join(goals(rows, preload_s)), longest])
     print(text)
     output = options.output
     if output is None and (out := os.environ.get("OUT")):

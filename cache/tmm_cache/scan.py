@@ -26,15 +26,6 @@ Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
-    """The records of one GPU under one environment."""
-
-    path: Path
-    gpu: str
-    environment_digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """A record's location and the header of its file.
 
@@ -44,11 +35,19 @@ class Summary:
 
     path: Path
     root: Path
-    gpu: str
-    environment_digest: str
     environment: Document | None
     header: Header
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's folder."""
+        return self.path.parent.parent.name
+
+    @property
+    def environment_digest(self) -> str:
+        """The environment's folder."""
+        return self.path.parent.name
 
     @property
     def digest(self) -> str:
@@ -95,14 +94,14 @@ class Located:
         return self.own and self.sealed
 
 
-def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Folder]:
-    """The folders of records under a root, by name; an absent root has none."""
+def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path]:
+    """The folders of records under a root, one for each GPU and environment, by name; an absent
+    root has none."""
     top = root / VERSION
     slugs = [name for name in _names(top, report) or () if is_slug(name) and gpu in (None, name)]
     for of_gpu in _subfolders(top, slugs, report):
         digests = filter(DIGEST.fullmatch, _names(of_gpu, report) or ())
-        for path in _subfolders(of_gpu, digests, report):
-            yield Folder(path, of_gpu.name, path.name)
+        yield from _subfolders(of_gpu, digests, report)
 
 
 def summaries(
@@ -116,20 +115,19 @@ def summaries(
 
 
 def summaries_of(
-    root: Path, folder: Folder, report: Report, *, full: bool = False
+    root: Path, folder: Path, report: Report, *, full: bool = False
 ) -> Iterator[Summary]:
     """Like `summaries`, for one folder; the environment's fault comes first."""
-    names = _names(folder.path, report)
+    names = _names(folder, report)
     if names is None:
         return
-    environment = read_environment(folder.path, report)
-    place = root, folder.gpu, folder.environment_digest, environment
-    for path in (folder.path / name for name in filter(RECORD.fullmatch, names)):
+    environment = read_environment(folder, report)
+    for path in (folder / name for name in filter(RECORD.fullmatch, names)):
         if not full and (header := read_header(path)) is not None:
-            yield Summary(path, *place, header)
+            yield Summary(path, root, environment, header)
         # None: removed since it was listed
         elif (record := read_record(path, report)) is not None:
-            yield Summary(path, *place, Header.of(record), record)
+            yield Summary(path, root, environment, Header.of(record), record)
 
 
 def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:

@@ -186,7 +186,7 @@ class CacheStore:
     def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
         path, header = self.path(gpu, environment, record.problem), Header.of(record)
-        return Summary(path, self.root, gpu, digest(environment), environment, header, record)
+        return Summary(path, self.root, environment, header, record)
 
     def entries(self, gpu: str | None = None) -> Iterator[Summary]:
         """Like `summaries`, with every file read in full: `Summary.record` is its record."""

@@ -80,7 +80,7 @@ class Naive(TritonKernel[TileConfig]):
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = TileConfig
     supports = STEPPED
-    reach = 0.58
+    reach, behind = 0.58, 1.2
 
     def configs(self, problem: Problem) -> list[TileConfig]:
         return self.ranked(problem, self.every(problem, _SHAPES), 4)

@@ -52,16 +52,14 @@ from tmm_triton.operands import VECTOR, Build
 from tmm_triton.plugin import load
 from tmm_triton.triton_kernel import POINTERS, Built, hopper_or_later, version_with
 
-#: The kernels that may multiply the realigned operands, the least demanding last, with factors on
-#: their estimates that make them comparable. At 4096³ on an H200 the first reaches 1.0 of cuBLAS's
-#: speed and the second 0.9, with equal estimates.
-_INNER = {
-    "triton.warp_specialized": 1.0,
-    "triton.persistent": 1.1,
-    "triton.split_k": 1.1,
-    "triton.grouped": 1.15,
-    "triton.fused_epilogue": 1.15,
-}
+#: The kernels that may multiply the realigned operands, the least demanding last.
+_INNER = (
+    "triton.warp_specialized",
+    "triton.persistent",
+    "triton.split_k",
+    "triton.grouped",
+    "triton.fused_epilogue",
+)
 #: Maximum number of configs in all, and per inner kernel.
 _MOST, _MOST_OF_ONE = 10, 6
 #: Bytes of one program's tile, maximum elements in its rows, and the program's warps. Both operands
@@ -208,7 +206,7 @@ class Realigned(Built[RealignedConfig]):
     def configs(self, problem: Problem) -> list[RealignedConfig]:
         served = realigned(problem)
         ranked = []
-        for kernel, factor in zip(inner_kernels().values(), _INNER.values(), strict=True):
+        for kernel in inner_kernels().values():
             if kernel.reasons_against(served):
                 continue
             worth = kernel.configs(served)
@@ -217,7 +215,7 @@ class Realigned(Built[RealignedConfig]):
                 worth = (inner for inner in worth if not getattr(inner, "early", ""))
             for inner in itertools.islice(worth, _MOST_OF_ONE):
                 config = RealignedConfig(inner=kernel.name, config=inner)
-                ranked.append((factor * (self.estimate_us(problem, config) or math.inf), config))
+                ranked.append((self.estimate_us(problem, config) or math.inf, config))
         ranked.sort(key=lambda each: each[0])
         return [config for _, config in ranked[:_MOST]]
 

@@ -224,7 +224,7 @@ class SplitK(TritonKernel[SplitKConfig]):
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = SplitKConfig
     supports = STEPPED
-    reach = 0.62
+    reach, behind = 0.62, 1.1
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:
         configs = []

@@ -193,7 +193,7 @@ class Grouped(Tiled[GroupedConfig]):
     name = "triton.grouped"
     version = "3"
     config_type = GroupedConfig
-    reach = 0.62
+    reach, behind = 0.62, 1.2
 
     def configs(self, problem: Problem) -> list[GroupedConfig]:
         more = _INVARIANT_SHAPES if problem.batch_invariant else []
@@ -247,7 +247,7 @@ class FusedEpilogue(Tiled[FusedEpilogueConfig]):
     version = "3"
     config_type = FusedEpilogueConfig
     supports = replace(Tiled.supports, gated=True)
-    reach = 0.66
+    reach, behind = 0.66, 1.2
 
     def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES

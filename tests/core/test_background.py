@@ -340,6 +340,9 @@ def test_nothing_is_left_if_calls_stop(tmp_path: Path) -> None:
     task.steps, steps = _noting(task.steps, released), task.steps
     assert steps
     next(task.steps)
+    for thread in threading.enumerate():
+        if thread.name == "tmm-bind":  # ends by itself
+            thread.join(10)
     assert threading.active_count() == threads
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix == ".lock"]
     d.background._finalizer()  # as at the end of the process

@@ -71,9 +71,8 @@ def test_without_options_a_problem_is_a_bf16_product_of_its_sizes() -> None:
             ["--epilogue", "bias+silu+residual"],
             {"bias": True, "epilogue": "silu", "residual": True},
         ),
-        (["--bias"], {"bias": True}),
-        (["--residual"], {"residual": True}),
-        (["--batch", "3"], {"batch": 3}),
+        (["--epilogue", "bias"], {"bias": True}),
+        (["--epilogue", "residual"], {"residual": True}),
         (["--out-dtype", "fp32"], {"out_dtype": "float32"}),
         (["--dtype", "e4m3", "--scales", "row"], {"dtype": "float8_e4m3fn", "scales": "row"}),
         (["--dtype", "e5m2", "--scales", "tensor"], {"dtype": "float8_e5m2", "scales": "tensor"}),
@@ -102,9 +101,7 @@ def test_each_option_describes_its_part_of_a_problem(
         (["--scales", "row"], (1, 2, 3, 4), "--scales row is for --dtype e4m3 or e5m2"),
         (["--scales", "row", "--dtype", "fp16"], (1, 2, 3, 4), "--scales row is for"),
         (["--ragged", "m"], (1, 2, 3, 4), "--ragged m is for --groups"),
-        (["--groups", "2", "--batch", "2"], (1, 2, 3, 4), "--groups takes no batch"),
         (["--groups", "2"], (2, 2, 3, 4), "--groups takes no batch"),
-        (["--batch", "2"], (5, 2, 3, 4), "--batch 2: the shape 5x2x3x4 has its own"),
     ],
 )
 def test_options_that_contradict_each_other_are_named(
@@ -117,19 +114,18 @@ def test_options_that_contradict_each_other_are_named(
 @pytest.mark.parametrize(
     ("arguments", "shape", "batch"),
     [
-        (["--batch", "2"], (1, 2, 3, 4), 2),
+        ([], (1, 2, 3, 4), 1),
         ([], (5, 2, 3, 4), 5),
-        (["--batch", "1"], (5, 2, 3, 4), 5),
         (["--groups", "2"], (1, 2, 3, 4), 1),
     ],
 )
-def test_a_batch_is_of_the_option_or_of_the_shape(
+def test_a_batch_is_of_the_shape(
     arguments: list[str], shape: tuple[int, int, int, int], batch: int
 ) -> None:
     assert [case.batch for case in options.cases(parsed(*arguments), [shape])] == [batch]
 
 
-@pytest.mark.parametrize("name", ["--batch", "--groups"])
+@pytest.mark.parametrize("name", ["--groups"])
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
 def test_a_count_is_a_whole_number_from_one_on(name: str, text: str) -> None:
     with pytest.raises(argparse.ArgumentError):
@@ -338,14 +334,14 @@ def test_a_miss_in_a_line() -> None:
     assert misses.title({}) == "-x-x- - - x - -"
 
 
-def test_a_miss_of_an_unknown_environment_is_not_tuned() -> None:
+def test_a_miss_is_tuned_once_a_record_answers_it() -> None:
     store = CacheStore()
     saved(store, H200, 1)
     asked = problem(m=1, device=H200).to_json()
-    known = Miss(H200.gpu, "0" * 16, H200.environment, asked, 1)
+    known = Miss(H200.gpu, H200.environment, asked)
     assert misses.tuned_since(store, known)
-    assert not misses.tuned_since(store, replace(known, environment=None))
-    assert not misses.tuned_since(store, replace(known, problem=problem(m=2).to_json()))
+    assert not misses.tuned_since(store, known._replace(environment={}))
+    assert not misses.tuned_since(store, known._replace(problem=problem(m=2).to_json()))
 
 
 @pytest.mark.parametrize(("here", "others"), [(2, 0), (1, 3), (0, 1)])

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
+from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
 from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
@@ -34,6 +34,7 @@ from tmm_core import (
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
+from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning import cold_operands, findings, progress, ranking, untried
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.cold_operands import copies, rotated, rotating
@@ -675,16 +676,22 @@ def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -
     done.set_result(None)
     names = {"blas": done, "good": done, "bad": done, "broken": broken}
     compilers: Any = SimpleNamespace(cancel_pending=lambda futures: None)
-    launchers = CandidateLaunchers(compilers, 1, First(), CPU, 7, deadline, {})  # type: ignore[arg-type]
-    jobs: Any = [(asked, SimpleNamespace(kernel=SimpleNamespace(name=name))) for name in names]
-    found = launchers._launched_first(jobs, list(names.values()))
+    first: Any = First()
+    launchers = CandidateLaunchers(compilers, 1, first, CPU, 7, deadline, {})
+    jobs = [(asked, Candidate(FakeKernel(name), FakeConfig())) for name in names]
+    waiting = launchers._binding.waiting
+    waiting |= zip(jobs, names.values(), strict=True)
+    launchers._launch_first(first)
     assert launched == ["good", "bad"]
-    assert [each.exception() for each in found] == [None, None, error, broken.exception()]
+    errors = [each.exception() for each in waiting.values()]
+    assert errors == [None, None, error, broken.exception()]
     assert deadline.at > 1e3
+    launchers._launch_first(first)  # each once
+    assert launched == ["good", "bad"]
     deadline.passed = True
-    launched.clear()
-    assert launchers._launched_first(jobs, list(names.values())) == list(names.values())
-    assert launched == []
+    launchers._launched.clear()
+    launchers._launch_first(first)
+    assert launched == ["good", "bad"]
 
 
 # -- records and the kernels of a call ---------------------------------------------------

@@ -127,7 +127,7 @@ def test_explain_poses_the_problem_that_the_options_describe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     register(FakeKernel("fake.shy", against=lambda problem: ["not today"]))
-    options = ("--dtype", "fp16", "--layout", "nt", "--epilogue", "bias+silu", "--residual")
+    options = ("--dtype", "fp16", "--layout", "nt", "--epilogue", "bias+silu+residual")
     doc = run_json(capsys, "explain", "24x40x16", *options, "--out-dtype", "fp32", *CPU)
     x, w = torch.empty(24, 16, dtype=torch.half), torch.empty(40, 16, dtype=torch.half)
     bias, residual = torch.empty(40, dtype=torch.half), torch.empty(24, 40)
@@ -140,7 +140,7 @@ def test_explain_poses_the_problem_that_the_options_describe(
 
 
 def test_explain_takes_batches_and_gated_widths(capsys: pytest.CaptureFixture[str]) -> None:
-    doc = run_json(capsys, "explain", "8x16x32", "--batch", "3", "--layout", "tn", *CPU)
+    doc = run_json(capsys, "explain", "3x8x16x32", "--layout", "tn", *CPU)
     sizes = {name: doc["problem"][name] for name in ("batch", "m", "n", "k")}
     assert sizes == {"batch": 3, "m": 8, "n": 16, "k": 32}
     assert (doc["problem"]["a"]["layout"], doc["problem"]["b"]["layout"]) == ("col", "row")
@@ -192,7 +192,6 @@ def test_a_plugins_epilogue_works_in_every_command(
         (["explain", "8x8x8", "--epilogue", "silo", *CPU], "did you mean 'silu'"),
         (["explain", "8x8x8", "--dtype", "bf17"], "unknown dtype 'bf17'"),
         (["explain", "8x8x8", "--device", "abacus"], "--device abacus"),
-        (["explain", "2x8x8x8", "--batch", "3", *CPU], "the shape 2x8x8x8 has its own"),
         (["tune", *CPU], "give shapes"),
         (["tune", "--suite", "round", *CPU], "unknown suite round"),
         (["tune", "--file", "/nowhere.json", *CPU], "/nowhere.json"),
@@ -611,8 +610,8 @@ def test_json_has_neither_nan_nor_infinity(capsys: pytest.CaptureFixture[str]) -
 WORDS = [
     *("kernels", "explain", "tune", "bench", "verify", "doctor", "misses", "why", "8x8x8"),
     *("--json", "--device", "cpu", "cuda:9", "--dtype", "fp32", "e4m3", "int8", "--layout", "nt"),
-    *("--epilogue", "silu", "softcap(0)", "softcap(nan)", "bias++", "(", "--bias", "--residual"),
-    *("--batch", "--scales", "row", "--tf32", "--force", "--isolate", "--misses", "--clear"),
+    *("--epilogue", "silu", "softcap(0)", "softcap(nan)", "bias++", "("),
+    *("--scales", "row", "--tf32", "--force", "--isolate", "--misses", "--clear"),
     *("--suite", "decode", "nope", "--file", "/dev/null", "/nonexistent", "--budget", "--limit"),
     *("0", "-1", "1e9", "nan", "inf", "9" * 30, "0x0x0", "1x2x3", "1x2x3x4x5", "x", "--", "--help"),
     *("", " ", "\t", "é", "\udcff", "--shapes", "--regret", "--output", "--from", "--version"),

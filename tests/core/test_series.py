@@ -67,12 +67,12 @@ def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fake.one tile=0 was not timed: ConfigError" in err
 
 
-def test_dtypes_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     register(FakeKernel("fake.one"))
-    argv = ("--kernel", "fake.one", "--shapes", "4x6x8", "2x4x6x8", "--dtypes", "fp32,fp64")
+    argv = ("--kernel", "fake.one", "--shapes", "4x6x8", "2x4x6x8")
     documents = bench(capsys, *argv, "--layout", "nt")
     assert [(d["case"]["dtype"], d["case"]["batch"]) for d in documents] == [
-        ("float32", 1), ("float32", 2), ("float64", 1), ("float64", 2),
+        ("float32", 1), ("float32", 2),
     ]  # fmt: skip
     assert {d["case"]["layout"] for d in documents} == {"nt"}
 
@@ -120,7 +120,6 @@ def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
         (("--squares", "8"), "accepted is FIRST:LAST:STEP"),
         (("--squares", "16:8:8"), "the last size is below the first"),
         (("--sweep", "tile"), "accepted is FIELD=VALUE"),
-        (("--dtypes", "fp32,fp31"), "unknown dtype 'fp31'"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -277,7 +277,7 @@ ENVIRON = [
     Mutant(
         "budget-verified",
         "tuning/stages.py",
-        "if self._is_late() and not (must and start == 0):",
+        "if self._is_late() and run.candidate not in spared:",
         "if False:",
         "thousands of kernels are verified after the budget's end",
         (BUDGET,),
@@ -285,8 +285,8 @@ ENVIRON = [
     Mutant(
         "budget-first-batch",
         "tuning/stages.py",
-        "not (must and start == 0):",
-        "not must:",
+        "set(batch[:TOGETHER])",
+        "set(batch)",
         "all of a large first batch are verified after the budget's end",
         (BUDGET,),
     ),

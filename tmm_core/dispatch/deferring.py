@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tmm_cache import CacheStore, TuningRecord
+from tmm_cache.cache_errors import suppress
 
 from tmm_core.dispatch.first_use import FirstUse
 from tmm_core.dispatch.measuring import Measuring
@@ -16,7 +19,7 @@ from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import Candidate, Kernel
-from tmm_core.spec.launcher import Launcher
+from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.ranking import racers
@@ -67,10 +70,17 @@ class Deferring(Measuring):
         return Background(lambda problem: self._alone_on(problem.device))
 
     def preload(self) -> None:
-        """Import and list what a first call without a record needs."""
+        """Import and list what a first call without a record needs, and load what its tuning
+        does."""
         self.registry.kernels()
         self._neighbours.families()
         _ = self.tuner.compilers, self.background
+        if torch.cuda.is_available():
+            with suppress(Exception), self._lock:  # a tuning reports what fails
+                device = torch.device("cuda", torch.cuda.current_device())
+                self.tuner.preload(self.registry.kernel(BASELINE), device)
+        gc.collect()
+        gc.freeze()  # a collection of what torch and Triton import would take 0.1 s of a call
 
     def keep(self, problem: Problem, settings: Settings, found: tuple[Choice, Launcher]) -> None:
         """Keep the answer for a problem while its tuning or race is unfinished."""

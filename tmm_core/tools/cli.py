@@ -15,7 +15,7 @@ from tmm_cache import CacheWarning
 from tmm_cache.console import DONE, Parser, argument, guarded, warnings_as_notes
 from tmm_cache.tmm import parsers
 
-from tmm_core.bench.case import parse_dtype, parse_shape
+from tmm_core.bench.case import parse_shape
 from tmm_core.errors import TmmError, TmmWarning
 from tmm_core.tools.commands import options as shared
 
@@ -118,12 +118,6 @@ def _add_bench(parser: Parser) -> None:
         default=[],
         metavar="FIRST:LAST:STEP",
         help="square matrices of these sizes, like 512:8192:512",
-    )
-    parser.add_argument(
-        "--dtypes",
-        type=_listed(parse_dtype),
-        metavar="DTYPE,…",
-        help="run --shapes and --squares in each of these, instead of --dtype",
     )
     parser.add_argument("--limit", type=shared.count, metavar="N", help="at most N of each suite")
     parser.add_argument(

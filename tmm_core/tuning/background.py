@@ -25,7 +25,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
 
 #: Seconds after which a slice starts no further step. A started step is finished.
-SLICE = 0.005
+SLICE = 0.003
 #: Seconds after which a waiting tuning is resumed anyway, to check its time limits.
 LOOK = 1.0
 

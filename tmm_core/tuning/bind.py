@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
@@ -50,91 +50,97 @@ class Deadline:
 
 
 class Binding:
-    """A batch of candidates being bound to launchers, each in a thread of its own.
+    """Candidates being bound to launchers, each in a thread of its own.
 
     Args:
-        jobs: The candidates to bind.
-        compiled: For each candidate, a future that is done when ``bind`` may be called.
         deadline: The time after which only BLAS is bound.
         workers: The number of threads that bind at one time.
+        late: Called with the pending futures of :attr:`waiting` after the deadline, to end them.
     """
 
     def __init__(
         self,
-        jobs: Sequence[CompileJob],
-        compiled: Sequence[Future[None]],
         device: torch.device,
         deadline: Deadline,
         workers: int,
+        late: Callable[[Iterable[Future[None]]], None],
     ) -> None:
-        self._jobs, self._compiled, self._device = jobs, compiled, device
-        self._deadline, self._workers = deadline, workers
+        self._device, self._deadline, self._workers = device, deadline, workers
+        self._late = late
         self._stalled = min(STALLED, BIND_LIMIT / 8)
+        #: Candidates to bind, each with a future that is done when ``bind`` may be called.
+        self.waiting: dict[CompileJob, Future[None]] = {}
         #: By candidate: when its thread started, and the thread's future outcome. A candidate that
         #: was given up is removed.
-        self._begun: dict[int, tuple[float, Future[Outcome]]] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._begun: dict[CompileJob, tuple[float, Future[Outcome]]] = {}
+        self._outcomes: dict[CompileJob, Outcome] = {}
 
-    def outcomes(self, late: Callable[[], None]) -> Steps[list[Outcome]]:
-        """Each candidate's launcher, or the exception raised instead. Waits for compilations and
-        threads.
-
-        Args:
-            late: Called once, after the deadline, to end the pending futures.
-        """
-        is_late = False
-        while True:
+    def some(self) -> Steps[dict[CompileJob, Outcome]]:
+        """Launchers of the candidates that were bound since the last call, or the exceptions raised
+        instead: of all that are compiled, and of at least one. Threads still run only for those
+        that are stalled, so that launches may be timed. Empty if no candidate is left."""
+        while self.waiting or self._begun or self._outcomes:
+            if self._deadline.passed and (compiling := self._compiling()):
+                self._late(compiling)
             now = time.monotonic()
-            for place, (_, answer) in list(self._begun.items()):
-                if answer.done():
-                    del self._begun[place]
-                    self._outcomes.setdefault(place, answer.result())
-            self._expire(now)
-            waiting = self._start(now)
-            if len(self._outcomes) == len(self._jobs):
-                return [self._outcomes[place] for place in range(len(self._jobs))]
-            if not is_late and self._deadline.passed:
-                is_late = True
-                late()
-            else:
-                yield [*waiting, *(answer for _, answer in self._begun.values())]
+            self._collect(now)
+            ages = [now - begun for begun, _ in self._begun.values()]
+            stalled = sum(age >= self._stalled for age in ages)
+            self._start(self._workers + min(stalled, _MOST_STALLED))
+            if self._outcomes and len(self._begun) == stalled:
+                break
+            yield [*self._compiling(), *(answer for _, answer in self._begun.values())]
+        found, self._outcomes = self._outcomes, {}
+        return found
 
-    def _start(self, now: float) -> list[Future[None]]:
-        """Start threads for compiled candidates, and more of them while others are stalled. If no
-        thread can be started, bind one candidate here. Returns the pending compilations."""
-        waiting = []
-        for place, compiled in enumerate(self._compiled):
-            if place in self._outcomes or place in self._begun:
+    def _compiling(self) -> list[Future[None]]:
+        return [compiled for compiled in self.waiting.values() if not compiled.done()]
+
+    def _collect(self, now: float) -> None:
+        """Take the outcomes of threads that ended. Give up candidates that have taken too long,
+        with their threads."""
+        for job, (begun, answer) in list(self._begun.items()):
+            if answer.done():
+                self._outcomes[job] = answer.result()
+            elif now - begun >= BIND_LIMIT:
+                self._outcomes[job] = TimeoutError(f"did not bind within {BIND_LIMIT:g} s")
+            else:
                 continue
-            stalled = sum(now - begun >= self._stalled for begun, _ in self._begun.values())
-            room = self._workers + min(stalled, _MOST_STALLED) - len(self._begun)
-            if not compiled.done():
-                waiting.append(compiled)
-            elif self._deadline.passed and self._jobs[place][1].kernel.name != BASELINE:
-                self._outcomes[place] = self._bound(place)  # only returns the reason
-            elif room > 0:
+            del self._begun[job]
+
+    def _start(self, most: int) -> None:
+        """Start threads for compiled candidates, at most ``most`` in all. If no thread can be
+        started, bind one candidate here."""
+        for job, compiled in list(self.waiting.items()):
+            late = self._deadline.passed and job[1].kernel.name != BASELINE
+            if not compiled.done() or (len(self._begun) >= most and not late):
+                continue
+            if late:
+                self._outcomes[job] = self._bound(job, compiled)  # only returns the reason
+            else:
                 answer: Future[Outcome] = Future()
                 thread = threading.Thread(
-                    target=self._work, args=(place, answer), name="tmm-bind", daemon=True
+                    target=self._work, args=(job, compiled, answer), name="tmm-bind", daemon=True
                 )
                 try:
                     thread.start()
-                    self._begun[place] = time.monotonic(), answer
+                    self._begun[job] = time.monotonic(), answer
                 except RuntimeError as error:  # no thread can be started
                     reraise(error)
-                    if not self._begun:
-                        self._outcomes[place] = self._bound(place)
-        return waiting
+                    if self._begun or self._outcomes:
+                        continue
+                    self._outcomes[job] = self._bound(job, compiled)
+            del self.waiting[job]
 
-    def _work(self, place: int, answer: Future[Outcome]) -> None:
-        answer.set_result(self._bound(place))
+    def _work(self, job: CompileJob, compiled: Future[None], answer: Future[Outcome]) -> None:
+        answer.set_result(self._bound(job, compiled))
 
-    def _bound(self, place: int) -> Outcome:
+    def _bound(self, job: CompileJob, compiled: Future[None]) -> Outcome:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread starts on device 0
-            self._compiled[place].result()
-            problem, candidate = self._jobs[place]
+            compiled.result()
+            problem, candidate = job
             if self._deadline.passed and candidate.kernel.name != BASELINE:
                 raise CancelledError
             return candidate.kernel.bind(problem, candidate.config)
@@ -142,11 +148,3 @@ class Binding:
             return TimeoutError(BUDGET_ENDED)
         except BaseException as error:  # compilers raise SystemExit and worse
             return error
-
-    def _expire(self, now: float) -> None:
-        """Give up candidates that have taken too long, with their threads."""
-        for place, (begun, _) in list(self._begun.items()):
-            if now - begun >= BIND_LIMIT:
-                del self._begun[place]
-                why = f"did not bind within {BIND_LIMIT:g} s"
-                self._outcomes.setdefault(place, TimeoutError(why))

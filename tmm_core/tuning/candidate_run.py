@@ -55,6 +55,8 @@ class CandidateRun:
     cause: Cause | None = None
     #: Bytes of scratch memory.
     workspace: int = 0
+    #: Whether it was verified in every way in which it is used.
+    verified: bool = False
 
     @property
     def time(self) -> float:

@@ -18,19 +18,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tmm_cache import TuningRecord
 
 from tmm_core.errors import error_text
 from tmm_core.settings import Settings
-from tmm_core.spec.device import current_device
+from tmm_core.spec.device import current_device, fingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.bind import CompileJob, Deadline
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
+from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.compile_pool import Compilers, compiling_threads
 from tmm_core.tuning.compile_pool import default as default_compilers
 from tmm_core.tuning.environment_faults import verdicts
@@ -41,6 +44,7 @@ from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.timing import Timer, timer_for
 from tmm_core.tuning.untried import unmeasured
+from tmm_core.verify.verifier import Verifier
 
 
 @dataclass(eq=False)
@@ -177,8 +181,10 @@ class Tuner:
         # BLAS multiplies by the process's precision setting.
         require_precision(problem)
         device = current_device(problem.device)
+        # Each thread that binds may hold up a call for 5 ms (the GIL).
+        workers = 1 if settings.on_cache_miss == "background" else self.workers
         launchers = CandidateLaunchers(
-            *(self.compilers, self.workers, self.first_launches, device, settings.tune_memory),
+            *(self.compilers, workers, self.first_launches, device, settings.tune_memory),
             deadline,
             ahead,
         )
@@ -205,6 +211,20 @@ class Tuner:
             steps.close()
             if process == os.getpid():  # a forked child cannot use its parent's GPU
                 tuning.release(timer=self.timer is None)
+
+    def preload(self, blas: Kernel[Any], device: torch.device) -> None:
+        """Verify and time BLAS for a small product. This loads the functions of torch's libraries
+        that a tuning uses; the first steps of a tuning would take up to 0.15 s."""
+        row = Operand(torch.bfloat16)
+        column = replace(row, layout="col")
+        problem = Problem(m=48, n=64, k=64, a=row, b=column, out=row, device=fingerprint(device))
+        verifier, timer = Verifier(problem, device), timer_for(device)
+        launcher = blas.bind(problem, blas.default_config(problem))
+        verifier.verdict(launcher)
+        verifier.release()
+        runner = Copies(problem, device, None).runner(launcher)
+        timer.measure([runner], 1, copies=len(runner.inputs), burst_us=1.0)
+        timer.release()
 
     def prepare(
         self, problem: Problem, kernels: Sequence[Kernel[Any]], hints: Hints = NO_HINTS

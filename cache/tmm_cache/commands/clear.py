@@ -57,12 +57,12 @@ def clear(store: CacheStore, options: Namespace) -> int:
 
 def _every_file(root: Path, report: Report) -> Iterator[Path]:
     for folder in folders(root, report):
-        yield from files(folder.path, RECORD)
-        yield from files(folder.path, MISSES)
+        yield from files(folder, RECORD)
+        yield from files(folder, MISSES)
         # A record's lock goes with the record.
-        locks = files(folder.path, LOCK)
+        locks = files(folder, LOCK)
         yield from (path for path in locks if not path.with_suffix("").exists())
-        yield from leftovers(folder.path)
+        yield from leftovers(folder)
     yield from files(root / NOTES, NOTE_FILE)
 
 

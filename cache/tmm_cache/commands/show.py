@@ -75,7 +75,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     for root in (store.root, *store.layers):
         for folder in folders(root, faults.append):
             records += len(list(summaries_of(root, folder, faults.append, full=True)))
-            left += map(str, leftovers(folder.path))
+            left += map(str, leftovers(folder))
     if options.json:
         found = [
             {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}

@@ -123,7 +123,11 @@ _BOTH_WAYS = 3
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     """The search space, best guess first; without a limit if ``SEARCH_LIMITED`` is not set."""
-    limited = SEARCH_LIMITED.get()
+    return _configs(problem, SEARCH_LIMITED.get())
+
+
+@functools.lru_cache(maxsize=8)  # the default config is the first, and the list takes 10 ms
+def _configs(problem: Problem, limited: bool) -> tuple[WarpSpecializedConfig, ...]:
     fitting = list(filter(None, (_fitted(problem, tile) for tile in _tiles(problem))))
     # In one band of rows if tiles overlap, so that whole columns of tiles are split the same way.
     banded = [replace(v[0], GROUP_M=min(1024, tile_rows(problem, v[0]))) for v in fitting]
@@ -179,7 +183,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
     most = _CONFIGS_TRIED + (_KINDS_TRIED if problem.batch_invariant else 0) if limited else None
     chosen = itertools.islice(filter(None, turns), most)
-    yield from with_early(list(chosen), _early(problem))[:most]
+    return tuple(with_early(list(chosen), _early(problem))[:most])
 
 
 def _tiles(problem: Problem) -> tuple[_Tile, ...]:

@@ -101,14 +101,9 @@ def _series(options: argparse.Namespace) -> list[series.Series]:
 def _tasks(options: argparse.Namespace) -> list[suites.Task]:
     if options.quick:
         return quick.tasks(on_gpu=shared.device(options).type != "cpu")
-    shapes = [*options.shapes, *((1, size, size, size) for size in options.squares)]
     suite = suites.SWEEP if options.kernel else "shapes"
-    dtypes = options.dtypes or [options.dtype]
-    mine = [
-        suites.Task(suite, case)
-        for dtype in dtypes
-        for case in shared.cases(argparse.Namespace(**{**vars(options), "dtype": dtype}), shapes)
-    ]
+    shapes = [*options.shapes, *((1, size, size, size) for size in options.squares)]
+    mine = [suites.Task(suite, case) for case in shared.cases(options, shapes)]
     if options.kernel and not mine:
         raise UsageError("--kernel: on which problems? give --shapes or --squares")
     mine += suites.random_problems(options.regret, options.dtype or torch.bfloat16)

@@ -55,10 +55,6 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help='as in matmul, like silu or "gelu_tanh+softcap(30)"; bias+…+residual adds those',
     )
-    group.add_argument("--bias", action="store_true", help="add a bias before the epilogue")
-    group.add_argument("--residual", action="store_true", help="add a residual after the epilogue")
-    text = "number of products in the batch (default: 1)"
-    group.add_argument("--batch", type=count, default=1, metavar="B", help=text)
     text = "the result's dtype (default: the operands')"
     group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE", help=text)
     group.add_argument(
@@ -96,22 +92,9 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     found = []
     for batch, m, n, k in shapes:
-        if options.groups and max(batch, options.batch) > 1:
+        if options.groups and batch > 1:
             raise UsageError("--groups takes no batch")
-        if batch > 1 and options.batch > 1:
-            raise UsageError(f"--batch {options.batch}: the shape {batch}x{m}x{n}x{k} has its own")
-        found.append(
-            Case(
-                m=m,
-                n=n,
-                k=k,
-                batch=max(batch, options.batch),
-                epilogue=options.epilogue["epilogue"],
-                bias=options.epilogue["bias"] or options.bias,
-                residual=options.epilogue["residual"] or options.residual,
-                **given,
-            )
-        )
+        found.append(Case(m=m, n=n, k=k, batch=batch, **options.epilogue, **given))
     return found
 
 
