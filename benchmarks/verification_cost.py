@@ -2,7 +2,7 @@
 
 ``python benchmarks/verification_cost.py`` tunes some problems on the GPU (or with ``--device cpu``)
 without records and prints a table: seconds of the tuning; the shares spent in verification and in
-the further ways of use; seconds in each of these (other forms, autocast, two threads together,
+the further ways of use; seconds in each of these (other forms, modes, two threads together,
 rounds on further inputs), which include what they launched on the GPU; the number of candidates
 verified in them; and milliseconds of a verification at first use and at a further size. On a CPU a
 kernel that multiplies in fp32 competes with BLAS.
@@ -33,7 +33,7 @@ from tmm_core.verify.ways_of_use import WaysOfUse
 Tensor = torch.Tensor
 
 #: Stages of a verification in further ways of use.
-FURTHER = ("forms", "autocast", "together", "rounds")
+FURTHER = ("forms", "modes", "together", "rounds")
 SIZES = {
     "cuda": ((16, 4096, 4096), (256, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 14336)),
     "cpu": ((16, 256, 256), (64, 512, 512), (256, 512, 512)),

@@ -9,8 +9,11 @@ strides, A12 state of the process.
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -580,6 +583,136 @@ def _flip_tf32() -> None:
     matmul.fp32_precision = "ieee" if matmul.fp32_precision == "tf32" else "tf32"
 
 
+# -- other inputs of each kind ---------------------------------------------------------------
+
+
+def lying_if(condition: Callable[..., bool], asked: Problem | None = None) -> type[Lie]:
+    """A kernel that is wrong where the condition on (a, b, bias, residual, alpha, out) holds."""
+
+    class Lying(Lie):
+        lie = wrong_if(lambda self, *given: condition(*given))
+
+    Lying.asked = asked or half(16, 16, 16)
+    return Lying
+
+
+def _ratio(condition: Callable[[float], bool]) -> type[Lie]:
+    """Results are too large by half for some alphas."""
+
+    class Ratio(Lie):
+        asked = SCALED
+
+        def lie(self, right: Any, *given: Any) -> Any:
+            result = right(*given)
+            return result.mul_(1.5) if condition(given[4]) else result
+
+    return Ratio
+
+
+class OtherForm(Lie):
+    """Its launcher is right; another form, of N-D operands or a plan's source, is not."""
+
+    asked = half(6, 8, 8)
+    source = False
+    wrong: ClassVar[Callable[..., Any]]
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        from tmm_core.launch.codegen import Body
+
+        right = super().bind(problem, config)
+        if self.source:
+            launch = functools.partial(type(self).wrong, right)
+            lines = ("return wrong(a, b, bias, residual, alpha, out)",)
+            return Bound(right, body=Body(lambda again: "pass", lines, {"wrong": launch}))
+
+        def folded(fold: Any, a: Any, b: Any, residual: Any, by_views: Any) -> Any:
+            return functools.partial(type(self).wrong, by_views)
+
+        return Bound(right, folded=folded)
+
+
+def form_lie(
+    condition: Callable[..., bool], asked: Problem | None = None, *, source: bool = False
+) -> type[Lie]:
+    """Another form is wrong where the condition holds."""
+
+    class Form(OtherForm):
+        @staticmethod
+        def wrong(right: Any, *given: Any) -> Any:
+            result = right(*given)
+            return spoiled(result, None) if condition(*given) else result
+
+    Form.source, Form.asked = source, asked or OtherForm.asked
+    return Form
+
+
+class ReturnsInferenceTensors(Lie):
+    def lie(self, right: Any, *given: Any) -> Any:
+        with torch.inference_mode():
+            return right(*given)
+
+
+class ChangesInputsForAWhile(Lie):
+    """Another thread that uses the same weight sees other values."""
+
+    asked = half(32, 32, 16)
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        out, doubled = given[-1], b.data
+        doubled.mul_(2)
+        result = right(a, b, *given[:-1], None) * 0.5
+        doubled.mul_(0.5)
+        return result if out is None else out.copy_(result)
+
+
+class Saturates(Lie):
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        result = right(a, b, *given)
+        if a.dtype is torch.float16 and a.isfinite().all() and b.isfinite().all():
+            result.clamp_(-65504, 65504)
+        return result
+
+
+class FlushesSmallBfloat16(Lie):
+    asked = half(16, 16, 16, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        return right(*(torch.where(t.abs() < 1e-30, t * 0, t) for t in (a, b)), *given)
+
+
+class AddsToTheOut(Lie):
+    """It adds half of what an out contained, if that was finite."""
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        before = None if given[-1] is None else given[-1].nan_to_num(0.0, 0.0, 0.0)
+        result = right(*given)
+        return result if before is None else result.add_(before * 0.5)
+
+
+def _in_one_storage(t: Tensor | None, other: Tensor) -> bool:
+    return t is not None and t.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class PassingMode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class LeavesAMode(Lie):
+    """A mode stays active."""
+
+    mode: type[torch.overrides.TorchFunctionMode] = PassingMode
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        self.mode().__enter__()
+        return result
+
+
+class LeavesAModeThatRaises(LeavesAMode):
+    mode = torch.overrides.TorchFunctionMode
+
+
 LIES: dict[str, dict[str, type[Lie]]] = {
     "A1": {
         cls.__name__: cls
@@ -596,37 +729,96 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         "small": alpha_lie(lambda alpha: 0 < alpha < 0.01),
         "minus one": alpha_lie(lambda alpha: alpha == -1),
         "bound at first": AlphaIsBoundAtFirst,
+        "a thousand": _ratio(lambda alpha: alpha > 1000),
+        "a thousandth": _ratio(lambda alpha: 0 < abs(alpha) < 1e-3),
+        "negative and large": _ratio(lambda alpha: alpha < -10),
+        "negative and small": _ratio(lambda alpha: -0.1 < alpha < 0),
     },
     "A3": {
+        **{
         cls.__name__: cls
         for cls in (
             DenseBias, DenseBiasOfOtherDtype, NoExpandedBias, NoExpandedResidual,
             NoStridedResidual, NoExpandedBatch,
         )
+        },
+        "misaligned bias": lying_if(
+            lambda a, b, bias, *_: bias is not None and bias.data_ptr() % 16 != 0,
+            half(8, 16, 8, bias=torch.float16),
+        ),
+        "bias apart": lying_if(
+            lambda a, b, bias, *_: bias is not None and bias.stride(0) > 16,
+            half(8, 16, 8, bias=torch.float16),
+        ),
+        "matrices apart": lying_if(
+            lambda a, *_: a.dim() == 3 and a.stride(0) > a.shape[1] * a.stride(1) + 8,
+            half(4, 8, 8, batch=3),
+        ),
+        "overlapping rows": lying_if(
+            lambda a, *_: 0 < a.stride(0) < a.shape[1], half(8, 16, 24, a=LOOSE)
+        ),
+        "addresses modulo 16": lying_if(
+            lambda a, *_: a.data_ptr() % 16 == 8, half(8, 16, 16, a=LOOSE)
+        ),
     },
-    "A4": {cls.__name__: cls for cls in (Folded, FoldedOf4Dimensions, FoldedBatch, Source)},
-    "A5": {cls.__name__: cls for cls in (SharedScratch, SharedArguments, WrongBesideAnother)},
+    "A4": {
+        **{cls.__name__: cls for cls in (Folded, FoldedOf4Dimensions, FoldedBatch, Source)},
+        "N-D by alpha": form_lie(
+            lambda a, b, bias, res, alpha, out: alpha != -0.75, half(6, 8, 8, scaled=True)
+        ),
+        "N-D without gradients": form_lie(lambda *_: not torch.is_grad_enabled()),
+        "N-D with out": form_lie(lambda *given: given[-1] is not None),
+        "of 5 dimensions": form_lie(lambda a, *_: a.dim() == 5),
+        "of rows apart": form_lie(
+            lambda a, *_: a.dim() == 3 and a.stride(0) != a.shape[1] * a.stride(1)
+        ),
+        "source by alpha": form_lie(
+            lambda a, b, bias, res, alpha, out: alpha != -0.75,
+            half(6, 8, 8, scaled=True), source=True,
+        ),
+        "source without gradients": form_lie(lambda *_: not torch.is_grad_enabled(), source=True),
+        "source with out": form_lie(lambda *given: given[-1] is not None, source=True),
+    },
+    "A5": {
+        **{cls.__name__: cls for cls in (SharedScratch, SharedArguments, WrongBesideAnother)},
+        "weights that change for a while": ChangesInputsForAWhile,
+    },
     "A6": {
         "b by address and version": cache_lie(lambda t: (t.data_ptr(), _version(t))),
         "b by address": cache_lie(lambda t: t.data_ptr()),
         "b by id": cache_lie(id),
         "a by id and version": cache_lie(lambda t: (id(t), _version(t)), of=0),
         "results": CachedResult,
+        "b by address and sum": cache_lie(lambda t: (t.data_ptr(), float(t.double().sum()))),
     },
     "A7": {
         "64 buffers": ring_lie(64),
         "1000 buffers": ring_lie(1000),
         "views of a buffer": ring_lie(64, view=True),
         "NumPy's buffers": ring_lie(32, own=False),
+        "inference tensors": ReturnsInferenceTensors,
     },
     "A8": {
+        **{
         cls.__name__: cls
         for cls in (
             FlushesSubnormalInputs, FlushesSubnormalResults, AccumulatesInHalf,
             AccumulatesInBfloat16, Bfloat16ByHalf, ManyNans, ManyInfs,
         )
+        },
+        **{
+            cls.__name__: cls
+            for cls in (Saturates, FlushesSmallBfloat16)
+        },
     },
-    "A9": {cls.__name__: cls for cls in (InGradMode, InNoGrad, InInferenceMode, UnderAutocast)},
+    "A9": {
+        **{cls.__name__: cls for cls in (InGradMode, InNoGrad, InInferenceMode, UnderAutocast)},
+        "grad mode with out": lying_if(
+            lambda *given: torch.is_grad_enabled() and given[-1] is not None
+        ),
+        "a parameter": lying_if(lambda a, b, *_: b.requires_grad),
+        "inference tensors": lying_if(lambda a, *_: a.is_inference()),
+    },
     "A10": {
         "a group of one row": group_lie(lambda sizes, m: bool((sizes == 1).any())),
         "three empty groups": group_lie(lambda sizes, m: int((sizes == 0).sum()) >= 3),
@@ -640,12 +832,35 @@ LIES: dict[str, dict[str, type[Lie]]] = {
                 MultipliesEmptyGroupsByZero,
             )
         },
+        "all in the first": group_lie(lambda sizes, m: int(sizes[0]) == int(sizes.sum())),
+        "all in the last": group_lie(lambda sizes, m: int(sizes[-1]) == int(sizes.sum())),
+        "of one size": group_lie(
+            lambda sizes, m: int(sizes[0]) > 0 and bool((sizes == sizes[0]).all())
+        ),
     },
     "A11": {
+        **{
         cls.__name__: cls
         for cls in (
             TheSameTensor, ResidualIsA, OutByOneStride, OutWithOddStrides, OutWithEvenStrides
         )
+        },
+        "one storage": lying_if(
+            lambda a, b, *_: _in_one_storage(b, a) and a.data_ptr() != b.data_ptr()
+        ),
+        "out in a's storage": lying_if(lambda a, *given: _in_one_storage(given[-1], a)),
+        "b is a.T": lying_if(
+            lambda a, b, *_: a.data_ptr() == b.data_ptr(),
+            half(16, 16, 32, b=Operand(torch.float16, "col")),
+        ),
+        "bias is a's row": lying_if(
+            lambda a, b, bias, *_: bias is not None and bias.data_ptr() == a.data_ptr(),
+            half(16, 16, 16, bias=torch.float16),
+        ),
+        "out with rows apart": lying_if(
+            lambda *given: given[-1] is not None and given[-1].stride(0) > 32
+        ),
+        "reads an out": AddsToTheOut,
     },
     "A12": {
         "seeds torch": state_lie(lambda: torch.manual_seed(int.from_bytes(os.urandom(4), "big"))),
@@ -659,5 +874,12 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         "threads": state_lie(lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
         "default device": state_lie(lambda: torch.set_default_device("meta")),
         "denormals": state_lie(lambda: torch.set_flush_denormal(True)),
+        "environment": state_lie(lambda: os.environ.update(TMM_TEST=os.urandom(4).hex())),
+        "directory": state_lie(lambda: os.chdir("/" if os.getcwd() != "/" else "/tmp")),
+        "recursion limit": state_lie(
+            lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+        ),
+        "garbage collector": state_lie(lambda: gc.disable() if gc.isenabled() else gc.enable()),
+        "a mode": LeavesAMode,
     },
 }  # fmt: skip

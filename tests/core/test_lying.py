@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeBlas, FakeTimer, plugin, settings
-from lying import LIES, Lie, half
+from lying import LIES, LeavesAModeThatRaises, Lie, half
 from tmm_cache import CacheStore
 
 from tmm_core import Groups, PluginError, Problem, TmmWarning
@@ -80,6 +80,14 @@ def test_a_forced_kernel_of_groups_that_reads_another_row_is_refused(
     asked = replace(kernel.asked, device=device, n=48, k=64)
     with pytest.raises(PluginError, match="is forced and wrong"):
         d.bound(asked, settings(kernel="test.lying"))
+
+
+def test_a_mode_that_a_launch_leaves_active_ends_with_it(tmp_path: Path) -> None:
+    """It would raise in each of torch's functions."""
+    with pytest.warns(TmmWarning, match="it changed torch's function modes"):
+        choice, _ = dispatcher(LeavesAModeThatRaises(), tmp_path).bound(half(8, 8, 8), settings())
+    assert choice.candidate.kernel.name == "blas"
+    assert torch.ones(2).sum() == 2
 
 
 @pytest.mark.parametrize("groups", [False, True])

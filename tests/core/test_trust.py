@@ -271,7 +271,7 @@ def test_large_sizes_are_verified_by_class(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
     small = {"n": 8, "k": 8}
-    for m, launches in ((1025, FIRST + 1), (1153, 1), (1026, BRIEF + 1), (1154, 1)):
+    for m, launches in ((10241, FIRST + 1), (11265, 1), (10369, BRIEF + 1), (11393, 1)):
         before = kernel.launches
         assert name(d, problem(m=m, **small)) == "fast"
         assert kernel.launches - before == launches, m
@@ -369,11 +369,11 @@ def test_sizes_of_one_class_fill_a_tall_tile_alike(height: int) -> None:
     filled: dict[str, set[int]] = {}
     for m in range(1025, 8193):
         key = first_use.size_class(m, {"rows": height, "on": True, "name": "x", "K": 1024})
-        filled.setdefault(key, set()).add(m % height)
+        filled.setdefault(key, set()).add(m % (8 * height))
     assert all(len(rows) == 1 for rows in filled.values())
-    assert len(filled) == math.lcm(128, height)
+    assert len(filled) == min(8192 - 1024, 8 * math.lcm(128, height))
     for config in ({"m": 128}, {"m": 200}, {"m": 576}, {"m": True}, {"m": "256"}, {"m": 256.0}):
-        assert first_use.size_class(2312, config) == "8 of 128"
+        assert first_use.size_class(3080, config) == "8 of 1024"
 
 
 def test_the_tile_of_a_candidate_decides_the_class_of_its_size() -> None:
@@ -381,16 +381,16 @@ def test_the_tile_of_a_candidate_decides_the_class_of_its_size() -> None:
         candidate = Candidate(FakeKernel("k"), FakeConfig(tile=tile))
         return first_use._key(problem(m=m), candidate, True)
 
-    assert key(2072, 128) == key(2200, 128)  # the bucket of 2560
-    assert key(2072, 256) != key(2200, 256)
-    assert key(2072, 256) == key(2328, 256)
+    assert key(33000, 128) == key(34024, 128)  # the bucket of 40960
+    assert key(33000, 256) != key(34024, 256)
+    assert key(33000, 256) == key(35048, 256)
 
 
 def test_classes_of_sizes() -> None:
-    """Up to 1024 each size is one; beyond, every alignment up to the tallest tile is."""
+    """Up to 1024 each size is one; beyond, every remainder of eight tiles of 128 is."""
     assert len({first_use.size_class(m) for m in range(1, 1025)}) == 1024
     assert first_use.size_class(1024) != first_use.size_class(1152)
-    assert len({first_use.size_class(m) for m in range(1025, 4096)}) == 128
+    assert len({first_use.size_class(m) for m in range(1025, 4096)}) == 1024
     for unit in (2, 4, 8, 16, 32, 64, 128):
         aligned = {first_use.size_class(m) for m in range(2048, 4096, unit)}
         assert aligned.isdisjoint(first_use.size_class(m) for m in range(2048, 4096) if m % unit)

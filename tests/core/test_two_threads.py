@@ -25,13 +25,10 @@ def wrong(kernel: FakeKernel, pace: Pace, most: int = 4) -> int:
     data = Verifier(half(), CPU)
     launches = launch_together(data, kernel.bind(half(), FakeConfig()), pace, most)
     assert launches is not None
-    found = 0
-    for of, results in launches:
-        found += sum(float(of.expected.error(r, data.at_once)) > 1e-2 for r in results)
-    return found
+    return sum(float(of.expected.error(r, data.at_once)) > 1e-2 for of, r in launches)
 
 
-@pytest.mark.parametrize("name", LIES["A5"])
+@pytest.mark.parametrize("name", LIES["A5"].keys() - {"weights that change for a while"})
 def test_state_that_launches_share_is_found_without_chance(name: str) -> None:
     """Also where Python hardly ever switches threads."""
     before = sys.getswitchinterval()
@@ -55,6 +52,11 @@ class TwoBuffers(Lie):
         buffer.copy_(right(*given))
         result = torch.empty(64, 32, dtype=torch.float16)
         return result.copy_(buffer)
+
+
+def test_a_weight_that_changes_for_a_while_is_found_by_who_shares_it() -> None:
+    for _ in range(10):
+        assert wrong(LIES["A5"]["weights that change for a while"](), "launches", 128)
 
 
 def test_whole_launches_between_the_lines_of_another() -> None:

@@ -36,6 +36,8 @@ EACH_SIZE = 1024
 #: Sizes with the same remainder modulo this number have the same alignment, and fill the last tile
 #: of up to this many rows alike.
 TILE = 128
+#: Kernels go through tiles in groups of up to this many; the last group is often incomplete.
+GROUPED = 8
 #: A number in a config counts as the height of a taller tile, whatever its field, if it is a
 #: multiple of the first number and at most the second.
 _STEP, _TALLEST = 64, 512
@@ -44,17 +46,17 @@ _STEP, _TALLEST = 64, 512
 def size_class(extent: int, config: Mapping[str, JSON] = MappingProxyType({})) -> str:
     """Return the class of a size; a kernel of this config is verified once per class and bucket.
     Each size up to :data:`EACH_SIZE` is a class. Larger sizes are one if they fill the last tile
-    alike.
+    alike, and the last group of tiles.
 
-    >>> size_class(264), size_class(2056), size_class(2312)
-    ('264', '8 of 128', '8 of 128')
-    >>> size_class(2056, {"BLOCK_M": 192}), size_class(2312, {"BLOCK_M": 192})
-    ('136 of 384', '8 of 384')
+    >>> size_class(264), size_class(2056), size_class(3080)
+    ('264', '8 of 1024', '8 of 1024')
+    >>> size_class(2056, {"BLOCK_M": 192}), size_class(5128, {"BLOCK_M": 192})
+    ('2056 of 3072', '2056 of 3072')
     """
     if extent <= EACH_SIZE:
         return str(extent)
     tall = [v for v in config.values() if type(v) is int and TILE < v <= _TALLEST]
-    every = math.lcm(TILE, *(v for v in tall if v % _STEP == 0))
+    every = GROUPED * math.lcm(TILE, *(v for v in tall if v % _STEP == 0))
     return f"{extent % every} of {every}"
 
 

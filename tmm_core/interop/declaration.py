@@ -25,6 +25,9 @@ Tensor = torch.Tensor
 _library = torch.library.Library("tmm", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
+#: Devices for which operators have a rule of autocast.
+AUTOCAST = ("cuda", "cpu")
+
 
 def declare(
     name: str,
@@ -67,6 +70,15 @@ def declare(
         return empty(*shaped(*given, **named))
 
     def run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
+        device = out.device.type
+        if device in AUTOCAST and compat.autocasts_on(device):
+            # Nothing is cast where the result's dtype is given, as in torch.mm with out: neither
+            # operands, nor what a kernel computes by torch's functions.
+            with compat.without_autocast(device):
+                return into(*given, out=out, **named)
+        return into(*given, out=out, **named)
+
+    def into(*given: Any, out: Tensor, **named: Any) -> Tensor:
         call, shape = shaped(*given, **named)
         apart = check_out(out, shape, result_dtype(call), call.given)
         if out.is_meta:
@@ -84,7 +96,7 @@ def declare(
     _library.impl(name, derivative, "Autograd")
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
-    for device in ("cuda", "cpu"):
+    for device in AUTOCAST:
         rule = _autocast(device, operator, arguments)
         _library.impl(name, rule, f"Autocast{device.upper()}")
     flops.count(packet, flop_formula)

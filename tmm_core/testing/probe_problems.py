@@ -268,11 +268,13 @@ class ProbeProblems:
         base = Probe(m=side, n=side, k=side, dtype=self.dtypes[0])
         fp32: dict[str, Any] = {"bias_dtype": torch.float32, "residual_dtype": torch.float32}
         yield base
+        yield replace(base, alpha=0.5)
         yield replace(base, residual="row", alpha=0.5)
         yield replace(base, bias="packed", residual="row_unaligned", alpha=0.5)
         yield replace(base, bias="packed", residual="strided", **fp32)
         yield replace(base, batch=3, bias="packed", epilogue=parse("silu"))
         yield replace(base, a="strided", b="row_unaligned", out="strided")
+        yield replace(base, a="row_unaligned", b="col")
         yield replace(base, n=max(1, side - 1), out="row_unaligned")
 
     def sizes_of_tiles(self) -> Iterator[Probe]:

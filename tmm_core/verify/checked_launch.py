@@ -15,7 +15,8 @@ from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.verify import compare, process_state
 from tmm_core.verify.auxiliary_outputs import Outputs
 from tmm_core.verify.data_sets import DataSets, InputSet
-from tmm_core.verify.guard_bands import overlap
+from tmm_core.verify.forms import ShapeError
+from tmm_core.verify.guard_bands import GuardedTensor, overlap
 from tmm_core.verify.ragged_inputs import Inputs
 
 Tensor = torch.Tensor
@@ -58,7 +59,7 @@ class CheckedLauncher:
         self._outputs: Outputs | None = None
         if data.problem.epilogue.outputs:
             self._launcher = self._outputs = Outputs(data, launcher, deterministic, slack)
-        self._deterministic, self._baseline = deterministic, baseline
+        self._deterministic, self._baseline, self._slack = deterministic, baseline, slack
         self._limit = compare.tolerance(data.problem) * slack
         self._errors: list[float] = []
         #: The memory of returned results that this object no longer holds.
@@ -75,6 +76,7 @@ class CheckedLauncher:
         of: InputSet,
         *,
         out: int | None = None,
+        into: GuardedTensor | None = None,
         held: Iterable[Tensor] = (),
         mode: Mode = "grad mode",
         inputs: Inputs | None = None,
@@ -87,6 +89,7 @@ class CheckedLauncher:
         Args:
             out: Into this output of the data; by default the launcher allocates its result, or
                 writes to the first output if it never allocates.
+            into: Into this output, as it is filled.
             held: Results that are in use.
             inputs: Arguments in place of the set's own.
             nonfinite: The inputs contain NaN and Inf.
@@ -95,7 +98,8 @@ class CheckedLauncher:
                 process's state is not compared.
         """
         given, launcher = inputs or of.inputs, self._launcher
-        into = self._data.out(out or 0) if out is not None or not self._data.allocates else None
+        if into is None and (out is not None or not self._data.allocates):
+            into = self._data.out(out or 0)
         if into is None and not repeated:
             self._data.poison_free_memory()
         tensor = None if into is None else into.tensor
@@ -108,6 +112,8 @@ class CheckedLauncher:
             except GeneratorExit as error:
                 # Raised in a tuning's generators, GeneratorExit would mean that they are closed.
                 raise RuntimeError("the launch raised GeneratorExit") from error
+            except ShapeError as error:
+                raise WrongError(str(error)) from None
 
         with self._in(mode):
             if repeated or self._baseline:
@@ -118,6 +124,8 @@ class CheckedLauncher:
                     raise WrongError(f"it changed {' and '.join(changed)}")
         self._check_form(result)
         if tensor is None:
+            if result.is_inference() and mode != "inference mode":
+                raise WrongError("it returned a tensor of inference mode, which may not be changed")
             self._check_memory(of, result, held)
         elif (result.data_ptr(), result.stride()) != (tensor.data_ptr(), tensor.stride()):
             raise WrongError("it returned something else than the out it was given")

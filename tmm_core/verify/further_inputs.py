@@ -10,36 +10,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tmm_core.spec.arguments import ROWS
-from tmm_core.spec.operand import Operand
+from tmm_core.spec.operand import Layout, Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify import random_inputs
+from tmm_core.verify.checked_launch import Mode
 from tmm_core.verify.compare import reference
 from tmm_core.verify.data_sets import DataSets, Expected, InputSet
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
+    UNWRITTEN,
+    GuardedTensor,
     MemoryLayout,
     expanded_layout,
+    in_class,
+    in_one_memory,
     memory_layout,
+    unusual_layout,
     vector_layout,
     with_guard_bands,
 )
 from tmm_core.verify.nonfinite import kinds_of, marks, split, values_of
-from tmm_core.verify.ragged_inputs import Inputs
-from tmm_core.verify.random_inputs import Recipe, Values
+from tmm_core.verify.ragged_inputs import Inputs, Sizes
+from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 
 #: Where the tensors of a round are: in the memory of the last set, in memory of their
-#: own, with strides of zero, or in one memory for several arguments.
-Place = Literal["same", "own", "expanded", "shared"]
+#: own, with strides of zero, with rows apart or overlapping (:func:`unusual_layout`), or in one
+#: memory for several arguments.
+Place = Literal["same", "own", "expanded", "apart", "near", "shared"]
 
 #: Exponents by which one operand is scaled down and the other up.
-_SHIFTS = {torch.float16: (16, 8), torch.bfloat16: (60, 60), torch.float32: (60, 60)}
+_SHIFTS = {torch.float16: (16, 8), torch.bfloat16: (100, 100), torch.float32: (60, 60)}
+#: Exponents by which both operands are scaled up, where alpha scales the product down.
+_LARGE = {torch.float16: 6, torch.bfloat16: 55, torch.float32: 55}
+#: The distance of the elements of a bias whose elements lie apart.
+_APART = 67
 #: fp16 results of this size are subnormal.
 _SUBNORMAL = 2.0**-18
 #: The distance of two subnormal numbers of fp16.
@@ -53,6 +65,9 @@ _TRUNCATED = 2.0**-26
 _SHARE, _KEPT = 16, 256
 
 
+_FLIPPED: dict[str, Layout] = {"row": "col", "col": "row"}
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The description of a round."""
@@ -62,22 +77,56 @@ class Plan:
     place: Place = "same"
     #: NaN and Inf in four of five rows of ``a``.
     flooded: bool = False
+    #: The values of the last set are in another order, with the same sums.
+    rolled: bool = False
+    #: All results exceed fp16's range.
+    infinite: bool = False
+    mode: Mode = "grad mode"
 
 
 def planned(problem: Problem) -> Iterator[Plan]:
     """The rounds of a problem; the first suffices to detect a cache by address."""
     usual = Recipe(alpha=-1.0, sizes="single", poisoned=True)
     yield Plan("other values at the same addresses", usual)
+    if problem.groups is None:
+        yield Plan("values in another order", Recipe(alpha=3.0), rolled=True)
+    else:
+        yield from _sizes(problem)
     yield from _magnitudes(problem)
     if problem.scaled:
-        yield Plan("alpha=0", replace(usual, alpha=0.0))
-    if problem.groups is not None and problem.groups.a_index is not None:
-        recipe = replace(usual, reads="one", sizes="skewed")
-        yield Plan("one row of a to gather", recipe, "own")
+        yield from _alphas(problem)
     if problem.a.dtype.is_floating_point:
         yield Plan("many NaN and Inf", replace(usual, alpha=0.5, sizes="even"), flooded=True)
     yield Plan("strides of zero", Recipe(alpha=2.0), "expanded")
+    yield Plan("rows far apart", Recipe(alpha=1.5), "apart", mode="inference mode")
+    yield Plan("unusual addresses", Recipe(alpha=-2), "near", mode="no_grad")
     yield Plan("one tensor as several arguments", Recipe(alpha=1.25), "shared")
+
+
+def _sizes(problem: Problem) -> Iterator[Plan]:
+    """Extremes of group sizes, and rows that are gathered out of one or in order."""
+    assert problem.groups is not None
+    some: tuple[Sizes, ...] = ("first", "last", "equal", "none")
+    for sizes in some:
+        yield Plan(f"group sizes: {sizes}", Recipe(sizes=sizes, alpha=1.5, poisoned=True))
+    if problem.groups.a_index is not None:
+        one = Recipe(reads="one", alpha=-1.0, poisoned=True)
+        yield Plan("one row of a to gather", one, "own")
+        yield Plan("all rows of a in order", Recipe(reads="same", alpha=1.5), "own")
+
+
+def _alphas(problem: Problem) -> Iterator[Plan]:
+    """Alphas of each sign and magnitude."""
+    chance = random.Random()
+    most = 3.0 if problem.epilogue.is_identity else 0.5
+    yield Plan("alpha=0", Recipe(alpha=0.0, sizes="single", poisoned=True))
+    for exponent in (chance.uniform(-2.5, -1), chance.uniform(most - 0.5, most)):
+        alpha = -(10**exponent)
+        yield Plan(f"alpha={alpha:.3g}", Recipe(alpha=alpha, poisoned=True))
+    if (large := _LARGE.get(problem.a.dtype)) and problem.b.dtype is problem.a.dtype:
+        values = Values(2.0**large, 2.0**large)
+        recipe = Recipe(values, alpha=2.0 ** (-2 * large), poisoned=True)
+        yield Plan("large products and a small alpha", recipe)
 
 
 def _magnitudes(problem: Problem) -> Iterator[Plan]:
@@ -87,14 +136,27 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
     plain = dtype in _SHIFTS and problem.b.dtype == dtype
     down, up = (2.0 ** (-_SHIFTS[dtype][0]), 2.0 ** _SHIFTS[dtype][1]) if plain else (1.0, 1.0)
     terms = min(1.0, down * up)
-    alpha = 300.0 if linear else 3.0
+    # Results in fp16 have terms like the product; other dtypes also large ones.
+    wide = plain and problem.out.dtype in (torch.bfloat16, torch.float32)
+    alpha, more = (3000.0, 2.0**30 if wide else terms) if linear else (3.0, terms)
     if plain or problem.groups is not None:
-        small_a, small_b = Values(down, up, terms), Values(up, down, terms)
+        small_a, small_b = Values(down, up, terms), Values(up, down, more)
         yield Plan("a small, b large", Recipe(small_a, alpha, "one", poisoned=True))
-        yield Plan("a large, b small", Recipe(small_b, 1 / alpha, "sparse", poisoned=True))
+        least = 1 / 300 if linear else 1 / alpha
+        yield Plan("a large, b small", Recipe(small_b, least, "sparse", poisoned=True))
+    if not dtype.is_floating_point and not dtype.is_complex and not problem.stored:
+        yield Plan("integers of any size", Recipe(Values(whole=True), poisoned=True))
     half = dtype in (torch.float16, torch.bfloat16)
-    if plain and half and linear and problem.along != "k" and problem.k >= 4:
+    summed = problem.along != "k" and problem.k >= 4
+    if plain and half and summed and not problem.gated:
         yield Plan("sums that cancel", Recipe(Values(cancelling=True), 0.75, poisoned=True))
+    if plain and summed and problem.out.dtype is torch.float16 and not problem.gated:
+        if problem.bias is torch.float16 and not problem.scaled:
+            values = Values(sum=8e4, bias=-3e4)
+            yield Plan("products beyond fp16's range", Recipe(values, poisoned=True))
+        if linear and problem.groups is None:
+            beyond = Values(sum=3e5)
+            yield Plan("results beyond fp16's range", Recipe(beyond), infinite=True)
     if dtype == problem.out.dtype == torch.float16 and plain and linear:
         small = Values(_SUBNORMAL, 1.0, _SUBNORMAL)
         yield Plan("subnormal results", Recipe(small, 0.875, poisoned=True))
@@ -108,6 +170,7 @@ class Round:
         self._data = data
         self._seed = random_inputs.new_seed()
         self._expected: Expected | None = None
+        self._out: GuardedTensor | None = None
         self._kinds: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         #: The tolerance added for fp16's coarse subnormal numbers, and for sums that cancel.
         self.slack = 0.0
@@ -115,31 +178,114 @@ class Round:
     def inputs(self) -> Inputs:
         """Draw the values into memory, and return the arguments of the launch."""
         data, plan = self._data, self.plan
-        if plan.place == "same":
-            made = rewritten(data, data.sets()[-1], plan.recipe, self._seed)
+        of = data.sets()[-1]
+        if plan.rolled:
+            assert of.recipe is not None
+            made = replace(
+                rewritten(data, of, of.recipe, of.seed), alpha=3 if data.problem.scaled else 1.0
+            )
+            for t in (made.a, made.b, made.bias, made.residual):
+                if t is not None:
+                    t.data.copy_(t.roll(1, -1))
+        elif plan.place == "same":
+            made = rewritten(data, of, plan.recipe, self._seed)
         else:
-            made = random_inputs.make(
-                data.problem, data.device, seed=self._seed, recipe=plan.recipe,
-                allocate=functools.partial(_allocate, data, plan.place, {}),
-            )  # fmt: skip
+            with torch.inference_mode(plan.mode == "inference mode"):
+                made = self._in_own_memory()
         if plan.flooded:
             _flood(made.a.data, self._seed)
         return made
+
+    def _in_own_memory(self) -> Inputs:
+        data, place = self._data, self.plan.place
+        made = random_inputs.make(
+            data.problem, data.device, seed=self._seed, recipe=self.plan.recipe,
+            allocate=functools.partial(_allocate, data, place, {}),
+        )  # fmt: skip
+        if not self.is_unusual:
+            return made
+        self._out = self._made_out()
+        names = ("a", "b", "bias", "residual")
+        given = {name: t for name in names if (t := getattr(made, name)) is not None}
+        if place == "apart":
+            moved: dict[str, Any] = in_one_memory({**given, "out": self._out.tensor})
+            self._out = replace(self._out, tensor=moved.pop("out"))
+            return replace(made, **moved)
+        return made
+
+    def given(self, inputs: Inputs) -> Inputs:
+        """The arguments of a launch: a layer passes parameters, whose references have none."""
+        if self.plan.place != "near":
+            return inputs
+        given = {name: getattr(inputs, name) for name in ("b", "bias")}
+        needs: dict[str, Any] = {
+            name: torch.nn.Parameter(t)
+            for name, t in given.items()
+            if t is not None and t.is_floating_point()
+        }
+        return replace(inputs, **needs)
+
+    def _made_out(self) -> GuardedTensor:
+        problem, device = self._data.problem, self._data.device
+        placed = unusual_layout(problem.out, problem.out_shape, near=self.plan.place == "near")
+        made = with_guard_bands(placed, device, UNWRITTEN)
+        if not in_class(made.tensor, problem.out):
+            made = with_guard_bands(
+                memory_layout(problem.out, problem.out_shape), device, UNWRITTEN
+            )
+        return made
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether strides are unusual, also an output's."""
+        return self.plan.place in ("apart", "near")
+
+    def out(self) -> GuardedTensor:
+        """The output of a round with unusual strides, filled with small numbers: a launch may not
+        read it."""
+        assert self._out is not None
+        self._out.tensor.fill_(0.5)
+        return self._out
+
+    def end(self) -> None:
+        """Release what the next launcher does not need."""
+        self._out = None
+        if self._expected is not None and not self._is_kept(self._expected.in_rows):
+            self._expected = None
 
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
         """Return the result's error: NaN if a non-finite value is missing or in the wrong place."""
         data = self._data
         if self.plan.flooded:
             return self._kinds_differ(inputs, result)
-        expected = self._expected or data.expect(inputs, whole=False)
+        if self.plan.infinite:
+            return 0.0 if bool(result.isposinf().all()) else math.nan
+        if self._expected is None:
+            self._expected = data.expect(inputs, whole=False)
+        expected = self._expected
         self.slack = 0.0
+        if not self._is_judged(expected.in_rows):
+            return 0.0
         if data.problem.out.dtype == torch.float16:
             self.slack += _STEP / float(expected.rms)
         if self.plan.recipe.values.cancelling:
             self.slack += data.problem.k * _TRUNCATED * random_inputs.CANCELLED
-        if self._is_kept(expected.in_rows):
-            self._expected = expected
+            if not data.problem.epilogue.is_identity:
+                self.slack *= 2
         return expected.error(result, data.at_once).item()
+
+    def _is_judged(self, expected: torch.Tensor) -> bool:
+        """Whether the epilogue leaves finite results, and for sums that cancel results of their
+        size: one that saturates makes large errors of small ones."""
+        if self.plan.recipe.values == USUAL or not expected.numel():
+            return True
+        least = random_inputs.SPREAD / 8 if self.plan.recipe.values.cancelling else 0.0
+        if self._data.problem.epilogue.is_identity:
+            return True
+        wide = self._data.problem.out.dtype
+        most = torch.finfo(wide).max / 2 if wide.is_floating_point else math.inf
+        largest = float(expected.abs().max())  # NaN compares false
+        return least <= largest <= most
 
     def _is_kept(self, reference: torch.Tensor) -> bool:
         """Whether a reference of that size is kept for the next launcher."""
@@ -211,7 +357,7 @@ def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs
 def _applies(problem: Problem, place: Place) -> bool:
     """Whether a problem allows this place."""
     if place == "shared":
-        return problem.groups is None and bool(_aliases(problem))
+        return problem.groups is None and bool(_aliases(problem) or problem.bias)
     if place == "expanded":
         if problem.bias is not None:
             return True
@@ -224,6 +370,10 @@ def _applies(problem: Problem, place: Place) -> bool:
 def _aliases(problem: Problem) -> dict[str, str]:
     """The arguments that may be the same tensor as another."""
     like: dict[tuple[Operand, tuple[int, ...]], str] = {(problem.a, problem.a_shape): "a"}
+    if problem.a.layout in _FLIPPED and problem.a.format == "":
+        flipped = replace(problem.a, layout=_FLIPPED[problem.a.layout])
+        *batch, rows, cols = problem.a_shape
+        like[flipped, (*batch, cols, rows)] = "a.mT"
     found = {}
     for name, spec, shape in (
         ("b", problem.b, problem.b_shape),
@@ -243,9 +393,26 @@ def _allocate(
     shape: tuple[int, ...],
 ) -> torch.Tensor:
     if place == "shared" and (other := _aliases(data.problem).get(name)):
-        return made[other]
+        return made[other] if other != "a.mT" else made["a"].mT
+    if place == "shared" and name == "bias" and len(shape) == 2:
+        for row in (
+            t
+            for t in made.values()
+            if t.numel() and t.dtype is spec.dtype and t.shape[-1] == shape[1]
+        ):
+            return row[..., :1, :].reshape(1, -1) if row.dim() == 2 else row[0, :1]
     placed: MemoryLayout = memory_layout(spec, shape)
-    if place == "expanded" and name == "bias":
+    if place in ("apart", "near") and name == "bias":
+        placed = vector_layout(spec, shape, _APART if place == "apart" else 1)
+        placed = replace(placed, offset=1)
+    elif place in ("apart", "near") and name in ("a", "b", "residual"):
+        tight = place == "near" and data.problem.groups is None
+        placed = unusual_layout(spec, shape, near=place == "near", overlapping=tight)
+        made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
+        if in_class(made[name], spec):
+            return made[name]
+        placed = memory_layout(spec, shape)
+    elif place == "expanded" and name == "bias":
         placed = vector_layout(spec, shape, 0)
     elif place == "expanded" and name in ("a", "b", "residual"):
         placed = expanded_layout(spec, shape)

@@ -7,6 +7,7 @@ the class allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,35 @@ def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
     return replace(placed, strides=(0, leading, inner) if batch else (leading, inner))
 
 
+def unusual_layout(
+    spec: Operand, shape: tuple[int, ...], *, near: bool = False, overlapping: bool = False
+) -> MemoryLayout:
+    """Return a layout that the class ``spec`` allows, but that operands seldom have.
+
+    Rows lie three times their length apart, and those of a batch's matrices alternate. If ``near``,
+    matrices have gaps, and addresses that need not be aligned are multiples of 8 bytes. Then rows
+    also overlap, if ``overlapping`` and the class allow it.
+    """
+    if spec.layout == "col":
+        *batch, rows, cols = shape
+        flipped = replace(spec, layout="row")
+        placed = unusual_layout(flipped, (*batch, cols, rows), near=near, overlapping=overlapping)
+        *outer, leading, inner = placed.strides
+        return replace(placed, shape=shape, strides=(*outer, inner, leading))
+    *batch, rows, cols = shape
+    unit = max(1, ALIGNMENT // spec.dtype.itemsize)
+    inner = 3 - near if spec.layout == "strided" else 1
+    offset = 0 if spec.aligned or spec.layout == "strided" else max(1, unit // (2 if near else 4))
+    line = -(-cols * inner // unit) * unit + unit
+    leading, matrix = 3 * line * math.prod(batch), line
+    if near:
+        loose = overlapping and not spec.aligned and not spec.wide and cols > 1
+        leading = (3 if inner > 1 else cols // 2 + 1) if loose else line
+        matrix = rows * line + 2 * unit
+    strides = (*([matrix] if batch else []), leading, inner)
+    return MemoryLayout(shape, spec.dtype, strides, offset)
+
+
 def vector_layout(spec: Operand, shape: tuple[int, ...], step: int) -> MemoryLayout:
     """Return the layout of rows whose elements are ``step`` apart; with 0, all share an address."""
     leading = 0 if step == 0 else step * shape[1] + 1
@@ -166,6 +196,28 @@ def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
     """Maximum bytes of :func:`with_guard_bands`, padded or not."""
     extents = (_extent(memory_layout(spec, shape, padded=padded)) for padded in (False, True))
     return max(inside + 2 * band for inside, band in extents)
+
+
+def in_class(t: torch.Tensor, spec: Operand) -> bool:
+    """Whether the last two dimensions of a tensor are of the class ``spec``."""
+    found = Operand.of(t)
+    return (found.layout, found.aligned, found.wide) == (spec.layout, spec.aligned, spec.wide)
+
+
+def in_one_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors with the same strides and alignment, whose ranges in one storage
+    follow one another."""
+    sources = {name: t.untyped_storage() for name, t in tensors.items()}
+    sizes = {name: -(-source.nbytes() // _LINE) * _LINE for name, source in sources.items()}
+    device = next(iter(tensors.values())).device
+    memory, start, found = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device), 0, {}
+    for name, t in tensors.items():
+        whole = torch.empty(0, dtype=torch.uint8, device=device).set_(sources[name])
+        memory[start : start + whole.numel()].copy_(whole)
+        offset = start // t.element_size() + t.storage_offset()
+        found[name] = memory.view(t.dtype).as_strided(t.shape, t.stride(), offset)
+        start += sizes[name]
+    return found
 
 
 def _extent(placed: MemoryLayout) -> tuple[int, int]:

@@ -6,17 +6,26 @@ would change results that have nothing to do with it.
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import signal
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tmm_core.compat import private
+from tmm_core.errors import reraise
+
 T = TypeVar("T")
 
-_matmul = torch.backends.cuda.matmul
+cuda = torch.backends.cuda
+_matmul = cuda.matmul
 
 #: Maximum seconds for which a thread waits to see whether others draw random numbers.
 _WATCHED = 0.1
@@ -33,8 +42,45 @@ def _attribute(owner: Any, name: str) -> Piece:
     return Piece(lambda: getattr(owner, name, None), lambda value: setattr(owner, name, value))
 
 
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")
+    if hasattr(signal, name)  # Windows has few
+]
+
+
 #: A denormal number: halved, it is zero where the processor flushes denormals.
 _DENORMAL = 1e-310
+
+
+#: Least difference from one that rounding shows: 1 + x is 1 only if numbers are rounded to the
+#: nearest, or towards zero.
+_LITTLE = 1e-30
+
+
+def _rounding() -> tuple[bool, ...]:
+    return 1 + _LITTLE == 1, -1 - _LITTLE == -1, 1 - _LITTLE == 1
+
+
+def _set_attention(values: tuple[bool, ...]) -> None:
+    cuda.enable_flash_sdp(values[0])
+    cuda.enable_mem_efficient_sdp(values[1])
+    cuda.enable_math_sdp(values[2])
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in _SIGNALS}
+
+
+def _set_handlers(handlers: dict[int, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -50,13 +96,55 @@ def _set_autocast(states: tuple[Any, ...]) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
-#: Settings by name. No other thread changes them as a matter of course.
+_CPU = torch.device("cpu")
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except Exception as error:  # of a mode that a launch left active
+        reraise(error)
+        return _CPU
+
+
+def _stack(name: str) -> Piece:
+    """A stack of modes, which are left again."""
+    size = private(f"torch._C._len_torch_{name}_stack", lambda: 0)
+    pop = private(f"torch._C._pop_torch_{name}_stack", lambda *_: None)
+    given = (None,) if name == "dispatch" else ()
+
+    def write(count: int) -> None:
+        for _ in range(size() - count):
+            pop(*given)
+
+    return Piece(size, write)
+
+
+_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: None)
+_pop_hooks = private("torch._C._autograd._pop_saved_tensors_default_hooks", lambda: None)
+
+
+def _set_hooks(before: Any) -> None:
+    while _hooks(True) not in (before, None):
+        _pop_hooks()
+
+
+def _switch(read: str, write: str) -> Piece:
+    value = private(f"torch._C.{read}", lambda: None)
+    return Piece(value, private(f"torch._C.{write}", lambda _: None))
+
+
+#: Settings by name. No other thread changes them as a matter of course. Modes come first: they may
+#: change what the other functions do.
 SETTINGS: dict[str, Piece] = {
-    "torch's default dtype": Piece(torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": Piece(
-        torch.get_default_device,
+        _default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
+    "torch's function modes": _stack("function"),
+    "torch's dispatch modes": _stack("dispatch"),
+    "the hooks of saved tensors": Piece(lambda: _hooks(True), _set_hooks),
+    "torch's default dtype": Piece(torch.get_default_dtype, torch.set_default_dtype),
     "the number of torch's threads": Piece(torch.get_num_threads, torch.set_num_threads),
     "the grad mode": Piece(torch.is_grad_enabled, torch.set_grad_enabled),
     "the inference mode": Piece(torch.is_inference_mode_enabled, None),
@@ -83,11 +171,35 @@ SETTINGS: dict[str, Piece] = {
     "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation"),
     "cuDNN's benchmark mode": _attribute(torch.backends.cudnn, "benchmark"),
     "cuDNN's deterministic mode": _attribute(torch.backends.cudnn, "deterministic"),
+    "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    "the fp32 precision of oneDNN": _attribute(
+        getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"
+    ),
+    "the backends of attention": Piece(
+        lambda: (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        ),
+        _set_attention,
+    ),
+    "the autocast cache": Piece(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "autograd's threads": _switch("_is_multithreading_enabled", "_set_multithreading_enabled"),
+    "the filling of new memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "the rounding mode": Piece(_rounding, None),
+    "the trace function": Piece(sys.gettrace, sys.settrace),
+    "the profile function": Piece(sys.getprofile, sys.setprofile),
+    "the recursion limit": Piece(sys.getrecursionlimit, sys.setrecursionlimit),
+    "the handlers of signals": Piece(_handlers, _set_handlers),
+    "NumPy's handling of errors": Piece(
+        lambda: _numpy() and _numpy().geterr(), lambda value: value and _numpy().seterr(**value)
+    ),
 }
 
 
 def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
+    numpy = _numpy()
     if numpy is None:
         return None
     kind, keys, *rest = numpy.random.get_state()
@@ -96,7 +208,7 @@ def _numpy_state() -> Any:
 
 def _set_numpy_state(state: Any) -> None:
     if state is not None:
-        sys.modules["numpy"].random.set_state(state)
+        _numpy().random.set_state(state)
 
 
 def _generator(module: Any) -> Piece:
@@ -108,8 +220,40 @@ def _generator(module: Any) -> Piece:
     return Piece(lambda: bytes(module.get_rng_state().numpy()), write)
 
 
-#: States of random generators by name. Other threads may draw from them at any time.
-GENERATORS: dict[str, Piece] = {
+def _set_environment(before: dict[str, str]) -> None:
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError as error:  # it was removed
+        reraise(error)
+        return None
+
+
+def _set_directory(path: str | None) -> None:
+    if path is not None:
+        os.chdir(path)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]
+
+
+#: States of random generators and of the process by name, which other threads may change at any
+#: time.
+SHARED: dict[str, Piece] = {
+    "environment variables": Piece(lambda: dict(os.environ), _set_environment),
+    "the working directory": Piece(_directory, _set_directory),
+    "the filters of warnings": Piece(lambda: list(warnings.filters), _set_filters),
+    "the garbage collector": Piece(
+        gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
+    ),
+    "Python's standard output": _attribute(sys, "stdout"),
+    "Python's standard error": _attribute(sys, "stderr"),
     "torch's random generator": _generator(torch),
     "Python's random generator": Piece(random.getstate, random.setstate),
     "NumPy's random generator": Piece(_numpy_state, _set_numpy_state),
@@ -122,18 +266,29 @@ ON_CUDA: dict[str, Piece] = {
 }
 
 
+#: The names of stacks of modes.
+MODES = {name for name in SETTINGS if name.endswith(("modes", "default device"))}
+
+
 class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self._generators = GENERATORS | (CUDA_GENERATOR if cuda else {})
-        self._pieces = SETTINGS | self._generators | (ON_CUDA if cuda else {})
+        self._shared = SHARED | (CUDA_GENERATOR if cuda else {})
+        self._pieces = SETTINGS | self._shared | (ON_CUDA if cuda else {})
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the pieces that differ now."""
-        return [name for name, piece in self._pieces.items() if piece.read() != self._values[name]]
+        """Return the names of the pieces that differ now. Modes are left at once: they may change
+        what torch's functions do, or raise in each of them."""
+        names = []
+        for name, piece in self._pieces.items():
+            if piece.read() != self._values[name]:
+                names.append(name)
+                if name in MODES:
+                    self.restore([name])
+        return names
 
     def restore(self, names: list[str]) -> None:
         """Restore these pieces."""
@@ -141,9 +296,9 @@ class State:
             if (write := self._pieces[name].write) is not None:
                 write(self._values[name])
 
-    def are_generators(self, names: list[str]) -> bool:
-        """Whether all of these are random generators."""
-        return set(names) <= self._generators.keys()
+    def are_shared(self, names: list[str]) -> bool:
+        """Whether other threads may have changed all of these."""
+        return set(names) <= self._shared.keys()
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
@@ -159,13 +314,13 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
         return result, []
     taken = time.perf_counter() - begun
     before.restore(changed)
-    if not before.are_generators(changed):
-        return result, changed
+    if not before.are_shared(changed):
+        return result, [name for name in changed if not before.are_shared([name])]
     again = State(device)
     result = call()
     confirmed = again.changed()
     again.restore(confirmed)
-    if not again.are_generators(confirmed):
+    if not again.are_shared(confirmed):
         return result, confirmed
     idle = State(device)
     time.sleep(min(taken, _WATCHED))

@@ -8,7 +8,7 @@ one. Both have empty groups. Verification also uses the extremes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,11 +33,12 @@ MOST_MORE = 1024
 
 #: Distributions of group sizes: ``skewed`` and ``even`` have some empty groups. ``single``: groups
 #: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
-#: groups are empty, the first and the last too.
-Sizes = Literal["skewed", "even", "single", "one", "sparse"]
-#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, or only
-#: ``one``.
-Reads = Literal["fewer", "more", "one"]
+#: groups are empty, the first and the last too. ``first``, ``last``: all rows are in that group.
+#: ``equal``: all groups are of one size, with no empty one. ``none``: all groups are empty.
+Sizes = Literal["skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none"]
+#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, only ``one``, or
+#: the ``same`` rows in the same order.
+Reads = Literal["fewer", "more", "one", "same"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,9 @@ class Rows:
         if groups.a_index is not None:
             read = rows_read(total, reads)
             drawn = torch.randint(read, (total,), generator=chance, device="cpu")
-            if total:  # one row is not the first, and one is the last
+            if reads == "same":
+                drawn = torch.arange(total, device="cpu")
+            elif total:  # one row is not the first, and one is the last
                 drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
             a_index = place(drawn, groups.a_index)
         if groups.out_index is not None:
@@ -187,6 +190,18 @@ class Inputs:
         return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **given)
 
 
+def divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
+    """Return the inputs with the first dimension of the tensors in ``names``, and of their parts,
+    divided into ``lead``. A scale of one number is left as it is."""
+
+    def part(t: torch.Tensor | None) -> torch.Tensor | None:
+        return t.unflatten(0, lead) if t is not None and t.numel() > 1 and t.dim() > 1 else t
+
+    given: dict[str, Any] = {name: part(getattr(inputs, name)) for name in names}
+    parts: Any = {n: part(t) if n[0] in names else t for n, t in inputs.parts.items()}
+    return replace(inputs, **given, parts=parts)
+
+
 def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> list[int]:
     """Return the ends of ``count`` groups with ``total`` rows in all."""
     order = torch.randperm(count, generator=chance, device="cpu")
@@ -196,8 +211,12 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
         rows[order[0]] += max(0, total - count)
         ends: list[int] = rows.cumsum(0).tolist()
         return ends
+    if sizes in ("equal", "none"):
+        return [total // count * (place + 1) * (sizes == "equal") for place in range(count)]
     shares = torch.ones(count, dtype=torch.float64, device="cpu")
-    if sizes == "one":
+    if sizes in ("first", "last"):
+        shares[slice(1, None) if sizes == "first" else slice(count - 1)] = 0
+    elif sizes == "one":
         shares[order[1:]] = 0
     elif sizes == "sparse":
         shares[order[: count // 2]] = 0
@@ -216,8 +235,8 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
 
 def rows_read(total: int, reads: Reads) -> int:
     """The number of rows of ``a``, out of which ``total`` are gathered."""
-    if reads == "one":
-        return 1
+    if reads in ("one", "same"):
+        return 1 if reads == "one" else total
     if reads == "more":
         return total + min(3 * total, MOST_MORE) + LEAST_READ
     return max(LEAST_READ, total // READS)

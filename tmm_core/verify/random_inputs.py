@@ -34,12 +34,18 @@ class Values:
         a, b, terms: Factors on the operands, and on the bias and the residual.
         cancelling: Sums grow beyond fp16's range and return: the first half of a's columns is
             positive, the other half negative, and b is positive.
+        sum: All operands are positive, and the product is about this number; the bias is about
+            ``bias``.
+        whole: Integers are drawn from all that their dtype has.
     """
 
     a: float = 1.0
     b: float = 1.0
     terms: float = 1.0
     cancelling: bool = False
+    sum: float = 0.0
+    bias: float = 1.0
+    whole: bool = False
 
     def factor(self, name: str) -> float:
         return {"a": self.a, "b": self.b, "bias": self.terms, "residual": self.terms}.get(name, 1.0)
@@ -50,9 +56,9 @@ USUAL = Values()
 #: The largest partial sum of inputs that cancel: four times fp16's largest number.
 PEAK = 2.0**18
 #: The spread of the results of inputs that cancel.
-_RESULT = 4e3
+SPREAD = 4e3
 #: The largest partial sum, relative to the results.
-CANCELLED = PEAK / _RESULT
+CANCELLED = PEAK / SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +125,19 @@ def fill(
         return t
     if values.cancelling and name in ("a", "b"):
         return _cancel(name, t, k, generator)
+    if values.sum and name in ("a", "b", "bias"):
+        size = values.bias if name == "bias" else (values.sum / max(1, k)) ** 0.5
+        numbers = torch.empty(once.shape, dtype=torch.float32, device=t.device)
+        once.copy_(numbers.uniform_(0.95, 1.05, generator=generator).mul_(size))
+        return t
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
     if form is not None:
         sizes = *once.shape[:-1], once.shape[-1] * form.pack
         numbers = torch.randn(sizes, generator=generator, dtype=torch.float32, device=t.device)
         once.copy_(form.packed(form.quantize(numbers.mul_(spread / unit), t.dtype)))
+    elif values.whole and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
+        has = torch.iinfo(t.dtype)
+        once.random_(has.min, min(has.max, 2**62), generator=generator)
     elif not (t.is_floating_point() or t.is_complex()):
         once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
     elif t.dtype.itemsize == 2 and t.device.type == "cpu" and once.numel() <= _AT_ONCE:
@@ -143,7 +157,7 @@ def fill(
 def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Fill an operand with numbers around one; see :class:`Values`."""
     size = (2 * PEAK / k) ** 0.5
-    vary = min(0.25, _RESULT * math.sqrt(k) / (2 * PEAK))
+    vary = min(0.25, SPREAD * math.sqrt(k) / (2 * PEAK))
     t.uniform_((1 - vary) * size, (1 + vary) * size, generator=generator)
     if name == "a":
         t.narrow(-1, t.shape[-1] // 2, t.shape[-1] - t.shape[-1] // 2).neg_()

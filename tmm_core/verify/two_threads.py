@@ -123,6 +123,7 @@ class Launches(threading.Thread):
             the slower thread's launches overlap with others.
         most: The number of free launches, or of launches between the other thread's lines.
         held: The number of results that are kept.
+        into: Launches write into an output.
     """
 
     def __init__(
@@ -135,12 +136,13 @@ class Launches(threading.Thread):
         turns: Turns,
         most: int,
         held: int,
+        into: bool,
     ) -> None:
         super().__init__(name="tmm-verify", daemon=True)
-        self.of: InputSet = data.sets()[place]
+        self._sets = data.sets()
         self._launcher, self._device, self._place = launcher, data.device, place
         self._busy, self._pace, self._turns, self._most = busy, pace, turns, most
-        self._out = None if data.allocates else data.out(place).tensor
+        self._out = data.out(place).tensor if into else None
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             if place == 0 and pace == "free":
@@ -148,7 +150,8 @@ class Launches(threading.Thread):
             self._stream = _streams(self._device)[place]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         held = 1 if self._out is not None else held
-        self.results: collections.deque[Any] = collections.deque(maxlen=held)
+        #: The inputs and results of the last launches.
+        self.results: collections.deque[tuple[InputSet, Any]] = collections.deque(maxlen=held)
         self.raised: BaseException | None = None
         # Carries `settings.nested`: BLAS answers a product that the kernel itself computes.
         self._variables = contextvars.copy_context()
@@ -170,17 +173,20 @@ class Launches(threading.Thread):
             self._turns.leave(self._place)
             self._busy.discard(self._place)
 
-    def _launch(self) -> None:
-        self.results.append(self.of.inputs.launch(self._launcher, self._out))
+    def _launch(self, place: int | None = None) -> None:
+        of = self._sets[self._place if place is None else place]
+        self.results.append((of, of.inputs.launch(self._launcher, self._out)))
 
     def _in_turns(self) -> None:
         turns = self._turns
         if self._pace == "launches" and self._place:
-            for _ in range(self._most):
+            for made in range(self._most):
                 turns.pass_on(self._place)
                 if turns.over:
                     return
-                self._launch()
+                # Every third on the other thread's operands: weights are shared, and nobody may
+                # change them, not even for a while.
+                self._launch(1 - self._place if made % 3 == 2 else self._place)
             return
         for _ in range(_ALTERNATING if self._pace == "lines" else 1):
             with turns.after_each_line(self._place):
@@ -198,15 +204,16 @@ class Launches(threading.Thread):
 
 
 def launch_together(
-    data: DataSets, launcher: Launcher, pace: Pace, most: int
-) -> list[tuple[InputSet, list[Any]]] | None:
+    data: DataSets, launcher: Launcher, pace: Pace, most: int, into: bool = False
+) -> list[tuple[InputSet, Any]] | None:
     """Launch on both sets of inputs from two threads at once, on two streams of a GPU.
 
     Args:
         most: The number of each thread's free launches, or of launches between the other's lines.
+        into: Launches of each thread write into an output of its own, otherwise they allocate.
 
     Returns:
-        The results that were kept for each set; None if no thread can be started.
+        The results that were kept, with their inputs; None if no thread can be started.
 
     Raises:
         BaseException: The first that a launch raised.
@@ -215,7 +222,8 @@ def launch_together(
     out = max(1, data.problem.empty_out("meta").untyped_storage().nbytes())
     held = max(1, min(most, data.limit // (64 * out)))
     threads = [
-        Launches(data, launcher, place, busy, pace, turns, most, held) for place in sorted(busy)
+        Launches(data, launcher, place, busy, pace, turns, most, held, into)
+        for place in sorted(busy)
     ]
     with _switching():
         try:
@@ -234,7 +242,7 @@ def launch_together(
     for thread in threads:
         if thread.raised is not None:
             raise thread.raised
-    return [(thread.of, list(thread.results)) for thread in threads]
+    return [result for thread in threads for result in thread.results]
 
 
 @functools.cache

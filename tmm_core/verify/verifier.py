@@ -145,7 +145,9 @@ class _Checks(WaysOfUse):
         if extent == "whole":
             yield ()
             self.forms()
-            self.autocast()
+            self.modes()
+            for form in self.every_form()[1:]:
+                form.modes()
             yield from self.together()
             yield from self.rounds()
 
@@ -202,7 +204,8 @@ class _Checks(WaysOfUse):
         of = self._data.sets()[-1]
         for values in self._data.nonfinite():
             yield ()
-            with planted(values.changes):
-                result = self._launch(of, nonfinite=True)
-            if (fault := values.fault(result)) is not None:
-                raise WrongError(fault)
+            for form in self.every_form():
+                with planted(values.changes):
+                    result = form._launch(of, nonfinite=True)
+                if (fault := values.fault(result)) is not None:
+                    raise WrongError(fault + form.called)

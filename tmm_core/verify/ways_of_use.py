@@ -9,22 +9,22 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tmm_core.launch.fold import Fold
-from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import PART, Arguments
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
+from tmm_core.verify.checked_launch import CheckedLauncher, Mode, WrongError
 from tmm_core.verify.data_sets import InputSet
-from tmm_core.verify.further_inputs import restoring, rounds_of
-from tmm_core.verify.ragged_inputs import Inputs
+from tmm_core.verify.forms import Source, forms_of
+from tmm_core.verify.further_inputs import Round, restoring, rounds_of
+from tmm_core.verify.guard_bands import GuardedTensor, in_class
+from tmm_core.verify.ragged_inputs import Inputs, divided
 from tmm_core.verify.two_threads import LEAST_TOGETHER, MOST_TOGETHER, Pace, launch_together
 
 Tensor = torch.Tensor
@@ -40,38 +40,33 @@ class WaysOfUse(CheckedLauncher):
     """Further ways to launch a launcher; BLAS, which is not judged, has none. Methods raise
     :class:`WrongError` with the first fault."""
 
+    #: Says in messages which form of a launcher this is.
+    called = ""
+    #: The checks of the launcher's other forms, once they are made.
+    _forms: list[WaysOfUse] | None = None
+
     def forms(self, limit: int | None = None) -> None:
         """Launch the launcher's source as a plan calls it, and its folded form on N-D operands of
         up to ``limit`` shapes."""
         bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
-        if self._baseline or self._outputs or not self._data.allocates or problem.groups:
+        for form in self.every_form()[1:]:
+            form._compare(of, form._launch(of), form.called)
+            form._check_released()
+        if len(self.every_form()) == 1 or bound.folded is None:
             return
-        if bound.body is not None:
-            self._form(of, of.inputs, bound, None)
-        if bound.folded is not None:
-            for given, shape in itertools.islice(folds(problem, of.inputs), limit):
-                fold = Fold.of(given.a, given.b, given.residual, torch.Size(shape))
-                if fold is not None:
-                    wrapped = fold.wrap(bound, given.a, given.b, given.residual)
-                    self._form(of, given, wrapped, fold)
+        for given, shape in itertools.islice(folds(problem, of.inputs), limit):
+            fold = Fold.of(given.a, given.b, given.residual, torch.Size(shape))
+            if fold is not None:
+                wrapped = fold.wrap(bound, given.a, given.b, given.residual)
+                self._folded(of, given, Bound.of(wrapped), shape)
 
-    def _form(self, of: InputSet, given: Inputs, launcher: Any, fold: Fold | None) -> None:
-        problem, bound = self._data.problem, Bound.of(launcher)
-        ways: list[Callable[[], Any]] = []
-        if fold is not None:
-            ways.append(lambda: given.launch(bound.run, None))
+    def _folded(self, of: InputSet, given: Inputs, bound: Bound, shape: tuple[int, ...]) -> None:
+        forms: list[Any] = [bound.run]
         if bound.body is not None:
-            parts = {PART[(name[0], name[2:])].name: t for name, t in given.extras.items()}
-            names = f"{problem.a.spelled},{problem.b.spelled}"
-            call = Arguments(
-                given.a, given.b, given.bias, given.residual, given.alpha,
-                problem.epilogue.key, **parts, formats="" if names == "," else names,  # type: ignore[arg-type]
-            )  # fmt: skip
-            plan = Plan.of(problem, None, bound, call).ready(call)  # type: ignore[arg-type]
-            ways.append(lambda: plan(given.a, given.b, given.bias, given.residual, **parts))
-        shape = problem.out_shape if fold is None else tuple(fold.shape)
+            forms.append(Source(self._data.problem, bound))
         when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
-        for way in ways:
+        for form in forms:
+            way = functools.partial(given.launch, form, None)
             result = self._launch(of, form=functools.partial(self._flat, way, shape))
             self._compare(of, result, when)
             del result
@@ -84,17 +79,41 @@ class WaysOfUse(CheckedLauncher):
             raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
         return result.view(self._data.problem.out_shape)
 
-    def autocast(self) -> None:
-        """Launch under autocast to the dtype of operands and result, which then needs no cast."""
+    def every_form(self) -> list[WaysOfUse]:
+        """These checks, and the same of each other form of the launcher."""
+        if self._forms is None:
+            data, self._forms = self._data, []
+            if not (self._baseline or self._outputs or data.problem.groups) and data.allocates:
+                for name, launcher in forms_of(self._bound, data.problem).items():
+                    form = type(self)(data, launcher, self._deterministic, False, self._slack)
+                    form.called = f", {name}"
+                    self._forms.append(form)
+        return [self, *self._forms]
+
+    def modes(self) -> None:
+        """Launch in each mode of torch: without ``out`` under autocast to the dtype of operands and
+        result, which then needs no cast; and into an output, for which no call casts."""
         problem, of = self._data.problem, self._data.sets()[0]
-        same = problem.a.dtype == problem.b.dtype == problem.out.dtype
-        if self._baseline or not same or problem.a.dtype not in (torch.float16, torch.bfloat16):
+        if self._baseline:
             return
-        self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
-        self._check_released()
+        same = problem.a.dtype == problem.b.dtype == problem.out.dtype
+        if same and problem.a.dtype in (torch.float16, torch.bfloat16):
+            self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
+            self._compare(of, self._launch(of, out=0, mode="autocast"), " of its out, in autocast")
+            self._check_released()
+        modes: list[Mode] = ["grad mode", "no_grad"]
+        for mode in modes:
+            self._compare(of, self._launch(of, out=0, mode=mode), f" of its out, under {mode}")
+        if self.called:
+            result = self._launch(of, mode="inference mode")
+            self._compare(of, result, ", in inference mode")
+            self._compare(of, self._launch(of, mode="no_grad"), ", under no_grad")
+            del result
+            self._check_released()
 
     def rounds(self, limit: int | None = None) -> Steps[None]:
-        """One launch on each of the data's further inputs, or on ``limit`` of them."""
+        """One launch on each of the data's further inputs, or on ``limit`` of them, in each
+        form."""
         if self._baseline or not (rounds := rounds_of(self._data)[:limit]):
             return
         self._check_inputs()  # before they are rewritten
@@ -102,12 +121,27 @@ class WaysOfUse(CheckedLauncher):
         with restoring(self._data):
             for each in rounds:
                 inputs = each.inputs()
-                result = self._launch(of, inputs=inputs)
-                error = each.error(inputs, result)
-                del result
-                self._accept(error, f", with {each.plan.name}", each.slack)
-                self._check_released()
+                with torch.inference_mode(each.plan.mode == "inference mode"):
+                    for form in self.every_form():
+                        form._launched(each, of, inputs, None)
+                        if each.is_unusual:
+                            form._launched(each, of, inputs, each.out())
+                each.end()
                 yield ()
+
+    def _launched(
+        self, each: Round, of: InputSet, inputs: Inputs, into: GuardedTensor | None
+    ) -> None:
+        result = self._launch(of, inputs=each.given(inputs), into=into, mode=each.plan.mode)
+        error = each.error(inputs, result)
+        del result
+        when = f", with {each.plan.name}"
+        self._accept(
+            error, when if into is None else f"{when}, of the out it was given", each.slack
+        )
+        if into is not None and not into.intact():
+            raise WrongError(f"it wrote outside the out it was given{when}")
+        self._check_released()
 
     def together(self) -> Steps[None]:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
@@ -119,12 +153,15 @@ class WaysOfUse(CheckedLauncher):
             _interpret_one_at_a_time()
             paces = paces[2:]  # a launch has too many lines
         most = self._most_together() if data.device.type == "cuda" else MOST_TOGETHER
-        for pace in paces:
+        ways = [(self, pace, not data.allocates) for pace in paces]
+        if data.allocates:
+            ways += [(self, paces[0], True)]
+            ways += [(form, paces[0], False) for form in self.every_form()[1:]]
+        for form, pace, into in ways:
             yield ()
-            for of, results in launch_together(data, self._launcher, pace, most) or ():
-                for result in results:
-                    self._check_form(result)
-                    self._compare(of, result, ", launched by two threads at once")
+            for of, result in launch_together(data, form._launcher, pace, most, into) or ():
+                form._check_form(result)
+                form._compare(of, result, f", launched by two threads at once{form.called}")
 
     def _most_together(self) -> int:
         """The number of launches of each thread that the GPU completes within
@@ -162,23 +199,18 @@ def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int,
         return
     if batch != 1:
         yield inputs, (batch, m, n)
-        yield _divided(inputs, (1, batch), ("a", "b", "residual")), (1, batch, m, n)
+        yield divided(inputs, (1, batch), ("a", "b", "residual")), (1, batch, m, n)
         return
     part = next((d for d in range(2, math.isqrt(m) + 1) if m % d == 0), m)
-    for lead in dict.fromkeys([(part, m // part), (1, m), (1, 1, m)]):
-        yield _divided(inputs, lead, ("a", "residual")), (*lead, n)
+    for lead in dict.fromkeys([(part, m // part), (1, m), (1, 1, m), (1, part, 1, m // part)]):
+        yield divided(inputs, lead, ("a", "residual")), (*lead, n)
+        if lead == (1, m):
+            # Rows that lie apart in one dimension: the views of a kernel's own are copies.
+            part, rest = (2, m // 2) if m % 2 == 0 else (1, m)
+            apart = inputs.a.new_empty((part, rest + 1, *inputs.a.shape[1:]))[:, :rest]
+            if in_class(apart.flatten(0, 1), problem.a):
+                given = divided(inputs, (part, rest), ("a", "residual"))
+                yield replace(given, a=apart.copy_(given.a)), (part, rest, n)
     if m == 1:
         residual = None if inputs.residual is None else inputs.residual[0]
         yield replace(inputs, a=inputs.a[0], residual=residual), (n,)
-
-
-def _divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
-    """Return the inputs with the first dimension of the tensors in ``names``, and of their parts,
-    divided into ``lead``. A scale of one number is left as it is."""
-
-    def divided(t: Tensor | None) -> Tensor | None:
-        return t.unflatten(0, lead) if t is not None and t.numel() > 1 and t.dim() > 1 else t
-
-    given: dict[str, Any] = {name: divided(getattr(inputs, name)) for name in names}
-    parts: Any = {n: divided(t) if n[0] in names else t for n, t in inputs.parts.items()}
-    return replace(inputs, **given, parts=parts)

@@ -1,0 +1,93 @@
+"""The other forms of a launcher (:class:`tmm_core.spec.launcher.Bound`), called like the launcher.
+
+So they are verified in the same ways: a source that a plan inlines, or a launcher of N-D operands,
+may be wrong where the launcher itself is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tmm_core.launch.fold import Fold
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.arguments import PART, Arguments
+from tmm_core.spec.launcher import Bound
+from tmm_core.spec.problem import Problem
+from tmm_core.verify.ragged_inputs import Inputs, divided
+
+Tensor = torch.Tensor
+
+
+class ShapeError(Exception):
+    """A launcher of N-D operands returned another shape; the text says so, in one line."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Launches a launcher's source as plans call it, with a plan for each signature."""
+
+    problem: Problem
+    bound: Bound
+    plans: dict[Any, Plan] = field(default_factory=dict)
+
+    def __call__(
+        self, a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any, **parts: Any
+    ) -> Tensor:
+        if out is not None and not (out.is_contiguous() and out.data_ptr() % 16 == 0):
+            return self.bound(a, b, bias, residual, alpha, out, **parts)  # no plan takes it
+        problem = self.problem
+        extras: Any = {PART[(name[0], name[2:])].name: t for name, t in parts.items()}
+        given = (a, b, bias, residual, *extras.values())
+        seen = ((t.shape, t.stride(), t.data_ptr() % 16) for t in given if t is not None)
+        key = alpha, *seen
+        if (plan := self.plans.get(key)) is None:
+            names = f"{problem.a.spelled},{problem.b.spelled}"
+            call = Arguments(
+                a, b, bias, residual, alpha, problem.epilogue.key, **extras,
+                formats="" if names == "," else names,
+            )  # fmt: skip
+            plan = Plan.of(problem, None, self.bound, call).ready(call)  # type: ignore[arg-type]
+            self.plans[key] = plan
+        return plan(a, b, bias, residual, out, **extras)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Launches on N-D operands, in whose leading dimensions ``lead`` the rows or matrices are."""
+
+    problem: Problem
+    bound: Bound
+    lead: tuple[int, ...]
+
+    def __call__(
+        self, a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any, **parts: Any
+    ) -> Tensor:
+        names = ("a", "residual") if self.problem.batch == 1 else ("a", "b", "residual")
+        given = divided(Inputs(a, b, bias, residual, alpha, parts), self.lead, names)
+        shape = (*self.lead, *self.problem.out_shape[1:])
+        fold = Fold.of(given.a, given.b, given.residual, torch.Size(shape))
+        assert fold is not None
+        launcher: Any = fold.wrap(self.bound, given.a, given.b, given.residual)
+        into = None if out is None else out.unflatten(0, self.lead)
+        result = launcher(given.a, given.b, bias, given.residual, alpha, into, **given.parts)
+        if result is into and isinstance(out, Tensor):
+            return out
+        if not isinstance(result, Tensor) or tuple(result.shape) != shape:
+            found = tuple(getattr(result, "shape", ()))
+            raise ShapeError(f"for N-D operands it returned shape {found} and not {shape}")
+        flat: Tensor = result.view(self.problem.out_shape)
+        return flat
+
+
+def forms_of(bound: Bound, problem: Problem) -> dict[str, Any]:
+    """The further launchers of a bound launcher, by the words that say when they are used."""
+    found: dict[str, Any] = {}
+    if bound.body is not None:
+        found["called as a plan's source"] = Source(problem, bound)
+    if bound.folded is not None and 0 not in problem.out_shape:
+        lead = (1, problem.m if problem.batch == 1 else problem.batch)
+        found["called with N-D operands"] = Folded(problem, bound, lead)
+    return found
