@@ -28,8 +28,8 @@ from tmm_core.triton import target_of
 
 
 def problems(capability: tuple[int, int]) -> Iterator[Problem]:
-    """One of every kind: small and large, gated, batched, of 8-bit floats, unaligned, ragged, and
-    with packed weights."""
+    """One of every kind: small and large, gated, batched, of 8-bit floats, unaligned, ragged, with
+    packed weights and with scales of blocks."""
     device = DeviceFingerprint(
         type="cuda",
         name="none",
@@ -57,6 +57,8 @@ def problems(capability: tuple[int, int]) -> Iterator[Problem]:
     four = Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), torch.bfloat16))
     yield replace(decode, b=four)
     yield replace(large, b=four, groups=Groups(8, "m", torch.int64))
+    by_block = replace(f8, layout="col", scale=Scale.parse("128x128"))
+    yield replace(large, a=replace(f8, scale=Scale.parse("1x128")), b=by_block)
 
 
 def main(capability: tuple[int, int]) -> int:

@@ -20,12 +20,12 @@ TABLE = Path(__file__).parent / "plugins" / "ptx_digests.json"
 #: The problems of ``compile_for.problems``, in order.
 PROBLEMS = ("decode", "large", "transposed", "gated", "finished", "batched", "long_k", "unaligned",
             "fp8", "ragged", "zeroed", "ragged_k", "scattered", "ragged_gated",
-            "packed", "packed_gathered")  # fmt: skip
+            "packed", "packed_gathered", "blocks")  # fmt: skip
 #: Representative ones, by compute capability.
 CHOSEN = {
     (8, 0): ("large", "ragged"),
     (9, 0): ("decode", "large", "gated", "finished", "fp8", "unaligned", "ragged", "ragged_k",
-             "scattered", "packed", "packed_gathered"),
+             "scattered", "packed", "packed_gathered", "blocks"),
 }  # fmt: skip
 #: Kernels that share most code with another kernel: fewer problems are enough.
 FEW = {"triton.grouped": ("decode", "large"), "triton.persistent": ("large", "gated", "fp8")}

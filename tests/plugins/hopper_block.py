@@ -28,11 +28,18 @@ from typing import Any
 
 import numpy as np
 from tmm_triton import ragged_tiles
-from tmm_triton.hopper import consumer, hopper_kernel, producer, scheduler, tile_epilogue
+from tmm_triton.hopper import (
+    consumer,
+    hopper_kernel,
+    producer,
+    scheduler,
+    step_scales,
+    tile_epilogue,
+)
 
 #: Modules that define the kernel's functions.
 MODULES = (
-    ragged_tiles, scheduler, producer, tile_epilogue, consumer, hopper_kernel,
+    ragged_tiles, scheduler, producer, tile_epilogue, step_scales, consumer, hopper_kernel,
 )  # fmt: skip
 
 
@@ -536,6 +543,7 @@ def run_block(
                 names[name] = types.FunctionType(function.__code__, names, name)
     # The workspace's order is made for whole warps, and needs them.
     names |= {"_acquire": acquire, "_plus": operator.add, "barrier": lambda: None, "part_at": place}
+    names |= {"_fused": lambda part, scale, acc: part * scale + acc}
     # Addresses and shifts, which have a test of their own.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
     # It has addresses, and a test of its own.

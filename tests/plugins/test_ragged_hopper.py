@@ -4,6 +4,7 @@ declines, what it proposes, and what the compiler makes of it."""
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,7 @@ class Call:
         extras: alpha, a bias of each group and a residual, which TMA loads with ``fetch``.
         indexed: Rows of the result are permuted, and each has a weight.
         offs: What the kernel reads instead of ``ends``.
+        outer: Operands have scales of a k-step's values, which so many columns of b share.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Call:
         stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "",
         gated: bool = False, extras: bool = False, fetch: bool = False, pointers: bool = False,
         zeroed: bool = False, scales: str | None = None, columns: int = 4, indexed: bool = False,
-        offs: tuple[int, ...] | None = None,
+        offs: tuple[int, ...] | None = None, outer: int = 0,
     ) -> None:  # fmt: skip
         layout = layout or ("nn" if ragged == "m" else "tn")
         self.ends, self.ragged, self.zeroed = ends, ragged, zeroed
@@ -94,8 +96,11 @@ class Call:
             BIAS=extras, RESIDUAL=extras and not indexed, FETCH=fetch, ZEROED=zeroed,
             POINTERS=pointers or indexed, SCATTERED=indexed, WEIGHTED=indexed,
             STORED=2 if indexed and seed % 2 else 1,
-            A_SCALE=scales, B_SCALE=scales, IN_BYTES=1 if scales else 2,
+            A_SCALE=scales, B_SCALE=scales, IN_BYTES=1 if scales or outer else 2,
+            A_GROUP=2 if outer else 0, B_GROUP=2 if outer else 0, B_OUTER=max(1, outer),
         )  # fmt: skip
+        if outer and math.gcd(outer, n if gated else 0) % self.c.columns == 0:
+            self.c = replace(self.c, ALIKE=True)
         random = np.random.default_rng(seed)
         width = 2 * n if gated else n
         stack = (self.count,) if ragged == "k" else ()
@@ -109,6 +114,9 @@ class Call:
         by_row = scales == "row"
         self.scale_a = random.random((self.m if by_row else 1, 1)) + 0.5
         self.scale_b = random.random((self.count, width) if by_row else (1, 1)) + 0.5
+        if outer:
+            self.scale_a = random.random((self.m, -(-self.k // 2))) + 0.5
+            self.scale_b = random.random((self.count, -(-self.k // 2), -(-width // outer))) + 0.5
         if ragged == "m":
             # Memory beyond the last group affects nothing.
             self.a[ends[-1] :] = np.nan
@@ -167,9 +175,13 @@ class Call:
         if c.SCATTERED:
             known["out_index_ptr"] = Pointer(self.places)
             known["out_weights_ptr"] = Pointer(self.weights)
-        if c.A_SCALE:
+        if c.A_SCALE or c.stepped:
             known["a_scale_ptr"] = Pointer(self.scale_a.ravel())
             known["b_scale_ptr"] = Pointer(self.scale_b.ravel())
+        if c.stepped:
+            _, of_k, of_n = self.scale_b.shape
+            known |= {"stride_asz": 0, "stride_asm": of_k, "stride_ask": 1}
+            known |= {"stride_bsz": of_k * of_n, "stride_bsk": of_n, "stride_bsn": 1}
         if c.FETCH:
             known["r_desc"] = self.described(self.residual, strip, "n", c.out_kind)
         elif c.RESIDUAL:
@@ -186,6 +198,10 @@ class Call:
         return np.tanh(gate) * up[0] if up else np.tanh(gate)
 
     def product(self, group: int, a: np.ndarray, b: np.ndarray, rows: slice) -> np.ndarray:
+        if self.c.stepped:
+            a = a * self.scale_a[rows].repeat(2, 1)[:, : self.k]
+            of_columns = self.scale_b[group].repeat(self.c.B_OUTER, 1)[:, : b.shape[1]]
+            b = b * of_columns.repeat(2, 0)[: self.k]
         z = a @ b
         if self.c.A_SCALE:
             by_row = self.c.A_SCALE == "row"
@@ -304,6 +320,18 @@ def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:
         ).check()  # fmt: skip
 
 
+@pytest.mark.parametrize("outer", [1, 8])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_scales_of_blocks_of_groups(consumers: int, pingpong: bool, outer: int) -> None:
+    """Also where groups, or a block's last tile, have no rows."""
+    for seed, (ends, total) in enumerate(SIZES[:4]):
+        for gated, n in ((False, 10), (True, 8), (True, 10)):
+            Call(
+                seed, "m", ends, total, n=n, consumers=consumers, pingpong=pingpong, layout="nt",
+                gated=gated, extras=True, outer=outer, programs=1 + 2 * seed,
+            ).check()  # fmt: skip
+
+
 @pytest.mark.parametrize("ragged", ["m", "k"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 def test_wrong_ends_give_no_invalid_address(consumers: int, pingpong: bool, ragged: str) -> None:
@@ -396,6 +424,7 @@ def test_a_single_group_has_any_stride() -> None:
         grouped(m=64, n=64, k=64, residual=Operand(BF16)),
         grouped(m=64, n=64, k=64, residual=Operand(FP32), out=Operand(BF16, aligned=False)),
         grouped(m=64, n=64, k=64, dtype=E4M3, out=BF16, scales=("row", "tensor")),
+        grouped(m=64, n=64, k=256, dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
         grouped("k", m=64, n=64, k=64, bias=BF16, residual=Operand(BF16, "col")),
         grouped("k", m=64, n=64, k=64, out=Operand(BF16, aligned=False)),
     ],
@@ -493,9 +522,10 @@ def test_groups_compile_for_hopper(uninterpreted: Uninterpreted) -> None:
         grouped(m=16384, k=14336, residual=Operand(BF16)),
         grouped("k", n=14336, k=8192),
         problem(16384, 4096, 14336, groups=scattered),
+        grouped(m=65536, n=1536, k=2048, dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
     ]
     results = uninterpreted(compiled, asked, "first")
-    assert len(results) == 4
+    assert len(results) == 5
     for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result

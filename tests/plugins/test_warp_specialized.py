@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import re
 import types
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
 from uninterpreted import Uninterpreted
 
-from tmm_core import ConfigError, Groups, Operand, Port, Problem
+from tmm_core import ConfigError, Groups, Operand, Port, Problem, Scale
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
@@ -106,6 +107,9 @@ def with_amax(asked: Problem, reduce: str = "max") -> Problem:
         problem(n=4092, groups=Groups(8, "m"), layout="nt", residual=Operand(FP32, "strided")),
         problem(groups=Groups(8, "m"), dtype=E4M3, out=BF16, scales=("row", "row")),
         problem(groups=Groups(128, "k"), layout="tn", residual=Operand(BF16), scaled=True),
+        problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128"), epilogue="swiglu", bias=BF16),
+        problem(300, 333, 1152, dtype=E4M3, out=FP32, scales=("1x128", "row")),
+        problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128"), groups=Groups(8, "m")),
     ],
     ids=str,
 )
@@ -129,6 +133,8 @@ def test_serves(asked: Problem) -> None:
         (problem(dtype=E4M3), "out of torch.float8_e4m3fn"),
         (problem(layout="nn", dtype=E4M3, out=BF16), "along K only"),
         (problem(layout="tt", dtype=E5M2, out=BF16), "along K only"),
+        (problem(dtype=E4M3, out=BF16, scales=("1x64", "row")), "not groups of 64 of a"),
+        (problem(dtype=E4M3, out=BF16, scales=("row", "1x32")), "not groups of 32 of b"),
         (problem(out=torch.float64), "out of torch.float64"),
         (problem(bias=torch.float64), "bias of torch.float64"),
         (problem(residual=Operand(torch.int8)), "residual of torch.int8"),
@@ -218,6 +224,40 @@ def test_parts_are_scaled_once(scales: Any) -> None:
     assert reducing.constants["A_SCALE"] == scales[0]
 
 
+def test_parts_with_scales_of_blocks_are_scaled_step_by_step() -> None:
+    """The kernel that adds them up applies what is left: scales of whole rows."""
+    for scales, left in ((("1x128", "128x128"), None), (("1x128", "row"), "row")):
+        asked = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
+        config = dataclasses.replace(CONFIG, BLOCK_K=128, BLOCK_N=64, splits=3)
+        main, reducing = KERNEL.builds(asked, config)
+        of_a, of_b = main.constants["C"].A_GROUP, main.constants["C"].B_GROUP
+        assert (of_a, of_b) == (128, 0 if left else 128)
+        assert "a_scale_ptr" in main.types
+        assert ("b_scale_ptr" in main.types) is (left is None)
+        assert (reducing.constants["B_SCALE"] == "row") is (left == "row")
+        finer = dataclasses.replace(asked, a=dataclasses.replace(asked.a, scale=Scale((1, 64))))
+        with pytest.raises(ValueError, match="several groups"):
+            config.shared_memory(finer)
+
+
+def test_which_columns_share_a_scale() -> None:
+    """All of a product's do, where a block has as many, or a multiple, and up begins at a block."""
+
+    def alike(n: int, columns: int, scales: str = "128x128", epilogue: str | None = None) -> bool:
+        asked = problem(n=n, dtype=E4M3, out=BF16, scales=("1x128", scales), epilogue=epilogue)
+        fields = {"BLOCK_N": columns, "BLOCK_K": 128, "subtiles": 2}
+        return Constants.of(asked, dataclasses.replace(CONFIG, **fields)).ALIKE
+
+    for columns in (64, 128, 256):  # 256 are two products
+        assert alike(4096, columns)
+        assert alike(4000, columns)
+        assert not alike(4096, columns, "1x128")
+    assert alike(4096, 128, epilogue="swiglu")
+    assert alike(4096 + 64, 64, epilogue="swiglu")
+    assert not alike(4096 + 64, 128, epilogue="swiglu")
+    assert not alike(4096, 64, "row")
+
+
 def test_which_configs_sum_a_row_alike() -> None:
     """Sums of 8 bits are promoted every BLOCK_K, so their bits depend on it; others do not."""
 
@@ -251,6 +291,16 @@ def test_which_configs_sum_a_row_alike() -> None:
     assert len({arithmetic(eight, BLOCK_K=k) for k in (32, 64, 128)}) == 3
     assert len({arithmetic(problem(), BLOCK_K=k) for k in (32, 64, 128)}) == 1
     assert arithmetic(eight) != arithmetic(problem())
+    # With scales of blocks the steps are those of the scales, and parts have a fixed number.
+    scaled = problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128"))
+    step = {"BLOCK_K": 128}
+    for fields in (*alike, *tiles):
+        assert arithmetic(scaled, **step, **fields) == arithmetic(scaled, **step)
+    assert arithmetic(scaled, **step) != arithmetic(eight, **step)
+    two = {arithmetic(dataclasses.replace(scaled, m=m), **step, splits=2) for m in (17, 4096)}
+    assert len(two) == 1
+    assert two.isdisjoint({None, arithmetic(scaled, **step), arithmetic(scaled, **step, splits=3)})
+    assert arithmetic(scaled, **step, tail_splits=2) is None
 
 
 def test_many_rows_have_every_arithmetic_of_a_few() -> None:
@@ -448,6 +498,7 @@ def computed(
     fetch: bool = False,
     pointers: bool = False,
     scales: str | None = None,
+    blocks_of: tuple[int, int, int] | None = None,
     batch: str = "",
     columns: int = 4,
     splits: int = 1,
@@ -461,6 +512,8 @@ def computed(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
     ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
+    ``blocks_of``: operands of 8 bits with scales for so many values along K of rows of ``a``, and
+    for so many rows and values along K of the weight; of none, that one has scales by row.
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
     ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up; ``ranges``: of K,
@@ -481,6 +534,14 @@ def computed(
         FETCH=fetch, OUT_BYTES=2, A_ROWS=brought, PRIMED=1 + seed % stages, WORDS=words,
         REDUCE=reduce,
     )  # fmt: skip
+    if blocks_of is not None:
+        of_a, outer, of_b = blocks_of
+        constants = dataclasses.replace(
+            constants, IN_BYTES=1, A_GROUP=of_a, B_GROUP=of_b, B_OUTER=outer,
+            A_SCALE=None if of_a else "row", B_SCALE=None if of_b else "row",
+        )  # fmt: skip
+        alike = bool(of_b) and math.gcd(outer, n if gated else 0) % constants.columns == 0
+        constants = dataclasses.replace(constants, ALIKE=alike)
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
     count = 3 if batch else 1
@@ -493,6 +554,16 @@ def computed(
     rows_of, columns_of = (m, width) if scales == "row" else (1, 1)
     scale_a = random.standard_normal((count if scales == "row" else 1, rows_of, 1))
     scale_b = random.standard_normal((count if scales == "row" else 1, 1, columns_of))
+    step_a, step_b, strides_of = np.ones((1, m, k)), np.ones((1, k, width)), {}
+    if blocks_of is not None:
+        of_a, outer, of_b = blocks_of
+        scale_a = random.standard_normal((count, m, -(-k // of_a) if of_a else 1))
+        scale_b = random.standard_normal((count, -(-k // of_b) if of_b else 1, -(-width // outer)))
+        step_a = scale_a.repeat(of_a or k, -1)[..., :k]
+        step_b = scale_b.repeat(of_b or k, 1).repeat(outer, 2)[:, :k, :width]
+        for letter, grid, names in (("a", scale_a, "zmk"), ("b", scale_b, "zkn")):
+            steps = (stride // grid.itemsize for stride in grid.strides)
+            strides_of |= {f"stride_{letter}s{d}": s for d, s in zip(names, steps, strict=True)}
     # Rows apart, so that what is stored past the end of one is seen.
     padded = -(-m // constants.BLOCK_M) * constants.BLOCK_M
     stored = m if parts == 1 else parts * padded
@@ -535,9 +606,9 @@ def computed(
         arguments |= {"c_desc": descriptor(out, strip)}
     if extras:
         arguments |= {"bias_ptr": Pointer(bias), "bias_stride": 1, "alpha": 0.5}
-    if scales:
+    if scales or blocks_of:
         arguments |= {"a_scale_ptr": Pointer(scale_a.ravel())}
-        arguments |= {"b_scale_ptr": Pointer(scale_b.ravel())}
+        arguments |= {"b_scale_ptr": Pointer(scale_b.ravel())} | strides_of
     if fetch:
         arguments |= {"r_desc": descriptor(residual, strip)}
     elif extras:
@@ -563,7 +634,7 @@ def computed(
     assert np.isnan(memory[:, :, n:]).all(), "stored past the end of a row"
     assert np.isnan(memory[:, stored:]).all(), "stored past the last row"
     assert not flags.any(), "the next launch would not wait"
-    z = a @ b * (scale_a * scale_b if scales else 1.0)
+    z = (a * step_a) @ (b * step_b) * (scale_a * scale_b if scales else 1.0)
     z = 0.5 * z + bias if extras else z
     expected = epilogue(z[..., :n], z[..., n:]) if gated else epilogue(z)
     expected = expected + residual if extras else expected
@@ -607,6 +678,47 @@ def test_layouts_and_epilogues(
             extras=True, subtiles=subtiles, **ways,
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize("blocks_of", [(2, 8, 2), (2, 1, 2), (4, 8, 2), (0, 8, 4), (2, 1, 0)])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {}, {"pointers": True}, {"fetch": True, "gated": True}, {"batch": " "}, {"batch": "b"},
+        {"gated": True, "n": 12}, {"gated": True, "n": 8, "pointers": True}, {"brought": 1, "m": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_scales_of_blocks(
+    consumers: int, pingpong: bool, ways: dict[str, Any], blocks_of: tuple[int, int, int]
+) -> None:
+    """Whichever columns of a tile share a scale, and whichever steps a block begins with."""
+    for seed, k in enumerate([1, 2, 3, 8, 11]):
+        out, expected = computed(
+            seed, k=k, consumers=consumers, pingpong=pingpong, layout="nt", extras=True,
+            blocks_of=blocks_of, **ways,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected, err_msg=f"K {k}")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("blocks_of", [(2, 4, 2), (4, 1, 2), (0, 8, 2)])
+@pytest.mark.parametrize(("splits", "parts"), [(2, 1), (1, 3)])
+def test_scales_of_blocks_and_parts_of_k(
+    splits: int, parts: int, blocks_of: tuple[int, int, int], gated: bool
+) -> None:
+    if parts > 1 and (gated or not blocks_of[0]):
+        pytest.skip(
+            "the other kernel applies scales of rows, and there are no parts of gate and up"
+        )
+    for seed, k in enumerate([6, 11, 16]):
+        sizes = {"m": 8, "n": 8} if splits > 1 else {}
+        out, expected = computed(
+            seed, k=k, layout="nt", blocks_of=blocks_of, splits=splits, parts=parts, gated=gated,
+            **sizes,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected, err_msg=f"K {k}")
 
 
 @pytest.mark.parametrize("batch", [" ", "a", "b", "r", "abr"])
@@ -947,6 +1059,8 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
         (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside"),
         (problem(300, 6144, layout="nt", residual=Operand(BF16)), "beside"),
         (problem(dtype=E4M3, out=BF16, scales=("row", "row")), "all"),
+        (problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128")), "all"),
+        (problem(dtype=E4M3, out=BF16, scales=("1x128", "1x128")), "largest"),
     ],
     ids=str,
 )
@@ -1014,6 +1128,11 @@ FUSED = [
         residual=Operand(BF16), scales=("row", "row"), scaled=True,
     ),
     problem(dtype=E4M3, out=BF16, epilogue="swiglu", scales=("row", "row")),
+    problem(dtype=E4M3, out=BF16, epilogue="swiglu", scales=("1x128", "128x128")),
+    problem(
+        dtype=E4M3, out=BF16, epilogue="silu", bias=FP32, residual=Operand(BF16),
+        scales=("1x128", "128x128"), scaled=True,
+    ),
     problem(residual=Operand(BF16, "strided", aligned=False)),
     problem(4097, 4097, 4097, epilogue="silu", bias=BF16, out=Operand(BF16, aligned=False)),
     with_amax(problem(epilogue="silu", residual=Operand(BF16))),
@@ -1081,6 +1200,8 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
         problem(64, 64, 64, batch=3, bias=BF16, residual=Operand(BF16, "col")),
         problem(64, 64, 64, batch=3, out=Operand(BF16, aligned=False), epilogue="swiglu"),
         problem(64, 64, 64, dtype=E4M3, out=BF16, scales=("row", "tensor")),
+        problem(64, 64, 256, dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
+        problem(64, 64, 256, batch=3, dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
         problem(64, 64, 64, b=Operand(BF16, "col", aligned=False)),
         problem(64, 64, 64, a=Operand(BF16, aligned=False)),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -159,9 +160,10 @@ class WarpSpecializedConfig(Config):
         c = Constants.of(problem, self)
         stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.box_columns) * c.BLOCK_K
         staging = c.consumers * c.buffers * c.rows * c.width * c.OUT_BYTES
-        # The bias is exchanged between threads through shared memory.
+        # The bias is exchanged between threads through shared memory, and so are scales of columns.
         bias = c.consumers * c.width * problem.bias.itemsize if problem.bias else 0
-        return c.num_stages * stage + staging + bias + _SHARED_OVERHEAD
+        scales = 4 * c.consumers * c.columns if c.B_GROUP and not c.ALIKE else 0
+        return c.num_stages * stage + staging + max(bias, scales) + _SHARED_OVERHEAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +206,12 @@ class Constants(WarpSpecializedConfig):
     WEIGHTED: bool = False
     #: Elements that a thread stores at once where it stores through pointers.
     STORED: int = 1
+    #: Values along K that share a scale, where a row has several; the columns of B that share one,
+    #: and whether all of a product share one.
+    A_GROUP: int = 0
+    B_GROUP: int = 0
+    B_OUTER: int = 1
+    ALIKE: bool = False
     #: How each row is reduced to an auxiliary output; None if there is none.
     REDUCE: str | None = None
     #: Triton's cache key holds constants' values, not the code of the properties below. This digest
@@ -224,7 +232,10 @@ class Constants(WarpSpecializedConfig):
             raise ValueError(f"tiles of {config.BLOCK_N} columns do not serve {problem}")
         if config.subtiles > 1 and config.subtiles % 2 and residual_by_tma(problem):
             raise ValueError(f"two buffers in turn do not bring {config.subtiles} strips")
-        return cls(
+        for operand in (problem.a, problem.b):
+            if operand.grid and operand.block[1] % config.BLOCK_K:
+                raise ValueError(f"{config} has steps of several groups of {operand.block[1]}")
+        found = cls(
             **{**vars(config), "GROUP_M": 1},
             A_COL=problem.a.layout == "col",
             B_COL=problem.b.layout == "col",
@@ -248,7 +259,14 @@ class Constants(WarpSpecializedConfig):
             WEIGHTED=problem.groups is not None and problem.groups.out_weights is not None,
             STORED=stored_at_once(problem),
             REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
+            A_GROUP=problem.a.block[1] if problem.a.grid else 0,
+            B_GROUP=problem.b.block[1] if problem.b.grid else 0,
+            B_OUTER=problem.b.block[0] if problem.b.grid else 1,
         )
+        # The up projection's columns begin at N.
+        offset = problem.n if problem.gated else 0
+        alike = problem.b.grid and math.gcd(found.B_OUTER, offset) % found.columns == 0
+        return replace(found, ALIKE=alike)
 
     @property
     def overlaps(self) -> bool:
@@ -330,6 +348,26 @@ class Constants(WarpSpecializedConfig):
         return self.IN_BYTES == 1
 
     @property
+    def stepped(self) -> bool:
+        """Whether the sums of each k-step are multiplied by scales of their own
+        (``step_scales``)."""
+        return self.A_GROUP > 0 or self.B_GROUP > 0
+
+    @property
+    def paired(self) -> bool:
+        """Whether registers hold the sums of two products beside the accumulators, so that one is
+        multiplied while the other is scaled."""
+        fits = not self.halves and self.consumers < 3 and self.columns * self.products <= 128
+        return self.stepped and fits
+
+    @property
+    def scales_ahead(self) -> int:
+        """How many steps before it is multiplied a step's scales are loaded. More than two take
+        longer where others multiply meanwhile, and in products one at a time (H100)."""
+        few = self.columns * self.products <= 64 or self.consumers == 1
+        return 4 if self.paired and few else 2
+
+    @property
     def products(self) -> int:
         """Columns of B for each of the tile: gate and up, or one."""
         return 2 if self.GATED else 1
@@ -401,13 +439,14 @@ def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
 
 
 def unfinished(problem: Problem) -> Problem:
-    """The product alone in fp32, which another kernel scales and finishes."""
+    """The product alone in fp32, which another kernel finishes; it applies scales of whole rows
+    too."""
     return Problem(
         m=problem.m,
         n=problem.n,
         k=problem.k,
-        a=replace(problem.a, scale=None),
-        b=replace(problem.b, scale=None),
+        a=problem.a if problem.a.grid else replace(problem.a, scale=None),
+        b=problem.b if problem.b.grid else replace(problem.b, scale=None),
         out=Operand(torch.float32),
         device=problem.device,
         batch=problem.batch,

@@ -23,6 +23,7 @@ from tmm_triton.hopper.scheduler import (
     unit_at,
     work_of,
 )
+from tmm_triton.hopper.step_scales import add_scaled, scales_at, upcoming
 from tmm_triton.hopper.tile_epilogue import bias_of, fetch, store_tile
 
 barrier = releases.barrier
@@ -121,6 +122,95 @@ def _multiply_steps(
         reading = stage
         stage, phase = next_stage(stage, phase, C)
     return stage, phase, reading, acc, up
+
+
+@jit
+def _started(ring, stage, part, SECOND: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
+    """Start a stage's first or second product, whose sums take the registers of ``part``."""
+    a_ring, b_ring = ring
+    KIND: gl.constexpr = C.a_kind
+    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), KIND)
+    AT: gl.constexpr = C.b_boxes // 2 if SECOND else 0
+    b = _columns(b_ring, stage * C.b_boxes + AT, C.columns, C)
+    return warpgroup_mma(a, b, part, use_acc=False, is_async=True)
+
+
+@jit
+def _multiply_scaled(
+    begin, end, ring, barriers, stage, phase, acc, up, lines, scales, grids,
+    WHO: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Multiply the k-steps from ``begin`` up to ``end``, and their sums by the step's scales.
+    Return the position after them in the ring, and the sums."""
+    full, empty = barriers
+    LAYOUT: gl.constexpr = acc.type.layout
+    SHAPE: gl.constexpr = [C.rows, C.columns]
+    # All products take these registers, so that each waits until the last one's sums are added.
+    # With registers of its own ptxas started the second product before, and spilled the first's.
+    part = gl.zeros(SHAPE, gl.float32, LAYOUT)
+    for step in range(begin, end):
+        _await_full(full, stage, phase, C)
+        part = _started(ring, stage, part, False, WHO, C)
+        later = scales_at(lines, step + C.scales_ahead, end, grids, C)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        if C.second:
+            acc = add_scaled(acc, part, scales[0], False, LAYOUT, C)
+            part = _started(ring, stage, part, True, WHO, C)
+            part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage))
+        if C.second:
+            up = add_scaled(up, part, scales[0], True, LAYOUT, C)
+        else:
+            acc = add_scaled(acc, part, scales[0], False, LAYOUT, C)
+        stage, phase = next_stage(stage, phase, C)
+        scales = scales[1:] + (later,)  # noqa: RUF005
+    return stage, phase, acc, up
+
+
+@jit
+def _multiply_pairs(
+    begin, end, ring, barriers, stage, phase, acc, up, lines, scales, grids,
+    WHO: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The same for pairs of products, of two steps or of both of a step: the second one runs while
+    the first is scaled. Leave a single last step, and return its scales too.
+
+    Both end in the pair: of products that run when a loop repeats ptxas allows no sums to be read.
+    """
+    full, empty = barriers
+    LAYOUT: gl.constexpr = acc.type.layout
+    SHAPE: gl.constexpr = [C.rows, C.columns]
+    one = gl.zeros(SHAPE, gl.float32, LAYOUT)
+    other = gl.zeros(SHAPE, gl.float32, LAYOUT)
+    STEPS: gl.constexpr = 1 if C.second else 2
+    for step in range(begin, end - STEPS + 1, STEPS):
+        reading = stage
+        _await_full(full, stage, phase, C)
+        one = _started(ring, stage, one, False, WHO, C)
+        stage, phase = next_stage(stage, phase, C)
+        if C.second:
+            other = _started(ring, reading, other, True, WHO, C)
+        else:
+            _await_full(full, stage, phase, C)
+            other = _started(ring, stage, other, False, WHO, C)
+        later = scales_at(lines, step + C.scales_ahead, end, grids, C)
+        if not C.second:
+            last = scales_at(lines, step + 1 + C.scales_ahead, end, grids, C)
+        one, other = warpgroup_mma_wait(1, deps=(one, other))
+        if not C.second:
+            mbarrier.arrive(empty.index(reading))
+            reading = stage
+            stage, phase = next_stage(stage, phase, C)
+        acc = add_scaled(acc, one, scales[0], False, LAYOUT, C)
+        other = warpgroup_mma_wait(0, deps=(other,))
+        mbarrier.arrive(empty.index(reading))
+        if C.second:
+            up = add_scaled(up, other, scales[0], True, LAYOUT, C)
+            scales = scales[1:] + (later,)  # noqa: RUF005
+        else:
+            acc = add_scaled(acc, other, scales[1], False, LAYOUT, C)
+            scales = scales[2:] + (later, last)  # noqa: RUF005
+    return stage, phase, acc, up, scales
 
 
 @jit
@@ -229,9 +319,12 @@ def consume(
     turn_phase = 1 - WHO
     strip_phase = 0
     work = work_of(sizes, C)
+    STRIDE: gl.constexpr = 2 if C.pingpong else 1
+    if C.stepped:
+        ahead = upcoming(WHO if C.pingpong else 0, work, sizes, target[6], LAYOUT, WHO, C)
     if C.pingpong and WHO == 1:
         stage, phase = _pass_by(0, stage, phase, work, sizes, C)
-    for unit in range(WHO if C.pingpong else 0, work[0], 2 if C.pingpong else 1):
+    for unit in range(WHO if C.pingpong else 0, work[0], STRIDE):
         tile, first, last = unit_at(unit, work, sizes, C)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         up = acc
@@ -240,17 +333,20 @@ def consume(
         if C.pingpong:
             mbarrier.wait(turn.index(WHO), turn_phase)
             turn_phase ^= 1
-        _await_full(full, stage, phase, C)
-        acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
-        reading = stage
-        stage, phase = next_stage(stage, phase, C)
-        # Divisions, and a wait for stores, overlap the first products.
-        matrix, row, column, end, corner = tile_at(tile, sizes, C)
+        if C.stepped:
+            matrix, row, column, end, corner = ahead[0]
+        else:
+            _await_full(full, stage, phase, C)
+            acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
+            reading = stage
+            stage, phase = next_stage(stage, phase, C)
+            # Divisions, and a wait for stores, overlap the first products.
+            matrix, row, column, end, corner = tile_at(tile, sizes, C)
+            if not C.pingpong:
+                row += WHO * ROWS
         limits = sizes
         if C.RAGGED == "m":
             limits = (end, N, sizes[2], sizes[3], sizes[4], sizes[5])
-        if not C.pingpong:
-            row += WHO * ROWS
         if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)
             if (row < end) & (first == 0):
                 store_wait(0)
@@ -278,9 +374,25 @@ def consume(
                 acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
                 reading = stage
                 stage, phase = next_stage(stage, phase, C)
-        stage, phase, reading, acc, up = _multiply_steps(
-            begin + 1, last, ring, barriers, stage, phase, reading, acc, up, WHO, C
-        )
+        if C.stepped:
+            start, scales = begin, ahead[2]
+            if C.paired:
+                stage, phase, acc, up, scales = _multiply_pairs(
+                    begin, last, ring, barriers, stage, phase, acc, up, ahead[1], scales,
+                    target[6], WHO, C,
+                )  # fmt: skip
+                start = last - (0 if C.second else (last - begin) % 2)
+            if not (C.paired and C.second):
+                stage, phase, acc, up = _multiply_scaled(
+                    start, last, ring, barriers, stage, phase, acc, up, ahead[1], scales,
+                    target[6], WHO, C,
+                )  # fmt: skip
+            # Scales are on their way while this tile is stored.
+            ahead = upcoming(unit + STRIDE, work, sizes, target[6], LAYOUT, WHO, C)
+        else:
+            stage, phase, reading, acc, up = _multiply_steps(
+                begin + 1, last, ring, barriers, stage, phase, reading, acc, up, WHO, C
+            )
         if C.pingpong:
             mbarrier.arrive(turn.index(1 - WHO))
             stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
@@ -289,8 +401,9 @@ def consume(
             bias = bias_of(target[1], matrix, column, N, C.subtiles, C)
             if C.GATED:
                 bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.subtiles, C)
-        acc, up = _finished(acc, up, C)
-        mbarrier.arrive(empty.index(reading))
+        if not C.stepped:
+            acc, up = _finished(acc, up, C)
+            mbarrier.arrive(empty.index(reading))
         if C.ranges > 1:
             acc = total + acc
             if C.narrow:

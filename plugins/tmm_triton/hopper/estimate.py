@@ -45,9 +45,10 @@ _PART_US, _WAITING_US = 1.0, 3.0
 _ENDED_US = 0.3
 #: Bytes per µs at which the reducing kernel reads parts of every tile (``splits``) from L2.
 _PARTS_BYTES = 3e6
-#: Assumed cost factor of summing a tile's halves one after the other, until it is measured: such
-#: that it is tried when tuning, but not guessed untuned.
-_HALVES = 1.15
+#: How much longer multiplying takes where the sums of each step wait to be added, by the number of
+#: consumers, and in two halves. On an H100 with scales of blocks, tiles of 64×128, 128×128, 192×128
+#: and 128×256: ``benchmarks/results/h100/step_scales.txt``.
+_PROMOTED, _HALVES = {1: 1.6, 2: 1.4, 3: 1.25}, 1.25
 #: Maximum rows (columns) of the output for which ``evict_first`` is tried, since few tiles read the
 #: other operand; maximum for which it always won; and how much longer memory takes without it.
 #: Saved on an H200, in µs:
@@ -77,8 +78,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         box = itemsize * config.BLOCK_K * (config.BLOCK_M if words == "a" else config.BLOCK_N)
         load = depth / config.BLOCK_K * (_WORDS_US + box / _SM_WORDS_BYTES)
     c = Constants.of(problem, config)
-    if c.halves:
-        multiply *= _HALVES
+    if c.promoted:
+        multiply *= _HALVES if c.halves else _PROMOTED[c.consumers]
     loop = max(multiply, load) + load * _POWER
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:

@@ -31,6 +31,7 @@ def warp_specialized_kernel(
     alpha, a_scale_ptr, b_scale_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
     ahead_ptr, ahead_stride, port_ptr, port_at, port_stride,
     offs_ptr, table_ptr, G, bias_stride_z, out_index_ptr, out_weights_ptr,
+    stride_asz, stride_asm, stride_ask, stride_bsz, stride_bsk, stride_bsn,
     EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.num_stages
@@ -95,7 +96,11 @@ def warp_specialized_kernel(
     bias = (bias_ptr, bias_stride, bias_stride_z)
     factors = (alpha, a_scale_ptr, b_scale_ptr)
     port = (port_ptr, port_at, port_stride)
-    target = (destination, bias, residual, factors, port, out_weights_ptr)
+    grids = (
+        (a_scale_ptr, stride_asz, stride_asm, stride_ask),
+        (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk),
+    )
+    target = (destination, bias, residual, factors, port, out_weights_ptr, grids)
     parts = (parts_ptr, flags_ptr)
     loads = (a_desc, b_desc, strides, ring, barriers, sizes)
     sums = (ring, barriers, turn, target, parts, sizes)

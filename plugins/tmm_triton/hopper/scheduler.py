@@ -20,7 +20,8 @@ def tile_at(index, sizes, C: gl.constexpr):
 
     The last tiles are moved inside, because TMA takes longer to zero-fill elements than to load
     them. Elements that they share with the previous tiles are stored twice with the same bits, or
-    once by pointers. Ragged rows are not moved, since another group may come before."""
+    once by pointers. Ragged rows are not moved, since another group may come before, nor are
+    columns with scales of blocks, since a tile's columns then have the same scale."""
     M, N, _, GROUP_M, COUNT, groups = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
@@ -41,7 +42,8 @@ def tile_at(index, sizes, C: gl.constexpr):
     corner = (row, column)
     if C.RAGGED != "m":
         row = _inside(row, M, C.BLOCK_M, C.A_COL)
-    column = _inside(column, N, C.BLOCK_N, not (C.B_COL and C.POINTERS))
+    if not C.stepped:
+        column = _inside(column, N, C.BLOCK_N, not (C.B_COL and C.POINTERS))
     return matrix, row, column, end, corner
 
 

@@ -167,7 +167,7 @@ def store_tile(
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
-    destination, _, residual, factors, port, weights = target
+    destination, _, residual, factors, port, weights, _ = target
     M, N, _, _, _, _ = sizes
     SUBTILES: gl.constexpr = C.subtiles
     WIDTH: gl.constexpr = C.width

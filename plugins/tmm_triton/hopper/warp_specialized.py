@@ -59,10 +59,14 @@ output each strip stores one number per row in the workspace, and a second launc
 numbers. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups of
 different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 
+Sums of 8-bit floats are added in fp32 after each k-step, since the tensor cores keep some 14 bits.
+Scales of blocks along K multiply them there; other scales multiply the finished tile.
+
 This module has the launch. In this folder, ``hopper_kernel`` sets a block up; ``producer``,
-``consumer`` and ``tile_epilogue`` are the roles of its warps; ``scheduler`` orders the tiles;
-``tile_shapes`` counts them; ``operand_layout`` says how operands are accessed; ``config`` is what a
-config is; ``search_space`` lists the configs that are tried; and ``estimate`` models their time.
+``consumer`` and ``tile_epilogue`` are the roles of its warps; ``step_scales`` has the scales of
+blocks; ``scheduler`` orders the tiles; ``tile_shapes`` counts them; ``operand_layout`` says how
+operands are accessed; ``config`` is what a config is; ``search_space`` lists the configs that are
+tried; and ``estimate`` models their time.
 """
 
 from __future__ import annotations
@@ -78,7 +82,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import ANY, Anatomy, Problem, Traits
 from tmm_core.triton import Described, device_function, pointer, port_function
-from tmm_triton import reduction_order
+from tmm_triton import reduction_order, scaled_step
 from tmm_triton.hopper import estimate, search_space, tile_shapes
 from tmm_triton.hopper.config import Constants, WarpSpecializedConfig, multiplied
 from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
@@ -107,6 +111,8 @@ _GLUON = {
     torch.float8_e5m2: gl.float8e5,
 }
 
+#: The k-step of 8-bit operands: groups of scales have a multiple of it.
+_GROUP = 128
 #: The grid has a multiple of this many blocks. L2 merges the requests of neighbouring SMs for the
 #: same lines while the SMs run in step, which an odd number of blocks ends. In 64×256 tiles an H100
 #: gains up to 17 % (1.2 % on average over 87 random problems). Other tiles, and an H200, differ by
@@ -115,7 +121,8 @@ _NEIGHBOURS = 4
 
 
 class WarpSpecialized(Built[WarpSpecializedConfig]):
-    """Persistent TMA + ``wgmma`` with specialised warps, for 16-bit operands on Hopper."""
+    """Persistent TMA + ``wgmma`` with specialised warps, for 16-bit operands and 8-bit floats on
+    Hopper."""
 
     name = "triton.warp_specialized"
     version = "3"
@@ -132,6 +139,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         below=(9, 1),
         operands=(torch.float16, torch.bfloat16),
         layouts={"a": ("row", "col"), "b": ("row", "col"), "out": ("row",), "residual": ANY},
+        scales=("tensor", "row", "group", "block"),
         batch=None,
         gated=True,
         outputs=("row",),
@@ -152,6 +160,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         for name, operand in (("a", problem.a), ("b", problem.b)):
             if not operand.aligned and (problem.native or not by_words(problem)):
                 yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
+            if operand.grid and operand.block[1] % _GROUP:
+                yield f"has steps of {_GROUP} along K, not groups of {operand.block[1]} of {name}"
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % ALIGNMENT:
             yield f"the up half of b is not aligned to {ALIGNMENT} bytes (TMA)"
         if problem.groups is not None:
@@ -177,6 +187,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return None  # with this M there is no room for all parts
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
             return super().arithmetic(problem, config)  # strip by strip
+        if problem.a.grid or problem.b.grid:
+            # Each step's products are multiplied by their scales.
+            parts = f"/split{config.splits}" if config.splits > 1 else ""
+            return f"{self.name}/scaled{config.BLOCK_K}{parts}"
         if problem.native:
             # Each step's products are summed separately.
             return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
@@ -322,6 +336,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if problem.scaled:
             given["alpha"] = ("fp32", "alpha")
         given |= parts(problem)
+        if c.stepped:
+            # As if each group were a product of a batch.
+            stack = replace(problem, groups=None, batch=max(2, groups.count)) if groups else problem
+            given |= scaled_step.arguments(stack, "a" if groups else "")[0]
         constants |= {
             name: None
             for name in warp_specialized_kernel.arg_names
