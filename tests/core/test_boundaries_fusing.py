@@ -159,7 +159,6 @@ class Mlp(nn.Module):
 @pytest.mark.parametrize(
     ("act", "gated"),
     [(nn.SiLU(), True), (nn.GELU(), True), (nn.GELU("tanh"), True), (nn.Tanh(), False)],
-    ids=str,
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_gated_mlp_is_one_product_where_an_epilogue_computes_its_gate(

@@ -126,7 +126,6 @@ class Slope(nn.Module):
         (nn.PReLU(), None), (nn.Softmax(-1), None), (nn.Linear(2, 2), None),
         (nn.Sequential(nn.ReLU()), None), (nn.Softplus(2.0), None),
     ],
-    ids=str,
 )  # fmt: skip
 def test_modules_that_are_epilogues(module: nn.Module, epilogue: str | None) -> None:
     found = activation.recognise(module)
@@ -149,7 +148,6 @@ def test_modules_that_are_epilogues(module: nn.Module, epilogue: str | None) -> 
         (partial(F.gelu, approximate="tanh"), partial(F.gelu, approximate="none"), False),
         (partial(F.gelu), F.gelu, False), (partial(F.gelu), partial(F.silu), False),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_a_proof_read_has_to_be_the_same(was: Any, now: Any, same: bool) -> None:
     module = nn.Module()

@@ -416,7 +416,6 @@ def test_torchs_activations_have_texts(given: Any, text: str) -> None:
         partial(F.silu, unknown=1), partial(F.leaky_relu, slope=1), nn.SiLU, torch.sort,
         nn.Linear(2, 2), partial(partial(F.softplus, beta=3.0), threshold=1.0),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_no_epilogue_is_is_refused_with_what_to_write(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^epilogue: "):

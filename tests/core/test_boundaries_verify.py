@@ -277,7 +277,6 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
         {"out": Operand(torch.float64), "a": Operand(torch.float64), "b": Operand(torch.float64)},
         {"groups": Groups(3, "m")}, {"groups": Groups(3, "k")},
     ],
-    ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
