@@ -191,3 +191,18 @@ def test_a_kernel_that_raises_in_a_plan_raises() -> None:
     plan = tmm_core.plan(**call)
     with pytest.raises(RuntimeError, match="boom"):
         plan(**call)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float16])
+def test_a_plan_multiplies_what_it_was_made_for_under_autocast(dtype: torch.dtype) -> None:
+    a, b = tensor(M, K, dtype=dtype), tensor(K, N, dtype=dtype)
+    plan = tmm_core.plan(a, b, kernel="blas")
+    expected = plan(a, b)
+    out = torch.empty_like(expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+        found, into = plan(a, b), plan(a, b, out=out)
+        assert torch.is_autocast_enabled("cpu")
+    for each in (found, into):
+        assert each.dtype is dtype
+        assert each.equal(expected)

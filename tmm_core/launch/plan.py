@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tmm_core import formats
-from tmm_core.compat import tensor_guards
+from tmm_core.compat import autocasts, autocasts_on, tensor_guards
 from tmm_core.errors import reraise
 from tmm_core.launch.check import check_tensors, product_shape
 from tmm_core.launch.codegen import Body, address, written
@@ -199,7 +199,15 @@ class Plan(_Callable):
         namespace["plan_check"] = check
         namespace["plan_check_out"] = functools.partial(self._check_out, self._shape(call))
         namespace["plan_same"] = _guards(call.tensors) or (lambda *_: False)
+        device = call.a.device.type
+        namespace["plan_autocasts"] = functools.partial(autocasts_on, device)
+        namespace["plan_as_it_is"] = functools.partial(torch.autocast, device, enabled=False)
+        namespace["any_autocasts"] = autocasts
         lines = [
+            # A launcher that calls torch's functions would get other operands than the plan's.
+            "if any_autocasts() and plan_autocasts():",
+            "    with plan_as_it_is():",
+            f"        return {again}",
             body.on_device(again) if body else "pass",
             f"if not plan_same({', '.join(given)}){''.join(absent)}:",
             f"    plan_check({everything})",
