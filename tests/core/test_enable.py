@@ -992,3 +992,25 @@ def test_without_cuda_nothing_is_answered() -> None:
     with tmm_core.enable() as enabled:
         assert not enabled.answered
         assert "no operator of this torch" in str(tmm_core.enabled_report())
+
+
+def test_a_review_measures_with_calls_that_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement calls operators that are answered here, as on a CPU: each of its calls would
+    wait for the review that it is part of."""
+    monkeypatch.setattr(host_bound.Pace, "_limits", lambda pace, t: (True, True))
+    monkeypatch.setattr(host_bound, "INTERVAL", 4)
+    monkeypatch.setattr(host_bound, "MORE", 0)
+    monkeypatch.setattr(aten, "ENOUGH", 8)
+    aten_report._measured_us.cache_clear()
+    _small_ones(0.5)
+    with enable():
+
+        def work() -> None:
+            for _ in range(40):
+                LARGE @ B
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert tmm_core.enabled_report().operators["mm"].host_us is not None

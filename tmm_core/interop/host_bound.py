@@ -7,6 +7,7 @@ queries: if the GPU has not reached it by then, the GPU is behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ class Pace:
     __slots__ = ("_event", "_interval", "_review", "calls", "chose", "gpu", "host", "next")
 
     def __init__(self, review: Callable[[], object]) -> None:
-        self.calls, self.next, self.chose = 0, INTERVAL, False
+        self.calls, self.chose = 0, False
+        self.next: float = INTERVAL
         self.host = self.gpu = True
         self._review, self._interval = review, INTERVAL
         self._event: Any = None
@@ -44,9 +46,12 @@ class Pace:
         if (limits := self._limits(operand)) is None:
             return
         self.host, self.gpu = limits
-        self.next = self.calls + self._interval
-        self._interval = min(self._interval + MORE, MOST)
-        self._review()
+        self.next = math.inf  # a review measures calls, which are no samples
+        try:
+            self._review()
+        finally:
+            self.next = self.calls + self._interval
+            self._interval = min(self._interval + MORE, MOST)
         self.chose = False
 
     def _limits(self, operand: torch.Tensor) -> tuple[bool, bool] | None:
