@@ -62,6 +62,9 @@ class Turns:
         self._vain = 0
         #: How often a thread got its turn from the other.
         self.taken = 0
+        #: Launches between another's lines have its operands: weights are shared, and nobody may
+        #: change them, not even for a while.
+        self.shared = False
 
     @property
     def over(self) -> bool:
@@ -180,15 +183,14 @@ class Launches(threading.Thread):
     def _in_turns(self) -> None:
         turns = self._turns
         if self._pace == "launches" and self._place:
-            for made in range(self._most):
+            for _ in range(self._most):
                 turns.pass_on(self._place)
                 if turns.over:
                     return
-                # Every third on the other thread's operands: weights are shared, and nobody may
-                # change them, not even for a while.
-                self._launch(1 - self._place if made % 3 == 2 else self._place)
+                self._launch(1 - self._place if turns.shared else self._place)
             return
-        for _ in range(_ALTERNATING if self._pace == "lines" else 1):
+        for made in range(_ALTERNATING if self._pace == "lines" else 2):
+            turns.shared = made > 0
             with turns.after_each_line(self._place):
                 self._launch()
 
