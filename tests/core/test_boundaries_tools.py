@@ -350,8 +350,8 @@ def test_misses_of_other_devices_are_counted(
 ) -> None:
     cpu = torch.device("cpu")
     asked = problem(m=32, n=64, k=16).to_json()
-    mine = [Miss(fingerprint(cpu).gpu, "0", None, asked | {"m": m + 1}, 1) for m in range(here)]
-    theirs = [Miss("other", "0", None, asked, 1)] * others
+    mine = [Miss(fingerprint(cpu).gpu, {}, asked | {"m": m + 1}) for m in range(here)]
+    theirs = [Miss("other", {}, asked)] * others
     store = SimpleNamespace(misses=lambda: theirs + mine)
     found = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(tune, "dispatch", found)

@@ -609,10 +609,15 @@ def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
             "torch's deterministic mode",
             lambda: torch.use_deterministic_algorithms(True, warn_only=True),
         ),
-        ("cuDNN's benchmark mode", lambda: setattr(torch.backends.cudnn, "benchmark", True)),
+        (
+            "cuDNN's benchmark mode",
+            lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
+        ),
         (
             "cuDNN's deterministic mode",
-            lambda: setattr(torch.backends.cudnn, "deterministic", True),
+            lambda: setattr(
+                torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic
+            ),
         ),
         (
             "the reduced precision of fp16 sums",
