@@ -352,7 +352,7 @@ def test_misses_of_other_devices_are_counted(
     asked = problem(m=32, n=64, k=16).to_json()
     mine = [Miss(fingerprint(cpu).gpu, {}, asked | {"m": m + 1}) for m in range(here)]
     theirs = [Miss("other", {}, asked)] * others
-    store = SimpleNamespace(misses=lambda: theirs + mine)
+    store = SimpleNamespace(misses=lambda: theirs + mine, load=lambda *_: None)
     found = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(tune, "dispatch", found)
     assert len(tune._of_misses(cpu)) == here
