@@ -53,8 +53,8 @@ _WGMMA = 64
 _SHARED_OVERHEAD = 1024
 #: Registers of a thread for operands and sums, by the number of consumers: 240, 160 or 112 in all.
 _MOST_REGISTERS = {1: 200, 2: 200, 3: 128, 4: 80}
-#: Registers of a thread of a consumer and of the other warps, by their number; and the same where
-#: these rearrange ``a``.
+#: Registers per thread of a consumer and of the other warps, by the number of consumers: where
+#: ``a`` is left as it is, and where three of the other warps rearrange it.
 _REGISTERS: dict[bool, dict[int, tuple[int, int]]] = {
     False: {1: (240, 24), 2: (240, 24), 3: (160, 24), 4: (112, 24)},
     True: {1: (240, 80), 2: (216, 80), 3: (144, 80), 4: (112, 64)},
@@ -187,7 +187,6 @@ class Constants(MixedInputConfig):
         # Sums of steps fit the registers of tiles of fewer rows, and steps of one group.
         promoted = b.grid and (fine is None or (config.BLOCK_M <= 128 and not _small(b)))
         scaled = fine if b.grid and not promoted else None
-        decoder = word_decoders.word_program if config.arranged else word_decoders.pair_program
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
@@ -199,7 +198,9 @@ class Constants(MixedInputConfig):
             PAIR=2 * b.dtype.itemsize // b.pack,
             PROMOTED=promoted,
             SCALED=scaled,
-            PROGRAM=decoder(form.name, b.dtype, value, b.zero, scaled),
+            PROGRAM=word_decoders.pair_program(
+                form.name, b.dtype, value, b.zero, scaled, word=config.arranged
+            ),
             RAGGED=problem.groups is not None,
             ZEROED=problem.groups is not None and problem.groups.zeroed,
             SCATTERED=problem.groups is not None and problem.groups.out_index is not None,
@@ -249,8 +250,9 @@ class Constants(MixedInputConfig):
 
     @property
     def units(self) -> gl.DistributedLinearLayout:
-        """The layout of a consumer's units, [rows, wide]: a thread has pairs that ``wgmma`` reads
-        from its registers, or the first lane of four a quarter of a step's words, and so on."""
+        """The layout of a consumer's units, [rows, wide]. A thread has the pairs that ``wgmma``
+        reads from its registers. Where ``a`` is arranged, each lane of four has a quarter of a
+        step's words."""
         return self._units_of(self.rows)
 
     @property
@@ -345,8 +347,9 @@ _SHAPES = {
     ),
     256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
 }  # fmt: skip
-#: Configs proposed for one problem, half of them in either order of values along K: the best of 14
-#: to 27 was among the first three by estimate in each of the 17 products that it was fitted to.
+
+#: Configs proposed for one problem, half of them in either order of values along K. The best of 14
+#: to 27 was among the first three by estimate in each of the 17 products that were measured.
 _TRIED = 8
 #: Maximum number of stages: more only take longer to fill.
 _MOST_STAGES = 12
@@ -362,8 +365,8 @@ _EVICTED = 64
 _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
 _READ, _BROUGHT = 0.59, 8.55e4
-#: Where ``a`` is arranged: the same share, the cost of decoding relative to the above, and µs that
-#: a launch takes longer (``benchmarks/results/h100/mixed_input_arranged.txt``).
+#: Where ``a`` is arranged: the share of the memory's rate, the factor on the cost of decoding, and
+#: the µs that a launch takes longer (``benchmarks/results/h100/mixed_input_arranged.txt``).
 _READ_ARRANGED, _DECODE_ARRANGED, _ARRANGE_US = 0.55, 0.9, 2.0
 #: µs of the reducing kernel, and for each partial sum.
 _REDUCE_US, _PARTIAL_US = 2.57, 9.2e-7

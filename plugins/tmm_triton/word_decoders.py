@@ -56,6 +56,8 @@ def pair_program(
     value: torch.dtype,
     zero: torch.dtype | None = None,
     scaled: str | None = None,
+    *,
+    word: bool = False,
 ) -> str:
     """The PTX that decodes the lowest bits of ``$1``, two neighbours in memory, to a pair ``$0``.
 
@@ -65,31 +67,13 @@ def pair_program(
         zero: The dtype of zero points: ``$2`` is a pair of ``-(zero point + offset(…))``.
         scaled: The last operand multiplies the result: ``"pair"``, a pair, or, for formats that
             are decoded through fp32, ``"wide"``, one fp32 number.
+        word: Decode a whole word, ``$n``, to its ``n`` pairs, ``$0`` to ``$n-1``. 8-bit values make
+            two pairs of neighbours. 4-bit values make four: each value goes with the one that is
+            four places higher. Zero points and scales follow as ``$n+1`` and ``$n+2``.
     """
-    return _pairs(form, stored, value, zero, scaled, 1)
-
-
-def word_program(
-    form: str,
-    stored: torch.dtype,
-    value: torch.dtype,
-    zero: torch.dtype | None = None,
-    scaled: str | None = None,
-) -> str:
-    """The PTX that decodes a word, ``$n``, to its ``n`` pairs, ``$0`` to ``$n-1``: of 4-bit values
-    four, each of a value and of the one that is four places higher; of 8 bits two of neighbours.
-
-    The arguments are those of :func:`pair_program`; zero points and scales are one register each,
-    ``$n+1`` and ``$n+2``.
-    """
-    return _pairs(form, stored, value, zero, scaled, 2 if form in ("int8", "fp8", "mxfp8") else 4)
-
-
-def _pairs(
-    form: str, stored: torch.dtype, value: torch.dtype, zero: torch.dtype | None,
-    scaled: str | None, count: int,
-) -> str:  # fmt: skip
-    """The PTX that decodes one pair, or all ``count`` of a word."""
+    count = 1
+    if word:
+        count = 2 if form in ("int8", "fp8", "mxfp8") else 4
     brain = value is torch.bfloat16
     kind = "bf16x2" if brain else "f16x2"
     one = "0x3F803F80" if brain else "0x3C003C00"

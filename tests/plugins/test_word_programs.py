@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.word_decoders import PAIRS, PER_WORD, offset, pair_program, program, word_program
+from tmm_triton.word_decoders import PAIRS, PER_WORD, offset, pair_program, program
 
 from tmm_core import formats
 
@@ -215,8 +215,7 @@ def test_every_pair(
         expected = rounded * (exact if scaled == "pair" else torch.tensor(exact).double())
         expected = expected.to(FP32).double() if scaled == "wide" else expected
     machine = Machine(given)
-    decoder = word_program if word else pair_program
-    machine.run(decoder(name, storage, value, point, scaled))
+    machine.run(pair_program(name, storage, value, point, scaled, word=word))
     for i in range(count):
         found, truth = halves(machine.registers[f"${i}"], value), expected[:, i].to(value).double()
         torch.testing.assert_close(found, truth, rtol=0, atol=0, equal_nan=True)
