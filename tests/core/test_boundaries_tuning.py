@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
+from test_progress import Stream
 from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
@@ -596,15 +596,6 @@ def test_a_chain_of_groups_has_every_sample_of_their_sizes() -> None:
 
 
 # -- the line of progress ----------------------------------------------------------------
-
-
-class Stream(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
 
 
 @pytest.mark.parametrize(

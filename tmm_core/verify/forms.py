@@ -75,11 +75,19 @@ class Folded:
         result = launcher(given.a, given.b, bias, given.residual, alpha, into, **given.parts)
         if result is into and isinstance(out, Tensor):
             return out
-        if not isinstance(result, Tensor) or tuple(result.shape) != shape:
-            found = tuple(getattr(result, "shape", ()))
-            raise ShapeError(f"for N-D operands it returned shape {found} and not {shape}")
-        flat: Tensor = result.view(self.problem.out_shape)
-        return flat
+        return flattened(result, shape, self.problem)
+
+
+def flattened(result: Any, shape: tuple[int, ...], problem: Problem) -> Tensor:
+    """Return the result of a launch on N-D operands, in the problem's own shape.
+
+    Raises:
+        ShapeError: It is no tensor of this ``shape``.
+    """
+    if not isinstance(result, Tensor) or tuple(result.shape) != shape:
+        found = tuple(getattr(result, "shape", ()))
+        raise ShapeError(f"for N-D operands it returned shape {found} and not {shape}")
+    return result.view(problem.out_shape)
 
 
 def forms_of(bound: Bound, problem: Problem) -> dict[str, Any]:

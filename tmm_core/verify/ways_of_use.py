@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
 from tmm_core.verify.checked_launch import CheckedLauncher, Mode, WrongError
 from tmm_core.verify.data_sets import InputSet
-from tmm_core.verify.forms import Source, forms_of
+from tmm_core.verify.forms import Source, flattened, forms_of
 from tmm_core.verify.further_inputs import Round, restoring, rounds_of
 from tmm_core.verify.guard_bands import GuardedTensor, in_class
 from tmm_core.verify.ragged_inputs import Inputs, divided
@@ -66,18 +66,14 @@ class WaysOfUse(CheckedLauncher):
             forms.append(Source(self._data.problem, bound))
         when = f", for operands of shapes {tuple(given.a.shape)} and {tuple(given.b.shape)}"
         for form in forms:
-            way = functools.partial(given.launch, form, None)
-            result = self._launch(of, form=functools.partial(self._flat, way, shape))
+
+            def flat(form: Any = form) -> Tensor:
+                return flattened(given.launch(form, None), shape, self._data.problem)
+
+            result = self._launch(of, form=flat)
             self._compare(of, result, when)
             del result
             self._check_released()
-
-    def _flat(self, way: Callable[[], Any], shape: tuple[int, ...]) -> Tensor:
-        result = way()
-        if not isinstance(result, Tensor) or tuple(result.shape) != shape:
-            found = tuple(getattr(result, "shape", ()))
-            raise WrongError(f"for N-D operands it returned shape {found} and not {shape}")
-        return result.view(self._data.problem.out_shape)
 
     def every_form(self) -> list[WaysOfUse]:
         """These checks, and the same of each other form of the launcher."""
