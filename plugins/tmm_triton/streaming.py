@@ -355,8 +355,9 @@ _SHAPES = (
     (128, 256, 8),
     (128, 256, 4),
 )
-#: The time relative to that of reading, and what each row adds to it. Products by 4-bit integers
-#: took 1.16 to 1.19 at one row, 1.4 at 16 (``benchmarks/results/h100/mixed_input_arranged.txt``).
+#: How many times as long as reading ``b`` a launch takes, and what each row adds. On an H100
+#: 28672×4096 in 4-bit integers took 1.19 at one row and 1.39 at 16
+#: (``benchmarks/results/h100/quantised_int4.json``).
 _READ, _MULTIPLIED = 1.15, 0.016
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
 _MOST_REGISTERS = 220
