@@ -411,7 +411,7 @@ def tune(
 def preload() -> None:
     """Import all kernels, list the records, and verify a small product on the current GPU now.
     Otherwise the first calls without records do so, which takes about a second. Then take all
-    Python objects that exist out of later garbage collections (:func:`gc.freeze`), each of which
+    Python objects that exist out of later garbage collections (:func:`gc.freeze`): one of these
     would delay a call by 0.1 s. A server that tunes in the background calls this after it has
     loaded its model, before its first request."""
     dispatch.default_dispatcher().preload()

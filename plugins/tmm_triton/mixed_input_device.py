@@ -112,7 +112,7 @@ def produce(loads, C: gl.constexpr):
 @jit
 def arrange(loads, WHO: gl.constexpr, C: gl.constexpr):
     """In every third stage, bring the values of ``a`` into the order in which consumers hold the
-    weight's: the first lane of four has the first quarter of a step's pairs, and so on.
+    weight's. Each lane of four has a quarter of a step's pairs.
 
     A stage belongs to the same warp in every round, for the reason that :func:`_rounds` gives.
     """

@@ -31,8 +31,8 @@ from tmm_core.spec.problem import Problem
 #: The default on a miss: no call waits, since a model has hundreds of products.
 ON_CACHE_MISS: settings.OnCacheMiss = "background"
 
-#: After this many calls of an operator that torch's kernel answered while the host was the limit,
-#: their cost is compared with the GPU time that other kernels saved while the GPU was.
+#: After so many calls of an operator that torch's kernel answered while the host was the limit,
+#: their cost is compared with the GPU time that other kernels saved while the GPU was the limit.
 ENOUGH = 256
 
 #: The names by which ``ops`` selects operators: without the overload.
@@ -135,9 +135,7 @@ class Enabled:
 
     def review(self) -> None:
         """Leave each operator to torch whose host cost exceeds the GPU time that it saved."""
-        for each in list(
-            self.answered.values()
-        ):  # a call of another thread may come while it grows
+        for each in [*self.answered.values()]:  # which may grow, as another thread calls
             operator = each.operator
             operator.settle()
             if each.left or operator.slowed < ENOUGH:

@@ -100,8 +100,8 @@ def _with_activation(tail: Tail) -> Tail:
 
 
 def _activation(z: Node, own: torch.dtype) -> tuple[str, list[Node]] | None:
-    """Return the activation that all readers of ``z`` compute of it, and its nodes, the last of
-    which is the result in the dtype ``own``; None if there is none."""
+    """Return the activation that all readers of ``z`` compute of it, and its nodes. The last node
+    is the result in the dtype ``own``. None: there is no activation."""
     outside: list[Node] = []
     user = _only_user(z)
     if user is not None and user.target is convert:

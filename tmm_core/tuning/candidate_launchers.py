@@ -69,7 +69,7 @@ class CandidateLaunchers:
         return bool(waiting) and not any(compiled.done() for compiled in waiting)
 
     def drop(self, jobs: Iterable[CompileJob]) -> list[CompileJob]:
-        """Cancel those of ``jobs`` that still compile; returns them."""
+        """Cancel the ``jobs`` that still compile, and return them."""
         waiting = self._binding.waiting
         dropped = {job: waiting[job] for job in jobs if job in waiting and not waiting[job].done()}
         for job in dropped:

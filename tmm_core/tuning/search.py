@@ -61,8 +61,8 @@ ESTIMATES_A_STEP = 16
 
 #: A config is compiled, or waited for, only if its scaled estimate times this factor is below the
 #: best time so far: after one, two and more timed configs of its kernel. In 869 shipped records the
-#: last one drops 3 % of winners after four other configs, which loses 0.06 % on average; after one
-#: config it would drop 17 % and lose 0.4 %. The first two lose 0.09 and 0.06 %.
+#: last factor drops 3 % of winners after four other configs, and loses 0.06 % on average. After one
+#: config it would drop 17 % and lose 0.4 %; the first two factors lose 0.09 and 0.06 %.
 CAUTION = (0.85, 0.9, 0.95)
 
 
@@ -265,8 +265,8 @@ class Search:
         # Candidates without an estimate cannot be ruled out.
         unknown = [c for c in self._waiting() if self._estimates[c] is None]
         scaled = {c: scale[c.kernel] for c in self._waiting() if c.kernel in scale}
-        lost = {*unknown, *self._losing(scaled, times, scale)}
-        able = [c for c in self._ranked(scaled) if c not in lost]
+        settled = {*unknown, *self._losing(scaled, times, scale)}
+        able = [c for c in self._ranked(scaled) if c not in settled]
         left = max(0, self._most - len(times) - len(waiting))
         return self._hand([*unknown, *_interleaved(able, self._estimates)][:left])
 
@@ -299,8 +299,8 @@ class Search:
     def _scale(
         self, times: Mapping[Candidate, float], caution: Sequence[float]
     ) -> dict[Kernel[Any], float]:
-        """By kernel, the least ratio of measured to estimated time, times the factor in ``caution``
-        for the number of its timed candidates."""
+        """The least ratio of measured to estimated time of each kernel, times the factor in
+        ``caution`` for the number of its timed candidates."""
         ratios: dict[Kernel[Any], list[float]] = {}
         for candidate, us in times.items():
             if estimate := self._estimates.get(candidate):

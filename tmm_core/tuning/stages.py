@@ -57,9 +57,9 @@ STEADY_FIRST, STEADY_MOST = 2, 4
 #: A kernel that takes at most this share of BLAS's time in use is also faster in steady state: in
 #: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
 CLEAR = 1 / 1.15
-#: Maximum number of candidates that the last round compares with BLAS, and that are then verified
-#: and timed at other M. In 896 shipped records, which time them all there, the best of four is 0.07
-#: % slower than the best of all, at worst 11 %; the best of three 0.15 and 14 %.
+#: Maximum number of candidates that the last round compares with BLAS, and of those that are then
+#: verified and timed at other M. 896 shipped records have times of all of them there. The best of
+#: four is 0.07 % slower than the best of all, at worst 11 %; the best of three 0.15 % and 14 %.
 FINALISTS, KEPT = 6, 4
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
 RACES = 3

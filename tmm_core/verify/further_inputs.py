@@ -41,9 +41,9 @@ from tmm_core.verify.nonfinite import kinds_of, marks, split, values_of
 from tmm_core.verify.ragged_inputs import Inputs, Sizes
 from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 
-#: Where the tensors of a round are: in the memory of the last set, in memory of their
-#: own, with strides of zero, with rows apart or overlapping (:func:`unusual_layout`), or in one
-#: memory for several arguments.
+#: Where the tensors of a round are: in the memory of the last set; in memory of their own; with
+#: strides of zero; with rows apart or overlapping (:func:`unusual_layout`). Or several arguments
+#: are one tensor.
 Place = Literal["same", "own", "expanded", "apart", "near", "shared"]
 
 #: Exponents by which one operand is scaled down and the other up.

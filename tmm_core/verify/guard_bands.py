@@ -108,7 +108,7 @@ def unusual_layout(
 ) -> MemoryLayout:
     """Return a layout that the class ``spec`` allows, but that operands seldom have.
 
-    Rows lie three times their length apart, and those of a batch's matrices alternate. If ``near``,
+    Rows lie three times their length apart; rows of a batch's matrices alternate. If ``near``,
     matrices have gaps, and addresses that need not be aligned are multiples of 8 bytes. Then rows
     also overlap, if ``overlapping`` and the class allow it.
     """

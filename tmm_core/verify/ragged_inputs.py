@@ -234,7 +234,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
 
 
 def rows_read(total: int, reads: Reads) -> int:
-    """The number of rows of ``a``, out of which ``total`` are gathered."""
+    """The number of rows of ``a`` that ``total`` rows are gathered from."""
     if reads in ("one", "same"):
         return 1 if reads == "one" else total
     if reads == "more":

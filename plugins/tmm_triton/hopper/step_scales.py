@@ -1,8 +1,8 @@
 """Scales of blocks along K in ``triton.warp_specialized``: consumers multiply the sums of each step
-by those of its rows and columns, in fp32.
+by the scales of its rows and columns, in fp32.
 
-They are read through pointers, since their rows need not be aligned: a step's two steps before it
-is multiplied, and those of a tile's first steps before the previous tile is stored.
+Scales are read through pointers, since their rows need not be aligned. A step's scales are loaded
+two or four steps ahead. A tile's first scales are loaded before the previous tile is stored.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _of_columns(grid, matrix, column, end, known, C: gl.constexpr):
 
 @jit
 def upcoming(unit, work, sizes, grids, LAYOUT: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """A unit's tile, with the consumer's first row; the addresses of its scales; and those of its
-    first two steps, zeros if there is no such unit."""
+    """A unit's tile, with the consumer's first row; the addresses of its scales; and the scales of
+    its first steps, zeros if there is no such unit."""
     known = unit < work[0]
     unit = gl.maximum(gl.minimum(unit, work[0] - 1), 0)
     tile, first, last = unit_at(unit, work, sizes, C)
@@ -85,7 +85,7 @@ def scales_at(lines, step, last, grids, C: gl.constexpr):
 
 @jit
 def _first_scales(lines, first, last, grids, COUNT: gl.constexpr, C: gl.constexpr):
-    """Those of COUNT steps."""
+    """The scales of the first COUNT steps."""
     scales = (scales_at(lines, first, last, grids, C),)
     if COUNT > 1:
         scales = scales + _first_scales(lines, first + 1, last, grids, COUNT - 1, C)
