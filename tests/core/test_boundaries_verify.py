@@ -611,13 +611,11 @@ def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
         ),
         (
             "cuDNN's benchmark mode",
-            lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
+            lambda: torch._C._set_cudnn_benchmark(not torch.backends.cudnn.benchmark),
         ),
         (
             "cuDNN's deterministic mode",
-            lambda: setattr(
-                torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic
-            ),
+            lambda: torch._C._set_cudnn_deterministic(not torch.backends.cudnn.deterministic),
         ),
         (
             "the reduced precision of fp16 sums",

@@ -169,8 +169,8 @@ SETTINGS: dict[str, Piece] = {
         _matmul, "allow_bf16_reduced_precision_reduction"
     ),
     "fp16 accumulation": _attribute(_matmul, "allow_fp16_accumulation"),
-    "cuDNN's benchmark mode": _attribute(torch.backends.cudnn, "benchmark"),
-    "cuDNN's deterministic mode": _attribute(torch.backends.cudnn, "deterministic"),
+    "cuDNN's benchmark mode": _switch("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    "cuDNN's deterministic mode": _switch("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
     "whether torch uses cuDNN": _switch("_get_cudnn_enabled", "_set_cudnn_enabled"),
     "whether torch uses oneDNN": _switch("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
     "the fp32 precision of oneDNN": _attribute(
