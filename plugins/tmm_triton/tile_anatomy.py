@@ -28,7 +28,6 @@ def of_tiles(
     *,
     reach: float,
     splits: int,
-    rows: int = 1,
     at_once: int | None = None,
 ) -> Anatomy:
     """The anatomy of a kernel whose programs compute a tile each.
@@ -36,7 +35,6 @@ def of_tiles(
     Args:
         reach: As :attr:`tmm_triton.triton_kernel.TritonKernel.reach`.
         splits: Programs that share a tile's sum over K.
-        rows: Rows of tiles that are visited as a group, if the config has no ``GROUP_M``.
         at_once: Programs that run at one time; by default as many as SMs hold.
     """
     shared = config.shared_memory(problem)
@@ -47,7 +45,7 @@ def of_tiles(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
         block_k=config.BLOCK_K,
-        group_m=getattr(config, "GROUP_M", rows),
+        group_m=getattr(config, "GROUP_M", 1),
         tiles=tiles * splits,
         at_once=max(1, problem.device.sm_count) * resident if at_once is None else at_once,
         steps=-(-problem.k // (config.BLOCK_K * splits)),

@@ -14,7 +14,7 @@ from torch import nn
 import tmm_core
 from tmm_core.nn import Experts, SwiGLU, experts
 from tmm_core.nn.gated_product import gated_linear, joint_operands
-from tmm_core.nn.joint_storage import join, joinable, joined, seen_alone
+from tmm_core.nn.joint_storage import joined, seen_alone, stack, stackable
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -65,18 +65,18 @@ def test_parameters_are_joined_if_each_has_its_memory_to_itself() -> None:
         return nn.Parameter(torch.randn(shape, **kw))
 
     first, second = parameter(4, 6), parameter(4, 6)
-    assert joinable(first, second)
+    assert stackable((first, second))
     before = torch.cat((first, second)).detach()
-    join(first, second)
+    stack((first, second))
     assert torch.equal(joined(first, second), before)  # type: ignore[arg-type]
-    assert not joinable(first, second)  # now each is half of a storage
+    assert not stackable((first, second))  # now each is half of a storage
     alone = parameter(4, 6)
     for other in (
         alone,  # tied
         parameter(4, 5), parameter(4, 6, dtype=torch.float64), torch.randn(4, 6),
         nn.Parameter(torch.randn(5, 6)[:4]), nn.Parameter(torch.empty(4, 6, device="meta")),
     ):  # fmt: skip
-        assert not joinable(alone, other)
+        assert not stackable((alone, other))
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, torch.float64])

@@ -31,6 +31,7 @@ from tmm_core.nn import (
 )
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, Rounded, Swap
+from tmm_core.nn.joint_storage import against_one_product
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.together import Together
 from tmm_core.quantized import Quantized
@@ -232,7 +233,7 @@ class _Conversion:
         if not names or any(self._layers.get(layer) is not Linear for layer in layers):
             return
         text = ", ".join(names)
-        if reason := projections.against(layers, self._storages):
+        if reason := against_one_product(layers, lambda: self._storages):
             self._report.not_fused.append(
                 NotFused(self._path(module), f"one product of {text}", reason)
             )

@@ -7,21 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from tmm_core.nn import activation, fused, fusion_match, unreached
 from tmm_core.nn.activation import Activation
 from tmm_core.nn.classes import own
 from tmm_core.nn.gated_layers import GatedMLP
-from tmm_core.nn.joint_storage import joinable, joined
+from tmm_core.nn.joint_storage import Counts, against_one_product
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.trace import NotProvenError, Trace, trace
 
 #: Each layer whose product is tmm's, with the class it has or gets.
 Layers = Mapping[nn.Module, Any]
-#: How many of the model's tensors lie in each storage.
-Storages = Callable[[], Mapping[int, int]]
+Storages = Callable[[], Counts]
 
 _UNKNOWN = "no epilogue computes it"
 
@@ -128,22 +126,12 @@ def _against(
     mlp: nn.Module, gating: fusion_match.Gating, layers: Layers, storages: Storages
 ) -> str | None:
     """Why gate and up cannot be one product."""
-    gate, up, _ = map(mlp.get_submodule, gating.names)
+    gate, up, _ = (getattr(mlp, name) for name in gating.names)
     if not all(layers.get(layer) is Linear for layer in (gate, up)):
         return "one of them is left alone"
-    for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
-        if first is None and second is None:
-            continue
-        if first is None or second is None or first.shape != second.shape:
-            return "they differ in shape or bias"
-        assert isinstance(first, torch.Tensor)
-        assert isinstance(second, torch.Tensor)
-        if first.is_meta or joined(first, second) is not None:
-            continue
-        shared = (storages()[t.untyped_storage().data_ptr()] > 1 for t in (first, second))
-        if not joinable(first, second) or any(shared):
-            return "their weights share memory with others, or differ in dtype or device"
-    return None
+    if gate.weight.shape != up.weight.shape:
+        return "they differ in shape"
+    return against_one_product((gate, up), storages)
 
 
 def _assumed(

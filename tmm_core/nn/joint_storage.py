@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
+#: How many of a model's tensors lie in each storage, by its address.
+Counts = Mapping[int, int]
 
 
 def seen_alone(t: Tensor) -> Tensor:
@@ -50,12 +52,6 @@ def stacked(parts: Sequence[Tensor]) -> Tensor | None:
         return None
 
 
-def join(first: Tensor, second: Tensor) -> None:
-    """Move two parameters into one storage, if they are :func:`joinable`."""
-    if isinstance(first, Quantized) or joinable(first, second):
-        stack((first, second))
-
-
 def stack(parts: Sequence[Tensor]) -> None:
     """Move parameters into one storage, if they are :func:`stackable`."""
     if all(isinstance(t, Quantized) for t in parts):
@@ -67,6 +63,25 @@ def stack(parts: Sequence[Tensor]) -> None:
     elif stackable(parts):
         with torch.inference_mode(parts[0].is_inference()), torch.no_grad():
             move_together(*parts)
+
+
+def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -> str | None:
+    """Why the parameters of linear layers cannot be one weight and one bias; None if they can.
+
+    Args:
+        storages: Returns how many of the model's tensors lie in each storage, by address.
+    """
+    for kind in ("weight", "bias"):
+        given = [t for layer in layers if (t := getattr(layer, kind)) is not None]
+        if len(given) not in (0, len(layers)):
+            return "some of them have no bias"
+        if any(t.is_meta for t in given) or (given and stacked(given) is not None):
+            continue
+        plain = [t for t in given if not isinstance(t, Quantized)]
+        shared = any(storages()[t.untyped_storage().data_ptr()] > 1 for t in plain)
+        if shared or (given and not stackable(given)):
+            return "their weights share memory with others, or differ in dtype or device"
+    return None
 
 
 def stackable(parts: Sequence[Tensor]) -> bool:
@@ -114,13 +129,6 @@ def move_together(*parts: Tensor) -> None:
         for t, place in zip(parts, joint.split(rows), strict=True):
             place.copy_(t)
             t.data = place
-
-
-def joinable(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are plain parameters of the same shape and dtype, each with a storage
-    to itself."""
-    alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
-    return alike and first is not second and _alone(first) and _alone(second)
 
 
 def _alone(parameter: Tensor) -> bool:

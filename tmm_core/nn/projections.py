@@ -15,7 +15,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch import nn
 from tmm_core import api, compat
 from tmm_core.interop import autograd_state, flops
 from tmm_core.nn.classes import own, subclass
-from tmm_core.nn.joint_storage import stackable, stacked
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.together import Together, do_no_more, joint_of
 from tmm_core.quantized import Quantized
@@ -211,25 +210,6 @@ def _only_projected(x: str, steps: Sequence[ast.stmt], calls: int) -> bool:
 
 def _names(step: ast.AST) -> list[ast.Name]:
     return [node for node in ast.walk(step) if isinstance(node, ast.Name)]
-
-
-def against(layers: Sequence[Any], storages: Mapping[int, int]) -> str | None:
-    """Why layers cannot be one product.
-
-    Args:
-        storages: How many of the model's tensors lie in each storage.
-    """
-    for kind in ("weight", "bias"):
-        given = [t for layer in layers if (t := getattr(layer, kind)) is not None]
-        if len(given) not in (0, len(layers)):
-            return "some of them have no bias"
-        if any(t.is_meta for t in given) or (given and stacked(given) is not None):
-            continue
-        plain = [t for t in given if not isinstance(t, Quantized)]
-        shared = any(storages[t.untyped_storage().data_ptr()] > 1 for t in plain)
-        if shared or (given and not stackable(given)):
-            return "their weights share memory with others, or differ in dtype or device"
-    return None
 
 
 # -- the operator of compiled graphs, which cannot ask for addresses -------------------------------
