@@ -261,7 +261,7 @@ class Persistent(TritonKernel[PersistentConfig]):
         # Each part refills the pipeline.
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
-    def described(self, problem: Problem, config: PersistentConfig) -> Anatomy | None:
+    def anatomy(self, problem: Problem, config: PersistentConfig) -> Anatomy | None:
         # A program sums all parts of K itself. There are no more programs than tiles, if there are
         # fewer tiles than SMs.
         at_once = max(1, problem.device.sm_count, _programs(problem, config))

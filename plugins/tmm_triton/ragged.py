@@ -329,9 +329,9 @@ class Ragged(TritonKernel[RaggedConfig]):
             return None
         return super().own_arithmetic(problem, config)
 
-    def described(self, problem: Problem, config: RaggedConfig) -> Anatomy | None:
+    def anatomy(self, problem: Problem, config: RaggedConfig) -> Anatomy | None:
         # As equal products of the mean size.
-        return super().described(each(problem), config)
+        return super().anatomy(each(problem), config)
 
     def builds(self, problem: Problem, config: RaggedConfig) -> list[Build]:
         groups = problem.groups

@@ -234,7 +234,7 @@ class Realigned(Built[RealignedConfig]):
         inner = inner_kernels()[config.inner]
         return _copied_bytes(problem) + inner.workspace_bytes(realigned(problem), config.config)
 
-    def described(self, problem: Problem, config: RealignedConfig) -> Anatomy | None:
+    def anatomy(self, problem: Problem, config: RealignedConfig) -> Anatomy | None:
         # Its product's: the copies have no tiles.
         inner: Kernel[Any] = inner_kernels()[config.inner]
         return inner.anatomy(realigned(problem), config.config)

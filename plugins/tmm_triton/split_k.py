@@ -265,9 +265,9 @@ class SplitK(TritonKernel[SplitKConfig]):
             return 0
         return 4 * config.SPLIT_K * problem.batch * problem.m * problem.n
 
-    def described(self, problem: Problem, config: SplitKConfig) -> Anatomy | None:
+    def anatomy(self, problem: Problem, config: SplitKConfig) -> Anatomy | None:
         # Programs are numbered down the columns of tiles.
-        found = super().described(problem, config)
+        found = super().anatomy(problem, config)
         return found and replace(found, group_m=-(-problem.m // config.BLOCK_M))
 
     def builds(self, problem: Problem, config: SplitKConfig) -> list[Build]:

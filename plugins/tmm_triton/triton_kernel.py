@@ -86,15 +86,6 @@ class Built(Kernel[D]):
             outputs=len(problem.epilogue.outputs),
         )
 
-    def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
-        found = self.described(problem, config)
-        names = tuple(build.fn.__name__ for build in self.builds(problem, config))
-        return found and replace(found, functions=names)
-
-    def described(self, problem: Problem, config: D) -> Anatomy | None:
-        """The anatomy, without the names of the compiled functions."""
-        return None
-
     def resources(self, problem: Problem, config: D) -> list[Resources]:
         return tile_anatomy.resources(problem, self.builds(problem, config))
 
@@ -142,7 +133,7 @@ class TritonKernel(Built[C]):
         factor = self.behind if hopper_or_later(problem) else 1.0
         return factor * (Machine.EMPTY_US + max(times.values()))
 
-    def described(self, problem: Problem, config: C) -> Anatomy | None:
+    def anatomy(self, problem: Problem, config: C) -> Anatomy | None:
         return tile_anatomy.of_tiles(problem, config, reach=self.reach, splits=self.splits(config))
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:

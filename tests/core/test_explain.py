@@ -6,20 +6,15 @@ Choices come from the shipped records, for GPUs that are not here.
 from __future__ import annotations
 
 import json
-import shlex
-import types
 from typing import Any
 
 import pytest
-import torch
 from tmm_cache import console
 
-from tmm_core.bench.case import Case
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
-from tmm_core.tools.commands import ncu, why
+from tmm_core.tools.commands import why
 
 H200 = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448, 50 << 20)
 
@@ -132,37 +127,6 @@ def test_waves_and_fill() -> None:
     more = Anatomy(tiles=265, at_once=132, **about)
     assert (whole.waves, whole.fill) == (2, 1.0)
     assert (more.waves, more.fill) == (3, 265 / 396)
-
-
-# -- pictures and profiling --------------------------------------------------------------
-
-
-def test_the_profilers_command_line_runs_the_chosen_kernel(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shipped: None
-) -> None:
-    line = printed(capsys, "4096x4096x4096", "--gpu", "h200", "--ncu", "--kernel", "triton.grouped")
-    words = shlex.split(line)
-    assert words[0] == "ncu"
-    assert words[words.index("--kernel-name") + 1] == "regex:^(tiled_kernel)$"
-    assert words[words.index("--export") + 1] == "triton.grouped-4096x4096x4096"
-    assert "'" not in words[-1]
-
-    from tmm_blas.blas import Blas
-
-    events: list[str] = []
-    case = Case(m=4, n=6, k=8, dtype=torch.float32, layout="nt", epilogue="silu", bias=True)
-    text = ncu.program(case, Candidate(Blas(), Blas.config_type()))
-    profiler = types.SimpleNamespace(
-        cudaProfilerStart=lambda: events.append("start"),
-        cudaProfilerStop=lambda: events.append("stop"),
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: profiler)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
-    names: dict[str, Any] = {}
-    exec(text.replace('"cuda"', '"cpu"'), names)
-    assert events == ["synchronize", "start", "synchronize", "stop"]
-    assert names["call"].problem() == case.call(torch.device("cpu")).problem()
-    assert names["forced"]["kernel"] == "blas"
 
 
 def test_no_field_is_printed_empty(capsys: pytest.CaptureFixture[str], shipped: None) -> None:

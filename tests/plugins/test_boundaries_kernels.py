@@ -280,6 +280,6 @@ def test_programs_of_split_k_go_down_all_tiles_of_m(m: int, tiles: int) -> None:
     a, b, out = torch.empty(m, 64), torch.empty(64, 32), torch.empty(m, 32)
     problem = problem_of(a.half(), b.half(), out.half())
     config = replace(SplitK().default_config(problem), BLOCK_M=64)
-    found = SplitK().described(problem, config)
+    found = SplitK().anatomy(problem, config)
     assert found is not None
     assert found.group_m == tiles

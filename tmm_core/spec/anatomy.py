@@ -28,8 +28,6 @@ class Anatomy:
     shared_memory: int
     #: Blocks that fit on an SM, by shared memory alone.
     resident: int
-    #: Names of the functions that are launched, as a profiler shows them.
-    functions: tuple[str, ...] = ()
     #: The model's terms in µs, by name. The model adds them up, or takes their maximum.
     model_us: Mapping[str, float] = field(default_factory=dict)
 

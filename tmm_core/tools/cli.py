@@ -69,7 +69,6 @@ def _add_explain(parser: Parser) -> None:
         "--gpu", metavar="NAME", help="as on this GPU, which need not be present: H200"
     )
     parser.flag("--why", text="analyse the chosen kernel (compiles it)")
-    parser.flag("--ncu", text="print the command that profiles the chosen kernel")
     shared.add_problem(parser)
     shared.add_device(parser)
     parser.add_json()

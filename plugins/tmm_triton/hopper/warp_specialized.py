@@ -210,7 +210,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return 4 * table if rows_ragged(problem) else 0
         return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
 
-    def described(self, problem: Problem, config: WarpSpecializedConfig) -> Anatomy | None:
+    def anatomy(self, problem: Problem, config: WarpSpecializedConfig) -> Anatomy | None:
         config = tile_shapes.adapted(problem, config)
         return Anatomy(
             block_m=config.BLOCK_M,

@@ -14,15 +14,13 @@ from tmm_core import dispatch, settings
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.explanation import Explanation, explain_problem
 from tmm_core.spec.precision import precision
-from tmm_core.tools.commands import gpus, ncu, why, why_text
+from tmm_core.tools.commands import gpus, why, why_text
 from tmm_core.tools.commands import options as shared
 
 
 def run(options: argparse.Namespace) -> int:
     [case] = shared.cases(options, [options.shape])
     explanation = _explanation(case, options)
-    if options.ncu:
-        return _print_ncu(case, explanation)
     if options.why:
         found = why.take_apart(explanation, dispatch.default_dispatcher().registry)
         if options.json:
@@ -57,10 +55,3 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
         if gpu is not None:
             problem = replace(problem, device=gpu)
         return explain_problem(dispatcher, problem, current)
-
-
-def _print_ncu(case: Case, explanation: Explanation) -> int:
-    candidate = explanation.choice.candidate
-    anatomy = candidate.kernel.anatomy(explanation.problem, candidate.config)
-    print(ncu.line(case, candidate, anatomy.functions if anatomy is not None else ()))
-    return DONE
