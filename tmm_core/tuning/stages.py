@@ -91,7 +91,7 @@ class Tuning:
         findings: Findings,
     ) -> None:
         self.runs: list[CandidateRun] = []
-        #: What is being done, for :attr:`Tuner.spent`.
+        #: What is being done, which ``benchmarks/tuning_time.py`` reads.
         self.stage = "starting"
         self._findings = findings
         self._problem = problem

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -62,8 +61,6 @@ class Tuner:
     first_launches: FirstLaunches | None = None
     #: Jobs that are already compiling for problems to be tuned next.
     prepared: dict[Problem, dict[CompileJob, Future[None]]] = field(default_factory=dict)
-    #: Seconds of all tunings so far, by stage: with what they waited for, without rests.
-    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def tune(
         self,
@@ -119,7 +116,6 @@ class Tuner:
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         search = yield from Search.steps(problem, kernels, new, before, hints, deadline.at)
-        self.spent["searching"] += time.monotonic() - started
         ahead = self.prepared.pop(problem, {})
         tuning = self._tuning(problem, settings, deadline, findings, ahead)
         yield from self._run(tuning, tuning.run(search), deadline)
@@ -196,13 +192,10 @@ class Tuner:
         process, rested = os.getpid(), None
         try:
             while True:
-                began = time.monotonic()
                 pending = steps.send(rested)
                 left, starting = time.monotonic(), self.compilers.are_starting(pending)
-                self.spent[tuning.stage] += left - began
                 rested = yield pending
                 waited = time.monotonic() - left
-                self.spent[tuning.stage] += 0.0 if rested else waited
                 deadline.rested += waited if rested else 0.0
                 deadline.at += waited if rested or starting else 0.0
         except StopIteration:
