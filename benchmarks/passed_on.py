@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import compat
 from tmm_core.interop import aten
 from tmm_core.launch.collector import collector_off
 
@@ -67,7 +66,7 @@ class Plain:
         self.name, self.key = name, key
 
     def __enter__(self) -> None:
-        torchs = compat.aten_kernel(f"aten::{self.name}", self.key).call_boxed
+        torchs = torch.library.get_kernel(f"aten::{self.name}", self.key).call_boxed
         self.library = aten._registered(self.name, _pass_on(torchs, self.name), self.key)
 
     def __exit__(self, *_: object) -> None:

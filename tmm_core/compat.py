@@ -161,9 +161,6 @@ def autocasts_on(device: str) -> bool:
 
 # -- operators of torch that tmm answers (interop.aten) ------------------------------------------
 
-#: The kernel that torch has for an operator and a dispatch key; None: ``enable()`` is not offered.
-aten_kernel: Any = private("torch.library.get_kernel", None)
-
 
 def _fp32_precision(*_: str) -> str:
     return str(torch.backends.cuda.matmul.fp32_precision)

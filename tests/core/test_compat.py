@@ -118,7 +118,7 @@ GROUPS = (
     ("torch.autograd.forward_ad._current_level",),
     ("torch._C._AutoDispatchBelowAutograd", "torch._C._get_tracing_state"),
     ("torch.utils._python_dispatch._disable_current_modes",),
-    ("torch.library.get_kernel", "torch._C._get_fp32_precision_getter"),
+    ("torch._C._get_fp32_precision_getter",),
 )
 
 

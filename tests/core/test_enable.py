@@ -958,13 +958,6 @@ def test_the_cost_of_passing_is_measured_without_touching_aten(name: str) -> Non
     assert "RegisterC" in after  # torch's own
 
 
-def test_a_torch_that_gives_no_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tmm_core.compat, "aten_kernel", None)
-    with pytest.raises(RuntimeError, match=r"has no torch\.library\.get_kernel"):
-        tmm_core.enable()
-    assert not tmm_core.enabled_report().active
-
-
 # -- by the environment ----------------------------------------------------------------------------
 
 PROGRAM = """

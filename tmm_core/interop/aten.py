@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import torch
 
-from tmm_core import compat, settings
+from tmm_core import settings
 from tmm_core.errors import SettingsError, UnknownNameError
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import ENTRY, entry_of
@@ -58,7 +58,7 @@ class _Answered:
         if self.library is None and not self.left:
             name = self.operator.name
             self.library = _registered(name, entry_of(self.operator), key)
-            _recent.append(compat.aten_kernel(f"aten::{name}", key))
+            _recent.append(torch.library.get_kernel(f"aten::{name}", key))
 
     def leave(self, why: str = "") -> None:
         self.left = why
@@ -110,7 +110,7 @@ class Enabled:
             if name.partition(".")[0] not in self.ops:
                 continue
             try:
-                torchs = compat.aten_kernel(f"aten::{name}", self.key)
+                torchs = torch.library.get_kernel(f"aten::{name}", self.key)
             except RuntimeError:  # this torch has none
                 continue
             if name not in self.answered:
@@ -200,7 +200,6 @@ def enable(
     Raises:
         UnknownNameError: ``ops`` names an operator that cannot be answered.
         SettingsError: ``on_cache_miss`` has no valid value.
-        RuntimeError: This torch (before 2.10) does not give access to its own kernels.
     """
     selected = NAMES if ops is None else tuple([ops] if isinstance(ops, str) else ops)
     for name in selected:
@@ -210,8 +209,6 @@ def enable(
     if mode not in get_args(settings.OnCacheMiss):
         known = ", ".join(get_args(settings.OnCacheMiss))
         raise SettingsError(f"on_cache_miss must be one of {known}, got {mode!r}")
-    if compat.aten_kernel is None:
-        raise RuntimeError(f"torch {torch.__version__} has no torch.library.get_kernel")
     enabled = Enabled(selected, only, mode, compile, _key)
     if _key == "CUDA" and not torch.backends.cuda.is_built():
         enabled.ops = ()  # the report says so

@@ -36,7 +36,7 @@ def overhead_us(name: str) -> float:
 def _measured_us(name: str) -> float:
     base, _, overload = name.partition(".")
     aten = getattr(getattr(torch.ops.aten, base), overload or "default")
-    kernel = compat.aten_kernel(f"aten::{name}", "CPU")
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     operator = Operator(name, kernel, lambda problem: False, "heuristic", Pace(lambda: None))
     _, _, signature = str(aten._schema).partition("(")
     probe = f"probe_{base}{overload}"
