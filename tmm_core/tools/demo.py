@@ -1,8 +1,8 @@
 """``python -m tmm_core.tools.demo``: a matmul, the kernel that ran, and why.
 
-On a GPU, eight problems are tuned and timed against torch. On a CPU BLAS answers everything, so
-the Triton kernels run under Triton's interpreter, in a separate process because Triton reads
-``TRITON_INTERPRET`` when it is imported.
+On a GPU it is ``tmm bench --quick``. On a CPU BLAS answers everything, so the Triton kernels run
+under Triton's interpreter, in a separate process because Triton reads ``TRITON_INTERPRET`` when it
+is imported.
 """
 
 from __future__ import annotations
@@ -14,43 +14,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from tmm_cache import CacheWarning
 from tmm_cache import cli as tmm_cache
-from tmm_cache.console import DONE, FOUND, note, print_table, warnings_as_notes
+from tmm_cache.console import DONE, FOUND, print_table, warnings_as_notes
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.bench.results import Document
 from tmm_core.errors import TmmWarning
+from tmm_core.tools import cli as tmm
 from tmm_core.verify import compare
-
-#: One problem of each class where the choice matters: square, unaligned, fused, gated, decode,
-#: large K.
-GPU_CASES = (
-    Case(m=4096, n=4096, k=4096),
-    Case(m=4097, n=4097, k=4097),
-    Case(m=4096, n=4096, k=4096, layout="nt", epilogue="silu"),
-    Case(m=8192, n=4096, k=512, layout="nt", epilogue="gelu_tanh", bias=True, residual=True),
-    Case(m=2048, n=14336, k=4096, layout="nt", epilogue="swiglu"),
-    Case(m=16, n=4096, k=4096, layout="nt"),
-    Case(m=256, n=256, k=65536),
-    Case(m=64, n=1024, k=1024, batch=64),
-)
-#: Seconds of tuning per problem, and seconds after which no problem is started.
-GPU_BUDGET, GPU_SECONDS = 4.0, 45.0
 
 #: A tail in every dimension, and few programs: each costs the interpreter some 7 ms.
 INTERPRETED_CASE = Case(m=50, n=72, k=40, layout="nt", epilogue="silu", bias=True)
 
 
 def main() -> int:
-    """Run the demo; returns 1 if a result was wrong."""
+    """Run the demo; returns 1 if a result was wrong, or a problem failed."""
     with temporary_records(), warnings_as_notes(TmmWarning, CacheWarning):
         print(f"tmm {tmm_core.__version__}, torch {torch.__version__}")
         return on_gpu() if torch.cuda.is_available() else on_cpu()
@@ -139,48 +123,8 @@ def interpreted() -> int:
 
 
 def on_gpu() -> int:
-    """Time eight problems against torch, tuning those without a record."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    print(f"{torch.cuda.get_device_name(device)}: torch and tmm side by side, in use, medians")
-    print("torch is eager code as users write it: torch.matmul, F.linear, then the activation.")
-    return show_choices(GPU_CASES, device)
-
-
-def show_choices(cases: Sequence[Case], device: torch.device) -> int:
-    """Print a table of the choices and their times; returns 1 if something failed or was
-    wrong."""
-    tasks = [suites.Task("demo", case) for case in cases]
-    options = runner.Options(
-        budget=GPU_BUDGET, seconds=0.2, deadline=time.monotonic() + GPU_SECONDS
-    )
-    documents = []
-    for document in runner.run(tasks, device, options):
-        documents.append(document)
-        told = report.times(document.get("ratio")) or document.get("failed", "failed")
-        note(f"{report.title(document)}  {told}")
-    measured = [document for document in documents if "times" in document]
-    if left := len(tasks) - len(documents):
-        print(f"{left} problems were left out: {GPU_SECONDS:.0f} s were over.")
-    print_table(
-        ("problem", "kernel", "tmm µs", "torch µs", "torch / tmm", "error"),
-        [_row(document) for document in measured],
-        ("tmm µs", "torch µs", "torch / tmm", "error"),
-    )
-    failed = len(documents) - len(measured)
-    wrong = sum(not document["error"] <= document["tolerance"] for document in measured)
-    return FOUND if failed or wrong else DONE
-
-
-def _row(document: Document) -> tuple[str, ...]:
-    times = document["times"]
-    return (
-        report.title(document),
-        document["kernel"],
-        report.microseconds(times[runner.TMM]["median_us"]),
-        report.microseconds(times[runner.TORCH]["median_us"]),
-        report.times(document["ratio"]),
-        f"{document['error']:.1e}",
-    )
+    """Compare tmm with torch's eager code in two minutes, tuning what has no record."""
+    return tmm.main(["bench", "--quick"])
 
 
 if __name__ == "__main__":
