@@ -269,9 +269,8 @@ def test_records_of_a_cpu_are_of_no_gpu() -> None:
 # -- variables ---------------------------------------------------------------------------------
 
 
-def wrong(environ: dict[str, str], arithmetics: set[str] | None = None) -> dict[str, str]:
-    registry = dispatch.default_dispatcher().registry
-    found = variables.faults(environ, registry, lambda: arithmetics)
+def wrong(environ: dict[str, str]) -> dict[str, str]:
+    found = variables.faults(environ, dispatch.default_dispatcher().registry)
     return {name: fault for name, fault, _ in found}
 
 
@@ -282,29 +281,17 @@ def wrong(environ: dict[str, str], arithmetics: set[str] | None = None) -> dict[
         ("TMM_DISABLE", "triton.pointwise,blas", "triton.pointwise,x,y", "kernel 'x', 'y'"),
         ("TMM_PLUGINS", "blas", "nothing", "plugin 'nothing'"),
         ("TMM_DISABLE_PLUGINS", "blas", "nothing", "plugin 'nothing'"),
-        ("TMM_ARITHMETIC", "one", "two", "arithmetic 'two'"),
     ],
 )
 def test_names_that_nothing_has_are_found(name: str, good: str, bad: str, what: str) -> None:
-    assert wrong({name: good}, {"one"}) == {name: ""}
-    assert f"no {what} here; known: " in wrong({name: bad}, {"one"})[name]
-    assert wrong({name: ""}, {"one"}) == {name: ""}
+    assert wrong({name: good}) == {name: ""}
+    assert f"no {what} here; known: " in wrong({name: bad})[name]
+    assert wrong({name: ""}) == {name: ""}
 
 
 def test_a_kernel_is_forced_among_kernels_alone() -> None:
     """``triton.pointwise`` may be disabled, and is no kernel of a product."""
     assert "no kernel 'triton.pointwise'" in wrong({"TMM_KERNEL": "triton.pointwise"})["TMM_KERNEL"]
-
-
-def test_arithmetics_that_are_not_known_here_are_no_fault() -> None:
-    assert wrong({"TMM_ARITHMETIC": "two"}, None) == {"TMM_ARITHMETIC": ""}
-    many = {f"a{i:02}" for i in range(13)}
-    text = wrong({"TMM_ARITHMETIC": "two"}, many)["TMM_ARITHMETIC"]
-    assert text.endswith("known: " + ", ".join(sorted(many)[:12]) + " and 1 more")
-    text = wrong({"TMM_ARITHMETIC": "two"}, set())["TMM_ARITHMETIC"]
-    assert text.endswith("known: none")
-    twelve = wrong({"TMM_ARITHMETIC": "two"}, set(sorted(many)[:12]))["TMM_ARITHMETIC"]
-    assert "more" not in twelve
 
 
 def test_only_variables_of_tmm_are_judged_and_each_with_advice() -> None:
@@ -316,7 +303,7 @@ def test_only_variables_of_tmm_are_judged_and_each_with_advice() -> None:
         "TMM_ENABLE": "maybe",
         "TMM_QQQQQQQQQQQ": "1",
     }
-    found = {n: (w, a) for n, w, a in variables.faults(environ, registry, lambda: None)}
+    found = {n: (w, a) for n, w, a in variables.faults(environ, registry)}
     assert list(found) == ["TMM_", "TMM_ENABLE", "TMM_KERNL", "TMM_QQQQQQQQQQQ"]
     assert found["TMM_KERNL"] == ("TMM_KERNL is not read by tmm", "did you mean TMM_KERNEL?")
     assert found["TMM_QQQQQQQQQQQ"][1].startswith("known: TMM_")

@@ -170,9 +170,7 @@ def _plugin(source: object) -> str:
 def _settings(device: torch.device) -> Iterator[Finding]:
     registry = dispatch.default_dispatcher().registry
     wrong = False
-    for name, text, advice in variables.faults(
-        os.environ, registry, lambda: _arithmetics(registry, device)
-    ):
+    for name, text, advice in variables.faults(os.environ, registry):
         wrong |= bool(text)
         if text:
             yield Finding("variable", "problem", text, advice)
@@ -189,20 +187,6 @@ def _settings(device: torch.device) -> Iterator[Finding]:
     changed = [name for name in names if getattr(current, name) != getattr(default, name)]
     text = ", ".join(f"{name}={_shown(getattr(current, name))}" for name in changed)
     yield Finding("settings", "ok", text or "the defaults")
-
-
-def _arithmetics(registry: Registry, device: torch.device) -> set[str] | None:
-    """The arithmetics by which kernels serve the probes in batch-invariant mode; None if the
-    settings are invalid."""
-    found: set[str | None] = set()
-    try:
-        with settings.override(arithmetic=None, batch_invariant=True) as current:
-            for problem in (probe.call(device).problem() for probe in PROBES):
-                for kernel in registry.candidates(problem, current)[0]:
-                    found |= {kernel.arithmetic(problem, c) for c in kernel.configs(problem)}
-    except SettingsError:
-        return None
-    return {name for name in found if name is not None}
 
 
 def _shown(value: object) -> str:

@@ -18,19 +18,9 @@ OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
 #: Checks of the variables that are no settings, by name.
 _CHECKS: dict[str, Callable[[str], object]] = {**CHECKS, "TMM_ENABLE": flag}
 
-#: Names that a finding lists: an arithmetic's has a hundred letters.
-_MOST_NAMES = 12
 
-
-def faults(
-    environ: Mapping[str, str], registry: Registry, arithmetics: Callable[[], set[str] | None]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the name of each variable, its fault and advice; both are empty if it has no fault.
-
-    Args:
-        arithmetics: Returns the names of the arithmetics of this machine's kernels; None if they
-            are unknown.
-    """
+def faults(environ: Mapping[str, str], registry: Registry) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each variable, its fault and advice; both are empty if it has no fault."""
     of_settings = {variable for variable, _ in VARIABLES.values()}
     known = {*_CHECKS, *OF_PLUGINS, *of_settings}
     for name in sorted(environ):
@@ -46,7 +36,7 @@ def faults(
             if name in of_settings:
                 Settings.from_environ({name: text})
             _CHECKS.get(name, str)(text)
-            wrong = _unknown(name, text, registry, arithmetics)
+            wrong = _unknown(name, text, registry)
         except SettingsError as error:  # it names the variable
             wrong = str(error)
         except ValueError as error:
@@ -54,16 +44,9 @@ def faults(
         yield name, wrong, "correct or unset it" if wrong else ""
 
 
-def _unknown(
-    name: str, text: str, registry: Registry, arithmetics: Callable[[], set[str] | None]
-) -> str:
-    """The names of kernels, plugins, or of an arithmetic, that this machine does not have."""
-    known: set[str] | None
-    if name == "TMM_ARITHMETIC":
-        asked, what = {text.strip()} - {""}, "arithmetic"
-        if not asked or (known := arithmetics()) is None:
-            return ""
-    elif name in ("TMM_KERNEL", "TMM_DISABLE"):
+def _unknown(name: str, text: str, registry: Registry) -> str:
+    """The names of kernels or plugins that this machine does not have."""
+    if name in ("TMM_KERNEL", "TMM_DISABLE"):
         known = {kernel.name for kernel in registry.kernels()}
         if name == "TMM_DISABLE":
             known.add(POINTWISE)
@@ -75,7 +58,5 @@ def _unknown(
     missing = sorted(asked - known)
     if not missing:
         return ""
-    listed = ", ".join(sorted(known)[:_MOST_NAMES]) or "none"
-    if len(known) > _MOST_NAMES:
-        listed += f" and {len(known) - _MOST_NAMES} more"
+    listed = ", ".join(sorted(known))
     return f"{name}={text!r}: no {what} {', '.join(map(repr, missing))} here; known: {listed}"
