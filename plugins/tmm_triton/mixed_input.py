@@ -377,7 +377,7 @@ class MixedInput(Built[MixedInputConfig]):
 
     name = "triton.mixed_input"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = MixedInputConfig
     supports = Supports(
         devices=("cuda",),

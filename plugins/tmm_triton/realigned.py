@@ -183,7 +183,7 @@ class RealignedConfig(Config):
 class Realigned(Built[RealignedConfig]):
     name = "triton.realigned"
     # Copies preserve bits; all inner kernels make these promises.
-    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = RealignedConfig
 
     @functools.cached_property

@@ -221,7 +221,7 @@ class SplitKConfig(TileConfig):
 class SplitK(TritonKernel[SplitKConfig]):
     name = "triton.split_k"
     version = "3"
-    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = SplitKConfig
     supports = STEPPED
     reach, behind = 0.62, 1.1

@@ -28,17 +28,16 @@ def of_tiles(
     *,
     reach: float,
     splits: int,
-    at_once: int | None = None,
+    at_once: int = 0,
 ) -> Anatomy:
     """The anatomy of a kernel whose programs compute a tile each.
 
     Args:
         reach: As :attr:`tmm_triton.triton_kernel.TritonKernel.reach`.
         splits: Programs that share a tile's sum over K.
-        at_once: Programs that run at one time; by default as many as SMs hold.
+        at_once: Programs that run at one time; 0: as many as SMs hold.
     """
     shared = config.shared_memory(problem)
-    resident = _resident(problem, shared, 32 * config.num_warps)
     tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
     times = roofline.times_us(problem, config, splits=splits, reach=reach)
     return Anatomy(
@@ -47,12 +46,9 @@ def of_tiles(
         block_k=config.BLOCK_K,
         group_m=getattr(config, "GROUP_M", 1),
         tiles=tiles * splits,
-        at_once=max(1, problem.device.sm_count) * resident if at_once is None else at_once,
+        at_once=at_once or _at_once(problem, shared, 32 * config.num_warps),
         steps=-(-problem.k // (config.BLOCK_K * splits)),
-        num_stages=config.num_stages,
-        num_warps=config.num_warps,
         shared_memory=shared,
-        resident=resident,
         model_us={**times, "launch": Machine.EMPTY_US},
     )
 
@@ -103,7 +99,9 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def _resident(problem: Problem, shared: int, threads: int) -> int:
+def _at_once(problem: Problem, shared: int, threads: int) -> int:
+    """The blocks that all SMs hold."""
     room = problem.device.shared_memory + _RESERVED
     by_memory = room // (shared + _RESERVED) if shared else _BLOCKS
-    return max(1, min(by_memory, _THREADS // threads, _BLOCKS))
+    resident = max(1, min(by_memory, _THREADS // threads, _BLOCKS))
+    return max(1, problem.device.sm_count) * resident

@@ -160,7 +160,7 @@ class Tiled(TritonKernel[C]):
     """The common part of ``triton.grouped`` and ``triton.fused_epilogue``."""
 
     #: Scratch memory is for outputs that are reduced.
-    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    traits = Traits(deterministic=True, batch_invariant=True)
     supports = replace(STEPPED, outputs=KINDS, reduces=REDUCES)
 
     def declines(self, problem: Problem) -> Iterable[str]:

@@ -77,7 +77,7 @@ def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixtur
     assert listed["blas"]["version"] == version
     assert listed["blas"]["distribution"] == "tmm-core"
     assert listed["blas"]["disabled"] is None
-    assert listed["blas"]["traits"]["needs_workspace"] is False
+    assert listed["blas"]["traits"]["capture_safe"] is True
     assert listed["triton.*"]["disabled"] == "not in TMM_PLUGINS"
 
     assert main(["kernels"]) == 0

@@ -122,7 +122,7 @@ def test_occupancy() -> None:
 
 def test_waves_and_fill() -> None:
     about: dict[str, Any] = {"block_m": 128, "block_n": 128, "block_k": 64, "steps": 1}
-    about |= {"num_stages": 3, "num_warps": 8, "shared_memory": 1, "resident": 1}
+    about |= {"shared_memory": 1}
     whole = Anatomy(tiles=264, at_once=132, **about)
     more = Anatomy(tiles=265, at_once=132, **about)
     assert (whole.waves, whole.fill) == (2, 1.0)

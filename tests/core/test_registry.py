@@ -193,7 +193,6 @@ def test_kernel_infos_show_what_is_off() -> None:
         "deterministic": False,
         "batch_invariant": False,
         "capture_safe": True,
-        "needs_workspace": False,
     }
 
 

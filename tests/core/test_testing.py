@@ -350,9 +350,9 @@ class DefaultConfigIsOfAnotherType(Right):
         return TupleTile()
 
 
-class HidesItsWorkspace(Right):
+class OwesMemory(Right):
     def workspace_bytes(self, problem: Problem, config: Tile) -> int:
-        return 4096
+        return -1
 
 
 class EstimatesNothing(Right):
@@ -523,7 +523,7 @@ WRONG = [
     (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
     (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is not a *Tile*"),
-    (HidesItsWorkspace, "estimates", "*4096 bytes of workspace*needs_workspace=False*"),
+    (OwesMemory, "estimates", "*rows=16: -1 bytes*"),
     (EstimatesNothing, "estimates", "*rows=16: 0.0 µs*"),
     (IsNotDeterministic, "deterministic", "*claims determinism; run 1 of rows=16 differs *"),
     (DependsOnM, "batch_invariant", "*claims batch invariance; with rows=16 rows 0 to *"),

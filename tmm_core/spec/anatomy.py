@@ -22,12 +22,8 @@ class Anatomy:
     at_once: int
     #: Steps along K per tile.
     steps: int
-    num_stages: int
-    num_warps: int
     #: Bytes per block, as computed by the kernel.
     shared_memory: int
-    #: Blocks that fit on an SM, by shared memory alone.
-    resident: int
     #: The model's terms in µs, by name. The model adds them up, or takes their maximum.
     model_us: Mapping[str, float] = field(default_factory=dict)
 

@@ -28,13 +28,11 @@ class Traits:
         batch_invariant: With one config, a row of the output has the same bits however
             many rows are computed with it.
         capture_safe: May be launched under CUDA-graph capture once bound.
-        needs_workspace: Uses scratch memory besides the output.
     """
 
     deterministic: bool = True
     batch_invariant: bool = False
     capture_safe: bool = True
-    needs_workspace: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

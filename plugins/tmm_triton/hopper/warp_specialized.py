@@ -127,9 +127,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     name = "triton.warp_specialized"
     version = "3"
     # A row's sums are formed in the order of k in any tile.
-    traits = Traits(
-        deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
-    )
+    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = WarpSpecializedConfig
     supports = replace(
         POINTERS,  # also unaligned operands: see declines
@@ -220,11 +218,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             tiles=tile_shapes.tile_count(problem, config) * config.splits,
             at_once=max(1, problem.device.sm_count),  # one persistent block each
             steps=tile_shapes.steps(problem, config),
-            num_stages=config.num_stages,
-            # Four warps load, in addition to the consumers.
-            num_warps=config.consumers * config.num_warps + 4,
             shared_memory=config.shared_memory(problem),
-            resident=1,
             model_us=estimate.times_us(problem, config),
         )
 

@@ -37,6 +37,5 @@ def _words(traits: Traits) -> str:
         ("deterministic", traits.deterministic),
         ("batch-invariant", traits.batch_invariant),
         ("capture-safe", traits.capture_safe),
-        ("needs workspace", traits.needs_workspace),
     )
     return ", ".join(word for word, has in words if has)
