@@ -218,6 +218,19 @@ def graph_pass() -> Any:
     return private("torch._inductor.custom_graph_pass.CustomGraphPass", object)
 
 
+def freezable_inputs() -> set[int]:
+    """The inputs of the graph that torch compiles now that its freezing makes constants of:
+    parameters and buffers that the graph neither changes nor returns. Empty if unknown."""
+    context: Any = private("torch._guards.TracingContext.try_get", _always(None))()
+    parameters = getattr(context, "params_flat_unwrap_subclasses", None)
+    metadata = getattr(context, "fw_metadata", None)
+    if parameters is None or metadata is None:
+        return set()
+    returned = {each.base_idx for each in metadata.output_info}
+    unchanged = [each.mutation_type.name == "NOT_MUTATED" for each in metadata.input_info]
+    return {i for i in range(len(parameters)) if unchanged[i] and i not in returned}
+
+
 def inductor_config() -> Any:
     """The settings of torch's compiler."""
     return importlib.import_module("torch._inductor.config")

@@ -19,7 +19,7 @@ import tmm_core
 from tmm_core import dispatch
 from tmm_core.dispatch import saving
 from tmm_core.interop import inductor
-from tmm_core.interop.inductor import OPTION, Rewrite
+from tmm_core.interop.inductor import PASSES, Rewrite
 
 Tensor = torch.Tensor
 
@@ -57,6 +57,7 @@ class Seen(Rewrite):
 
 
 MATMUL = torch.ops.tmm.matmul.default
+OPTION = Rewrite.option
 
 
 @pytest.fixture(autouse=True)
@@ -440,13 +441,17 @@ def test_a_package_runs_where_tmm_is_imported(tmp_path: Path) -> None:
 def test_enable_sets_and_unsets_the_pass() -> None:
     config = tmm_core.compat.inductor_config()
     other = Rewrite("always")
-    assert getattr(config, OPTION) is None
+
+    def set_() -> list[type]:
+        return [type(getattr(config, kind.option)) for kind in PASSES]
+
+    assert set_() == [type(None)] * 2
     with tmm_core.enable(compile=True, _key="CPU"):
-        assert isinstance(getattr(config, OPTION), Rewrite)
+        assert set_() == list(PASSES)
         with tmm_core.enable(compile=True, _key="CPU"):
-            assert isinstance(getattr(config, OPTION), Rewrite)
-        assert isinstance(getattr(config, OPTION), Rewrite)
-    assert getattr(config, OPTION) is None
+            assert set_() == list(PASSES)
+        assert set_() == list(PASSES)
+    assert set_() == [type(None)] * 2
     assert other.uuid() is not None
 
 

@@ -8,6 +8,7 @@ CONVERT = "tests/core/test_convert.py"
 JOINT = "tests/core/test_projections.py"
 NN = "tests/core/test_nn.py"
 PASS = "tests/core/test_inductor.py"
+FROZEN = "tests/core/test_frozen_weights.py"
 MODELS = "tests/core/test_convert_models.py"
 RANKS = "tests/core/test_distributed.py"
 CHANGED = f"{CONVERT}::test_what_changes_later_changes_the_result_as_before"
@@ -144,6 +145,23 @@ CONVERTED = [
            "residual=None, n=problem.width)", "residual=None)",
            "a gated product is compared with one of half its columns",
            (f"{PASS}::test_records_decide_about_gates",)),
+    Mutant("freezing-off", "interop/constants.py",
+           "if not compat.inductor_config().freezing or torch.is_grad_enabled():", "if False:",
+           "weights that are not frozen are copied in each call",
+           (f"{FROZEN}::test_weights_that_are_not_frozen_stay_apart",)),
+    Mutant("frozen-other-rows", "interop/tails.py",
+           "if not _same(one.args[-2], other.args[-2]) or gate.shape != up.shape:",
+           "if gate.shape != up.shape:", "gate and up of two inputs become one product",
+           (f"{FROZEN}::test_what_looks_like_two_weights_keeps_its_meaning",)),
+    Mutant("frozen-up-first", "interop/constants.py",
+           "for tail, own in zip((gate, up), halves, strict=True):\n        tail.last",
+           "for tail, own in zip((up, gate), halves, strict=True):\n        tail.last",
+           "gate and up of frozen weights are exchanged",
+           (f"{FROZEN}::test_two_frozen_weights_become_one_call",)),
+    Mutant("frozen-and-changed", "compat.py",
+           "if unchanged[i] and i not in returned}", "if i not in returned}",
+           "a weight that the graph changes is joined in each call",
+           (f"{FROZEN}::test_a_weight_that_the_graph_changes_stays_apart",)),
     Mutant("caps-that-differ", "interop/tails.py",
            "len(set(parameters)) > 1 or parameters[0] <= 0", "parameters[0] <= 0",
            "logits are multiplied by another number than they were divided by",

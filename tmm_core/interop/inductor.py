@@ -9,7 +9,9 @@ reads the product from memory and writes it again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,8 +21,9 @@ from torch.fx import Node
 
 from tmm_core import compat, dispatch, settings
 from tmm_core.errors import error_text, reraise, warn
-from tmm_core.interop import operator, tails
+from tmm_core.interop import constants, operator, tails
 from tmm_core.interop.aten_calls import DTYPES
+from tmm_core.interop.constants import added
 from tmm_core.interop.tails import Tail, terms_of
 from tmm_core.launch import warm
 from tmm_core.spec.arguments import Arguments
@@ -32,20 +35,20 @@ from tmm_core.tuning.ranking import MARGIN
 
 When = Literal["records", "always"]
 
-#: The option of torch's compiler that holds the pass.
-OPTION = "post_grad_custom_pre_pass"
-
 _Pass: Any = compat.graph_pass()
 
 
-class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
-    """The pass.
+class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
+    """A pass over graphs of torch's compiler.
 
     Args:
         when: ``"records"``: rewrite where records say that it is faster; ``"always"``: wherever it
             is possible.
         before: The passes that run first, as set in torch's options.
     """
+
+    #: The option of torch's compiler that holds the pass.
+    option: str
 
     def __init__(self, when: When = "records", before: Any = None) -> None:
         self.when = when
@@ -55,12 +58,12 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
     def __call__(self, graph: torch.fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        for tail in tails.tails(graph):
+        for product, rewrite in self._rewrites(graph):
             try:
-                self._rewrite(graph, tail)
+                rewrite()
             except Exception as error:  # a feature; the graph is compiled as it is
                 reraise(error)
-                warn(f"torch.compile keeps {tail.product}: tmm's pass raised {error_text(error)}")
+                warn(f"torch.compile keeps {product}: tmm's pass raised {error_text(error)}")
 
     def uuid(self) -> Any:
         """A key for torch's cache of compiled graphs, which changes with the records. None, which
@@ -69,11 +72,51 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
         if None in others:
             return None
         digest = hashlib.sha256()
-        for module in (__file__, tails.__file__):
+        for module in (__file__, constants.__file__, tails.__file__):
             digest.update(Path(module).read_bytes())
         if self.when == "records":
             digest.update(_state_of_records().encode())
         return (f"tmm {self.when} {digest.hexdigest()}", *others)
+
+    def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
+        """Yield the products that may be rewritten, each with the function that does so."""
+        raise NotImplementedError
+
+
+class Join(Pass):
+    """Joins gate and up of two weights that torch is about to freeze
+    (:mod:`tmm_core.interop.constants`), where :class:`Rewrite` then makes one call of both."""
+
+    option = "joint_custom_post_pass"
+
+    def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
+        frozen = constants.frozen(graph)
+        for gate, up in tails.pairs(graph) if frozen else ():
+            yield gate.product, functools.partial(self._join, graph, gate, up, frozen)
+
+    def _join(self, graph: torch.fx.Graph, gate: Tail, up: Tail, frozen: set[Node]) -> None:
+        product = constants.join(graph, gate, up, frozen)
+        if product is None:
+            return
+        tail, worth = tails.tail_of(product), False
+        try:
+            worth = tail.gated and (self.when == "always" or pays(tail, terms_of(product)))
+        finally:
+            if not worth:
+                constants.undo(graph, product, gate, up)
+        for old in (gate, up):
+            if worth:
+                constants.erase(graph, *reversed(old.nodes))
+
+
+class Rewrite(Pass):
+    """Rewrites products with their tails."""
+
+    option = "post_grad_custom_pre_pass"
+
+    def _rewrites(self, graph: torch.fx.Graph) -> Iterator[tuple[Node, Callable[[], object]]]:
+        for tail in tails.tails(graph):
+            yield tail.product, functools.partial(self._rewrite, graph, tail)
 
     def _rewrite(self, graph: torch.fx.Graph, tail: Tail) -> None:
         found = terms_of(tail.product)
@@ -92,19 +135,24 @@ class Rewrite(_Pass):  # type: ignore[misc]  # a class of torch without types
         if self.when == "records" and not pays(tail, found):
             return
         with graph.inserting_before(tail.last):
-            added = tail.residual if tail.residual is not None else residual
+            summand = tail.residual if tail.residual is not None else residual
             if tail.residual is not None and tail.shape is not None:
                 shape = _flat(tail.result_shape)
                 if shape is None:
                     return
-                added = _call(graph, torch.ops.aten.reshape.default, (tail.residual, shape))
-            given_ = (a, b, bias, added, alpha, tail.epilogue)
-            y = _call(graph, operator.matmul, given_)
+                summand = added(graph, torch.ops.aten.reshape.default, (tail.residual, shape))
+            given_ = (a, b, bias, summand, alpha, tail.epilogue)
+            y = added(graph, operator.matmul, given_)
             if tail.shape is not None:
-                y = _call(graph, torch.ops.aten.reshape.default, (y, tail.shape))
+                y = added(graph, torch.ops.aten.reshape.default, (y, tail.shape))
         tail.last.replace_all_uses_with(y)
         for node in [node for node in reversed(graph.nodes) if node in tail.nodes]:
             graph.erase_node(node)
+
+
+#: The passes. The first runs before weights are frozen, and what it does is part of the key of
+#: torch's cache of compiled graphs.
+PASSES: tuple[type[Pass], ...] = (Join, Rewrite)
 
 
 def inductor_options(*, when: When = "records", **options: Any) -> dict[str, Any]:
@@ -124,33 +172,36 @@ def inductor_options(*, when: When = "records", **options: Any) -> dict[str, Any
     """
     if when not in get_args(When):
         raise ValueError(f"when must be 'records' or 'always', got {when!r}")
-    before = options.pop(OPTION, None) or getattr(compat.inductor_config(), OPTION)
-    return {**options, OPTION: before if _has_pass(before) else Rewrite(when, before)}
+    found = dict(options)
+    for kind in PASSES:
+        before = options.get(kind.option) or getattr(compat.inductor_config(), kind.option)
+        found[kind.option] = before if _has_pass(before) else kind(when, before)
+    return found
 
 
 def _has_pass(before: Any) -> bool:
     each = before if isinstance(before, (list, tuple)) else [before]
-    return any(isinstance(one, Rewrite) for one in each)
+    return any(isinstance(one, Pass) for one in each)
 
 
 def install() -> bool:
-    """Set the pass for all graphs compiled from now on in this process; returns False if it was
-    already set."""
+    """Set the passes for all graphs compiled from now on in this process; returns False if they
+    were already set."""
     config = compat.inductor_config()
-    before = getattr(config, OPTION)
-    if _has_pass(before):
-        return False
-    setattr(config, OPTION, Rewrite("records", before))
-    return True
+    set_ = [kind for kind in PASSES if not _has_pass(getattr(config, kind.option))]
+    for kind in set_:
+        setattr(config, kind.option, kind("records", getattr(config, kind.option)))
+    return bool(set_)
 
 
 def uninstall() -> None:
     """Undo :func:`install`. Graphs compiled before keep their calls."""
     config = compat.inductor_config()
-    now = getattr(config, OPTION)
-    if isinstance(now, Rewrite):
-        before = now.before
-        setattr(config, OPTION, before[0] if len(before) == 1 else before or None)
+    for kind in PASSES:
+        now = getattr(config, kind.option)
+        if isinstance(now, kind):
+            before = now.before
+            setattr(config, kind.option, before[0] if len(before) == 1 else before or None)
 
 
 # -- whether it pays -------------------------------------------------------------------------
@@ -229,14 +280,6 @@ def _flat(shape: Any) -> list[int] | None:
     dynamic."""
     sizes = [-1 if isinstance(size, torch.SymInt) else int(size) for size in shape]
     return sizes if sizes.count(-1) <= 1 else None
-
-
-def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Node:
-    """A new node, with its value as the compiler's other passes expect it."""
-    node = graph.call_function(target, arguments)
-    values = torch.fx.map_arg(arguments, lambda n: n.meta["val"])
-    node.meta["val"] = target(*values)
-    return node
 
 
 def _state_of_records() -> str:

@@ -22,7 +22,8 @@ from tmm_core.epilogues import GATED_BY
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 #: The operators that are products.
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
+PRODUCTS = {*MATRIX_PRODUCTS, aten.bmm.default}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
@@ -86,8 +87,59 @@ def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
     reads."""
     for product in list(graph.nodes):
         if product.op == "call_function" and product.target in PRODUCTS:
-            tail = Tail(product, product, [product])
-            yield _with_residual(_with_gate(tail) or _with_activation(tail))
+            yield tail_of(product)
+
+
+def tail_of(product: Node) -> Tail:
+    """Return a product with its longest tail."""
+    tail = Tail(product, product, [product])
+    return _with_residual(_with_gate(tail) or _with_activation(tail))
+
+
+def pairs(graph: torch.fx.Graph) -> Iterator[tuple[Tail, Tail]]:
+    """Yield two products of the same matrix ``a``, of which an activation of the first is
+    multiplied with the second: gate and up of two weights. Both are reshaped alike."""
+    for product in list(graph.nodes):
+        if product.op != "call_function" or product.target not in MATRIX_PRODUCTS:
+            continue
+        gate = _through(Tail(product, product, [product]))
+        found = _activation(gate.last, product.meta["val"].dtype)
+        mul = None if found is None or found[0] not in GATED_BY else _only_user(found[1][-1])
+        if found is None or mul is None or mul.target is not aten.mul.Tensor or mul.kwargs:
+            continue
+        (last,) = [each for each in mul.args if each is not found[1][-1]] or [None]
+        up = _ending_in(last)
+        if up is None or not _alike(gate, up):
+            continue
+        yield gate, up
+
+
+def _ending_in(last: Any) -> Tail | None:
+    """Return the product that ends in ``last``, perhaps with a reshape, and that nothing else
+    reads."""
+    if not isinstance(last, Node) or _only_user(last) is None:
+        return None
+    source = last.args[0] if last.target in RESHAPES else last
+    if not isinstance(source, Node) or source.target not in MATRIX_PRODUCTS:
+        return None
+    tail = Tail(source, source, [source])
+    return tail if last is source else _through(tail) if _only_user(source) is last else None
+
+
+def _alike(gate: Tail, up: Tail) -> bool:
+    """Whether two products differ only in their weights and biases."""
+    one, other = gate.product, up.product
+    if one is other or one.target is not other.target or one.kwargs or other.kwargs:
+        return False
+    if not _same(one.args[-2], other.args[-2]) or gate.shape != up.shape:
+        return False
+    here, there = one.meta["val"], other.meta["val"]
+    return tuple(here.shape) == tuple(there.shape) and here.dtype is there.dtype
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two nodes have one value: the same node, or equal reshapes of one."""
+    return x is y or (x.target in RESHAPES and x.target is y.target and x.args == y.args)
 
 
 def _with_activation(tail: Tail) -> Tail:

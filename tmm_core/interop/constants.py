@@ -1,0 +1,107 @@
+"""Weights that torch's compiler freezes, and how two of them become one.
+
+With ``torch._inductor.config.freezing`` a graph without gradients keeps its parameters as
+constants, and torch computes at once what depends on these alone. So a concatenation of two weights
+that is added before costs nothing in a call. Parameters that are not frozen would be copied in each
+call, and are left alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tmm_core import compat
+from tmm_core.interop.tails import Tail
+
+aten = torch.ops.aten
+#: What a graph ends with for each input that it changes.
+WRITES = aten.copy_.default
+#: Operators that transpose a matrix.
+TURNS = {aten.permute.default, aten.t.default, aten.transpose.int}
+
+
+def frozen(graph: torch.fx.Graph) -> set[Node]:
+    """Return the parameters of a graph that torch will turn into constants: inputs, or attributes
+    in an export."""
+    if not compat.inductor_config().freezing or torch.is_grad_enabled():
+        return set()
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    attributes = {node for node in graph.nodes if node.op == "get_attr" and "val" in node.meta}
+    found = attributes.union(inputs[i] for i in compat.freezable_inputs())
+    return {node for node in found if not any(user.target is WRITES for user in node.users)}
+
+
+def join(graph: torch.fx.Graph, gate: Tail, up: Tail, known: set[Node]) -> Node | None:
+    """Make one product of two that differ in their weights, with the gate's columns first, and let
+    the users of both read its halves. Returns the product; None if a weight is not frozen.
+
+    Args:
+        known: The parameters that torch will turn into constants.
+    """
+    weights: Any = [tail.product.args[-1] for tail in (gate, up)]
+    biases: Any = [tail.product.args[0] for tail in (gate, up) if len(tail.product.args) == 3]
+    sources = set(map(_source, weights))
+    if len(sources) == 1 or not known.issuperset(sources.union(biases)):
+        return None
+    if any(bias.meta["val"].dim() != 1 for bias in biases):
+        return None
+    first = next(node for node in graph.nodes if node in (gate.last, up.last))
+    before = set(itertools.takewhile(lambda node: node is not first, graph.nodes))
+    sizes = [] if gate.shape is None else [n for n in gate.shape if isinstance(n, Node)]
+    rows = [tail.product.args[-2] for tail in (gate, up) if tail.product.args[-2] in before]
+    if not rows or not before.issuperset(sizes):
+        return None
+    half = gate.product.meta["val"].shape[-1]
+    with graph.inserting_before(first):
+        terms = [added(graph, aten.cat.default, (biases,))] if biases else []
+        b = _joined(graph, weights)
+        z = product = added(graph, gate.product.target, (*terms, rows[0], b))
+        if gate.shape is not None:
+            z = added(graph, aten.reshape.default, (z, [*gate.shape[:-1], 2 * half]))
+        dim = z.meta["val"].dim() - 1
+        halves = [
+            added(graph, aten.slice.Tensor, (z, dim, start, start + half)) for start in (0, half)
+        ]
+    for tail, own in zip((gate, up), halves, strict=True):
+        tail.last.replace_all_uses_with(own)
+    return product
+
+
+def undo(graph: torch.fx.Graph, product: Node, gate: Tail, up: Tail) -> None:
+    """Take back :func:`join`, which returned ``product``."""
+    z = product if gate.shape is None else next(iter(product.users))
+    for tail, own in zip((gate, up), list(z.users), strict=True):
+        own.replace_all_uses_with(tail.last)
+    erase(graph, *z.users, z, product)
+
+
+def erase(graph: torch.fx.Graph, *nodes: Node) -> None:
+    """Remove these nodes, each before what it reads."""
+    for node in dict.fromkeys(nodes):
+        graph.erase_node(node)
+
+
+def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Node:
+    """Add a node, with its value as the compiler's other passes expect it."""
+    node: Node = graph.call_function(target, arguments)
+    values = torch.fx.map_arg(arguments, lambda n: n.meta["val"])
+    node.meta["val"] = target(*values)
+    return node
+
+
+def _source(weight: Node) -> Node:
+    """The input that a weight is, or is the transpose of."""
+    source: Node = weight.args[0] if weight.target in TURNS else weight  # type: ignore[assignment]
+    return source
+
+
+def _joined(graph: torch.fx.Graph, weights: list[Node]) -> Node:
+    """The columns of two weights side by side, in memory as they were."""
+    if any(weight is _source(weight) for weight in weights):
+        return added(graph, aten.cat.default, (weights, 1))
+    rows = added(graph, aten.cat.default, ([_source(weight) for weight in weights],))
+    return added(graph, aten.permute.default, (rows, [1, 0]))
