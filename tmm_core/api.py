@@ -94,8 +94,8 @@ def matmul(
             CacheMissError: See :mod:`tmm_core.errors`.
 
     Differentiable in a, b, bias, residual and alpha, in both modes and any number of times.
-    Backward saves ``a`` if ``b`` needs a gradient, and ``b`` if ``a`` does. For the epilogue it
-    saves at most what eager would. If the output determines the derivative (``relu``, ``sigmoid``,
+    Backward saves ``a`` if ``b`` needs a gradient, and ``b`` if ``a`` does. The epilogue saves at
+    most what eager code would. If the output determines the derivative (``relu``, ``sigmoid``,
     ``tanh``, ``softplus``, ``softcap``), only the output is saved and the epilogue stays fused.
     Otherwise the product before the epilogue is saved, and a separate kernel applies the epilogue.
     """

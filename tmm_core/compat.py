@@ -242,14 +242,14 @@ def tensor_guards() -> Any:
 
 
 def fake_tensor() -> Any:
-    """The class of tensors that an export traces with; ``()`` if absent, of which no tensor is
-    an instance."""
+    """The class of tensors that an export traces with. If torch lacks it, ``()``: no tensor is an
+    instance."""
     return private("torch._subclasses.fake_tensor.FakeTensor", ())
 
 
 def dtensor() -> Any:
-    """The class of sharded tensors; ``()``, of which no tensor is an instance, if this process has
-    not imported it: that takes 1.5 s."""
+    """The class of sharded tensors. If this process has not imported it, ``()``: no tensor is an
+    instance. The import takes 1.5 s."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 

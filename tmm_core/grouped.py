@@ -62,7 +62,7 @@ def grouped_matmul(
         residual: Has the result's shape; added last.
         alpha: A number; a 0-d tensor without a gradient is read, which waits for a GPU.
         epilogue: As for :func:`tmm_core.matmul`. With a gated one ``b`` is 2N wide.
-        out_dtype: The result's; by default that of ``a``, and bf16 for 8-bit floats.
+        out_dtype: The result's dtype; by default ``a``'s, and bf16 for 8-bit floats.
         a_index: int32 or int64 ``[T]``: row t of the product reads ``a[a_index[t]]``, gathered
             while it is loaded. ``a`` has any number of rows; all indices must be in range. This
             and the two below are for ragged rows.

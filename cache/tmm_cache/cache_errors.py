@@ -217,7 +217,7 @@ def _is_interruption(frame: FrameType) -> bool:
         given += rest if type(rest) is tuple else ()
     if type(values) is dict and code.co_flags & _OPTIMIZED:
         # Before Python 3.13 the frame keeps this copy of its variables, the exception among them.
-        # Such a cycle would keep all callers' variables, until the cyclic GC runs.
+        # The cycle would keep all callers' variables until the cyclic GC runs.
         values.clear()
     return any(
         type(number) is int and interrupted is frame.f_back is not None

@@ -53,7 +53,7 @@ GATED_PASSES = 15
 
 @dataclass(frozen=True, kw_only=True)
 class BlasConfig(Config):
-    """One of torch's ways.
+    """One way to compute a product with torch.
 
     Args:
         fused: Bias and relu inside cuBLASLt.
@@ -411,9 +411,9 @@ def _stored_values(problem: Problem) -> int:
 
 
 def _bind_values(problem: Problem) -> Launcher | None:
-    """A product like that of plain operands, of values with their scales. On a GPU a result in
-    fp32, scaled and rounded afterwards, moves 10 bytes an element instead of 2: by estimate a third
-    of the product's time where K is 4096."""
+    """The product of values that contain their scales; None if scales have to multiply an fp32
+    result. On a GPU such a result moves 10 bytes per element instead of 2, by estimate a third of
+    the product's time at K = 4096."""
     value = problem.value
     if problem.device.type != "cuda" or problem.out.dtype != value or value.itemsize > 2:
         return None

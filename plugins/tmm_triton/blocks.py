@@ -52,7 +52,7 @@ def words(source, row, word, rows, cols, stride):
     low = tl.load(ptrs, mask=inside, other=0)
     reaches = inside & (skew > 0) & (left * SIZE > 64 - skew)
     high = tl.load(ptrs + 1, mask=reaches, other=0)
-    # By two shifts: one by 64 bits is not defined.
+    # In two shifts: a shift by 64 bits is undefined.
     value = (low >> skew.to(tl.uint64)) | ((high << 1) << (63 - skew).to(tl.uint64))
     past = tl.maximum(64 - tl.maximum(left, 0) * SIZE, 0)
     ones = tl.full([1, 1], -1, tl.int64).to(tl.uint64)

@@ -141,8 +141,8 @@ class MixedInputConfig(TileConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Constants(MixedInputConfig):
-    """The constants that the kernel is specialised on: a config, and what the code depends on of a
-    problem."""
+    """The constants that the kernel is specialised on: a config, and the properties of a problem
+    that the code depends on."""
 
     #: 2 for a gated product: the gate's rows of the weight, then the up projection's.
     HALVES: int
@@ -357,10 +357,10 @@ _MOST_STAGES = 12
 _LEAST_PART = 512
 #: Maximum rows for which operands are loaded with ``evict_first``: it gains up to 5 %.
 _EVICTED = 64
-#: µs of a launch and of a step; and for each value to decode, each product and each element to
-#: store: of one consumer alone, and of an SM. ``_READ`` is a share of the memory's rate, and
-#: ``_BROUGHT`` the bytes per µs that an SM receives. All were fitted to 239 configs of 17 products
-#: by 4-bit integers in groups of 128 on an H100, to within 9 %
+#: Constants of the estimate, in µs: of a launch, of a step, and per element to store; per value to
+#: decode and per product, each of one consumer alone and of an SM. ``_READ`` is a share of the
+#: memory's rate, and ``_BROUGHT`` the bytes per µs that an SM receives. All are fitted to 239
+#: configs of 17 products by 4-bit integers in groups of 128 on an H100, to within 9 %
 #: (``benchmarks/results/h100/mixed_input_configs.txt``).
 _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
@@ -479,8 +479,8 @@ class MixedInput(Built[MixedInputConfig]):
         return sorted({1, splits})
 
     def estimate_us(self, problem: Problem, config: MixedInputConfig) -> float:
-        """The waves of tiles, each as long as the slowest of one consumer's steps one after the
-        other, all consumers' work, and loading."""
+        """Waves of tiles. A tile takes as long as the slowest of three: the steps of one consumer
+        in sequence, the work of all consumers, and loading."""
         machine, c = Machine.of(problem.device), Constants.of(problem, config)
         units = _units(problem, c)
         steps = -(-problem.k // (c.BLOCK_K * c.splits))

@@ -175,9 +175,9 @@ def build(
     other arguments are None: the problem does not have them.
 
     Args:
-        flat: First letters of the operands that a batch does not have one of for each product.
-        indexed: First letters of the operands whose rows an index names, so that they have any
-            number of rows.
+        flat: First letters of the operands without a batch dimension.
+        indexed: First letters of the operands whose rows an index names: these may have any number
+            of rows.
     """
     for operand in (problem.a, problem.b):
         if operand.grid and operand.block[1] % config.BLOCK_K and "STEP" in fn.arg_names:

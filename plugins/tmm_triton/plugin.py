@@ -1,4 +1,5 @@
-"""The plugin: registers the Triton kernels, or stand-ins that tell why there are none."""
+"""Registers the Triton kernels, and a placeholder with the reason for each that cannot be
+imported."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ KERNELS = {
 
 
 class Missing(Kernel[Config]):
-    """A stand-in for a kernel that cannot be imported; declines every problem with the reason."""
+    """A placeholder for a kernel that cannot be imported. It declines every problem with the
+    reason."""
 
     version = "0"
     supports = Supports.everything()
@@ -57,7 +59,8 @@ def tmm_kernels() -> list[Deferred]:
 
 
 def load(name: str) -> Kernel[Any]:
-    """The kernel of :data:`KERNELS` with that name, or a stand-in that tells why there is none."""
+    """Return the kernel of :data:`KERNELS` with that name, or a placeholder that says why it is
+    missing."""
     module, class_name = KERNELS[name]
     if importlib.util.find_spec("triton") is None:
         return Missing(name, "Triton is not installed")

@@ -3,9 +3,8 @@ that end where a group does.
 
 With ragged rows each block first counts the tile rows of all groups. It leaves their running total
 in a table of its own in the workspace, in which every role finds a tile's group by binary search.
-So the blocks walk over the tiles that there are, and none has more of them than another by more
-than one. With a ragged sum every group has the same tiles, but its own k-steps: an empty group has
-one, of zeros.
+So blocks visit existing tiles only, and their numbers of tiles differ by at most one. With a ragged
+sum every group has the same tiles, but its own k-steps: an empty group has one, of zeros.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
 
 @jit
 def zero_beyond(out, groups, M, N, SCATTERED: gl.constexpr, WARPS: gl.constexpr):
-    """Zero the rows of the result that are in no group: each block every so many."""
+    """Zero the rows of the result that are in no group; the blocks divide them."""
     pointer, stride, index = out
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     ELEMENT: gl.constexpr = pointer.dtype.element_ty

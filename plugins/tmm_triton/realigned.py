@@ -235,7 +235,7 @@ class Realigned(Built[RealignedConfig]):
         return _copied_bytes(problem) + inner.workspace_bytes(realigned(problem), config.config)
 
     def anatomy(self, problem: Problem, config: RealignedConfig) -> Anatomy | None:
-        # Its product's: the copies have no tiles.
+        # The product's: the copies have no tiles.
         inner: Kernel[Any] = inner_kernels()[config.inner]
         return inner.anatomy(realigned(problem), config.config)
 

@@ -1,5 +1,5 @@
-"""Names the reduction orders, which tell which kernels give a row the same bits, and has the
-compiler options by which kernels finish sums alike.
+"""Names reduction orders: kernels with the same one give a row the same bits. The compiler options
+here make them round alike after the sum, too.
 
 On Hopper every tensor-core instruction for 16-bit operands, ``wgmma m64nNk16`` of any width and
 ``mma m16n8k16``, adds the products of 16 consecutive k to its fp32 accumulators with the same
@@ -42,7 +42,7 @@ def options(problem: Problem) -> dict[str, Any]:
     """Compiler options with which kernels that form the same sums give the same results.
 
     The compiler decides for each kernel whether a multiplication and an addition become one FMA,
-    which rounds once instead of twice. For silu with a residual it used FMAs in the Hopper kernel
+    which rounds once instead of twice. In silu with a residual it used FMAs in the Hopper kernel,
     and none in the reducing kernel. So batch-invariant mode turns this off, except for fp32
     operands: their dots consist of FMAs, and their kernels share no sums."""
     exact = problem.batch_invariant and problem.a.dtype.itemsize <= 2

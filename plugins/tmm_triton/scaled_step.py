@@ -1,4 +1,4 @@
-"""A step along K of operands whose scales or zero points differ along K, and of packed ones.
+"""One step along K for operands that are packed, or whose scales or zero points differ along K.
 
 A step lies inside one group of each operand: its sum is multiplied by the scales of that group, in
 fp32, and added to the others. Zero points are subtracted before the product.
@@ -38,8 +38,7 @@ def stored_range(k, ks, BLOCK_K: tl.constexpr, PACK: tl.constexpr):
 
 @triton.jit
 def numbers(grid, z, outer, inside, k, OUTER: tl.constexpr, GROUP: tl.constexpr):
-    """The scales or zero points at ``k`` of some rows (columns), in fp32; uint8 scales are
-    exponents.
+    """The scales or zero points at ``k`` of some rows (columns), as they are stored.
 
     Args:
         grid: The pointer, and the strides along the batch, the rows (columns) and K.
@@ -55,10 +54,10 @@ def advance(
     A_OUTER: tl.constexpr, A_GROUP: tl.constexpr, B_OUTER: tl.constexpr, B_GROUP: tl.constexpr,
     ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and the product of one step, with the scales of its groups.
+    """Add the product of one step, times the scales of its groups, to ``acc``.
 
     Args:
-        rows, cols: Of the tile, of which those below M and N exist.
+        rows, cols: Rows and columns of the tile; they exist below M and N.
         row_at: The rows of ``a``, which an index may name.
         a_grid, b_grid, zeros: As :func:`numbers` takes them.
     """
@@ -89,7 +88,7 @@ def arguments(problem: Problem, flat: str) -> tuple[dict[str, Any], dict[str, An
     """The run-time arguments and the constants of steps.
 
     Args:
-        flat: First letters of the operands that a batch does not have one of for each product.
+        flat: First letters of the operands without a batch dimension.
     """
     typed: dict[str, Any] = {}
     constants: dict[str, Any] = {"PACK": problem.b.pack}

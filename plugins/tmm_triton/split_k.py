@@ -42,7 +42,7 @@ def load_ahead(
 
     Args:
         along: Pointers to the tile's rows (columns) at k = 0, of shape [·, 1] ([1, ·]).
-        across: Their indices, of which those below ``size`` exist.
+        across: Their indices; they exist below ``size``.
         ONCE: No other program uses the tile.
         ALONG_ROWS: K runs along the tile's rows, as in a.
     """
@@ -240,7 +240,8 @@ class SplitK(TritonKernel[SplitKConfig]):
                     continue
                 configs.append(config)
         if problem.batch_invariant:
-            # Each number of parts is another arithmetic: each M should have all of them.
+            # Each number of parts is another reduction order, and each M needs candidates of all
+            # orders.
             whole = [config for config in configs if config.SPLIT_K == 1]
             cut = [config for config in configs if config.SPLIT_K > 1]
             ranked = self.ranked(problem, whole, 8) + self.ranked(problem, cut, 12)

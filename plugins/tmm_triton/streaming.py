@@ -112,7 +112,7 @@ def _multiply(
 
 @jit
 def _load(ptrs, inside, WHOLE: gl.constexpr, POLICY: gl.constexpr):
-    """Without zeros if nothing outside reaches a sum: registers need not be cleared."""
+    """Load what is inside. Other registers are cleared, unless no sum depends on them (WHOLE)."""
     if WHOLE:
         return gl.load(ptrs, mask=inside, eviction_policy=POLICY)
     else:  # noqa: RET505
@@ -355,7 +355,7 @@ _SHAPES = (
     (128, 256, 8),
     (128, 256, 4),
 )
-#: How many times as long as reading ``b`` a launch takes, and what each row adds. On an H100
+#: Time of a launch relative to reading ``b``: without rows, and what each row adds. On an H100
 #: 28672×4096 in 4-bit integers took 1.19 at one row and 1.39 at 16
 #: (``benchmarks/results/h100/quantised_int4.json``).
 _READ, _MULTIPLIED = 1.15, 0.016
@@ -435,7 +435,7 @@ class Streaming(TritonKernel[StreamingConfig]):
             "EARLY": overlaps and config.early == "b",
         }
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, 1)
-        # By default ptxas saves registers for one more resident block by spilling.
+        # Without this limit ptxas spills, to save registers for one more resident block.
         registers = min(255, (config.registers(problem) + 64) // 8 * 8)
         options: dict[str, Any] = {"launch_pdl": overlaps, "maxnreg": registers}
         return [

@@ -55,7 +55,7 @@ POINTERS = Supports(
     epilogues=True,
 )
 
-#: What kernels serve whose step unpacks codes, and applies scales of groups and zero points.
+#: Problems of kernels whose step unpacks codes and applies zero points and scales of groups.
 STEPPED = replace(POINTERS, scales=("tensor", "row", "group", "block"), zeros=True, packed=True)
 
 
@@ -110,10 +110,10 @@ class TritonKernel(Built[C]):
     #: Fraction of the tensor cores' peak that the main loop reaches if nothing else limits it; for
     #: estimates.
     reach: ClassVar[float] = 0.5
-    #: Factor on the estimate on Hopper and later, by which it compares with the estimate of
-    #: ``triton.warp_specialized``. Medians over 869 shipped records lie between 1.02 and 1.23 for
-    #: tiled kernels. With it, tuning proposes 16 candidates instead of 19 for a problem (median),
-    #: and 222 of 290 winners instead of 214.
+    #: Factor on the estimate on Hopper and later, which makes it comparable with
+    #: ``triton.warp_specialized``'s. Medians over 869 shipped records lie between 1.02 and 1.23 for
+    #: tiled kernels. With it, tuning proposes 16 candidates for a problem instead of 19 (median),
+    #: and 222 of 290 winners are among them instead of 214.
     behind: ClassVar[float] = 1.0
 
     def declines(self, problem: Problem) -> Iterable[str]:
@@ -158,9 +158,9 @@ class TritonKernel(Built[C]):
     def every(
         self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
     ) -> list[C]:
-        """Configs of the tiles that are :func:`proposed` from ``shapes``, with each combination of
-        ``values`` for the other fields. The first field changes slowest. A tile is finished in
-        parts only if it fills the registers."""
+        """Return configs of the tiles that are :func:`proposed` from ``shapes``, with each
+        combination of ``values`` for the other fields. The first field changes slowest. A tile is
+        finished in parts only if it fills the registers."""
         config_type: Any = self.config_type
         names = [field.name for field in dataclasses.fields(TileConfig)]
         most = step_limit(problem)

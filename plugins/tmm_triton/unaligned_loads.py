@@ -20,9 +20,9 @@ from triton.experimental.gluon import language as gl
 
 @jit
 def box_rows(operand, at, size, K, BOX: gl.constexpr, ALONG_K: gl.constexpr, C: gl.constexpr):
-    """For a box from row (column) ``at`` of ``size``: the address of each word; the skew in bits of
-    the data within it; the bytes per k-step; the k at which each row ends; and how many bits a word
-    reaches past the end of its row.
+    """Return five properties of a box from row (column) ``at`` of ``size``: the address of each
+    word; the skew of the data within it, in bits; the bytes per k-step; the k at which each row
+    ends; and how many bits a word reaches past the end of its row.
 
     Args:
         operand: A pointer to 16-bit elements, and the row stride in elements.
@@ -72,7 +72,7 @@ def box_of(words, rows, ALONG_K: gl.constexpr):
     low, high, past = words
     value = _funnel(low, high, rows[1])
     if ALONG_K:
-        # By two shifts: one by 64 bits is not defined.
+        # In two shifts: a shift by 64 bits is undefined.
         half = (gl.minimum(gl.maximum(past, 0), 64) // 2).to(gl.uint64)
         value = (((value << half) << half) >> half) >> half
     return value

@@ -1,7 +1,7 @@
 """Decodes 32-bit words of packed weights to 16-bit floats by PTX instructions in registers.
 
 A word holds 8 values of 4 bits or 4 of 8 bits, lowest bits first. Each program decodes two words at
-a time into pairs, because a register of a tensor core operand holds two 16-bit values: the i-th
+a time into pairs, because a register of a tensor core operand holds two 16-bit values. The i-th
 pair holds the i-th value of the first word and of the second. No value moves between threads and no
 table is read.
 
@@ -39,9 +39,10 @@ def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
 
 
 def offset(form: str, value: torch.dtype, zero: torch.dtype) -> int:
-    """What is subtracted with a zero point of dtype ``zero`` after :func:`pair_program`'s decoding:
-    a whole zero point at once with what an int4 number has in the mantissa of a float, a fraction
-    after it, because it has no bits there."""
+    """The number that is subtracted together with a zero point of dtype ``zero`` after
+    :func:`pair_program`'s decoding. An integer zero point is subtracted together with the offset
+    that an int4 number has in the mantissa of a float. A fractional one is subtracted afterwards,
+    because the mantissa has no bits for it."""
     if form not in ("int4", "int4_signed"):
         return 0
     origin = 8 if form == "int4_signed" else 0
@@ -228,7 +229,7 @@ def _int8(brain: bool) -> list[str]:
 
 
 def _fp8(kind: str, brain: bool) -> list[str]:
-    """By way of float16, which holds every 8-bit float."""
+    """Through float16, which holds every 8-bit float."""
     lines = [".reg .b32 t;", ".reg .b16 pair, rest, p, q;", ".reg .f32 x, y;"]
     for i in range(4):
         lines += [

@@ -203,8 +203,8 @@ class Dispatcher(Deferring):
             return self._choose(problem, settings)
         plain = replace(problem, batch_invariant=False)
         if problem.groups is not None:
-            # One config serves any number of rows: the one chosen for ROWS_EACH rows per group. For
-            # a ragged K there is no such config, since its sums belong to a single call.
+            # One config serves any number of rows: the one chosen for ROWS_EACH rows per group. A
+            # ragged K has no such config, since its sums belong to a single call.
             if problem.along == "k":
                 return self._choose(plain, settings)
             usual = bucketed(problem.at(ROWS_EACH * problem.groups.count))

@@ -14,10 +14,10 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import fastest_first
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
-#: times this factor: estimates are rooflines, and a default config is not the best one. Over 431
-#: shipped records, untuned choices took this share of BLAS's time on an H200 and an H100: 0.90 and
-#: 0.93 with a factor of 0.85; 0.89 and 0.93 with 0.9; 0.88 and 0.94 with 0.95, where 24 % of the
-#: choices on the H100 lose.
+#: times this factor: estimates are rooflines, and a default config is not the best one. Untuned
+#: choices for 431 shipped records took these shares of BLAS's time on an H200 and an H100. With a
+#: factor of 0.85: 0.90 and 0.93. With 0.9: 0.89 and 0.93. With 0.95: 0.88 and 0.94, where 24 % of
+#: the choices on the H100 lose.
 ADVANTAGE = 0.9
 
 #: A near problem's winner is taken if its estimate is at most this many times the least estimate:

@@ -69,7 +69,7 @@ class Measuring(Lookup):
 
     def prepare(self, problem: Problem, settings: Settings, force: bool = False) -> None:
         """Start compiling the first candidates for ``problem`` without waiting, unless it is on
-        record. Of several problems to tune, the next one's kernels compile while one is timed."""
+        record. While one problem is timed, the kernels of the next one compile."""
         problem = problem.bare()
         if problem.device.interpreted or (not force and self.record_of(problem)):
             return

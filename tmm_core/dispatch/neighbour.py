@@ -62,9 +62,9 @@ class Neighbours:
         return families
 
     def nearest(self, problem: Problem) -> Iterator[Near]:
-        """Yield records of the same family within :data:`FARTHEST`: first those of this
+        """Yield records of the same family within :data:`FARTHEST`: first records of this
         environment, then of this GPU under other versions, then of this architecture by nearest SM
-        count; each by distance. Records are read lazily."""
+        count. Each kind is ordered by distance. Records are read lazily."""
         asked = problem.to_json()
         ranked = []
         for summary in self.families().get(_family(asked), ()):

@@ -3,8 +3,8 @@
 The result is wide by default, as in ``torch.nn.functional.scaled_mm``: an 8-bit result would need
 its own scale.
 
-Weights have scales by row, by group or by block of 128×128, beside such activations with one for
-each 128 values (DeepSeek-V3), or beside plain ones.
+Weights have scales by row, by group or by block of 128×128. Activations are plain, or have a scale
+for each 128 values (DeepSeek-V3).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FORMAT = Format(
     decode=decode,
     # Hopper's tensor cores accumulate 8-bit products with some 14 bits (DeepSeek-V3,
     # arXiv:2412.19437, 3.3.2). With promotion to fp32 every 128 terms, 256×256 results had errors
-    # of 4e-4 to 7e-4 on an H200 for K from 128 to 65536, with cuBLAS and our kernels alike; scales
-    # that differ between rows make that a few times larger. Without promotion the errors were 2e-3
-    # at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
+    # of 4e-4 to 7e-4 on an H200 for K from 128 to 65536, with cuBLAS and tmm's kernels alike.
+    # Scales that differ between rows make them a few times larger. Without promotion the errors
+    # were 2e-3 at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
     tolerance=4e-3,
 )

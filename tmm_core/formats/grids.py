@@ -128,7 +128,7 @@ def combined(
 
     Args:
         values: ``[…, rows, columns]``; of one dimension, with K along it.
-        part: The grid, with as many dimensions; or, of a tensor or row, what broadcasts.
+        part: The grid, with as many dimensions; scales of a tensor or row need only broadcast.
         along: The dimension of K, -1 or -2; the other one is ``outer``.
     """
     if kind_of(block) in ("tensor", "row"):

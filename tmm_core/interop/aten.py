@@ -31,8 +31,9 @@ from tmm_core.spec.problem import Problem
 #: The default on a miss: no call waits, since a model has hundreds of products.
 ON_CACHE_MISS: settings.OnCacheMiss = "background"
 
-#: After so many calls of an operator that torch's kernel answered while the host was the limit,
-#: their cost is compared with the GPU time that other kernels saved while the GPU was the limit.
+#: The number of calls of an operator, answered by torch's kernel while the host was the limit,
+#: after which two times are compared: the host time that they cost, and the GPU time that other
+#: kernels saved while the GPU was the limit.
 ENOUGH = 256
 
 #: The names by which ``ops`` selects operators: without the overload.
@@ -194,8 +195,8 @@ def enable(
             (:func:`inductor_options`).
 
     Returns:
-        A context manager. The call is in force at once, also without ``with``. Of several calls the
-        innermost is in force.
+        A context manager. The call is in force at once, also without ``with``. If it is called
+        several times, the innermost call is in force.
 
     Raises:
         UnknownNameError: ``ops`` names an operator that cannot be answered.

@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 RETRY = 0.02
 
 
-#: Errors that are raised to the caller: those of settings.
+#: Errors that are raised to the caller: invalid settings.
 USER_ERRORS = (CacheMissError, ConfigError, SettingsError, UnknownNameError)
 
 
@@ -116,7 +116,7 @@ class Operator:
     Attributes:
         tallies: Tallies by the kernel's name.
         passed: Calls that torch's kernel answered.
-        slowed: Those of them that the host was the limit of, and that waited for no choice.
+        slowed: Calls among them whose limit was the host, and that waited for no choice.
         saved_us: GPU time that kernels saved while the GPU was the limit.
         declined: Why the forced kernel did not serve the last call that torch answered for that
             reason.

@@ -18,7 +18,7 @@ INTERVAL, MORE, MOST = 16, 16, 256
 
 
 class Pace:
-    """What limits the calls of all operators of one :func:`enable`.
+    """The limit, host or GPU, of the calls of all operators of one :func:`enable`.
 
     Each call adds one to :attr:`calls`, and calls :meth:`look` once they reach :attr:`next`.
 

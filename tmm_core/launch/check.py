@@ -217,8 +217,8 @@ def check_parts(
             grids.
 
     Raises:
-        RuntimeError: A part has a dtype that its operand's format does not allow; the operand has
-            no format, or its format no zero points; or an operand with a named format has no scale.
+        RuntimeError: A part has a dtype that its operand's format does not allow. The operand has
+            no format, or its format no zero points. Or an operand with a named format has no scale.
         ValueError: A part has another shape, or blocks that the format does not allow.
     """
     for operand, form in ((call.a, pair.a), (call.b, pair.b)):

@@ -1,7 +1,7 @@
 """Folds N-D operands into one 2-D product or one batch of products.
 
-``[B, M, K] @ [K, N]`` is a single product of B·M rows; any other batch becomes 3-D operands whose
-broadcast dimensions have stride zero, so that nothing is copied that torch.matmul would not copy.
+``[B, M, K] @ [K, N]`` is a single product of B·M rows. Any other batch becomes 3-D operands. Their
+broadcast dimensions have stride zero, so nothing is copied that torch.matmul would not copy.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def check_grouped_parts(
 ) -> None:
     """Check the shapes of scales and zero points, which are as torch's for one number per row of a
     and column of b. Each group has its own numbers, unless a row (column) belongs to one group
-    only. For a ragged K torch takes them flat.
+    only. Torch takes them flat if K is ragged.
 
     Args:
         along: None: a batch.

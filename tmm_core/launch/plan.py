@@ -95,7 +95,7 @@ class Plan(_Callable):
     choice: Choice
     launcher: Launcher
     alpha: float
-    #: By tensor name, the properties on which the plan depends.
+    #: The properties on which the plan depends, by tensor name.
     signatures: Mapping[str, tuple[Any, ...]]
     #: The launcher with all extras as positional arguments. It passes on the plan's extras.
     with_extras: Callable[..., Tensor]

@@ -1,7 +1,8 @@
 """Subclasses of a model's own classes, to which ``convert`` changes modules in place.
 
-A module keeps its identity, its attributes and hooks, and stays an instance of its own class. It
-copies and pickles by what its class was made of, since the class itself cannot be imported.
+A module keeps its identity, its attributes and hooks, and stays an instance of its own class.
+Copies and pickles of it refer to what its class was made of, since the class itself cannot be
+imported.
 """
 
 from __future__ import annotations

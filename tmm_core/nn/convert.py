@@ -62,9 +62,9 @@ def convert(
       that holds gate and up is fused in the same way.
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
-    * Layers whose weights are quantised already multiply by the stored numbers: ``nn.Linear`` with
-      weights of torchao (int8 or 8-bit floats, weight only), Transformers' ``FP8Linear`` and
-      ``FP8Experts``, and layers of GPTQ and AWQ packages (4 bits).
+    * Layers whose weights are quantised already multiply by the stored numbers. These are
+      ``nn.Linear`` with weights of torchao (int8 or 8-bit floats, weight only), Transformers'
+      ``FP8Linear`` and ``FP8Experts``, and layers of GPTQ and AWQ packages (4 bits).
     * If an attention's forward projects one input by several layers (query, key and value of
       Llama, Qwen3, BERT, ViT and others of Transformers), they are one product without gradients.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
@@ -95,10 +95,10 @@ def convert(
             it, to nearest; 4-bit numbers in groups of 128, 64 or 32 values, as K allows. Such
             weights have no gradient. A weight that is used elsewhere too, as a tied embedding,
             stays as it is. ``undo()`` gives the original dtype with the rounded values.
-        activations: ``"fp8"``: in layers and experts of Transformers for 8-bit floats, round
-            activations to them too, with a scale for each 128 values (or each row, as the weights
-            have them), as Transformers' own forward does. Products of many rows gain; those of
-            few lose.
+        activations: ``"fp8"``: in Transformers' layers and experts for 8-bit floats, round
+            activations to 8 bits too, as their own forward does. There is a scale for each 128
+            values, or for each row, as the weights have them. Products of many rows gain, and
+            products of few rows lose.
 
     Returns:
         A :class:`Report`, with ``undo()``.

@@ -37,8 +37,8 @@ class Experts(nn.Module):
     >>> layer(x, chosen, torch.full((5, 2), 0.5)).shape
     torch.Size([5, 8])
 
-    Parameters have Transformers' layout: ``gate_up_proj`` ``[E, 2I, H]``, gate rows before up
-    rows, ``down_proj`` ``[E, H, I]``, and with ``bias`` ``gate_up_proj_bias`` ``[E, 2I]`` and
+    Parameters have Transformers' layout: ``gate_up_proj`` ``[E, 2I, H]``, gate rows before up rows,
+    and ``down_proj`` ``[E, H, I]``. With ``bias`` there are ``gate_up_proj_bias`` ``[E, 2I]`` and
     ``down_proj_bias`` ``[E, H]``.
 
     Args:
@@ -128,8 +128,8 @@ class Experts(nn.Module):
 
 
 def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The places of a router's choices ``[T, k]`` in the order of their experts, and where each
-    expert's rows end; computed on the device without synchronising."""
+    """Return the indices ``[T·k]`` that sort a router's choices ``[T, k]`` by expert, and the end
+    of each expert's rows ``[E]``, in int32. Computed on the device, without synchronising."""
     # A negative index would count as the first expert. It is treated as one of another rank.
     ids = nn.functional.threshold(index.reshape(-1), -1, experts)
     ids, places = torch.sort(ids, stable=True)
@@ -138,8 +138,8 @@ def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
-    """Refuse a choice that is not one of each token's: what is too long would be ignored. Refuse
-    dtypes whose values would be cut on their way to the weights' dtype and back."""
+    """Refuse shapes that do not fit the tokens: surplus rows would be ignored. Refuse dtypes whose
+    values the weights' dtype would cut."""
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(
             f"top_k_index must have dtype torch.int32 or torch.int64, got {index.dtype}"
@@ -185,7 +185,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     else:
         rows = {"out_index": places, "out_weights": weights}
         down = _product(self, "down_proj", between, offs, **rows)
-    # The rows of each token lie beside each other again.
+    # Rows are in the order of tokens again.
     return down.view(*top_k_index.shape, down.shape[-1]).sum(1).to(hidden_states.dtype)
 
 

@@ -62,7 +62,7 @@ def computes_product(layer: Any) -> bool:
     kind = type(layer)
     if getattr(kind, "computes_product", None) is not kind or layer._text:
         return False
-    # Plain attributes under FullyShardedDataParallel and torch.nn.utils.prune.
+    # FullyShardedDataParallel and torch.nn.utils.prune make them plain attributes.
     of = layer._parameters
     weight = of.get("weight")
     if weight is None or "bias" not in of:

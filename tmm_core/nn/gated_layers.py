@@ -76,13 +76,16 @@ class GatedMLP(Together):
         UnknownNameError: No such activation or epilogue.
         ValueError: The epilogue is not gated.
 
-    Limits: the layer computes two products instead of one, with the same result, if the pair is
-    not :attr:`merged` (a parameter moved or replaced on its own, FSDP, plain ``pickle``), under
-    an autocast that casts the weights, and with a hook, a parametrization or an adapter on
-    ``gate_proj`` or ``up_proj``; in training also under any autocast, in a compiled graph and
-    under ``torch.func``. If ``ColwiseParallel`` sharded gate and up, they are one product of
-    each rank's shards, except under autocast and in compiled graphs. ``torch.save`` of one of
-    the two parameters writes the storage of both; of its ``state_dict`` entry, only its own.
+    In these cases the layer computes two products instead of one, with the same result:
+
+    * The pair is not :attr:`merged`: a parameter was moved or replaced on its own, or by FSDP.
+    * ``gate_proj`` or ``up_proj`` has a hook, a parametrization or an adapter.
+    * An autocast casts the weights. In training, under any autocast.
+    * In training, in a compiled graph or under ``torch.func``.
+
+    If ``ColwiseParallel`` sharded gate and up, they are one product of each rank's shards, except
+    under autocast and in compiled graphs. ``torch.save`` of one of the two parameters writes the
+    storage of both; of its ``state_dict`` entry, only its own.
     """
 
     #: Addresses of the shards when they were last joined.

@@ -16,9 +16,10 @@ Tensor = torch.Tensor
 class Mxfp4Experts(nn.Module):
     """Experts in MXFP4, in place of a layer of Transformers with the same names and sizes.
 
-    Parameters have the names and shapes of gpt-oss's checkpoints: ``gate_up_proj_blocks``
-    ``[E, 2I, H/32, 16]`` and ``down_proj_blocks`` ``[E, H, I/32, 16]`` of two numbers in a byte,
-    ``gate_up_proj_scales`` and ``down_proj_scales`` without the last dimension, and both biases.
+    Parameters have the names and shapes of gpt-oss's checkpoints. ``gate_up_proj_blocks`` ``[E, 2I,
+    H/32, 16]`` and ``down_proj_blocks`` ``[E, H, I/32, 16]`` hold two numbers in a byte.
+    ``gate_up_proj_scales`` and ``down_proj_scales`` lack the last dimension. Both biases are ``[E,
+    N]``.
 
     Args:
         layer: A ``GptOssExperts``, whose gate and biases' dtype are used; of any device.

@@ -20,8 +20,8 @@ from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
-#: The layout of each class whose buffers lie as in a checkpoint, by package and name. Others
-#: rearrange them for their kernels.
+#: The layout of each class that keeps its buffers as in a checkpoint, by package and name. Other
+#: classes rearrange them for their kernels.
 LAYOUTS: dict[tuple[str, str], str] = {
     **{
         ("gptqmodel", f"{name}{kind}"): layout
@@ -94,9 +94,9 @@ def _read(layer: Any) -> tuple[Quantized, Tensor | None]:
 
 
 def _version(layer: Any) -> int:
-    """Which zero points the forward of a GPTQ layer reads: 1 are z − 1."""
-    told = getattr(layer, "qzero_format", None)
-    return int(told()) if callable(told) else 1
+    """The version of a GPTQ layer's zero points: version 1 stores z − 1."""
+    version = getattr(layer, "qzero_format", None)
+    return int(version()) if callable(version) else 1
 
 
 class _Product(nn.Module):

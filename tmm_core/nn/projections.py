@@ -2,8 +2,8 @@
 
 The attention's own forward runs and calls its projections as before. While it does, the first
 projection computes the product for all, and each of the others gives its own columns of the result,
-if it is called with the very same tensor. So hooks, slices and calls from elsewhere mean what they
-meant.
+if it is called with the very same tensor. So hooks, slices and calls from elsewhere keep their
+meaning.
 
 The forward's source shows which layers project the same tensor, and that their results are only
 split into heads: columns of a wider result cannot be viewed in every way.
@@ -35,8 +35,8 @@ Tensor = torch.Tensor
 class JointProjections(Together):
     """Base of the classes of attention that compute projections in one product.
 
-    Without gradients; otherwise, and wherever the layers or their weights are not what they were,
-    each projection is computed by itself.
+    With gradients, and wherever a layer or its weight has changed, each projection is computed by
+    itself.
     """
 
     #: Names of the projections.
@@ -128,8 +128,9 @@ class Once:
 
 
 def _version(x: Tensor) -> int:
-    """Changes when ``x`` is written, where torch keeps count: not in inference mode, in which the
-    forward's source has to do, nor in compiled graphs, which have no writes."""
+    """A number that changes when ``x`` is written. It is 0 in inference mode, where torch does not
+    count writes and the forward's source has to suffice, and in compiled graphs, which have no
+    writes."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
@@ -137,8 +138,8 @@ def _version(x: Tensor) -> int:
 
 
 def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The children whose products of one input the forward of a class only splits into heads;
-    empty: there are no two."""
+    """Names of the children that project one input and whose results the forward only splits into
+    heads; empty if there are fewer than two."""
     return _projected(own(kind).forward)
 
 
@@ -165,7 +166,8 @@ def _projected(forward: Any) -> tuple[str, ...]:
 
 
 def _head_shapes(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Names of shapes ``(*x.shape[:-1], -1, self.head_dim)``, and of the tensor ``x`` each."""
+    """Yield the name of each shape ``(*x.shape[:-1], -1, self.head_dim)`` and of its tensor
+    ``x``."""
     written = [n.id for n in _names(function) if isinstance(n.ctx, ast.Store)]
     leading: dict[str, str] = {}
     for step in function.body:

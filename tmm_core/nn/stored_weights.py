@@ -79,8 +79,8 @@ def parameter(t: Tensor) -> nn.Parameter:
 
 
 def rounded_rows(x: Tensor, weight: Quantized) -> Tensor:
-    """Activations in 8-bit floats beside such a weight: with a scale for each 128 values, as the
-    models with blocks of 128×128 are made for, or else for each row."""
+    """Round activations to 8-bit floats for a product with ``weight``: one scale per 128 values if
+    the weight has blocks of 128 along K, else one per row."""
     return quantize_rows(x, group=128 if weight.block[1] == 128 else 0)
 
 

@@ -60,8 +60,8 @@ class Role(NamedTuple):
         name: The name in :class:`Arguments`.
         type: The type in the operator's schema.
         key: Source of the argument's part of a warm call's key.
-        dims: The dimensions of a tensor, without those of a batch or of groups: ``m``, ``n``,
-            ``k``, ``1``, and ``N`` for the columns of b (twice ``n`` if gated).
+        dims: The dimensions of a tensor, without a batch or groups: ``m``, ``n``, ``k``, ``1``, and
+            ``N`` for the columns of b (twice ``n`` if gated).
         cast: Whether autocast casts it.
         extra: Whether launches take it by keyword, if a call has it.
         of: The operand to which a scale or zero point belongs.

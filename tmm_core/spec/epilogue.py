@@ -71,8 +71,8 @@ class Epilogue:
             differentiable. In a chain each is of the whole chain's result.
 
     Raises:
-        ValueError: The name is no identifier; a parameter is no finite number, or not above 0 where
-            it has to be; two outputs have one name; or an interleaved epilogue is not gated, or has
+        ValueError: The name is no identifier. A parameter is no finite number, or not above 0 where
+            it has to be. Two outputs have one name. Or an interleaved epilogue is not gated, or has
             a derivative.
         TypeError: A device function is not a function.
     """
@@ -161,8 +161,8 @@ class Epilogue:
 
     @property
     def _functions(self) -> list[Any]:
-        """The functions on which results depend. For a built-in epilogue the name stands for
-        them."""
+        """The functions on which results depend; none for a built-in epilogue, whose name stands
+        for them."""
         names = () if self.builtin else _FUNCTIONS
         ports = [each for port in self.outputs for each in (port.of, port.device)]
         return [getattr(self, name) for name in names] + ports

@@ -24,10 +24,10 @@ class Groups:
     - ``"n"``: ``a[count, M, K] @ b[K, N] → out[M, N]``, columns likewise;
     - ``"k"``: ``a[M, K] @ b[K, N] → out[count, M, N]``, one product of each range of K.
 
-    Only if rows are ragged, launches may take further tensors with one number per row:
-    ``a_index``, the row of ``a`` to multiply; ``out_index``, the row of the result to write, all
-    distinct; ``out_weights``, a factor applied after the epilogue and before the residual, in the
-    order of the result's rows. The fields hold their dtypes.
+    If rows are ragged, launches may take further tensors with one number per row; the fields hold
+    their dtypes. ``a_index`` is the row of ``a`` to multiply. ``out_index`` is the row of the
+    result to write, all distinct. ``out_weights`` is a factor that is applied after the epilogue
+    and before the residual, in the order of the result's rows.
 
     Scales of 8-bit operands are ``a_scale`` per row and ``b_scale`` per column of each group
     (:meth:`Problem.shape`).

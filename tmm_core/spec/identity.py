@@ -1,8 +1,8 @@
 """Identifies the functions of users' epilogues.
 
 Within a process, two functions count as one if they have the same code and read the same constants
-and objects. A function is identified in other processes only if it has no closure and its code is
-in a module with files: its text on disk then holds a digest of these files.
+and objects. Other processes identify a function only if it has no closure and its code is in a
+module with files. Its text on disk then holds a digest of these files.
 """
 
 from __future__ import annotations

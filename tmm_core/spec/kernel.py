@@ -124,8 +124,9 @@ class Kernel(abc.ABC, Generic[C]):
         return code_version(type(self), self.config_type)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why this kernel cannot serve ``problem``; empty if it can. The reasons are what
-        ``supports`` does not declare, else those of ``declines``. Do not override this method."""
+        """Why this kernel cannot serve ``problem``; empty if it can. The reasons are the fields
+        that ``supports`` does not declare, else what ``declines`` yields. Do not override this
+        method."""
         return self.supports.reasons_against(problem) or list(self.declines(problem))
 
     def declines(self, problem: Problem) -> Iterable[str]:

@@ -21,9 +21,9 @@ class Launcher(Protocol):
     stream of the current device and does not synchronise.
 
     Other tensors of a problem follow by keyword, if it has them: scales and zero points such as
-    ``a_scale``, and ``outputs``, a tuple of contiguous tensors to write, one for each auxiliary
-    output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
-    that does not declare such problems need not take them.
+    ``a_scale``, and ``outputs``. That is a tuple of contiguous tensors to write, one for each
+    auxiliary output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A
+    kernel that does not declare such problems need not take them.
     """
 
     def __call__(

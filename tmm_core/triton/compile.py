@@ -92,8 +92,8 @@ _hashing = threading.Lock()
 
 
 def hash_after_callees(fn: Any, constants: Mapping[str, Any]) -> None:
-    """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, each after those
-    of its callees; to be called before anything hashes a function of Triton's, as a dict does.
+    """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, callees first.
+    Call it before anything hashes a function of Triton's, as a dict does.
 
     Triton reads the constants that a callee uses before it computes its hash, which
     finds these. So the hash of silu would depend on whether sigmoid was hashed before, and

@@ -35,7 +35,7 @@ def dequantize_kernel(
     OUTER: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """``ROWS`` pieces of ``CHUNK`` values along K, of rows of matrix z."""
+    """Write ``ROWS`` pieces of ``CHUNK`` values along K, of rows of matrix z."""
     z = tl.program_id(1).to(tl.int64)
     pieces = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, piece = pieces // CHUNKS, pieces % CHUNKS
@@ -176,8 +176,9 @@ def dequantizer(
     problem: Problem, of: str, dtype: torch.dtype, folds: bool = False
 ) -> Dequantize | None:
     """The pass for operand ``"a"`` or ``"b"`` of a problem, with its grids of scales and zero
-    points; None where torch's operators have to convert it: not on a GPU, not contiguous along K,
-    a format or device that the kernel cannot serve, or a compiler that failed, with one warning.
+    points. None where torch's operators have to convert it: not on a GPU, not contiguous along K,
+    or a format or device that the kernel cannot serve. Also None, with one warning, if a compiler
+    failed.
 
     Args:
         folds: Apply scales of rows and of all values too, which are given as grids.

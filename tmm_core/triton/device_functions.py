@@ -1,8 +1,8 @@
 """Compiles the device functions of epilogues and formats: jits plain ones, bakes parameters in, and
-combines those of a chain into one.
+combines a chain into one.
 
-Those of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a
-separate kernel.
+Device functions of epilogues work on fp32 blocks. Parameters are ``tl.constexpr``, so every value
+gives a separate kernel.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def device_function(epilogue: Epilogue) -> Any:
 def device_derivative(epilogue: Epilogue) -> Any:
     """The ``@triton.jit`` derivative of ``epilogue``: with the signature of
     :func:`device_function`, it returns the factor of the gradient, a block, or the pair
-    ``(d/d gate, d/d up)``. Where the choice is arbitrary (relu at zero, a NaN), those of built-in
-    epilogues follow torch's backward.
+    ``(d/d gate, d/d up)``. Where the choice is arbitrary (relu at zero, a NaN), built-in epilogues
+    follow torch's backward.
 
     Raises:
         ValueError: A stage lacks a device function or its derivative.

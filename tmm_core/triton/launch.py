@@ -237,9 +237,9 @@ def _direct(compiled: CompiledKernel, low: CCall | None, device: int) -> tuple[s
     prefix of its names, and the values of these names.
 
     Args:
-        low: The call of the C function of the installed Triton; without it the launcher object is
-            called (0.6 µs more), or the handle itself, which is public, if a later release calls
-            its launcher object otherwise.
+        low: The call of the C function of the installed Triton. Without it the launcher object is
+            called, which takes 0.6 µs more. If a later release calls that object otherwise, the
+            handle itself is called, which is public.
     """
     values = {
         "current_device": compat.current_device,

@@ -31,9 +31,9 @@ class Described:
     describe: Callable[[torch.Tensor], Any]
 
 
-#: The value of a run-time argument: a number fixed by the problem; ``"alpha"``; the address of a
-#: tensor, by its name; a tensor's stride, as ``("a", 0)``; its descriptor; or the result of a
-#: function called for every launch.
+#: The value of a run-time argument. One of: a number fixed by the problem; ``"alpha"``; a tensor's
+#: name, for its address; ``("a", 0)``, for a tensor's stride; a tensor's descriptor; or a function
+#: that is called for every launch.
 Argument = int | str | tuple[str, int] | Described | Callable[[], Any]
 
 

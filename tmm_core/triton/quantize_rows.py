@@ -106,8 +106,8 @@ class QuantizeRows:
         self._address: Any = Tensor.data_ptr if launch.compiled is not None else lambda t: t
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The stored numbers ``[M, K]``, and the scales ``[M, 1]`` or ``[M, ⌈K/group⌉]``, of which
-        those of a column are adjacent.
+        """The stored numbers ``[M, K]``, row-major, and the scales ``[M, 1]`` or ``[M,
+        ⌈K/group⌉]``, column-major.
 
         Args:
             x: ``[M, K]`` with adjacent elements along K.

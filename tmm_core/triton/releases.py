@@ -1,4 +1,4 @@
-"""What differs between Triton's releases, in one place.
+"""The differences between Triton's releases, in one place.
 
 Each difference is chosen by what the installed Triton has, never by its version number. So a later
 release is tried like those that are known, its kernels are verified like all others, and only what
@@ -22,7 +22,7 @@ from tmm_core.errors import reraise
 _LANGUAGE = "triton.experimental.gluon.language"
 _MEMORY = f"{_LANGUAGE}:shared_memory_descriptor"
 _TMA = f"{_LANGUAGE}.nvidia.hopper.tma"
-#: What a kernel calls a function of Gluon: where it is, and its names, the latest first.
+#: The module of each function of Gluon that kernels use, and its names, the latest first.
 _GLUON = {
     # The barrier of all threads of a partition.
     "barrier": (_LANGUAGE, ("barrier", "thread_barrier")),

@@ -70,7 +70,7 @@ class Binding:
         self._stalled = min(STALLED, BIND_LIMIT / 8)
         #: Candidates to bind, each with a future that is done when ``bind`` may be called.
         self.waiting: dict[CompileJob, Future[None]] = {}
-        #: By candidate: when its thread started, and the thread's future outcome. A candidate that
+        #: The start of each candidate's thread, and the thread's future outcome. A candidate that
         #: was given up is removed.
         self._begun: dict[CompileJob, tuple[float, Future[Outcome]]] = {}
         self._outcomes: dict[CompileJob, Outcome] = {}

@@ -164,8 +164,8 @@ def of_each_arithmetic(
     and those expected to be the fastest of their arithmetic at another M of the record.
 
     In batch-invariant mode other M may prefer an arithmetic that is slower here. Its best config is
-    then used here, and screening does not show which that is: for 1500×1536×8960 in two parts of K
-    (H200), the config chosen by screening takes 82.7 µs in use, another one 73."""
+    then used here, and screening does not show which config that is. For 1500×1536×8960 in two
+    parts of K (H200), the config chosen by screening takes 82.7 µs in use, another one 73."""
     alike: dict[object, list[CandidateRun]] = {}
     for run in _fastest_first(racing):
         if (arithmetic := group(problem, run.candidate)) is not None:
@@ -199,7 +199,7 @@ def _best_inside(
 def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[CandidateRun]:
     """Return the reserves to race and to measure inside the bucket. A reserve that beats BLAS at
     the edge may answer there if the winner is not deterministic or not capture-safe. If none beats
-    BLAS, the fastest kernel within :data:`BEHIND` may still be ahead inside: for 1280×8192 at M =
+    BLAS, the fastest kernel within :data:`BEHIND` may still be ahead inside. For 1280×8192 at M =
     780 cuBLAS took 39 µs and a kernel 26, although cuBLAS won at the edge, 896."""
     blas = min((run.time for run in reserves if run.is_baseline), default=math.inf)
     if ahead := [run for run in reserves if run.time <= blas * (1 - MARGIN)]:

@@ -37,8 +37,8 @@ MEMORY_LIMIT = 8 * 2**30
 
 
 def rotating(problem: Problem) -> tuple[str, ...]:
-    """The operands that change from call to call: both for a batched product, for a weight gradient
-    (``a`` is transposed) and if ``a`` is larger than half the L2; else only the weight."""
+    """The operands that change from call to call. Both change in a batched product, in a weight
+    gradient (``a`` is transposed) and if ``a`` is larger than half the L2; else only the weight."""
     large = problem.sizes["a"] > problem.device.l2 / 2 > 0
     both = problem.batch > 1 or problem.a.layout == "col" or large or problem.along != "m"
     return ("a", "b") if both else ("b",)

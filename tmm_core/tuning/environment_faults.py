@@ -147,7 +147,7 @@ def _raiser(error: BaseException) -> str:
 
 
 def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
-    """Return the file and line in the kernel's packages that raised ``error``, else those of its
+    """Return the file and line in the kernel's packages that raised ``error``, else of its
     ``bind``; empty if neither is known."""
     place = None if error is None else _read(error, "place")
     if place and type(place) is str:  # found by another process

@@ -47,7 +47,7 @@ class Findings:
     faults: dict[Any, list[Fault]] = field(default_factory=dict)
 
     def leave(self, kernel: Kernel[Any], left: Left) -> None:
-        """Note a kernel of which the environment left some or all candidates untried."""
+        """Note a kernel if the environment left some or all of its candidates untried."""
         name, before = (kernel.name, kernel.version), self.left.get((kernel.name, kernel.version))
         if before is None or _GRAVEST.index(left.cause) < _GRAVEST.index(before.cause):
             self.left[name] = left

@@ -39,8 +39,8 @@ _MOST_RETRIES = 3
 #: Maximum bytes of a temporary folder's path: with a socket's name the system allows 108.
 _SHORT = 60
 _WORKER = "tmm_core.tuning.pool_worker"
-#: What compilers add to their nice value. They use every core, and the parent may be serving: where
-#: both want one, it gets three quarters of it.
+#: The number that compilers add to their nice value. They use every core, and the parent may be
+#: serving: where both want one, it gets three quarters of it.
 YIELDING = 5
 
 Job = dict[str, Any]

@@ -219,8 +219,8 @@ class Search:
         return self._problem.batch_invariant or estimate <= UNLIKELY * least
 
     def _best_inside(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """For every other M of the record, the best of each arithmetic by its estimate there. In
-        33 rows of 15360, TMA fills 31 rows of a box with zeros, which takes 16 µs of 45; at the
+        """The best candidate of each arithmetic by its estimate, for every other M of the record.
+        In 33 rows of 15360, TMA fills 31 rows of a box with zeros, which takes 16 µs of 45; at the
         bucket's edge, 64, it fills none."""
         found: dict[Candidate, None] = {}
         for m in inside(self._problem):
@@ -312,9 +312,9 @@ class Search:
 
     def speculative(self, handed: int, room: int) -> list[Candidate]:
         """Return candidates to compile in advance: those that :meth:`next_batch` may return after
-        ``handed`` candidates in all. Their number is at most ``room``, or that of the next batch if
-        that is larger. Times decide later which kernel the batch consists of, so each kernel gets
-        as many candidates as the whole batch may have."""
+        ``handed`` candidates in all. Their number is at most ``room``, or the size of the next
+        batch if that is larger. Times decide later which kernel the batch consists of, so each
+        kernel gets as many candidates as the whole batch may have."""
         left = max(0, self._most - handed)
         found: dict[Kernel[Any], list[Candidate]] = {}
         for candidate in self._ranked(dict.fromkeys(self._waiting(), 1.0)):
@@ -360,9 +360,9 @@ def _interleaved(
     """Interleave the ranked candidates of the kernels within :data:`SIMILAR` of the best.
 
     Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
-    ignore a part of its config has many equal estimates, which would fill a batch. For
-    7488×3584×2560 (H100) ``triton.persistent`` took 12 of 18 places. The Hopper kernel had one, and
-    its best config, 7 % ahead of BLAS, was never tried."""
+    ignore a part of its config has many equal estimates, which would fill a batch.
+    ``triton.persistent`` took 12 of 18 places for 7488×3584×2560 (H100). The Hopper kernel had one,
+    and its best config, 7 % ahead of BLAS, was never tried."""
     best = {c.kernel: estimates[c] or 0.0 for c in reversed(ranked)}
     similar = [kernel for kernel in best if best[kernel] <= min(best.values()) * SIMILAR]
     similar.sort(key=best.__getitem__)

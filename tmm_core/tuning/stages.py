@@ -36,8 +36,8 @@ from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, in_steps, is_dist
 from tmm_core.tuning.untried import Left
 from tmm_core.verify.verifier import Extent, Verifier
 
-#: For the screening of every batch, the second round and the last round: samples of each candidate,
-#: µs per sample, and the ratio to the best up to which a candidate stays.
+#: Samples of each candidate, µs per sample, and the ratio to the best up to which a candidate
+#: stays: for the screening of every batch, the second round and the last round.
 SCREENING, SCREENING_US, SCREENING_KEEPS = 3, 400.0, 1.3
 SECOND, SECOND_US, SECOND_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
@@ -47,14 +47,14 @@ SETTLE = 4
 #: µs of a steady-state measurement. With half of it, the times of two tile orders differed by 10 %.
 STEADY_US = 0.3e6
 #: A kernel is measured in steady state again if its first time was within this share of the longest
-#: time with which it may still win: one kernel measured twice differs by up to 3 %.
+#: time with which it may still win. One kernel measured twice differs by up to 3 %.
 UNCLEAR = 0.03
-#: Of the kernels that beat BLAS in the last round, this many are measured in steady state at first,
-#: and this many in all if the first are slower than BLAS there. Measuring four at first would have
-#: chosen another kernel for 12 of 44 products on record, 0.4 % faster in steady state and 0.1 %
-#: slower in use.
+#: How many kernels that beat BLAS in the last round are measured in steady state at first, and how
+#: many in all if the first are slower than BLAS there. Measuring four at first would have chosen
+#: another kernel for 12 of 44 products on record, 0.4 % faster in steady state and 0.1 % slower in
+#: use.
 STEADY_FIRST, STEADY_MOST = 2, 4
-#: A kernel that takes at most this share of BLAS's time in use is also faster in steady state: in
+#: A kernel that takes at most this share of BLAS's time in use is also faster in steady state. In
 #: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
 CLEAR = 1 / 1.15
 #: Maximum number of candidates that the last round compares with BLAS, and of those that are then
@@ -91,7 +91,7 @@ class Tuning:
         findings: Findings,
     ) -> None:
         self.runs: list[CandidateRun] = []
-        #: What is being done, which ``benchmarks/tuning_time.py`` reads.
+        #: The present step, which ``benchmarks/tuning_time.py`` reads.
         self.stage = "starting"
         self._findings = findings
         self._problem = problem

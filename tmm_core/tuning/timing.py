@@ -5,12 +5,12 @@ layer. They are captured once, and replayed in bursts of a few milliseconds, int
 candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
 activations from where a layer finds them. It includes no host time. The clock of tmm 0.1 was a
 single launch after a flush that writes. It ranked kernels by how they cope with 50 MB of dirty L2
-lines, which no model leaves there: it chose a kernel of 852 µs where cuBLAS takes 670
+lines, which no model leaves there. It chose a kernel of 852 µs where cuBLAS takes 670
 (2048×28672×4096 on an H100).
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
-power in steady state, and the mean power of all candidates in interleaved bursts: 7424³ on an H200
+power in steady state, and the mean power of all candidates in interleaved bursts. 7424³ on an H200
 is at 1.033 of cuBLAS in bursts, and at 0.935 in steady state. The clock ``alone`` is reported, and
 decides nothing.
 """
@@ -299,8 +299,8 @@ def timer_for(device: torch.device) -> GraphTimer | HostTimer:
 
 
 def _interleaved(count: int, rounds: int) -> Iterator[int]:
-    """Yield an interleaved order, different in every round: the preceding kernel decides whether a
-    kernel's code is still cached (5 % of a 19 µs kernel on an H200 when two kernels alternated)."""
+    """Yield an interleaved order, different in every round. The preceding kernel decides whether a
+    kernel's code is still cached: 5 % of a 19 µs kernel on an H200 when two kernels alternated."""
     shuffler = random.Random(0)
     order = list(range(count))
     for _ in range(rounds):

@@ -50,7 +50,7 @@ from tmm_core.verify.verifier import Verifier
 class Tuner:
     """Measures candidates on the device a problem names."""
 
-    #: For tests; by default chains in CUDA graphs, or wall time on a CPU.
+    #: Chains in CUDA graphs, or wall time on a CPU; tests pass others.
     timer: Timer | None = None
     #: Threads that bind, and compile what was not compiled elsewhere; by default the number of
     #: cores, at most 16.

@@ -99,7 +99,7 @@ class Untried:
         self._store = store
         #: Notes that this process wrote, by problem, with the toolchain at that time.
         self._mine: dict[Problem, tuple[Noted, str]] = {}
-        #: For each device, its file's state when it was read, and its notes.
+        #: The state of each device's file when it was read, and its notes.
         self._read: dict[DeviceFingerprint, tuple[list[JSON], Notes]] = {}
         #: The toolchain under which this process left kernels untried; None if it left none.
         self._toolchain: str | None = None
@@ -187,8 +187,8 @@ def unmeasured(
     config that uses the caller's promises (``Config.assumes``).
 
     Args:
-        resume: Include kernels that the environment left untried, and kernels of which the end of
-            the tuning budget left out all candidates.
+        resume: Include kernels that the environment left untried, and kernels whose candidates the
+            end of the tuning budget left out.
         left: See :meth:`Untried.left`.
     """
     waiting, again = left

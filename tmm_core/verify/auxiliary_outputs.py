@@ -2,7 +2,7 @@
 
 Before each launch the outputs are filled with NaN, between guard bands. Each output is compared
 with the reduction of the reference. If the reference covers only samples, outputs per row or column
-are compared in the samples, and a scalar is compared with the reduction of the launch's own result,
+are compared in the samples. A scalar is compared with the reduction of the launch's own result,
 which is verified separately. With NaN or Inf in the inputs, every output is compared so.
 """
 

@@ -2,8 +2,8 @@
 
 Each row (or column) gets one such value, so that no sum depends on the order of its terms. A
 product with NaN is NaN. A product with Inf is Inf of one sign, or NaN if the other factor is zero.
-An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. That depends on how the formula is
-written, so any result is accepted there.
+An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. The result depends on how the
+formula is written, so any is accepted there.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Group sizes are sampled on the host, so that a reference can compute one product per group. Timing
 uses two distributions (:data:`Sizes`), since the fastest kernel for one need not be the fastest for
-the other: a *skewed* one, where few groups have most of the rows, as from a router, and an *even*
-one. Both have empty groups. Verification also uses the extremes.
+the other. In a *skewed* one few groups have most of the rows, as from a router; the other is
+*even*. Both have empty groups. Verification also uses the extremes.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ MOST_TAIL_SPLITS, MOST_SPLITS, MOST_RANGES = 4, 256, 8
 #: K are held as well.
 MOST_ACCUMULATORS = {1: 128, 2: 192, 3: 128}
 MOST_SUMMED = {1: 96, 2: 96, 3: 64}
-#: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
-#: beside each other.
+#: Columns of a tile. Layouts have powers of two, so a tile of 80, 96, 144, 160 or 192 columns is
+#: computed as two products side by side.
 COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
-#: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
-#: both releases.
+#: Bytes for mbarriers, and for Triton to start the partitions: at most 250 over all configs, with
+#: two releases of Triton.
 _SHARED_OVERHEAD = 512
 #: A digest of the files of this folder.
 _SOURCE = hashlib.sha256(
@@ -44,8 +44,8 @@ _SOURCE = hashlib.sha256(
 ).hexdigest()[:12]
 #: Registers per thread of the loader.
 _LOADER_REGISTERS = 112
-#: Maximum number of stages requested before the warps take their roles: 4 saved 0.2 to 0.6 µs in
-#: all of 25 problems compared with none, 1 and 2 saved less.
+#: Maximum number of stages requested before the warps take their roles. Compared with none, 4 saved
+#: 0.2 to 0.6 µs in each of 25 problems; 1 and 2 saved less.
 _PRIMED = 4
 
 
@@ -168,9 +168,9 @@ class WarpSpecializedConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Constants(WarpSpecializedConfig):
-    """The constants that a kernel is specialised on, besides the types of its arguments: a config,
-    which is checked already, and what the code depends on of a problem. ``GROUP_M`` is an argument
-    at run time, and here one."""
+    """The constants that the kernel is specialised on: a config, already checked, and the
+    properties of a problem that the code depends on. ``GROUP_M`` is a run-time argument, and 1
+    here."""
 
     #: Whether an operand is column-major.
     A_COL: bool
@@ -198,7 +198,7 @@ class Constants(WarpSpecializedConfig):
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
     WORDS: str | None = None
     LOADERS: int = 8
-    #: The dimension along which groups differ in size, and whether rows of none become zeros.
+    #: The dimension along which groups differ in size, and whether rows of no group become zeros.
     RAGGED: str | None = None
     ZEROED: bool = False
     #: Rows of the result are stored where ``out_index`` says, and multiplied by ``out_weights``.
@@ -206,8 +206,8 @@ class Constants(WarpSpecializedConfig):
     WEIGHTED: bool = False
     #: Elements that a thread stores at once where it stores through pointers.
     STORED: int = 1
-    #: Values along K that share a scale, where a row has several; the columns of B that share one,
-    #: and whether all of a product share one.
+    #: Values along K that share a scale, 0 if a row has only one; the columns of B that share one;
+    #: and whether all columns of a product do.
     A_GROUP: int = 0
     B_GROUP: int = 0
     B_OUTER: int = 1
@@ -333,8 +333,9 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def ahead(self) -> int:
-        """Boxes of a stage before those of the first product: the second product's, where Gluon has
-        no view of several boxes as one. Then only ``joined_ahead`` tells wgmma where B is."""
+        """Boxes of a stage that precede the first product's. These are the second product's boxes
+        where Gluon has no view of several boxes as one; then only ``joined_ahead`` tells wgmma
+        where B is."""
         return (
             self.second // self.box_columns
             if self.narrow and releases.views_end_with_boxes()
@@ -362,14 +363,14 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def scales_ahead(self) -> int:
-        """How many steps before it is multiplied a step's scales are loaded. More than two take
-        longer where others multiply meanwhile, and in products one at a time (H100)."""
+        """How many steps ahead scales are loaded. On an H100 more than two took longer if other
+        consumers multiply meanwhile, or if products are not paired."""
         few = self.columns * self.products <= 64 or self.consumers == 1
         return 4 if self.paired and few else 2
 
     @property
     def products(self) -> int:
-        """Columns of B for each of the tile: gate and up, or one."""
+        """Columns of B per column of the tile: 2 for gate and up, else 1."""
         return 2 if self.GATED else 1
 
     @property
@@ -388,7 +389,7 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def columns(self) -> int:
-        """Columns of one product, the first if they differ."""
+        """Columns of a product; of the first if the two differ."""
         if self.narrow:
             return self.products * (self.BLOCK_N - self.narrow)
         return self.BLOCK_N // 2 if self.halves else self.BLOCK_N

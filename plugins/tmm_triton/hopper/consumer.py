@@ -146,7 +146,8 @@ def _multiply_scaled(
     LAYOUT: gl.constexpr = acc.type.layout
     SHAPE: gl.constexpr = [C.rows, C.columns]
     # All products take these registers, so that each waits until the last one's sums are added.
-    # With registers of its own ptxas started the second product before, and spilled the first's.
+    # When the second product had registers of its own, ptxas started it earlier and spilled the
+    # first's.
     part = gl.zeros(SHAPE, gl.float32, LAYOUT)
     for step in range(begin, end):
         _await_full(full, stage, phase, C)
@@ -172,10 +173,12 @@ def _multiply_pairs(
     begin, end, ring, barriers, stage, phase, acc, up, lines, scales, grids,
     WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """The same for pairs of products, of two steps or of both of a step: the second one runs while
-    the first is scaled. Leave a single last step, and return its scales too.
+    """Like :func:`_multiply_scaled`, for pairs of products: of two steps, or both of one. The
+    second runs while the first is scaled. A single last step is left, and its scales are returned
+    too.
 
-    Both end in the pair: of products that run when a loop repeats ptxas allows no sums to be read.
+    Both products end within an iteration: ptxas allows no reads of sums whose product still runs
+    when the loop repeats.
     """
     full, empty = barriers
     LAYOUT: gl.constexpr = acc.type.layout

@@ -15,25 +15,25 @@ from tmm_triton.partials import REDUCE_US
 from tmm_triton.ragged_tiles import rows_ragged
 
 #: Share of the tensor cores' peak at the power limit of an H200 (800 TFLOP/s), and bytes per µs of
-#: an SM from L2: 8192×4096×512 reached 95e3 in 128×128 tiles, and 64×256 tiles, which need a
-#: quarter more, are no slower for products of all sizes.
+#: an SM from L2. 8192×4096×512 reached 95e3 in 128×128 tiles. Tiles of 64×256 need a quarter more,
+#: and are no slower for products of all sizes.
 _REACH, _SM_BYTES = 800 / 989, 125e3
 #: Bytes that TMA could load in the time that it needs for one row of a box, however short. 64×80
-#: tiles of a row-major b have rows of 32 bytes and take 2.5 times as long as those of a
+#: tiles of a row-major b have rows of 32 bytes, and take 2.5 times as long as tiles of a
 #: column-major b, whose rows have 128.
 _ROW_BYTES = 85
-#: Share of the loads' time by which overlapped ones delay multiplying, as they cost power and so
-#: clock rate: in tiles of 128×256, which load three quarters of what 128×128 do, 8192×6144×4096 on
-#: an H200 is 4 % faster in steady state. This constant and the next two are fitted to timings
+#: Share of the loads' time by which overlapped loads delay multiplying, because they cost power and
+#: so clock rate. Tiles of 128×256 load three quarters of what 128×128 do: 8192×6144×4096 on an H200
+#: is 4 % faster in them in steady state. This constant and the next two are fitted to timings
 #: (``benchmarks/results/estimated_tiles.txt``).
 _POWER = 1 / 6
 #: Share of an epilogue that other consumers of the same tile do not hide, unless they are in step.
 _EXPOSED = 0.9
-#: How much longer multiplying takes if the first tiles are split, more than so many waves follow,
-#: and both operands are read again: blocks then do not work on a rectangle of tiles. On an H100,
-#: whose L2 is smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three
-#: parts, and 582 in others. But such tiles win often, mostly on an H200: with 1.1 they were not
-#: proposed where they won by 5 to 14 % (``benchmarks/results/proposals.md``).
+#: Factor on multiplying if the first tiles are split, more than so many waves follow, and both
+#: operands are read again: then blocks do not work on a rectangle of tiles. On an H100, whose L2 is
+#: smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three parts, and 582
+#: in others. But such tiles win often, mostly on an H200: with 1.1 they were not proposed where
+#: they won by 5 to 14 % (``benchmarks/results/proposals.md``).
 _IRREGULAR, _FEW_WAVES = 1.03, 2
 #: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
 #: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
@@ -60,8 +60,8 @@ _STREAMED, SURELY_STREAMED, _DISPLACING = 512, 128, 1.1
 #: µs that TMA takes to zero-fill an out-of-bounds byte. In boxes of 64 rows, with 4096²: 4.7 at 36
 #: rows and 1.1 at 50; with 4096×14336: 30 at 4 rows.
 _FILLING_US = 17e-6
-#: µs of a k-step whose box is loaded by words, and its bytes per µs: in 127×4093×4096 a box of 8 KB
-#: took 0.75 µs, one of 16 KB 1.3, including launch and epilogue.
+#: µs of a k-step whose box is loaded by words, and its bytes per µs. In 127×4093×4096 a box of 8 KB
+#: took 0.75 µs and one of 16 KB 1.3, including launch and epilogue.
 _WORDS_US, _SM_WORDS_BYTES = 0.25, 18e3
 #: Mean rows of a group below which most of a tile is padding, and the factor on memory's time that
 #: is assumed until it is measured. So ``triton.ragged``, with tiles of 16 rows, is tried first.

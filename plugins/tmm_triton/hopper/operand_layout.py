@@ -19,8 +19,8 @@ ALIGNMENT = 16
 _FEW = 128
 #: Maximum size of the clipped dimension, see :func:`clipped`.
 MOST_ROWS = 2**30
-#: More than any coordinate of the other two, in 32 bits. Triton's own such maps have this number,
-#: so that it is known to work: drivers treat maps of small tensors differently.
+#: Size of the other two dimensions: more than any coordinate, and within 32 bits. Triton's own maps
+#: of this kind have it, so it is known to work; drivers treat maps of small tensors differently.
 _UNLIMITED = 2**31 - 2**16
 
 
@@ -82,9 +82,9 @@ def residual_by_tma(problem: Problem) -> bool:
 
 def rows_brought(problem: Problem, rows: int) -> int:
     """Rows of A in a box: a consumer's ``rows``, at most the next power of two of M. The tile's
-    remaining rows multiply stale memory and are not stored: zero-filling the 60 missing rows of a
-    4×4096×14336 by TMA raised its time from about 40 µs to 70 on an H200. Swizzling needs at least
-    eight."""
+    remaining rows multiply stale memory and are not stored. When TMA zero-filled the 60 missing
+    rows of a 4×4096×14336, its time rose from about 40 µs to 70 on an H200. Swizzling needs at
+    least eight."""
     if problem.a.layout != "row":
         return rows
     return min(rows, max(8, 1 << (problem.m - 1).bit_length()))
@@ -129,7 +129,7 @@ def described(
 
     Args:
         make: Makes a descriptor of a tensor, its shape and strides, and a block's shape.
-        layout: What its type has besides.
+        layout: Further text of the type.
     """
     block = boxed(rows, columns, operand.layout != "row", kind)
     outer, inner = (-2, -1) if operand.layout == "row" else (-1, -2)

@@ -1,5 +1,5 @@
-"""How operands come into the stages of ``triton.warp_specialized``: by the producer, which asks TMA
-for them, or by the loader, through registers; the first ones before the roles begin."""
+"""Fills the stages of ``triton.warp_specialized``: the producer requests boxes from TMA, the loader
+brings words through registers. The first stages are requested before the warps take their roles."""
 
 from __future__ import annotations
 

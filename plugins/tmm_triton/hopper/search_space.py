@@ -60,8 +60,8 @@ _TILES: tuple[_Tile, ...] = (
 #: Tiles of two products beside each other fill waves that the others do not: 1500×1536 is 132 tiles
 #: of 128×144, one wave. 300×13824 is two waves of ping-pong 64×192, and no other tile comes near
 #: cuBLAS there (K = 5120, H200: 76 µs, the next best tile 85, cuBLAS 79). The first two are for
-#: large products, also where power limits them: 8192³ on an H100 runs at 1.089 of cuBLAS's speed
-#: in use and 1.049 in steady state; with 128×256 at 1.046 and 1.011.
+#: large products, also where power limits them. On an H100 8192³ runs at 1.089 of cuBLAS's speed in
+#: use and 1.049 in steady state, with 128×256 at 1.046 and 1.011.
 _BESIDE_TILES = (
     ("pingpong", 2, 4, 128, 192, 64),
     ("pingpong", 2, 4, 128, 160, 64),
@@ -104,9 +104,9 @@ _WORD_TILES = (
 #: Tiles and configs proposed for one problem, and tiles if reading dominates. In 29 problems of
 #: that kind the best tile was among the first five by estimate, and in 19 it was the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
-#: Tiles of two products that are tried in addition, because no estimate is exact enough to rank
-#: both kinds, and the factor on the least estimate up to which they are. In 22 problems on both
-#: GPUs the fastest of them was among the first four, with at most 1.11 times the least estimate.
+#: Tiles of two products that are tried in addition, and the factor on the least estimate up to
+#: which they are. No estimate is exact enough to rank both kinds. In 22 problems on both GPUs the
+#: fastest of them was among the first four, with at most 1.11 times the least estimate.
 _BESIDE_TRIED, _BESIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
@@ -165,8 +165,8 @@ def _configs(problem: Problem, limited: bool) -> tuple[WarpSpecializedConfig, ..
     tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
     ranked = best(fitting + cut, tried)
     if problem.batch_invariant:
-        # Parts of K are another arithmetic, and each M should have every kind: split among blocks
-        # where these are few, else one after the other.
+        # Parts of K are another reduction order, and each M needs candidates of all orders: parts
+        # split among blocks if there are few tiles, else summed one after the other.
         ranked = best(fitting, tried) + best(cut, _CUT_TRIED)
         for count in reduction_order.equal_splits(problem):
             ranked += by_estimate(_ranged(problem, fitting, count))[:_RANGED_TRIED]

@@ -15,8 +15,8 @@ from tmm_triton.hopper.scheduler import tile_at, unit_at
 
 @jit
 def _of_columns(grid, matrix, column, end, known, C: gl.constexpr):
-    """Addresses of the scales of a product's columns at the first step, and which there are: one
-    if all have the same, else one per thread."""
+    """Addresses of the scales of a product's columns at the first step, and which of them exist:
+    one address if all columns share a scale, else one per thread."""
     pointer, stride_z, stride_n, _ = grid
     if C.b_kind == "stack":
         pointer += matrix * stride_z
@@ -70,7 +70,7 @@ def _numbers(line, stride, step, last, GROUP: gl.constexpr, C: gl.constexpr):
 @jit
 def scales_at(lines, step, last, grids, C: gl.constexpr):
     """The scales of a step as they are stored: of the rows, the columns, and the second product's
-    columns. Nothing uses them yet, which would wait for them."""
+    columns. Nothing here uses them: a use would wait for the loads."""
     of_a = 0
     of_b = 0
     of_second = 0

@@ -141,8 +141,8 @@ def _reduce_rows(
     y, strip, row, column, corner, port, sizes, LAYOUT: gl.constexpr, OF: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Leave what a strip's columns come to in each row, for ``ports.reduce_port_kernel``: nothing
-    that the tile before has counted, where this one was moved."""
+    """Store each row's reduction of a strip's columns, for ``output_ports.reduce_port_kernel``. If
+    this tile was moved inside, elements that the previous tile counted are left out."""
     pointer, start, stride = port
     M, N, _, _, _, _ = sizes
     rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))

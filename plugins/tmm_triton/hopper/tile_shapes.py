@@ -81,8 +81,8 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
 
 
 def room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """SMs per tile of the last wave; one if a row's sums must not depend on M, tiles overlap, or
-    the host does not know how many there are."""
+    """SMs per tile of the last wave; 1 if a row's sums must not depend on M, if tiles overlap, or
+    if the host does not know their number."""
     tail = tail_tiles(problem, config)
     if not tail or problem.batch_invariant or problem.groups or not _alike(problem, config):
         return 1
@@ -90,9 +90,10 @@ def room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def _alike(problem: Problem, config: WarpSpecializedConfig) -> bool:
-    """Whether of the tiles that store the same elements all are split or none: an element must not
-    depend on which tile stores last. The last row of tiles overlaps the previous one, and so does
-    the last column; in one band of rows tiles are numbered by column, and the first are split."""
+    """Whether tiles that store the same elements are all split or all whole. Otherwise an element
+    would depend on which tile stores last. The last row of tiles overlaps the previous one, and so
+    does the last column. In one band of rows tiles are numbered by column, and the first are
+    split."""
     if stored_by_pointers(problem):
         return True
     down = _overlaps(problem.m, config.BLOCK_M)
@@ -107,9 +108,8 @@ def _alike(problem: Problem, config: WarpSpecializedConfig) -> bool:
 
 
 def room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The maximum number of parts per tile for the reducing kernel: as many as the workspace holds
-    and as have a k-step; 1 if TMA could not write them or the reducing kernel cannot finish
-    them."""
+    """The maximum number of parts per tile for the reducing kernel: limited by the workspace and by
+    the k-steps. 1 if TMA cannot write parts, or if the reducing kernel cannot finish them."""
     if problem.gated or problem.batch > 1 or problem.n % 4 or problem.epilogue.outputs:
         return 1
     if problem.groups is not None:

@@ -13,8 +13,8 @@ rounds and stores. Here the block is persistent and its warps have roles:
 * Consumers, warpgroups with up to 240 registers per thread, hold the accumulators and issue
   ``wgmma`` on full stages. ``cooperative``: all share every tile, each owning some of its rows;
   they do not run in lockstep, so one multiplies while another stores. ``pingpong``: two alternate
-  on whole tiles, the epilogue of one overlapping the main loop of the other; it wins for a short K
-  (8192×4096×512 with silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
+  on whole tiles, so that the epilogue of one overlaps the main loop of the other. It wins for a
+  short K (8192×4096×512 with silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
 
 Two mbarriers per stage synchronize this. ``full`` flips when the stage's bytes have arrived,
 ``empty`` when every consumer has finished reading it. A wait sees only a parity, and would pass if
@@ -31,12 +31,12 @@ into as many parts as there are SMs for, and come first::
     block 0  | tile 1, second half ┘ | tile 2              | tile 6              |
 
 The block with the first k-steps of a tile adds the parts that the others left in the workspace,
-while its other consumers multiply. Splitting tiles at equal distances (stream-K) leaves no SM idle,
-but then no two blocks need the same part of an operand at the same time: it took up to 20 % longer
-on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles, each
-with its own part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
-With ``ranges`` one block sums the parts of a tile one after the other, which gives the same bits:
-in batch-invariant mode parts are split among blocks if there are few rows, else a block sums all.
+while its other consumers multiply. Splitting tiles at equal distances (stream-K) leaves no SM idle.
+But then no two blocks need the same part of an operand at the same time, and it took up to 20 %
+longer on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles,
+each with its own part of K. Their sums go to a workspace, and a second kernel adds them up and
+finishes. With ``ranges`` one block sums the parts of a tile one after the other, with the same
+bits. In batch-invariant mode few rows use ``splits``, and many rows ``ranges``.
 
 Layouts have powers of two, but tiles of another width, such as 144 columns, often fill a wave
 better (cuBLAS has all multiples of 8). Such a tile is computed as a wide and a narrow product. B is
@@ -62,11 +62,11 @@ different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 Sums of 8-bit floats are added in fp32 after each k-step, since the tensor cores keep some 14 bits.
 Scales of blocks along K multiply them there; other scales multiply the finished tile.
 
-This module has the launch. In this folder, ``hopper_kernel`` sets a block up; ``producer``,
-``consumer`` and ``tile_epilogue`` are the roles of its warps; ``step_scales`` has the scales of
-blocks; ``scheduler`` orders the tiles; ``tile_shapes`` counts them; ``operand_layout`` says how
-operands are accessed; ``config`` is what a config is; ``search_space`` lists the configs that are
-tried; and ``estimate`` models their time.
+This module has the launch. In this folder, ``hopper_kernel`` sets a block up. ``producer``,
+``consumer`` and ``tile_epilogue`` are the roles of its warps, and ``step_scales`` has the scales of
+blocks. ``scheduler`` orders the tiles, ``tile_shapes`` counts them, and ``operand_layout`` says how
+operands are accessed. ``config`` defines a config, ``search_space`` lists the configs that are
+tried, and ``estimate`` models their time.
 """
 
 from __future__ import annotations
@@ -355,9 +355,9 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
     """The number of blocks of the grid.
 
-    As few as the waves allow, because 512 tiles take 132 blocks as many waves as 128, which work on
-    a rectangle of tiles and leave power for higher clocks; but a multiple of :data:`_NEIGHBOURS`.
-    The host does not know how many tiles ragged rows have."""
+    As few as the number of waves allows, rounded up to a multiple of :data:`_NEIGHBOURS`. 512 tiles
+    take as many waves in 132 blocks as in 128, and 128 blocks work on a rectangle of tiles and
+    leave power for higher clocks. The host does not know how many tiles ragged rows have."""
     sms, tiles = problem.device.sm_count, most_tiles(problem, config) * config.splits
     if config.tail_splits > 1:
         return sms

@@ -29,9 +29,9 @@ def read(
         scales: ``[K/g, N]``, which is not copied.
         group: g; -1: all of K.
         g_idx: ``[K]``, the group of each k: in order, as without activation order.
-        version: Of the zero points, of which 1 stores z − 1 and 2 stores z; None: the one for
+        version: The version of the zero points: 1 stores z − 1, 2 stores z. None: the version for
             which the weights' mean is nearer to zero. A checkpoint's own label is often wrong.
-        order: As of :func:`order`; the weight's columns are put in this order.
+        order: From :func:`order`; the weight's columns are put in this order.
 
     Raises:
         ValueError: A tensor has another dtype or shape; or the groups are not in order of k: then
@@ -68,8 +68,9 @@ def read(
 
 
 def order(g_idx: Tensor | None, group: int) -> Tensor | None:
-    """The k of each column after those of a group were brought together, ``[K]`` int64: a product
-    with such a weight gathers its activations by it. None if they are in this order already.
+    """The k of each column when the columns of each group are brought together, ``[K]`` int64. A
+    product with such a weight gathers its activations by this index. None if columns are in that
+    order already.
 
     Raises:
         ValueError: Groups have other sizes than ``group``.

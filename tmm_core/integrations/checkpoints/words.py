@@ -1,5 +1,5 @@
-"""Numbers of 4 bits in 32-bit words, lowest bits first, which are bytes of two in the same
-memory."""
+"""Numbers of 4 bits in 32-bit words, lowest bits first. The same memory read as bytes has two
+numbers in each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_words(name: str, t: Tensor, shape: tuple[int, ...]) -> None:
     """Check the dtype and the shape of words.
 
     Raises:
-        ValueError: Others are wanted.
+        ValueError: The dtype or the shape is another.
     """
     if t.dtype is not torch.int32 or tuple(t.shape) != shape:
         raise ValueError(
