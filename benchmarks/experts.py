@@ -1,9 +1,9 @@
 """A layer of experts of Transformers by torch's grouped product and by tmm.
 
-The same module, weights and routing each time; only ``experts_implementation`` differs. What is
-timed is the whole layer behind the router: sorting tokens by expert, gathering, both products, the
-gate, weighing and adding; with ``--training`` also the gradients of tokens, weights and scores. On
-a GPU it is captured and replayed, interleaved::
+The same module, weights and routing each time; only ``experts_implementation`` differs. The whole
+layer behind the router is timed: sorting tokens by expert, gathering, both products, the gate,
+weighing and adding. ``--training`` adds the gradients of tokens, weights and scores. On a GPU it is
+captured and replayed, interleaved::
 
     python benchmarks/experts.py --json experts.json
 
@@ -55,8 +55,8 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 }
 WAYS = ("grouped_mm", "tmm")
 ROUNDS = 21
-#: tmm's error against float32 may exceed that of ``grouped_mm`` by this factor: it rounds in other
-#: places.
+#: tmm's error against float32 may be this factor larger than ``grouped_mm``'s, since it rounds in
+#: other places.
 ALLOWANCE = 1.5
 
 

@@ -1,12 +1,12 @@
-"""Which kernels and instruction shapes give a row the same bits, by experiment on a Hopper GPU.
+"""Determines which kernels and instruction shapes give a row the same bits, on a Hopper GPU.
 
     python benchmarks/invariant_bits.py bits.json
 
-Multiplies the same rows of ``a`` by the same weight with everything that is at hand: plain dots of
-one instruction shape each, and the kernels of tmm with their configs forced, alone (M = 8) and
-among other rows (M = 200). Results are fp32, so that rounding hides nothing. Configs that gave all
-rows the same bits for every K are a group: they may share one arithmetic. Takes about a minute;
-jobs are divided among processes, because most of the time goes to compiling.
+Multiplies the same rows of ``a`` by the same weight, alone (M = 8) and among other rows (M = 200),
+by plain dots of one instruction shape each and by tmm's kernels with their configs forced. Results
+are fp32, so that rounding hides nothing. Configs that gave all rows the same bits for every K are a
+group: they may share one arithmetic. Takes about a minute; jobs are divided among processes,
+because most of the time goes to compiling.
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ def measure(part: int, parts: int, folder: Path) -> None:
 
 
 def gather(folder: Path) -> list[dict[str, Any]]:
-    """What the processes left, by group: the configs that gave the same bits for every K."""
+    """Read the results of all processes and group the configs that gave the same bits for every
+    K."""
     results = []
     for index, (label, _) in enumerate(jobs()):
         path = folder / f"{index}.pt"

@@ -26,10 +26,10 @@ from tmm_core.spec.precision import precision
 
 #: Warm calls before the one that is profiled.
 _WARM = 3
-#: How a launch says in the profile what it belongs to.
+#: The marker by which a launch is found in the profile.
 _LABEL = re.compile(r"\[\[(.*?)\]\]")
 _SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
-#: The columns of the table and the metrics that they are, of which the first that exists counts:
+#: The columns of the table, each with its metric's names. The first name that exists is used, since
 #: names differ between architectures.
 _METRICS = {
     "us": (r"gpu__time_duration\.sum",),

@@ -1,4 +1,4 @@
-"""Products and gated layers of other projects beside torch and tmm, in use.
+"""Times products and gated layers of other projects beside torch and tmm, in use.
 
 Each provider's call is captured over so many weights that they exceed the L2 three times, and
 replayed in turn with the others. Products by tmm are tuned at their first use::

@@ -1,15 +1,15 @@
-"""Replays, without a GPU, which candidates tuning at first use proposes for the problems of the
-shipped records, as if there were none, and holds them against what the records timed.
+"""Replays tuning at first use without a GPU, for the problems of the shipped records as if there
+were none. Compares the candidates that it proposes with the times on record.
 
     python benchmarks/proposals.py [--least-us 100] [--gpu h100] [--markdown FILE]
 
-For each record of a product that takes BLAS at least so long it tells whether its winner is among
-the candidates proposed, and the proposal regret: the best time on record of a proposed candidate
-over the best of all. A proposed candidate that a record has no time of gets an estimate, by which
-it may steer the second batch, and counts for nothing else: the regret is an upper bound for the
-candidates on record, and says nothing of what nobody timed. A record that has a time of no proposed
-config of its winner's kernel is unknown, and is left out of the regret. The configs on record were
-once proposed by much the same rules, which flatters them.
+For each record of a product that takes BLAS at least so long, it reports whether the winner is
+among the proposed candidates. It also reports the proposal regret: the best time on record of a
+proposed candidate over the best of all. A proposed candidate that a record has no time of gets an
+estimate, by which it may steer the second batch, and counts for nothing else: the regret is an
+upper bound for the candidates on record, and says nothing of what nobody timed. A record that has a
+time of no proposed config of its winner's kernel is unknown, and is left out of the regret. The
+configs on record were once proposed by much the same rules, which flatters them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ DEFAULT = Traits()
 
 
 class FakeKernel(Kernel[FakeConfig]):
-    """torch's own answer, after doing to it whatever a test says."""
+    """torch's own result, changed as a test says."""
 
     config_type = FakeConfig
     supports = Blas.supports
@@ -115,8 +115,8 @@ class FakeKernel(Kernel[FakeConfig]):
 
 
 class Faulty(FakeKernel):
-    """A kernel that is right but for ``fault``, which is given the right launcher and the
-    arguments of a call: a, b, bias, residual, alpha, out."""
+    """A correct kernel with a ``fault``, a function of the correct launcher and the arguments of a
+    call: a, b, bias, residual, alpha, out."""
 
     def __init__(self, fault: Callable[..., Any], name: str = "faulty", **fields: Any) -> None:
         super().__init__(name, **fields)
@@ -153,14 +153,14 @@ class Idle(FakeKernel):
 
 
 class FakeBlas(FakeKernel):
-    """Plays BLAS: the baseline, always able."""
+    """Stands in for BLAS, the baseline that serves every problem."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__("blas", **fields)
 
 
 class FakeTimer:
-    """Says what each (kernel, tile), at one M or at all, takes; counts how often it was asked."""
+    """Returns a given time for each (kernel, tile), at one M or at all, and counts its calls."""
 
     def __init__(self, times: dict[Any, float]) -> None:
         self.times = times

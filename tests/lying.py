@@ -1,8 +1,8 @@
 """Kernels that are right in most launches and wrong in some: a class for each way to be wrong.
 
-Each is right but for :meth:`Lie.lie`, which gets the right launcher and the arguments of a launch,
-and has a problem for which it is wrong. The rows of :data:`LIES` are: A1 sizes, A2 alpha, A3
-strides of bias and residual, A4 other forms of a launcher, A5 threads, A6 caches by address, A7
+Each is correct except for :meth:`Lie.lie`, which gets the correct launcher and the arguments of a
+launch. Each has a problem for which it is wrong. The rows of :data:`LIES` are: A1 sizes, A2 alpha,
+A3 strides of bias and residual, A4 other forms of a launcher, A5 threads, A6 caches by address, A7
 buffers that are returned again, A8 magnitudes, A9 torch's modes, A10 group sizes, A11 aliases and
 strides, A12 state of the process.
 """
@@ -37,7 +37,7 @@ def half(m: int = 64, n: int = 32, k: int = 16, **fields: Any) -> Problem:
 class Lie(FakeKernel):
     """Right, but for ``lie``."""
 
-    #: A problem for which it lies, in some launches.
+    #: A problem for which some launches are wrong.
     asked: ClassVar[Problem] = half()
     #: The size of the call in which it lies, if that is not the one that is tuned.
     at: ClassVar[int | None] = None

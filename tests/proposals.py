@@ -1,4 +1,4 @@
-"""What each kernel proposes for some problems, and how long it expects its proposals to take.
+"""The configs that each kernel proposes for some problems, and their estimates.
 
     python tests/proposals.py
 
@@ -139,8 +139,8 @@ def computed() -> Table:
 
 
 def _line(kernel: Kernel[Any], problem: Problem) -> str:
-    """The number of configs, and the first with its time; a digest of all configs in their order
-    with what is known of them; or a digest of the reasons why there is none."""
+    """The number of configs; digests of all configs in order and of their properties; the first
+    config with its time. If there is none, a digest of the reasons."""
     if against := kernel.reasons_against(problem):
         return f"declines for {len(against)} reasons {_digest(against)}"
     configs = list(kernel.configs(problem))

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, and what tests have them do to sharded operands."""
+"""Ranks in processes of their own, and the functions that tests run there on sharded operands."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def spell(placed: Any) -> str:
 
 
 def product(case: Case, dtype: torch.dtype, grad: bool) -> Outcome:
-    """Run a case on this rank and hold it against the whole product by torch, in fp64."""
+    """Run a case on this rank and compare it with the whole product by torch, in fp64."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
 

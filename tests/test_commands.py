@@ -83,7 +83,7 @@ def test_every_environment_variable_has_a_row_in_the_table_of_settings() -> None
 
 
 def test_commands_are_found_in_pages() -> None:
-    """A pattern that matches nothing would hold everything."""
+    """A pattern that matches nothing would pass every page."""
     found = [each for page in PAGES for each in named((ROOT / page).read_text("utf-8"))]
     assert len(found) > 60
     used = {(program, words[0]) for program, words in found if words}

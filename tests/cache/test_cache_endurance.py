@@ -1,4 +1,4 @@
-"""`pytest -m endurance`: what the other tests try for seconds, for minutes."""
+"""`pytest -m endurance`: runs for minutes what other tests try for seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.endurance
 def test_endurance() -> None:
-    """Writers killed, every fault, long fuzzing: it stops at the first loss."""
+    """Kills writers, injects every fault and fuzzes at length. It stops at the first loss."""
     command = [sys.executable, str(Path(__file__).with_name("endurance.py"))]
     done = subprocess.run(
         [*command, "--seconds", "30", "--examples", "2000"], capture_output=True, text=True

@@ -1,5 +1,5 @@
-"""Each call on a file fails once, in turn: acknowledged records read back whole, with at most one
-warning."""
+"""Each call on a file fails once, one after the other. Acknowledged records read back whole, with
+at most one warning."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ MOST_CALLS = 1500
 
 
 def stride(name: str, n: int, how: How) -> int:
-    """Every call of a save that fails once; of what is rarer or takes longer a sample.
-    `endurance.py` goes through all."""
+    """Every call of a save fails once. Of scenarios that are rarer or take longer, a sample does;
+    `endurance.py` covers all."""
     if os.environ.get("TMM_ENDURANCE") or (name, how) == ("save", "fails"):
         return 1
     return 1 + n % 3 if name in ("save", "evict") else 5 + n % 3
@@ -187,7 +187,7 @@ def test_a_fault_at_any_call_loses_nothing(
 
 
 def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[str, int], int]:
-    """How often which call failed, and how many calls there are."""
+    """Return how often each call failed, and the number of calls."""
     counted: dict[str, int] = {}
     n = 1
     while n < MOST_CALLS:
@@ -229,7 +229,7 @@ def run_deaths(name: str, prepared: Path, copy: Path) -> int:
         if name in ("clear", "evict"):
             said = [*said, *{"clear": ["3=gone"], "evict": ["1=gone", "8=gone"]}.get(name, [])]
         check(name, root, said)
-        # Neither a lock nor a half-written file is in the next process's way.
+        # Neither a lock nor a half-written file blocks the next process.
         after = CacheStore(root, [])
         with after.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:
             assert mine
@@ -242,7 +242,7 @@ def run_deaths(name: str, prepared: Path, copy: Path) -> int:
 
 
 def quiet(name: str, root: Path, acknowledge: Acknowledge) -> None:
-    """The scenario in a child, whose output is nobody's."""
+    """Run the scenario in a child process, without its output."""
     void = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(void, stream)

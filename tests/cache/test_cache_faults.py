@@ -34,7 +34,7 @@ def replaced(data: bytes) -> Callable[[Path], None]:
 
 
 def falsified(path: Path) -> None:
-    """Another winner, under the checksum of what was there."""
+    """Another winner, under the old checksum."""
     path.write_text(json.dumps({**json.loads(path.read_text()), "winner": 0}))
 
 
@@ -81,7 +81,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.fixture(params=CORRUPTIONS)
 def broken(request: pytest.FixtureRequest, store: CacheStore) -> tuple[CacheStore, Path, str]:
-    """A store whose one record of m=128 is broken, beside a good one; its path; the complaint."""
+    """A store with a broken record of m=128 and a good one; the broken record's path; the
+    warning."""
     store.save(GPU, ENVIRONMENT, record(problem(m=1)))
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
@@ -269,7 +270,7 @@ def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
     monkeypatch.undo()
     complaint = f"{store.root}: cannot be written ({os.strerror(code)})"
     assert str(caught[0].message).startswith(complaint)
-    # This process goes by what it tuned.
+    # This process uses the record that it tuned.
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="new")
     assert store.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
     assert {mark_of(entry.record) for entry in store.entries()} == {"new", mark_of(record())}
@@ -340,7 +341,8 @@ def test_the_data_is_synced_before_it_is_renamed_and_the_folder_after(
 def test_a_record_never_lies_without_its_environment(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """Whoever reads between the two steps, or after a crash there, must know what it is of."""
+    """A reader between the two steps, or after a crash there, must know the record's
+    environment."""
     record_name = store.path(GPU, ENVIRONMENT, problem()).name
     replace = os.replace
     placed: list[str] = []

@@ -1,4 +1,4 @@
-"""Mutated records, files and command lines: refused or understood, and nothing in between.
+"""Mutated records, files and command lines are either refused or understood.
 
 Bounded here; `tests/cache/endurance.py` runs the same with many more examples.
 """

@@ -1,5 +1,5 @@
-"""Limits, boundaries and second paths: exactly at a limit, one beyond it, the forked child, a write
-that is cut short, a clock that was wrong."""
+"""Tests limits and rare paths: exactly at a limit, one beyond it, a forked child, a write that is
+cut short, a wrong clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def set_mtime(path: Path, moment: float) -> None:
 def test_a_use_is_noted_when_the_last_is_a_day_away_on_either_side(
     store: CacheStore, days: float, noted: bool
 ) -> None:
-    """A time that is yet to come was written under a wrong clock, and is mended."""
+    """A time in the future was written under a wrong clock, and is corrected."""
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     before = time.time() - days * DAY

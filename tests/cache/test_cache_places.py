@@ -1,4 +1,4 @@
-"""Places that are none: one warning, records in memory, no exception and no waiting."""
+"""Unusable cache folders cost one warning; records stay in memory, without exceptions or waits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PLACES = {
 
 @pytest.fixture(params=PLACES)
 def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A process without a place for a cache; what it should be told."""
+    """A process without a usable cache folder, and the warning that it should get."""
     monkeypatch.chdir(tmp_path)
     setup, complaint = PLACES[request.param]
     setup(monkeypatch)
@@ -153,7 +153,7 @@ def test_a_layer_that_cannot_be_read_costs_one_warning(
     below.save("nvidia-a100", ENVIRONMENT, record(problem(m=1)))
     monkeypatch.setenv("TMM_CACHE_PATH", str(layer))
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
-    if what == "link":  # that there is one can be seen, as of `/proc/1/root`, and not where to
+    if what == "link":  # its existence can be seen, as of `/proc/1/root`, but not its target
         layer.rename(tmp_path / "there")
         layer.symlink_to("there")
         denied(monkeypatch, layer)

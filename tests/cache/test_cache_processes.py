@@ -1,4 +1,4 @@
-"""Several processes on one cache, and processes that die in the middle of it."""
+"""Tests several processes on one cache, and processes that die while they use it."""
 
 from __future__ import annotations
 
@@ -287,7 +287,8 @@ def test_long_waits_are_told_in_one_line(
 
 
 def test_a_lock_whose_file_was_removed_is_another_lock(store: CacheStore) -> None:
-    """Who waits with the old file open would share the problem with who makes a new one."""
+    """A process that waits with the old file open would share the problem with one that makes a new
+    file."""
     path = Path(f"{store.path(GPU, ENVIRONMENT, problem())}.lock")
     path.parent.mkdir(parents=True)
     real = fcntl.flock

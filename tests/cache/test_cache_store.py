@@ -180,7 +180,7 @@ def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) is None
     assert not store.root.exists()
-    # Another process writes; this one is not swayed.
+    # Another process writes; this one keeps its record.
     path = CacheStore(store.root).save(GPU, ENVIRONMENT, record(mark="written"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) == path

@@ -1,4 +1,5 @@
-"""The cache keeps itself in bounds: left-over files, size and age, and never what is in use."""
+"""The cache limits itself: it removes left-over files, and records by size and age, but never what
+is in use."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_what_lies_unused_for_too_long_goes(store: CacheStore) -> None:
 
 
 def test_a_file_dated_before_1971_was_last_used_when_it_was_put_here(store: CacheStore) -> None:
-    """As archives and image layers set it."""
+    """Archives and image layers set such dates."""
     path = saved(store, 1, days=0)
     os.utime(path, (0, 0))
     assert evict(store.root, Limits(None, 30 * DAY), nothing) == 0

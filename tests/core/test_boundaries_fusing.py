@@ -1,4 +1,5 @@
-"""What convert() fuses and reports at the edges of each pattern, and the passes after a product."""
+"""Tests what convert() fuses and reports at the edges of each pattern, and the passes after a
+product."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def modes_differ(self: Any, x: Tensor) -> Tensor:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | None) -> None:
-    """The values are those of the model before, whatever is fused."""
+    """Whatever is fused, the values stay the model's."""
     model = module(forward)
     expected = [model.train(mode)(X) for mode in (True, False)]
     report = convert(model)

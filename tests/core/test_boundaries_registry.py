@@ -1,4 +1,5 @@
-"""What plugins bring, and what a caller names: each refusal with its message, and its limits."""
+"""Tests what plugins register and what callers name: each refusal with its message, and its
+limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tables, names and files of the benchmark hold, cell by cell."""
+"""Tests the benchmark's tables, names and files, cell by cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tuning budget bounds a tuning, whatever takes the time, and what it left out is untried."""
+"""The budget limits a tuning, whatever takes the time. Candidates that it leaves out are
+untried."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_what_the_budget_left_out_is_tried_when_it_is_asked_for(tmp_path: Path) 
 
 
 def test_the_first_candidates_are_tried_whatever_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as a machine with tmm's own kernels has; others only within the budget."""
+    """At least as many as tmm's own kernels give are tried; further ones only within the budget."""
     monkeypatch.setattr(stages, "TOGETHER", 3)
 
     class Late(FakeTimer):
@@ -167,7 +168,7 @@ def test_results_count_against_the_memory_of_a_chain() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_a_copy_is_aligned_as_its_original(offset: int) -> None:
-    """Or a kernel for unaligned operands would be timed on aligned ones."""
+    """Otherwise a kernel for unaligned operands would be timed on aligned ones."""
     memory = torch.empty(64 + 8)
     start = (-memory.data_ptr() % cold_operands.ALIGNMENT) // 4 + offset
     t = memory[start : start + 32].view(4, 8)

@@ -1,4 +1,4 @@
-"""A third party's kernel that was edited has another version, whatever was edited."""
+"""Editing any file of a third party's kernel changes its version."""
 
 from __future__ import annotations
 

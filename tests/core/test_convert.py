@@ -400,7 +400,7 @@ def test_copies_and_pickles(kind: Any, products: list[str]) -> None:
         with torch.no_grad():
             assert_close(again(x), original(x), msg=how)
         assert isinstance(again, kind)
-        # What is read runs its own forward, but sequences and gated MLPs.
+        # Unpickled modules run their own forward, except sequences and gated MLPs.
         fused = how in ("deepcopy", "copy") or kind in (Sequence, Gated)
         assert (FUSED[kind] in products) == fused, how
         assert again.state_dict().keys() == original.state_dict().keys()

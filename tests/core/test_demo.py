@@ -92,7 +92,7 @@ def test_a_wrong_kernel_is_called_wrong(
 def test_on_a_gpu_torch_is_compared_with_in_temporary_records(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here on small problems of a CPU."""
+    """Runs on small problems of a CPU."""
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     with demo.temporary_records():
         assert demo.on_gpu() == 0

@@ -1,5 +1,5 @@
-"""A fault of the environment is no verdict on a kernel: it is not on record, one warning reports
-it, and the kernel is tried again once the environment changes."""
+"""A fault of the environment is no verdict on a kernel. It is not recorded, one warning reports it,
+and the kernel is tried again once the environment changes."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_asking_for_tuning_tries_what_a_call_does_not(tmp_path: Path) -> None:
 
 
 def test_a_lack_of_memory_passes(tmp_path: Path) -> None:
-    """Later processes try again, but not for ever: each waits for it."""
+    """Later processes try again, a limited number of times, since each waits for it."""
     fast = Broken("fast", no_memory)
     bound = []
     for _ in range(untried.PROCESSES + 2):
@@ -358,7 +358,7 @@ def test_a_lack_of_memory_that_passed(tmp_path: Path) -> None:
 
 
 def test_some_configs_out_of_memory_are_tried_again(tmp_path: Path) -> None:
-    """Although others of the kernel are on record."""
+    """They are tried again although other configs of the kernel are on record."""
 
     class Large(FakeKernel):
         full = True
@@ -379,7 +379,7 @@ def test_some_configs_out_of_memory_are_tried_again(tmp_path: Path) -> None:
 
 
 def test_blas_out_of_memory_is_no_record(tmp_path: Path) -> None:
-    """Or kernels would win for good because BLAS had no memory once."""
+    """Otherwise kernels would win for good because BLAS once had no memory."""
     blas = FakeBlas(bind_error=MemoryError("no memory"))
     d, _ = dispatcher(blas, FakeKernel("fast"), times=FAST, root=tmp_path)
     with pytest.warns(TmmWarning, match="no memory") as said:
@@ -413,7 +413,8 @@ def test_outside_of_tuning_one_warning_tells_of_all(
 
 
 def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
-    """Whatever the words are: something that they share is broken. One warning names a kernel."""
+    """Whatever the messages say, the kernels share something that is broken. One warning names one
+    of them."""
 
     def failing(name: str) -> Callable[[], BaseException]:
         return lambda: RuntimeError(f"cannot assemble '{name}' in /tmp/{name}.ptx at {id(name)}")
@@ -574,7 +575,7 @@ def test_programs_are_looked_for_again() -> None:
 def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_call(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are no candidates, so that no tuning finds out."""
+    """They are no candidates, so no tuning reports them."""
 
     def declining() -> FakeKernel:
         return FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])

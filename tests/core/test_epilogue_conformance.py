@@ -1,4 +1,5 @@
-"""The suite for epilogues passes right ones and fails each kind of wrong one where it is wrong."""
+"""The suite for epilogues passes correct ones, and fails each kind of wrong one in the test for
+that fault."""
 
 from __future__ import annotations
 

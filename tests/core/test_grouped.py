@@ -64,7 +64,7 @@ def randn(*shape: int, **kw: Any) -> Tensor:
     return torch.randn(shape, **kw)
 
 
-#: Operands of torch's four forms. Of 12 rows the last two belong to no group; rows start at
+#: Operands of torch's four forms. The last two of 12 rows belong to no group. Rows start at
 #: multiples of 16 bytes, as torch requires.
 FORMS = {
     "m": lambda **kw: (randn(12, 16, **kw), randn(3, 16, 8, **kw), OFFS),

@@ -128,7 +128,7 @@ def test_the_plan_of_a_nested_call_serves_no_other() -> None:
 
 
 def rounds(origin: str) -> None:
-    """Calls, first and warm, of products that a kernel pads, and of one that it pads no further."""
+    """Calls, first and warm, of products that a kernel pads, and of one that is padded already."""
     for rows in (60, 64, 61, 60):
         a = torch.randn(rows, 16)
         for _ in range(2):
@@ -138,7 +138,7 @@ def rounds(origin: str) -> None:
 
 
 def test_warm_launches_that_compute_products() -> None:
-    """The kernel is also the choice of the product that it asks for."""
+    """The same kernel is chosen for the product that it computes inside."""
     made = install(FakeBlas(estimate=10.0), Inner("launch"))
     rounds("tuned")
     assert not made.quarantined
@@ -222,7 +222,7 @@ def test_callers_cannot_set_it() -> None:
 
 
 def test_a_product_at_a_plugins_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading is not re-entrant: BLAS answers, and nobody is blamed."""
+    """Loading is not re-entrant: BLAS answers, and no plugin is reported."""
     seen: list[Any] = []
 
     class Hooks:

@@ -75,7 +75,7 @@ def test_a_scale_is_not_given_twice() -> None:
 CODES = torch.ones(K, N, dtype=torch.int8)
 ONE, ROW = torch.ones(()), torch.ones(1, N)
 
-#: Arguments that replace those of a valid call, the error, and its message.
+#: Arguments that replace a valid call's, the error, and its message.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale_b": None}, RuntimeError, "b of format int8 needs a scale"),
     ({"a": torch.ones(M, K, dtype=torch.float64)}, RuntimeError, "dtype"),

@@ -885,7 +885,7 @@ class OfM(FakeKernel):
 
 
 def test_in_batch_invariant_mode_arithmetics_are_tried_in_turn() -> None:
-    """By estimates all even tiles come before the odd ones."""
+    """The estimates put all even tiles before the odd ones."""
     kernel = OfM(lambda tile, m: float(tile + 100 * (tile % 2)), range(1, 41))
     asked = problem(m=64, batch_invariant=True)
     first = search.Search(asked, [FakeBlas(), kernel], [kernel]).first()

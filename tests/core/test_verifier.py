@@ -1,4 +1,5 @@
-"""Each way to be right in one launch and wrong in use is seen; what is right passes."""
+"""Verification finds each kind of kernel that is right in one launch and wrong in use, and passes
+correct ones."""
 
 from __future__ import annotations
 
@@ -168,7 +169,7 @@ def view_of_a(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any
 
 
 def reads_past_the_sum(right: Any, a: Any, *rest: Any) -> Any:
-    """One column more of a, times zero."""
+    """It reads one more column of a, times zero."""
     result = right(a, *rest)
     more = a.as_strided((len(a), 1), a.stride(), a.storage_offset() + a.shape[1])
     return result.add_(more * 0)
@@ -488,7 +489,7 @@ def test_real_kernels_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_special_values_through_epilogues(name: str) -> None:
-    """Triton's formulas make of NaN and Inf what torch's make."""
+    """Triton's formulas map NaN and Inf to the same results as torch's."""
     asked = problem(
         m=16, n=16, k=32, a=F16, b=F16, out=F16, epilogue=parse(name), device=fingerprint(CPU)
     )
@@ -548,7 +549,7 @@ def test_samples_where_memory_is_short() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.complex64])
 def test_integers_and_complex_numbers(dtype: torch.dtype) -> None:
-    """Integers have to be exact; of complex numbers both parts count."""
+    """Integers have to be exact, and both parts of complex numbers count."""
     operand = Operand(dtype)
     asked = problem(m=12, n=20, k=36, a=operand, b=operand, out=operand)
     one = torch.ones((), dtype=dtype) * (1e-2j if dtype.is_complex else 1)

@@ -1,4 +1,4 @@
-"""Derivatives, transforms and compilation, on a GPU."""
+"""Tests derivatives, transforms and compilation on a GPU."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def untuned() -> Iterator[None]:
-    """Nothing is measured here: any kernel that may serve will do. Also where backward
-    calls the operator, in a GPU's own thread otherwise, which no override of this one reaches."""
+    """Measure nothing: any kernel that serves will do. Backward runs in this thread, since an
+    override does not reach a GPU's own autograd thread."""
     with (
         tmm_core.override(on_cache_miss="heuristic"),
         torch.autograd.set_multithreading_enabled(False),

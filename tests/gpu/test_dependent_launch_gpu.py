@@ -1,4 +1,4 @@
-"""Launches that begin before the one before has ended give the bits of launches one by one."""
+"""Launches that overlap the previous one give the same bits as launches one by one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def bound(kernel: Any, a: Tensor, b: Tensor, config: Any) -> Call:
 
 
 def ways(m: int) -> list[tuple[Any, Any]]:
-    """Kernels and configs that differ in what they do early and in how sums come together."""
+    """Kernels and configs that differ in what they do before the wait, and in how they reduce
+    sums."""
     a, b = random(m, SIZE), random(SIZE, SIZE, seed=1).t()
     problem = Problem.of(a, b, a @ b, fingerprint(a.device), static_weights=True)
     chosen: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -146,7 +147,7 @@ def test_tiles_cut_along_k_in_a_chain() -> None:
 @pytest.mark.parametrize("writer", ["copy", "kernel", "product"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_weight_written_in_the_line_before_is_seen(writer: str, captured: bool) -> None:
-    """Without the word, prefetched or not."""
+    """Without the promise of static weights, with and without prefetch."""
     x, weight = random(16, SIZE), random(SIZE, SIZE)
     sources = [random(SIZE, SIZE, seed=seed) for seed in range(2, 6)]
     left = random(SIZE, SIZE, seed=9)
@@ -218,7 +219,7 @@ class _EdgeData(ctypes.Structure):
 
 
 def _programmatic_edges(graph: int) -> int:
-    """How many of a graph's edges let their end begin before their start has ended."""
+    """The number of a graph's edges whose second kernel may begin before the first has ended."""
     driver = ctypes.CDLL("libcuda.so.1")
     edges = getattr(driver, "cuGraphGetEdges_v2", None)
     if edges is None:

@@ -35,7 +35,7 @@ KERNEL, OF_FP32 = "triton.persistent", "triton.grouped"
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Backward calls in a GPU's own thread otherwise, which no override of this one reaches."""
+    """Run backward in this thread: an override does not reach a GPU's own autograd thread."""
     with torch.autograd.set_multithreading_enabled(False):
         yield
     tmm_core.disable()
@@ -280,7 +280,7 @@ def test_untuned_products_are_answered_and_never_wrong() -> None:
 
 
 def test_what_the_host_pays(forced: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is asserted of times: they are printed, for whoever runs this."""
+    """Prints times and asserts nothing about them."""
     a, b, bias = randn(64, 64), randn(64, 64), randn(64)
     functions = {"mm": lambda: torch.mm(a, b), "addmm": lambda: torch.addmm(bias, a, b)}
 

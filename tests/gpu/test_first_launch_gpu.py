@@ -1,4 +1,5 @@
-"""A fault on the GPU costs the candidate that made it: another process has its CUDA context."""
+"""A fault on the GPU costs only the candidate that made it, because it runs in another process's
+CUDA context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU. They ran on the machine that the committed reports come from."""
+"""Tests that need a GPU."""
 
 from __future__ import annotations
 

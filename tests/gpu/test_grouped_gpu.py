@@ -1,4 +1,5 @@
-"""Grouped products on a GPU: no wait for it, capture, and who answers."""
+"""Tests grouped products on a GPU: the host never waits, calls can be captured, and the expected
+kernel answers."""
 
 from __future__ import annotations
 
@@ -276,7 +277,7 @@ def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> Non
 
 
 def test_alternate_columns() -> None:
-    """gpt-oss's gate: what a product without an epilogue gives, gated afterwards."""
+    """gpt-oss's gate equals a product without an epilogue that is gated afterwards."""
     a, b = operands("rows")
     offs, bias = offs_of(ENDS[0]), torch.randn(5, 192, device="cuda").bfloat16()
     y = tmm_core.grouped_matmul(
@@ -331,7 +332,7 @@ def test_a_layer_of_experts_waits_for_nothing(no_waiting: None) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_odd_rows_lie_as_torchs_without_a_copy(kernel: str) -> None:
-    """Compiled code asserts the strides of what the operator returns."""
+    """Compiled code asserts the strides of the operator's result."""
     if kernel == "blas" and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch's grouped product waits for the GPU here")
     a, _ = operands("rows")

@@ -40,7 +40,7 @@ def candidates(problem: tmm_core.Problem) -> dict[str, list[Any]]:
 
 
 def compile_all(problem: tmm_core.Problem, members: list[Any]) -> None:
-    """Leave what they compile to in Triton's cache, several at a time."""
+    """Compile the candidates into Triton's cache, several at a time."""
 
     def bind(candidate: Any) -> None:
         with contextlib.suppress(Exception):  # the call raises it again

@@ -1,4 +1,4 @@
-"""Verification on a GPU: real kernels pass it, and it costs what it says."""
+"""Tests verification on a GPU: real kernels pass it, within its limits of memory and time."""
 
 from __future__ import annotations
 

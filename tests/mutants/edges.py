@@ -1,4 +1,4 @@
-"""Mutants of a random sample of functions, of which half passed before each limit had its test."""
+"""Mutants of a random sample of functions. Half of them passed before each limit had its test."""
 
 from __future__ import annotations
 

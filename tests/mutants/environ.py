@@ -1,4 +1,5 @@
-"""Mutants of what tells the environment's faults from a kernel's, and of what ranks do together."""
+"""Mutants of the code that tells the environment's faults from a kernel's, and of tuning among
+ranks."""
 
 from __future__ import annotations
 

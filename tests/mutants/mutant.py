@@ -1,7 +1,7 @@
 """A mutant: a small edit of the code, and the tests that must fail under it.
 
 A mutant names its file by the end of its path, so that moving a module does not put it out of date.
-Where code changes, change the mutant with it: what it replaces must be there once.
+When code changes, change the mutant with it: the text that it replaces must occur exactly once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Mutant:
     Args:
         name: As ``make mutants NAMES=…`` takes it.
         file: The file's name, or the end of its path.
-        old, new: Replaced, and by what.
+        old, new: The replaced text, and its replacement.
         why: What goes wrong.
-        tests: Of these at least one must fail.
+        tests: At least one of these must fail.
     """
 
     name: str
@@ -37,7 +37,7 @@ def place(mutant: Mutant, tree: Path) -> Path:
     """The file that a mutant changes.
 
     Raises:
-        ValueError: What it replaces is not there, or more than once.
+        ValueError: The text occurs never, or more than once.
     """
     named = [
         path

@@ -246,7 +246,7 @@ def test_zeros_beyond_the_last_group_are_not_written_to_what_an_epilogue_returns
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_products_of_values_have_the_rate_of_16_bits(name: str) -> None:
-    """Many rows are bound by arithmetic, which is that of the dense product."""
+    """Products of many rows are bound by arithmetic, as the dense product is."""
     form = tmm_core.formats.named(name)
     large = replace(LAYER, m=2**16)
     scale = Scale.parse("row" if name == "int8" else "row bfloat16")

@@ -1,5 +1,5 @@
-"""The pass that dequantises for BLAS: values in the interpreter and on a GPU against torch's
-operators, its compilation for four architectures, and what it leaves to torch."""
+"""Tests the pass that dequantises for BLAS. Values in the interpreter and on a GPU are compared
+with torch's operators, and the pass is compiled for four architectures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WEIGHTS: dict[str, Any] = {
     "zero points": lambda: with_zeros(torch.uint8, BF16),
     "fractions as zero points": lambda: with_zeros(torch.float16, torch.float16),
 }
-#: Those of rows, which BLAS folds into values.
+#: Scales of rows, which BLAS folds into values.
 BY_ROW: dict[str, Any] = {
     "int8 by row": lambda: drawn("int8", 48, 128, group=0),
     "fp8 by row": lambda: drawn("fp8", 48, 128, group=0),
@@ -91,7 +91,7 @@ def test_values(of: str, dtype: torch.dtype) -> None:
 
 @runs
 def test_codes_alone_and_nothing() -> None:
-    """Scales of rows multiply the product, so that this pass leaves them out."""
+    """Scales of rows multiply the product, so this pass leaves them out."""
     weight = drawn("int8", 9, 100, group=0)
     run = Dequantize(described(weight), 100, BF16, DEVICE, False, False)
     assert torch.equal(run(weight.stored, None, None), weight.stored.to(BF16))
@@ -153,7 +153,7 @@ def posed(b: Operand, **changes: Any) -> Problem:
 
 
 def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything else is bound with what the problem says."""
+    """Torch's operators serve every other operand."""
     bound: list[Any] = []
     monkeypatch.setattr(module, "Dequantize", lambda *given: bound.append(given) or "bound")
     int4 = OPERANDS["int4"][1]
@@ -211,7 +211,7 @@ ROWS_OF_8_BITS = {
 def test_scales_of_rows_are_folded_into_values(
     of: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the result needs no pass in fp32: here torch plays the kernel."""
+    """On a GPU the result needs no pass in fp32. Here torch stands in for the kernel."""
     a, b = ROWS_OF_8_BITS[of]
     asked = []
 
@@ -250,7 +250,7 @@ def test_scales_of_rows_are_folded_into_values(
     torch.testing.assert_close(found.double(), exact, rtol=3e-2, atol=3e-2 * float(exact.std()))
     assert [which for which, *_ in asked] == (["b"] if a.form is None else ["a", "b"])
     assert all(dtype is BF16 and folds for _, dtype, folds in asked)
-    # Where the result is wider, or of fp16, scales multiply it.
+    # Scales multiply the result if it is wider than 16 bits, or fp16.
     for out in (Operand(torch.float32), Operand(torch.float16)):
         assert blas._bind_values(replace(problem, out=out)) is None
     monkeypatch.setattr(dequantized, "_fused", lambda *_: None)
@@ -298,7 +298,7 @@ def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("of", [*WEIGHTS, *BY_ROW])
 def test_blas_multiplies_these_values(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product by BLAS uses the pass, and computes what it computes by torch's operators."""
+    """A product by BLAS uses the pass, and equals the product by torch's operators."""
     weight = {**WEIGHTS, **BY_ROW}[of]()
     made: list[Any] = []
     original = module.Dequantize

@@ -1,5 +1,5 @@
-"""Gathered rows for the Hopper kernel: the copy in Triton's interpreter, the product by a kernel
-that runs there too."""
+"""Tests gathered rows for the Hopper kernel: the copy runs in Triton's interpreter, and so does the
+kernel that stands in for the product's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_declined() -> None:
     def reason(given: Problem) -> str:
         return "; ".join(KERNEL.reasons_against(given))
 
-    # Where Gluon does not run, that is a reason of every problem.
+    # Where Gluon does not run, every problem is declined for that reason.
     elsewhere = reason(asked())
     assert "an index gathers" in reason(problem(groups=Groups(8, "m")))
     assert "an index gathers" in reason(problem())
@@ -112,7 +112,7 @@ def compiled() -> list[int]:
 @pytest.mark.slow
 def test_the_copy_moves_16_bytes_at_a_time(uninterpreted: Uninterpreted) -> None:
     loads, stores, all_loads = uninterpreted(compiled)
-    # 8 rows of 2 KB by 128 threads; and besides the rows an index of each, and the last end.
+    # 128 threads copy 8 rows of 2 KB. Each row's index and the last group's end are read too.
     assert loads == stores == 8
     assert all_loads <= loads + 9
 

@@ -1,4 +1,4 @@
-"""Edges of tiles, zeros, single rows and second ways, where small numbers decide."""
+"""Tests limits: tiles at the edge, zeros, single rows, and alternative code paths."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_box_has_as_many_rows_as_swizzling_needs_and_no_more(m: int) -> None:
 def test_torchs_8_bit_product_has_alpha_once(
     alpha: float, by_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its launcher, with a product that takes what torch's takes."""
+    """The launcher, over a product with the signature of torch's."""
     ones, f8 = torch.ones, torch.float8_e4m3fn
 
     def scaled_mm(

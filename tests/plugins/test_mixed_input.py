@@ -414,7 +414,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def assembled(ptx: str) -> str:
-    """What ptxas says of a kernel."""
+    """The output of ptxas for a kernel."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     path = get_ptxas("sm_90a" if "arch" in str(get_ptxas) else 90).path

@@ -1,4 +1,4 @@
-"""What kernels propose, and how long they expect it to take, changes only where it is meant to."""
+"""The configs that kernels propose, and their estimates, change only on purpose."""
 
 from __future__ import annotations
 

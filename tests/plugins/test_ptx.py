@@ -1,4 +1,4 @@
-"""PTX that is edited: what changes, what it takes to have it again, and what a fault costs.
+"""Tests edits of PTX: the lines that change, the lookup in Triton's cache, and the cost of a fault.
 
 Compiling needs Triton not to be interpreting, so it is done in processes of their own.
 """
@@ -61,7 +61,7 @@ def test_two_products_are_one() -> None:
         wait.format(1),
         wait.format(0),
     ]
-    # After what sets the second's sums.
+    # After the instructions that initialise the second product's sums.
     assert out.index("mov.b32") < out.index("mma_async")
 
 

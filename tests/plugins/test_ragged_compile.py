@@ -1,7 +1,7 @@
-"""``triton.ragged`` compiles, without a GPU, for Ampere, Hopper, Blackwell and an MI300: nothing is
-spilled that a wave's tiles would be slower for, tiles fit shared memory, Hopper's get ``wgmma``.
+"""``triton.ragged`` compiles, without a GPU, for Ampere, Hopper, Blackwell and an MI300. Spills
+stay below a limit, tiles fit shared memory, and Hopper's tiles use ``wgmma``.
 
-The largest tile of each kind, one of decode and one of misaligned operands.
+The cases are the largest tile of each kind, one of decode and one of misaligned operands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Misaligned operands: what is copied is copied exactly, the rest is the inner kernels' work."""
+"""Tests misaligned operands: copies are exact, and the inner kernel gets an aligned problem."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class TestRealigned(KernelConformance):
         yield replace(base, m=m + 1, n=n, k=k, a="col")
 
     def probes_of_batches(self) -> Iterator[Probe]:
-        """And of a batch both or one operand misaligned, by its rows or by its stride alone."""
+        """Adds batches in which one or both operands are misaligned, by their rows or by the stride
+        of the batch alone."""
         yield from super().probes_of_batches()
         base = replace(self._probe(), batch=3)
         for stack in ("packed", "interleaved", "broadcast"):
@@ -153,7 +154,7 @@ def test_matrices_of_a_batch_are_copied_once(layout: str, shared: str) -> None:
     batch, shape = 5, (37, 93)
 
     def stacked(name: str, shape: tuple[int, int]) -> torch.Tensor:
-        """A batch that lies at odd distances, or one matrix again and again."""
+        """A batch of matrices at odd distances, or one matrix that all products share."""
         matrices = [posed(shape, layout, BF16, seed).tensor for seed in range(batch)]
         if name in shared:
             return matrices[0].expand(batch, *shape)
@@ -181,7 +182,7 @@ def test_matrices_of_a_batch_are_copied_once(layout: str, shared: str) -> None:
         rows = copy.mT if matrix.transposed else copy
         whole = rows.as_strided((*rows.shape[:2], matrix.pitch), (rows.stride(0), matrix.pitch, 1))
         assert not whole[..., rows.shape[2] :].any(), "the padding is not zero"
-    # One allocation holds what is needed, and nothing twice.
+    # One allocation holds all copies, and nothing twice.
     held = sum(
         (1 if "ab"[matrix.place] in shared else batch) * matrix.rows * matrix.pitch
         for matrix in matrices
@@ -218,7 +219,7 @@ def test_offsets_past_32_bits_are_computed_in_64() -> None:
     assert (types["x_apart"], types["y_apart"]) == ("i64", "i64")
     types = copy_build(problem()).types
     assert {types[f"{x}_{what}"] for x in "xy" for what in ("stride", "pitch")} == {"i32"}
-    # The copy is larger than what it is a copy of: that may be broadcast.
+    # The copy is larger than its source, which may be broadcast.
     assert realigned(problem(70_000, 64, 40_001, b=ALIGNED)).a.wide
 
 
@@ -256,7 +257,7 @@ def test_serves(asked: Problem) -> None:
     assert served.a.aligned
     assert served.b.aligned
     for config in configs:
-        # The inner kernel takes as long as it estimates, and the copies come on top.
+        # The estimate is the inner kernel's, plus the copies.
         time = KERNEL.estimate_us(asked, config)
         inner = inner_kernels()[config.inner]
         assert time is not None
@@ -285,15 +286,15 @@ def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
 
 @pytest.fixture
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs for an H200 are proposed on any machine, also where no launcher can be built."""
+    """Configs for an H200 are proposed on any machine, even if no launcher can be built there."""
     for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
 
 @pytest.mark.usefixtures("toolchain")
 def test_the_best_kernel_multiplies() -> None:
-    """On Hopper the warp-specialised one, though others stay in the race; before it, one that
-    needs no TMA; for two products at once one with two accumulators."""
+    """On Hopper the warp-specialised kernel is first, and others remain candidates. Before Hopper
+    it is a kernel without TMA, and for gated products a kernel with two accumulators."""
 
     def inner(asked: Problem) -> list[str]:
         return [config.inner.removeprefix("triton.") for config in KERNEL.configs(asked)]
@@ -305,7 +306,7 @@ def test_the_best_kernel_multiplies() -> None:
     # The up half of b starts off 16 bytes, in rows of 16.
     assert set(inner(problem(epilogue="swiglu"))) == {"fused_epilogue"}
     assert inner(problem(b="col", epilogue="swiglu"))[0] == "warp_specialized"
-    # Too few tiles for the SMs: ranges of K, too.
+    # Too few tiles for the SMs: ranges of K are proposed too.
     assert "split_k" in inner(problem(127, 4093, 4096, a=ALIGNED))
 
 
@@ -499,7 +500,7 @@ def test_the_copy_compiles_for_hopper(
 def test_configs_compile_for_hopper(
     asked: Problem, count: int, stack: int, uninterpreted: Uninterpreted
 ) -> None:
-    """All of one problem, and the first of others."""
+    """All configs of one problem, and the first of other problems."""
     results = uninterpreted(compiled, asked, count)
     least = min(count, 8)
     assert len(results) >= least

@@ -1,4 +1,4 @@
-"""``triton.streaming`` without a GPU: what it declines, what the compiler makes of it, and its
+"""Tests ``triton.streaming`` without a GPU: the problems it declines, its compilation, and its
 arithmetic, addresses and masks as plain Python. There a 16-bit number is an integer, and words are
 decoded by shifts; a GPU compares the PTX with fp64 in ``tests/gpu/test_streaming_gpu.py``."""
 
@@ -121,7 +121,7 @@ class Words(Pointer):
 
 def gather(pointer: Pointer, mask: Any = True, other: Any = None, **_: Any) -> Tile:
     index, inside = np.broadcast_arrays(pointer.offset, mask)
-    # What is loaded outside without a value is anything.
+    # Elements outside that are loaded without a value are arbitrary.
     whole = pointer.memory.dtype.kind == "i"
     outside = (0x5A5A if whole else np.nan) if other is None else other
     values = np.full(index.shape, outside, np.int64 if whole else np.float64)

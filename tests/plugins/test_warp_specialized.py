@@ -194,7 +194,7 @@ def stored(asked: Problem) -> str:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("residual", [None, Operand(BF16)])
 def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | None) -> None:
-    """Of other rows TMA would store elements past the end, in memory of others."""
+    """In other rows TMA would store elements past the end, in memory of others."""
     for n in range(4088, 4097):
         for dtype, whole in ((BF16, 8), (FP32, 4)):
             asked = problem(n=n, out=dtype, batch=batch, residual=residual)
@@ -208,7 +208,7 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
 
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", "tensor")], ids=str)
 def test_parts_are_scaled_once(scales: Any) -> None:
-    """By the kernel that adds them up. Rows of later parts have no scale of their own."""
+    """The kernel that adds the parts does it. Rows of later parts have no scale of their own."""
     asked = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
     whole, cut = (
         KERNEL.builds(asked, dataclasses.replace(CONFIG, BLOCK_N=64, splits=splits))
@@ -291,7 +291,7 @@ def test_which_configs_sum_a_row_alike() -> None:
     assert len({arithmetic(eight, BLOCK_K=k) for k in (32, 64, 128)}) == 3
     assert len({arithmetic(problem(), BLOCK_K=k) for k in (32, 64, 128)}) == 1
     assert arithmetic(eight) != arithmetic(problem())
-    # With scales of blocks the steps are those of the scales, and parts have a fixed number.
+    # With scales of blocks a step is a scale's block, and the number of parts is fixed.
     scaled = problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128"))
     step = {"BLOCK_K": 128}
     for fields in (*alike, *tiles):

@@ -41,7 +41,7 @@ def pairs(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Machine:
-    """Registers, each of which holds a word for every lane, and the instructions of PTX."""
+    """Registers, each with a word for every lane, and the instructions of PTX."""
 
     def __init__(self, given: dict[str, Tensor]) -> None:
         self.registers = dict(given)
@@ -89,7 +89,7 @@ class Machine:
         found = torch.zeros_like(both)
         for place in range(4):
             byte = (int(chosen, 0) >> 4 * place) & 7
-            # Of a negative int64 the shift brings ones, which the mask removes.
+            # Shifting a negative int64 brings in ones, which the mask removes.
             found |= ((both >> 8 * byte) & 0xFF) << 8 * place
         self.registers[to] = found
 
@@ -181,8 +181,8 @@ def twice(number: float, dtype: torch.dtype) -> int:
 def test_every_pair(
     name: str, scaled: str | None, zero: str | None, value: torch.dtype, word: bool
 ) -> None:
-    """Alone, and in a word beside other values: of 8 bits with its neighbour, of 4 bits with the
-    value that lies four places higher."""
+    """Alone, and in a word beside other values. There an 8-bit value is paired with its neighbour,
+    and a 4-bit value with the one four places higher."""
     if scaled == "wide" and (zero or name not in ("int8", "fp8")):
         pytest.skip("values are multiplied in fp32 where they are decoded through it")
     form = formats.named(name)
