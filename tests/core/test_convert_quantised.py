@@ -17,7 +17,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core import api
-from tmm_core.nn import convert, fp8_linear
+from tmm_core.nn import convert, fp8_linear, stored_weights
 from tmm_core.nn.gated_layers import GatedMLP
 
 Tensor = torch.Tensor
@@ -159,6 +159,26 @@ def test_every_format_and_what_no_format_serves(name: str) -> None:
     report = convert(wide, weights=name)
     assert str(report).count("products of torch.float64 take no quantised weight") == 2
     torch.testing.assert_close(wide(x.double()), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_gate_and_up_that_were_quantised_before_are_one_product(
+    format: str, products: list[Any]
+) -> None:
+    mlp: Any = nn.Sequential(MLP(True)).eval()
+    for layer in (mlp[0].gate, mlp[0].up):
+        quantised = stored_weights.quantised(torch.randn(96, 64), format)
+        layer.weight = stored_weights.parameter(quantised)
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        expected = mlp(x)
+        report = convert(mlp)
+        products.clear()
+        assert_close(mlp(x), expected, rtol=1e-5, atol=1e-4)
+        (joint, epilogue), _ = products
+        assert (tuple(joint.shape), epilogue) == ((192, 64), "swiglu")
+        report.undo()
+        assert_close(mlp(x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])

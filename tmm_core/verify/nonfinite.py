@@ -79,7 +79,7 @@ _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 def nonfinite_inputs(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> NonFinite | None:
     """Choose non-finite values for these inputs; None if no input can represent one.
 
-    Those of rows are in a and the residual, those of columns in b and the bias.
+    Values in rows are planted in a and the residual, values in columns in b and the bias.
 
     Args:
         room: Bytes that operands of the reference may take in fp64.
