@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
+from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, FakeTimer, dispatcher, problem, settings
 
 import tmm_core
 from tmm_core import CacheMissError, Problem, TmmWarning, Traits, UnsupportedProblemError
@@ -36,11 +36,11 @@ class Summing(FakeKernel):
         return name
 
 
-class TimerByM:
+class TimerByM(FakeTimer):
     """Says what a (kernel, tile) takes at the M of the call; ``tuned`` are the M of records."""
 
     def __init__(self, times: Mapping[tuple[str, int], Any]) -> None:
-        self.times = times
+        super().__init__(dict(times))
         self.tuned: list[int] = []
 
     def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:

@@ -923,6 +923,10 @@ class Pauseless(FakeTimer):
     def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
         return self.still.measure(runs, rounds, **chain)
 
+    def steady_steps(self, runs: Any, rounds: int, **chain: Any) -> Any:
+        yield from ()
+        return self.steady(runs, rounds, **chain)
+
 
 def without_pause(
     times: dict[Any, float], steady: dict[str, float] | None = None, **how: Any

@@ -32,7 +32,7 @@ from tmm_core.tuning.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.search import Search
-from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, in_steps, is_disturbed, normalised
+from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, is_disturbed, normalised
 from tmm_core.tuning.untried import Left
 from tmm_core.verify.verifier import Extent, Verifier
 
@@ -282,27 +282,24 @@ class Tuning:
         """
 
         def sample(racing: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
-            options: dict[str, Any] = {"copies": len(runners[0].inputs), "burst_us": burst_us}
-
-            def measuring(rounds: int) -> Steps[Samples]:
-                return in_steps(self._timer, "measure", runners, rounds, **options)
-
+            options = {"copies": len(runners[0].inputs), "burst_us": burst_us}
+            measuring = functools.partial(self._timer.measure_steps, runners, **options)
             if settle:
-                yield from measuring(settle)
+                yield from measuring(rounds=settle)
             again = getattr(self._timer, "forget_captures", None)
             long = min(run.time for run in racing) >= LONG_US
             captures = CAPTURES if settle is not None and again is not None and long else 1
-            samples = yield from measuring(rounds // captures)
+            samples = yield from measuring(rounds=rounds // captures)
             for _ in range(captures - 1):
                 assert again is not None
                 again()
-                yield from measuring(1)
-                more = yield from measuring(rounds // captures)
+                yield from measuring(rounds=1)
+                more = yield from measuring(rounds=rounds // captures)
                 samples = [[*mine, *further] for mine, further in zip(samples, more, strict=True)]
             # BLAS shows disturbances best: it is one kernel with a stable time.
             blas = next((i for i, run in enumerate(racing) if run.is_baseline), 0)
             if settle is not None and is_disturbed(samples[blas]):
-                samples = yield from measuring(rounds)
+                samples = yield from measuring(rounds=rounds)
             return normalised(samples)
 
         for run, mine in (yield from self._sampled(racing, sample)):
@@ -315,7 +312,8 @@ class Tuning:
 
         def sample(_: list[CandidateRun], runners: list[Runner]) -> Steps[Samples]:
             options = {"copies": len(runners[0].inputs), "steady_us": STEADY_US}
-            return in_steps(self._timer, "steady", runners, 1, **options)
+            samples: Samples = yield from self._timer.steady_steps(runners, 1, **options)
+            return samples
 
         for run, (us,) in (yield from self._sampled(racing, sample)):
             run.steady_us = us if run.steady_us is None else (run.steady_us + us) / 2
@@ -377,7 +375,7 @@ class Tuning:
         baseline = [run for run in running if run.is_baseline]
         blas = min((run.time for run in baseline), default=math.inf)
         ahead = sorted((r for r in running if r.time <= blas * (1 - MARGIN)), key=lambda r: r.time)
-        able = hasattr(self._timer, "steady")  # a CPU's wall time needs none
+        able = hasattr(self._timer, "steady_steps")  # a CPU's wall time needs none
         long = bool(ahead) and blas < math.inf and ahead[0].time >= LONG_US
         if not able or self._problem.batch_invariant or not long:
             return

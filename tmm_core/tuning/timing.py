@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,39 +58,6 @@ STEP_US = 10e3
 
 #: µs per call of each run, one list each.
 Samples = list[list[float]]
-
-
-class Timer(Protocol):
-    """Times callables in comparison with one another."""
-
-    def measure(
-        self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
-    ) -> list[list[float]]:
-        """Time each run ``rounds`` times, interleaved, in a different order every round.
-
-        Args:
-            runs: Each takes the index of a copy, from 0 up to ``copies``.
-            rounds: Samples of each.
-            copies: Calls in a chain.
-            burst_us: Minimum length of one sample, if the timer can choose it.
-
-        Returns:
-            µs of one call: for each run, in the given order, a list of samples.
-        """
-        ...
-
-
-def in_steps(
-    timer: Any, method: str, runs: Sequence[Run], rounds: int, **options: Any
-) -> Steps[Samples]:
-    """Run a timer's ``method``, in steps if the timer has a method for that."""
-    steps = getattr(timer, f"{method}_steps", None)
-    samples: Samples
-    if steps is None:
-        samples = getattr(timer, method)(runs, rounds, **options)
-    else:
-        samples = yield from steps(runs, rounds, **options)
-    return samples
 
 
 @dataclass
@@ -128,14 +95,25 @@ class GraphTimer:
         self._flush: torch.Tensor | None = None
 
     def measure(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
+        """Take all :meth:`measure_steps` at once."""
         with torch.cuda.device(self.device):
             return drained(self.measure_steps(runs, rounds, **options))
 
     def measure_steps(
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
     ) -> Steps[Samples]:
-        """Do :meth:`measure` in steps of one sample, on the current device. After a pause the next
-        chain is replayed once first, since other work has used the caches."""
+        """Time each run ``rounds`` times, interleaved, in a different order every round. A step is
+        one sample, on the current device. After a pause the next chain is replayed once first,
+        since other work has used the caches.
+
+        Args:
+            runs: Each takes the index of a copy, from 0 up to ``copies``.
+            copies: Calls in a chain.
+            burst_us: Minimum length of one sample.
+
+        Returns:
+            µs of one call: for each run, in the given order, a list of samples.
+        """
         chains = yield from self._chains_of(runs, copies)
         replays = [math.ceil(burst_us / max(chain.takes_us, 1.0)) for chain in chains]
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]

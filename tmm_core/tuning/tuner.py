@@ -41,7 +41,7 @@ from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.tuning.ranking import decide
 from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
-from tmm_core.tuning.timing import Timer, timer_for
+from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
 from tmm_core.tuning.untried import unmeasured
 from tmm_core.verify.verifier import Verifier
 
@@ -51,7 +51,7 @@ class Tuner:
     """Measures candidates on the device a problem names."""
 
     #: Chains in CUDA graphs, or wall time on a CPU; tests pass others.
-    timer: Timer | None = None
+    timer: GraphTimer | HostTimer | None = None
     #: Threads that bind, and compile what was not compiled elsewhere; by default the number of
     #: cores, at most 16.
     workers: int = field(default_factory=compiling_threads)
