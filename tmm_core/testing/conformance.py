@@ -332,17 +332,6 @@ class KernelConformance(RaggedProblems):
 
     # -- launchers ---------------------------------------------------------------------
 
-    def test_alpha_is_read_at_every_call(self) -> None:
-        probe = replace(self._probe(), alpha=0.5)
-        first, second = (
-            replace(probe, alpha=alpha).tensors(self._device()) for alpha in (0.5, -3.0)
-        )
-        assert first.problem == second.problem
-        self._decline(first.problem)
-        launcher = self._bind(first.problem)
-        for tensors in (first, second):
-            self._check_launcher(tensors, launcher)
-
     def test_launchers_share_nothing(self) -> None:
         """Two launchers of one problem, called alternately, do not disturb each other."""
         first, second = (self._probe().tensors(self._device(), seed=seed) for seed in (0, 1))

@@ -185,10 +185,6 @@ class Search:
                 yield ()
         return list(mine)
 
-    def __len__(self) -> int:
-        """The number of candidates that may still be handed out."""
-        return len(self._estimates) - len(self._handed)
-
     def first(self) -> list[Candidate]:
         """Hand out the first batch: BLAS and the winner on record, hints, candidates without
         estimates, and the best others by estimate; at least one of each likely kernel, unless hints
