@@ -32,6 +32,7 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.dispatch.lookup import Lookup
+from tmm_core.registry.query import place_of
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Candidate
@@ -43,7 +44,6 @@ from tmm_core.tuning.environment_faults import (
     cause_of,
     cause_of_text,
     common,
-    place_of,
     verdicts,
 )
 from tmm_core.tuning.findings import Findings
@@ -192,7 +192,7 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     module = types.ModuleType("elsewhere")
     monkeypatch.setitem(sys.modules, "elsewhere", module)
     monkeypatch.setattr(Elsewhere, "__module__", "elsewhere")
-    module.__file__ = str(tmp_path / "mine" / "kernel.py")
+    module.__file__, module.__package__ = str(tmp_path / "mine" / "kernel.py"), "elsewhere"
     kernel = Elsewhere("k")
 
     def fails(*path: str) -> BaseException:
@@ -214,11 +214,14 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     outer = ValueError()
     outer.__cause__ = fails("mine", "kernel.py")
     assert place_of(kernel, outer) == f"{tmp_path}/mine/kernel.py:4"
+    module.__package__ = ""  # its folder has other modules too
+    assert place_of(kernel, fails("mine", "kernel.py")) == f"{tmp_path}/mine/kernel.py:4"
+    assert place_of(kernel, fails("mine", "x.py")) == usual
     told: Any = ValueError()
     told.place = "/there.py:7"
-    assert place_of(kernel, told) == "/there.py:7"
+    assert findings.placed(kernel, "it failed", told) == "it failed (/there.py:7)"
     told.place = 7
-    assert place_of(kernel, told) == usual
+    assert findings.placed(kernel, "it failed", told) == f"it failed ({usual})"
 
 
 # -- several failures --------------------------------------------------------------------

@@ -12,16 +12,19 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_cache.cache_errors import trace_of
+from tmm_cache.cache_errors import chain, trace_of
 from tmm_cache.fields import (
     A_NAME,
     NAME_MAX,
@@ -273,7 +276,7 @@ class CheckedKernel(Kernel[Any]):
     def _fault(self, method: str, error: BaseException) -> str:
         ours = type(error) is InvalidResultError
         what = error_message(error) if ours else f"raised {error_text(error)}"
-        where = _where(type(self.kernel), method, error)
+        where = place_of(self, error, method)
         return f"{method} {what}" + (f" ({where})" if where else "")
 
     def _configs(self, result: Any) -> list[Config]:
@@ -392,20 +395,39 @@ def _resources(result: Any) -> list[Resources]:
     return found
 
 
-def _where(kind: type, method: str, error: BaseException) -> str:
-    """File and line where the author's function raised, or where it begins; empty if neither is
-    known."""
+def place_of(kernel: Kernel[Any], error: BaseException | None, method: str = "bind") -> str:
+    """Return the file and line in the kernel's packages that raised ``error``, else the beginning
+    of this method or attribute; empty if neither is known."""
+    kind: type = type(getattr(kernel, "kernel", kernel))  # of a registered kernel
+    code, own = _code(kind, method), []
+    for module in {sys.modules.get(base.__module__) for base in kind.__mro__ if base not in _BASES}:
+        if file := getattr(module, "__file__", None):
+            # A module in no package shares its folder with strangers.
+            packaged = getattr(module, "__package__", "")
+            own.append(os.path.dirname(file) + os.sep if packaged else file)
+    found = _class_place(kind) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    files = (*own, code.co_filename) if code is not None else tuple(own)
+    for each in () if error is None else chain(error):
+        for frame, line in traceback.walk_tb(trace_of(each)):
+            if frame.f_code.co_filename.startswith(files):
+                found = f"{frame.f_code.co_filename}:{line}"
+    return found
+
+
+#: Classes of a kernel that are not its own.
+_BASES = (Kernel, *Kernel.__mro__)
+
+
+def _code(kind: type, method: str) -> CodeType | None:
+    """The code of a method or property; an attribute has none."""
     member = inspect.getattr_static(kind, method, None)
     function = getattr(member, "fget", None) or getattr(member, "func", None) or member
-    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-    frames = traceback.extract_tb(trace_of(error))
-    if code is None:
-        # An attribute has no code of its own: name the class.
-        try:
-            return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
-        except (OSError, TypeError) as error:
-            reraise(error)
-            return ""
-    within = [frame for frame in frames if frame.filename == code.co_filename]
-    line = within[-1].lineno if within else code.co_firstlineno
-    return f"{code.co_filename}:{line}"
+    return getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+
+
+def _class_place(kind: type) -> str:
+    try:
+        return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError) as error:
+        reraise(error)
+        return ""

@@ -12,22 +12,17 @@ only a text; there the words of such exceptions decide.
 from __future__ import annotations
 
 import errno
-import inspect
-import os
 import re
 import subprocess
-import sys
-import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from typing import Any, Literal, get_args
 
 import torch
 from tmm_cache import CandidateResult
-from tmm_cache.cache_errors import chain, frames_of, trace_of
+from tmm_cache.cache_errors import chain, frames_of
 
 from tmm_core.errors import error_text, reraise
-from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 
 #: Why a candidate is untried.
@@ -90,8 +85,6 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     ("hung", r"`ptxas` raised SIGSEGV"),
     ("budget", re.escape(BUDGET_ENDED)),
 )  # fmt: skip
-#: Classes of a kernel that are not its own.
-_BASES = (Kernel, *Kernel.__mro__)
 _PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
 
 
@@ -99,7 +92,7 @@ def cause_of(error: BaseException) -> Cause | None:
     """Return the environment's cause of ``error``; None if the kernel's code is to blame."""
     raised = list(chain(error))
     for each in raised:
-        elsewhere: Cause | None = _read(each, "cause_elsewhere")  # found by another process
+        elsewhere: Cause | None = read(each, "cause_elsewhere")  # found by another process
         if elsewhere in get_args(Cause):
             return elsewhere
         if (found := _by_type(each)) is not None:
@@ -117,7 +110,7 @@ def cause_of_text(reason: str) -> Cause | None:
     return next((cause for cause, pattern in _PATTERNS if pattern.search(reason)), None)
 
 
-def _read(error: BaseException, name: str) -> Any:
+def read(error: BaseException, name: str) -> Any:
     """Return an attribute of an exception; None if there is none, or if reading it fails."""
     try:
         return getattr(error, name, None)
@@ -133,9 +126,9 @@ def _by_type(error: BaseException) -> Cause | None:
     if issubclass(kind, subprocess.TimeoutExpired):
         return "hung"
     if issubclass(kind, subprocess.CalledProcessError):
-        status = _read(error, "returncode")
+        status = read(error, "returncode")
         return "passing" if type(status) is int and status < 0 else "toolchain"
-    if issubclass(kind, OSError) and type(number := _read(error, "errno")) is int:
+    if issubclass(kind, OSError) and type(number := read(error, "errno")) is int:
         return "passing" if number in _PASSING_ERRNO else "toolchain"
     return "toolchain" if issubclass(kind, ImportError) else None
 
@@ -144,25 +137,6 @@ def _raiser(error: BaseException) -> str:
     """The module whose code raised."""
     frames = frames_of(error)
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
-
-
-def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
-    """Return the file and line in the kernel's packages that raised ``error``, else of its
-    ``bind``; empty if neither is known."""
-    place = None if error is None else _read(error, "place")
-    if place and type(place) is str:  # found by another process
-        return place
-    own: Any = type(getattr(kernel, "kernel", kernel))  # of a registered kernel
-    modules = (sys.modules.get(each.__module__) for each in own.__mro__ if each not in _BASES)
-    files = (getattr(module, "__file__", None) for module in modules)
-    folders = tuple(os.path.dirname(file) + os.sep for file in files if file)
-    code = getattr(inspect.unwrap(own.bind), "__code__", None)
-    found = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-    for each in () if error is None else chain(error):
-        for frame, line in traceback.walk_tb(trace_of(each)):
-            if frame.f_code.co_filename.startswith(folders):
-                found = f"{frame.f_code.co_filename}:{line}"
-    return found
 
 
 # -- many failures at once -----------------------------------------------------------------

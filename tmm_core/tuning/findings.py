@@ -12,10 +12,10 @@ from typing import Any
 from tmm_cache.cache_errors import chain
 
 from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
-from tmm_core.registry.query import CheckedKernel
+from tmm_core.registry.query import CheckedKernel, place_of
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
-from tmm_core.tuning.environment_faults import Cause, place_of
+from tmm_core.tuning.environment_faults import Cause, read
 from tmm_core.tuning.untried import Able, Left
 
 #: The order of causes in a warning: the first is the one to repair.
@@ -73,7 +73,9 @@ class Findings:
 
 def placed(kernel: Kernel[Any], reason: str, raised: BaseException | None) -> str:
     """Return a reason with the file and line in the kernel's code that raised."""
-    place = place_of(kernel, raised)
+    place = None if raised is None else read(raised, "place")  # found by another process
+    if not place or type(place) is not str:
+        place = place_of(kernel, raised)
     return reason if not place or place in reason else f"{reason} ({place})"
 
 

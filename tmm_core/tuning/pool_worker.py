@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from tmm_core.errors import error_text
-from tmm_core.registry.query import read_config
+from tmm_core.registry.query import place_of, read_config
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import watch
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.environment_faults import cause_of, place_of
+from tmm_core.tuning.environment_faults import cause_of
 from tmm_core.tuning.pool_host import WORN_OUT, Job
 from tmm_core.verify.verifier import Verifier
 
