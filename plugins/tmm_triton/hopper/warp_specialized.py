@@ -156,7 +156,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if problem.native and (problem.a.layout, problem.b.layout) != ("row", "col"):
             yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
         for name, operand in (("a", problem.a), ("b", problem.b)):
-            if not operand.aligned and (problem.native or not by_words(problem)):
+            if not operand.aligned and not by_words(problem):
                 yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
             if operand.grid and operand.block[1] % _GROUP:
                 yield f"has steps of {_GROUP} along K, not groups of {operand.block[1]} of {name}"
