@@ -361,9 +361,9 @@ def proposed(
 
 def test_a_config_that_may_just_be_worth_it_is_tried() -> None:
     at_the_limit = FakeKernel("k", estimate=16.0)
-    assert len(proposed(FakeBlas(estimate=10.0), at_the_limit)) == 2
+    assert len(proposed(FakeBlas(estimate=10.0), at_the_limit).first()) == 2
     beyond = proposed(FakeBlas(estimate=10.0), FakeKernel("k", estimate=16.01))
-    assert len(beyond) == 1
+    assert len(beyond.first()) == 1
     assert "hopeless" in str(list(beyond.empty.values()))
 
 
