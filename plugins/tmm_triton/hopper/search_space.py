@@ -50,9 +50,8 @@ _TILES: tuple[_Tile, ...] = (
     ("pingpong", 2, 4, 64, 128, 64),
     ("cooperative", 2, 4, 128, 64, 64),
     # 384×4096 is 128 of these, nearly a wave, but 96 of 128×128: in batch-invariant mode, with
-    # K = 4096, 21.5 µs. The second was never chosen.
+    # K = 4096, 21.5 µs.
     ("cooperative", 3, 4, 192, 64, 64),
-    ("cooperative", 3, 4, 192, 64, 128),
     ("pingpong", 2, 4, 64, 64, 128),
     # To read a weight with as many SMs as possible if K must not be split.
     ("cooperative", 1, 4, 64, 32, 128),
