@@ -143,7 +143,7 @@ def place(steps: Any) -> str:
 
 
 def traced(steps: Any, about: str, seen: list[Step], on_gpu: bool) -> Generator[Any, Any, Any]:
-    """``steps``, each of which is noted in ``seen``."""
+    """Yield ``steps``, and note each in ``seen``."""
     rested = None
     try:
         while True:
@@ -278,7 +278,7 @@ def slowest(seen: Sequence[Step]) -> str:
 
 
 def goals(rows: Sequence[Row], preload_s: float) -> list[str]:
-    """What was reached of the goals."""
+    """A line for each goal: whether it was met, and by how much."""
     beyond = [row.first_ms - row.torch_ms for row in rows]
     calls, late = sum(row.calls for row in rows), sum(row.late for row in rows)
     worst, machine = max(row.worst_ms for row in rows), max(row.torch_worst_ms for row in rows)

@@ -2,7 +2,7 @@
 
     python benchmarks/tensor_parallel_host.py
 
-The layer is that of ``tensor_parallel.py`` at its smallest, as modules under torch's
+The layer is the one of ``tensor_parallel.py`` at its smallest. Its modules are under torch's
 ``ColwiseParallel`` and ``RowwiseParallel``, converted or not. Its process group is torch's fake
 one, which communicates nothing. Prints µs, the least of seven repetitions.
 """

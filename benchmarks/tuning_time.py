@@ -3,11 +3,12 @@ other in the foreground, with a cold compile cache.
 
     python benchmarks/tuning_time.py [--seconds 70] [--only decode square] [-o FILE.json]
 
-For each problem the table shows the seconds in all; the wait for compilers and for loading kernels
-(``bound``); the seconds in each later stage; the compile jobs that ended, and those cancelled; the
-candidates that were timed; and the winner beside BLAS. The JSON adds when each job began and ended,
-each stage with its share of the host's time, and the records. Writes to ``$OUT/tuning_time.json``
-unless told otherwise. A small problem before them starts the compilers, and is not counted.
+For each problem the table shows the seconds in all, the wait for compilers and for loading kernels
+(``bound``), and the seconds in each later stage. It also has the numbers of compile jobs that ended
+and that were cancelled, the number of timed candidates, and the winner beside BLAS. The JSON adds
+when each job began and ended, each stage with its share of the host's time, and the records. Writes
+to ``$OUT/tuning_time.json`` unless told otherwise. A small problem before them starts the
+compilers, and is not counted.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Way:
 
 @dataclass
 class Pair:
-    """What a row compares.
+    """The two ways that a row compares.
 
     Attributes:
         tune: Finds the products to tune by one run.

@@ -65,7 +65,7 @@ class ExpertParallel(torch.nn.Module):
         count, most = chosen.shape[-1], chosen.numel()
         expert = chosen.reshape(-1)
         owner = expert // self.each
-        # Each rank receives up to ``most`` rows, those of its experts first.
+        # Each rank receives up to ``most`` rows; its experts' rows come first.
         order = torch.argsort(owner, stable=True)
         first = torch.searchsorted(owner[order], torch.arange(self.ranks, device=x.device))
         place = torch.arange(most, device=x.device) - first[owner[order]]

@@ -3,15 +3,15 @@
     python examples/llama_convert.py                      # some 90 s on a GPU, once tuned
     python examples/llama_convert.py --only graph --batch 16 --prompt 128 --json result.json
 
-Both are built from a config with random weights, so nothing is downloaded. Each is converted
-as a copy; then
+Both are built from a config with random weights, so nothing is downloaded. Each is converted as a
+copy. Then:
 
-* the logits of both, original and converted, are compared with a float64 run of the original,
-* tokens per second are measured alternately: the Llama's prefill, decode (as it is, and as a
-  CUDA graph, without which a decoding step on a GPU measures Python) and training step; the
-  BERT's forward and training step; with ``--compile`` also under torch.compile,
-* all results are printed, slower or faster, with the share of each time that the host took to
-  queue the work: near 100 % the time is Python's, not the GPU's.
+* The logits of original and copy are compared with a float64 run of the original.
+* Both are timed alternately, in tokens per second: the Llama's prefill, decode and training step,
+  and the BERT's forward and training step. ``--compile`` adds torch.compile. Decode is also timed
+  as a CUDA graph, because without one a decoding step on a GPU measures Python.
+* All results are printed, slower or faster, with the share of each time that the host took to
+  queue the work. Near 100 % the time is Python's, not the GPU's.
 
 The first run on a GPU tunes each problem (at most ``--budget`` seconds each); later runs find the
 records in the cache.

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in list(runs) if step % 2 else reversed(runs):  # the order affects times
             runs[name].step(given[name], target)
 
-    # For small gradients Adam's step is their sign, which amplifies rounding.
+    # Adam's step is the sign of small gradients, which amplifies rounding.
     tolerance = options.tolerance or (0.02 if on_gpu else 1e-4)
     apart, rounding, further = (
         max(abs(a - b) for a, b in zip(runs[one].losses, runs[other].losses, strict=True))
