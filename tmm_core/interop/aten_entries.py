@@ -48,39 +48,25 @@ _NAMES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def product(op: Operator) -> Callable[..., Any]:
-    """The entry of ``mm`` and ``bmm``."""
-    return _maker("keys, a, b", ())(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
+def product(others: tuple[str, ...], op: Operator) -> Callable[..., Any]:
+    """The entry of a product ``a @ b``, or ``beta · c + alpha · (a @ b)``.
 
-
-def product_out(op: Operator) -> Callable[..., Any]:
-    """The entry of ``mm.out`` and ``bmm.out``, which compiled graphs call."""
-    make = _maker("keys, a, b, *, out", ("out",))
-    return make(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
-
-
-def sum_with(op: Operator) -> Callable[..., Any]:
-    """The entry of ``addmm`` and ``baddbmm``: ``beta · c + alpha · (a @ b)``."""
-    make = _maker("keys, c, a, b, *, beta=1, alpha=1", ("c",))
-    return make(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
-
-
-def sum_with_out(op: Operator) -> Callable[..., Any]:
-    """The entry of ``addmm.out`` and ``baddbmm.out``."""
-    make = _maker("keys, c, a, b, *, beta=1, alpha=1, out", ("c", "out"))
-    return make(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
+    Args:
+        others: The tensors besides ``a`` and ``b``: a summand ``c``, and ``out``, with which
+            compiled graphs call it.
+    """
+    return _maker(others)(op, op.torchs, op.first, op.pace)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _maker(parameters: str, others: tuple[str, ...]) -> Callable[..., Any]:
-    """Makes entries with these parameters. Their source is generated, so that a call runs only the
-    statements that its operator needs.
-
-    Args:
-        others: The tensors besides ``a`` and ``b``: a summand ``c``, and ``out``.
-    """
+def _maker(others: tuple[str, ...]) -> Callable[..., Any]:
+    """Makes entries with these tensors. Their source is generated, so that a call runs only the
+    statements that its operator needs."""
+    summed, given = "c" in others, "out" in others
+    parameters = ["keys", *["c"] * summed, "a", "b", *["*"] * (summed or given)]
+    parameters += ["beta=1", "alpha=1"] * summed + ["out"] * given
     body = (f"    {line}" for line in _statements(others))
-    lines = [f"def entry({parameters}):", *body, "return entry"]
+    lines = [f"def entry({', '.join(parameters)}):", *body, "return entry"]
     return written("make", "op, torchs, first, pace", lines, dict(_NAMES))  # type: ignore[no-any-return]
 
 
@@ -182,17 +168,11 @@ def _with_parts(op: Operator, call_of: Any, launch_of: Any) -> Callable[..., Any
 
 #: The operators that can be answered, by name with overload.
 ENTRY: dict[str, Callable[[Operator], Callable[..., Any]]] = {
-    "mm": product,
-    "mm.out": product_out,
-    "bmm": product,
-    "bmm.out": product_out,
-    "addmm": sum_with,
-    "addmm.out": sum_with_out,
-    "baddbmm": sum_with,
-    "baddbmm.out": sum_with_out,
-    "_scaled_mm": scaled,
-    "_grouped_mm": grouped,
+    name + overload: functools.partial(product, (*summand, *out))
+    for name, summand in (("mm", ()), ("bmm", ()), ("addmm", ("c",)), ("baddbmm", ("c",)))
+    for overload, out in (("", ()), (".out", ("out",)))
 }
+ENTRY |= {"_scaled_mm": scaled, "_grouped_mm": grouped}
 
 
 def entry_of(op: Operator) -> Callable[..., Any]:
