@@ -18,8 +18,8 @@ from tmm_core.spec.kernel import Kernel
 from tmm_core.tuning.environment_faults import Cause, read
 from tmm_core.tuning.untried import Able, Left
 
-#: The order of causes in a warning: the first is the one to repair.
-_GRAVEST: tuple[Cause, ...] = ("toolchain", "passing", "alike", "hung", "budget")
+#: The order of causes in reports: the first is the one to repair.
+GRAVEST: tuple[Cause, ...] = ("toolchain", "passing", "alike", "hung", "budget")
 #: Exceptions of Triton that mean that a config does not fit, by name.
 _DOES_NOT_FIT = ("OutOfResources",)
 
@@ -49,7 +49,7 @@ class Findings:
     def leave(self, kernel: Kernel[Any], left: Left) -> None:
         """Note a kernel if the environment left some or all of its candidates untried."""
         name, before = (kernel.name, kernel.version), self.left.get((kernel.name, kernel.version))
-        if before is None or _GRAVEST.index(left.cause) < _GRAVEST.index(before.cause):
+        if before is None or GRAVEST.index(left.cause) < GRAVEST.index(before.cause):
             self.left[name] = left
 
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
@@ -95,7 +95,7 @@ def warn_of_environment(
     broken = {name: why for name, why in left.items() if why.cause in causes}
     if not broken or _warned:
         return
-    first = min(broken, key=lambda name: _GRAVEST.index(broken[name].cause))
+    first = min(broken, key=lambda name: GRAVEST.index(broken[name].cause))
     _warned.add(broken[first].reason)
     names = sorted({name for name, _ in broken})
     more = f" and {len(names) - 1} more kernels" if len(names) > 1 else ""

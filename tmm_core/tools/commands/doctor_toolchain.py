@@ -14,6 +14,7 @@ import torch
 from tmm_core import dispatch
 from tmm_core.spec import toolchain
 from tmm_core.spec.device import fingerprint
+from tmm_core.tuning.findings import GRAVEST
 from tmm_core.tuning.untried import Left
 
 #: Seconds that a program may take to tell its version.
@@ -49,7 +50,7 @@ def untried(device: torch.device) -> Iterator[Said]:
     broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
     late = sum(all(why.cause == "budget" for why in n.kernels.values()) for n in notes)
     if broken:
-        first = min(broken, key=lambda why: _ORDER.index(why.cause))
+        first = min(broken, key=lambda why: GRAVEST.index(why.cause))
         names = {name for n in notes for (name, _), w in n.kernels.items() if w.cause != "budget"}
         text = (
             f"{len(names)} kernels are untried for {len(notes) - late} problems: "
@@ -59,9 +60,6 @@ def untried(device: torch.device) -> Iterator[Said]:
     if late:
         text = f"the tuning budget ended before some kernels of {late} problems"
         yield Said("note", text, "tmm tune them with a larger --budget")
-
-
-_ORDER = ("toolchain", "passing", "alike", "hung", "budget")
 
 
 def _advice(first: Left) -> str:
