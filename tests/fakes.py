@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tmm_blas.blas import Blas
-from tmm_cache import CacheStore
+from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Config, Kernel, Launcher, Problem, Traits, errors, hookimpl
 from tmm_core.dispatch.dispatcher import Dispatcher
@@ -22,7 +22,8 @@ from tmm_core.spec.code import version_of
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Operand, Scale
-from tmm_core.tuning.tuner import Tuner
+from tmm_core.spec.steps import drained
+from tmm_core.tuning import tuner
 
 DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
@@ -179,6 +180,13 @@ class FakeTimer:
     def measure_steps(self, runs: Sequence[Any], rounds: int, **chain: Any) -> Any:
         yield from ()
         return self.measure(runs, rounds, **chain)
+
+
+class Tuner(tuner.Tuner):
+    """A tuner whose steps are taken at once."""
+
+    def tune(self, *arguments: Any, **options: Any) -> TuningRecord:
+        return drained(self.steps(*arguments, **options))
 
 
 def install(site: Path, name: str, source: str) -> None:

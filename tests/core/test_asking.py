@@ -23,6 +23,7 @@ from fakes import (
     FakeConfig,
     FakeKernel,
     FakeTimer,
+    Tuner,
     dispatcher,
     plugin,
     problem,
@@ -45,7 +46,6 @@ from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import Registry, Source
-from tmm_core.tuning.tuner import Tuner
 
 HERE = Path(__file__).parent.parent
 

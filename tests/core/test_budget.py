@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, FakeTimer, dispatcher, problem, settings
+from fakes import (
+    DEVICE,
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    Tuner,
+    dispatcher,
+    problem,
+    settings,
+)
 
 from tmm_core.dispatch.explanation import explain_problem
 from tmm_core.spec.operand import Operand
@@ -18,7 +28,6 @@ from tmm_core.tuning import cold_operands, stages
 from tmm_core.tuning.compile_pool import NotCompiledError
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.search import Search
-from tmm_core.tuning.tuner import Tuner
 
 
 class Slow(FakeKernel):

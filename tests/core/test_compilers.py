@@ -26,6 +26,7 @@ from fakes import (
     FakeBlas,
     FakeKernel,
     FakeTimer,
+    Tuner,
     dispatcher,
     imported,
     install,
@@ -43,7 +44,6 @@ from tmm_core.tuning import compile_pool, findings
 from tmm_core.tuning.compile_pool import Compilers, NotCompiledError
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.pool_host import YIELDING
-from tmm_core.tuning.tuner import Tuner
 
 HERE = Path(__file__).parent.parent
 PLUGIN = """

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeTimer, imported, problem, settings
+from fakes import FakeBlas, FakeTimer, Tuner, imported, problem, settings
 
 from tmm_core import dispatch
 from tmm_core.errors import TmmWarning
@@ -29,7 +29,6 @@ from tmm_core.tools.cli import main
 from tmm_core.tuning import first_launch
 from tmm_core.tuning.compile_pool import HungError
 from tmm_core.tuning.first_launch import FirstLaunches
-from tmm_core.tuning.tuner import Tuner
 
 PLUGIN = """
 import os, signal, sys, time

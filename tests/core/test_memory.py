@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, plugin, problem, settings
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Tuner, plugin, problem, settings
 from tmm_cache import CacheStore
 
 from tmm_core import TmmWarning
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.operand import Operand
-from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify.verifier import Verifier
 
 CPU = torch.device("cpu")

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import FakeKernel, problem, settings
+from fakes import FakeKernel, Tuner, problem, settings
 
 import tmm_core
 from tmm_core import Epilogue, Launcher, Port, Problem, Supports, UnsupportedProblemError
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.launch import warm
 from tmm_core.spec.launcher import BASELINE
-from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify.verifier import Verifier
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, problem, settings
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, Tuner, problem, settings
 from tmm_cache import CandidateResult, TuningRecord
 from tmm_cache.header import blas_us
 
@@ -30,7 +30,6 @@ from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.ranking import compared_at, decide, fastest_first, times_around
 from tmm_core.tuning.search import Hints, Search
 from tmm_core.tuning.timing import GraphTimer, HostTimer, normalised, timer_for
-from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import compare, random_inputs
 
 

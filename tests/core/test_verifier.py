@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
+from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, Tuner, problem, settings
 
 from tmm_core import Traits, UnsupportedProblemError
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
@@ -22,7 +22,6 @@ from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
-from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import compare, data_sets, ways_of_use
 from tmm_core.verify.data_sets import DataSets
 from tmm_core.verify.guard_bands import UNREADABLE, UNWRITTEN, memory_layout, with_guard_bands

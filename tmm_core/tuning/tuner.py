@@ -28,7 +28,7 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
-from tmm_core.spec.steps import Steps, drained
+from tmm_core.spec.steps import Steps
 from tmm_core.tuning.bind import CompileJob, Deadline
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
@@ -61,17 +61,6 @@ class Tuner:
     first_launches: FirstLaunches | None = None
     #: Jobs that are already compiling for problems to be tuned next.
     prepared: dict[Problem, dict[CompileJob, Future[None]]] = field(default_factory=dict)
-
-    def tune(
-        self,
-        problem: Problem,
-        kernels: Sequence[Kernel[Any]],
-        settings: Settings,
-        before: TuningRecord | None = None,
-        **options: Any,
-    ) -> TuningRecord:
-        """Take all :meth:`steps` at once."""
-        return drained(self.steps(problem, kernels, settings, before, **options))
 
     def steps(
         self,
