@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tmm_core import formats
+from tmm_core import Quantized, formats
+from tmm_core.formats import grids
 
 Tensor = torch.Tensor
 Call = dict[str, Any]
 
+FP32 = torch.float32
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 #: Errors that a caller tells apart; a compiler wraps them in its own.
 KINDS = (TypeError, ValueError, OverflowError, RuntimeError)
@@ -112,13 +116,26 @@ def assert_refused_alike(found: Any, wanted: Exception, what: str) -> None:
     assert alike, f"{what}: {found!r}, and plainly {wanted!r}"
 
 
-def result_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or formats.pair(a.dtype, a.dtype).result or a.dtype
+def is_stored(t: Any) -> bool:
+    """Whether an operand has a format."""
+    return isinstance(t, Quantized) or t.dtype in formats.IMPLIED
+
+
+def result_dtype(call: Call, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result of a valid call where nothing is cast."""
+    both = [call["a"], call["b"]]
+    if out_dtype is not None or not is_stored(both[0]):
+        return out_dtype or both[0].dtype
+    if not is_stored(both[1]):
+        return both[1].dtype
+    first = both[0]
+    form = formats.named(first.format) if isinstance(first, Quantized) else None
+    return (form or formats.IMPLIED[first.dtype]).result
 
 
 def recording(t: Any) -> Any:
     """A copy that requires a gradient, in the layout of ``t``, if it can."""
-    if not isinstance(t, Tensor):
+    if not isinstance(t, Tensor) or isinstance(t, Quantized):
         return t
     able = (t.is_floating_point() or t.is_complex()) and t.dtype.itemsize > 1
     return t.detach().requires_grad_(able)
@@ -144,6 +161,115 @@ def often(draw: Any, usual: Any, *others: Any) -> Any:
 
 def seldom(draw: Any) -> bool:
     return bool(draw(st.sampled_from([False] * 14 + [True])))
+
+
+# -- quantised operands ----------------------------------------------------------------------
+
+#: Sizes of K: none, one, odd, whole groups of each size, and more than one group of 128.
+DEPTHS = (0, 1, 2, 7, 16, 32, 64, 96, 128, 160, 256)
+#: Formats that only the dtype of the bytes could tell apart.
+FORMATS = ("int8", "int4", "int4_signed", "fp8", "mxfp4", "mxfp8", "nvfp4")
+
+
+@st.composite
+def quantised(draw: Any, lead: Any, outer: int | None, k: int) -> Quantized:
+    """A weight ``[*lead, outer, K]``, or a vector if ``outer`` is None, of a format with one of its
+    grids, in any layout. K is rounded up to what the format and the grid divide."""
+    form = formats.named(draw(st.sampled_from(FORMATS)))
+    rows = () if outer is None else (outer,)
+    outer = 1 if outer is None else outer
+    block = draw(st.sampled_from(form.grids))
+    unit = math.lcm(form.pack, 1 if form.short else max(block[1], 1))
+    if k >= block[1]:
+        k = -(-k // unit) * unit
+    k = -(-k // form.pack) * form.pack
+    block = form.block(block, outer, k, math.prod(lead))
+    seed, dtype = draw(st.integers(0, 9)), draw(st.sampled_from(form.storage))
+    shape = (*lead, *rows, k // form.pack)
+    if dtype.is_floating_point:
+        data = filled(shape, FP32, seed).to(dtype)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        low, high = (-128, 128) if dtype is torch.int8 else (0, 256)
+        if form.pack == 1:
+            low, high = -3, 4
+        data = torch.randint(low, high, shape, generator=generator).to(dtype)
+    size = (*lead, *grids.sizes(block, outer, k)) if block != grids.TENSOR else ()
+    size = size if rows else size[1:]
+    of_scale = draw(st.sampled_from(form.scale_dtypes))
+    generator = torch.Generator().manual_seed(seed + 1)
+    power = torch.randint(-2, 2, size, generator=generator)
+    scale = (power + 127).to(of_scale) if of_scale is grids.EXPONENT else (2.0**power).to(of_scale)
+    zero = None
+    if form.zeros and draw(st.booleans()):
+        zeros = torch.randint(0, 8, size, generator=generator)
+        zero = zeros.to(draw(st.sampled_from(formats.zero_dtypes(form))))
+    parts = [t if t is None else laid_out(t, draw(st.sampled_from(LAYOUTS))) for t in (scale, zero)]
+    data = laid_out(data, draw(st.sampled_from(LAYOUTS)))
+    named = None if block == grids.TENSOR else block
+    return Quantized(data, *parts, format=form.name, block=named)
+
+
+def values(t: Tensor) -> Tensor:
+    """The values of an operand in a wide dtype: computed from the parts, not by ``dequantize``."""
+    if isinstance(t, Quantized):
+        form, parts = formats.named(t.format), (t.stored, t.scale, t.zero)
+        return form.values(*parts, torch.float64, t.block, t.along)
+    found = formats.IMPLIED.get(t.dtype)
+    return (t if found is None else found.dequantize(t)).to(wide(t.dtype))
+
+
+def rebuilt(t: Quantized, scale: Tensor) -> Quantized:
+    """The same weight with another scale of the same shape."""
+    named = None if t.block == grids.TENSOR else t.block
+    turned = t.along == -2
+    parts = [
+        p.mT if turned and p is not None and p.dim() > 1 else p for p in (t.stored, scale, t.zero)
+    ]
+    made: Any = Quantized(*parts, format=t.format, block=named)
+    return made.mT if turned else made
+
+
+# -- autocast --------------------------------------------------------------------------------
+
+#: Arguments of ``torch.autocast`` for a CPU, the outer first.
+Autocast = tuple[tuple[torch.dtype, bool, bool], ...]
+
+
+@st.composite
+def autocasts(draw: Any) -> Autocast:
+    """No autocast, one, or one in another."""
+    one = st.tuples(st.sampled_from([torch.bfloat16, torch.float16]), st.booleans(), st.booleans())
+    return tuple(draw(st.lists(one, min_size=0, max_size=2)))
+
+
+@contextmanager
+def under(modes: Autocast) -> Iterator[None]:
+    with ExitStack() as stack:
+        for dtype, enabled, cached in modes:
+            stack.enter_context(torch.autocast("cpu", dtype, enabled, cached))
+        yield
+
+
+def cast_to(modes: Autocast) -> torch.dtype | None:
+    """The dtype to which operands are cast; None: they are not."""
+    return modes[-1][0] if modes and modes[-1][1] else None
+
+
+def cast_by(modes: Autocast, call: Call) -> Call:
+    """The call as autocast leaves it: plain operands are cast with what is added, unless both
+    operands are stored."""
+    dtype = cast_to(modes)
+    if dtype is None or (is_stored(call["a"]) and is_stored(call["b"])):
+        return call
+
+    def to(name: str, t: Any) -> Any:
+        if not isinstance(t, Tensor) or name not in ("a", "b", "bias", "residual"):
+            return t
+        kept = is_stored(t) or t.dtype is torch.float64
+        return t if kept or not t.is_floating_point() else t.to(dtype)
+
+    return {name: to(name, t) for name, t in call.items()}
 
 
 # -- ways to make a call; alpha stays what it is --------------------------------------------

@@ -15,6 +15,7 @@ from tmm_core.errors import reraise
 from tmm_core.formats import IMPLIED
 from tmm_core.interop import autograd, autograd_state, fallbacks, operator, outputs_operator
 from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
+from tmm_core.interop.declaration import cast_first
 from tmm_core.launch import grouped_call as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
@@ -162,11 +163,14 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     if call.epilogue and has_outputs(call.epilogue):
         return outputs_operator.matmul(call)  # type: ignore[return-value]  # as documented
     if fallbacks.needs_fallback(call.a, call.b, call.bias, call.residual):
-        return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
+        with compat.uncast(call.out):
+            return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
     if call.out is not None:
         return operator.matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(call.a) is not Tensor:
         prepare_for(type(call.a))
+    if compat.transforms_active():
+        return cast_first(operator.matmul, call)  # type: ignore[no-any-return]
     return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
@@ -185,7 +189,8 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
     if fallbacks.needs_fallback(a, b, bias, residual):
-        return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
+        with compat.uncast(out):
+            return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
     if isinstance(alpha, Tensor):
         differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
         if out is not None and differentiated:
@@ -273,7 +278,7 @@ def linear(
     except NotImplementedError:  # its type has no transpose, or no operator of ours
         if not fallbacks.foreign(weight):
             raise
-    with settings.override(**forced):
+    with settings.override(**forced), compat.uncast(out):
         return fallbacks.linear(call._replace(epilogue=interned_text(epilogue)))
 
 

@@ -159,6 +159,15 @@ def autocasts_on(device: str) -> bool:
     return device not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
 
 
+def uncast(out: torch.Tensor | None) -> AbstractContextManager[Any]:
+    """The context of a call that writes to ``out``: nothing is cast where the result's dtype is
+    given, as in torch.mm with out. Neither are operands, nor what is computed by torch's
+    functions."""
+    if out is None or not autocasts_on(out.device.type):
+        return nullcontext()
+    return torch.autocast(out.device.type, enabled=False)  # torch.compile traces it
+
+
 # -- operators of torch that tmm answers (interop.aten) ------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tmm_core import foreign, settings
+from tmm_core import compat, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import prepare_for, text_of
@@ -171,7 +171,8 @@ def _batched(call: GroupedArguments) -> Tensor:
         offs=torch.arange(1, count + 1, dtype=torch.int32, device=a.device) * m,
         **flat,
     )  # fmt: skip
-    y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
+    with compat.uncast(out):
+        y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
     return fallbacks.copied_to(y, out, *call.given)
 
 

@@ -295,6 +295,8 @@ def whole_number(alpha: float, a: Tensor) -> int:
     Raises:
         RuntimeError: The dtype does not hold it.
     """
+    if a.dtype is torch.bool:
+        return 1  # torch multiplies empty ones alone, whose product is False
     one = a.new_ones(1, 1)
     return int(torch.addmm(a.new_zeros(1), one, one, alpha=alpha))
 

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from drawn import (
+    Autocast,
     Call,
     assert_refused_alike,
     assert_same,
+    autocasts,
     bounded,
+    cast_by,
     compiled,
     each,
     long,
@@ -27,6 +30,7 @@ from drawn import (
     seldom,
     tensors,
     tolerance,
+    under,
     wide,
 )
 from hypothesis import given, settings
@@ -76,7 +80,7 @@ def calls(draw: Any) -> Call:
     call["epilogue"] = epilogue
     call["out_dtype"] = often(draw, None, FP32, BF16, FP64, torch.int32, E4M3)
     call["alpha"] = often(draw, draw(st.sampled_from(ALPHAS)), *NO_ALPHAS)
-    own = result_dtype(call["a"], call["out_dtype"])
+    own = result_dtype(call, call["out_dtype"])
     if draw(st.booleans()):
         kind = often(draw, dtype if not eight_bit else own, FP32, FP64, FP16, own)
         full = (*shape_a[:-1], width)
@@ -188,7 +192,7 @@ def mapped(call: Call) -> Any:
     """``torch.vmap`` over two equal copies of every tensor; the first result."""
     tensors = {n: t for n, t in call.items() if isinstance(t, Tensor) and n != "alpha"}
     rest = {n: t for n, t in call.items() if n not in tensors}
-    twice = {n: torch.stack([t, t]) for n, t in tensors.items()}
+    twice = {n: t[None].repeat_interleave(2, 0) for n, t in tensors.items()}
     return torch.vmap(lambda given: matmul(given | rest))(twice)[0]
 
 
@@ -197,14 +201,14 @@ def mapped_one(name: str) -> Path:
         if name not in call:
             return matmul(call)
         rest = {n: t for n, t in call.items() if n != name}
-        twice = torch.stack([call[name]] * 2)
+        twice = call[name][None].repeat_interleave(2, 0)  # which autocast leaves alone
         return torch.vmap(lambda t: matmul(rest | {name: t}))(twice)[1]
 
     return path
 
 
 def to_out(call: Call) -> Any:
-    out = torch.empty(0, dtype=result_dtype(call["a"], call.get("out_dtype")))
+    out = torch.empty(0, dtype=result_dtype(call, call.get("out_dtype")))
     assert matmul(call | {"out": out}) is out
     return out
 
@@ -237,39 +241,50 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
             yield f"vmap of {name}", mapped_one(name)
 
 
-def verify(call: Call, *more: tuple[str, Path]) -> None:
+#: Paths on which nothing is cast: on another device than autocast's, and into an ``out``.
+UNCAST = ("meta", "out", "problem")
+
+
+def verify(call: Call, modes: Autocast, *more: tuple[str, Path]) -> None:
     """Hold every path of a call against the plain one, and that against torch's expression."""
     with torch.no_grad():
-        plain = outcome(lambda: matmul(call))
-    dtype = result_dtype(call["a"], call.get("out_dtype"))
-    wanted = outcome(lambda: expression(call))
+        bare = outcome(lambda: matmul(call))
+        with under(modes):
+            plain = outcome(lambda: matmul(call))
+    given = cast_by(modes, call)
+    dtype = result_dtype(given, call.get("out_dtype"))
+    wanted = outcome(lambda: expression(given))
+    coarse = max(given["a"].dtype, dtype, key=tolerance)
     if not isinstance(plain, Exception):
         assert not isinstance(wanted, Exception), f"plain: {plain}, and torch {wanted!r}"
         assert plain.dtype == dtype
         kept = wanted if dtype.is_floating_point or dtype.is_complex else wanted.to(dtype)
-        assert_same(plain, kept, call["a"].dtype, "plain")
+        assert_same(plain, kept, coarse, "plain")
     for name, path in [*paths(call), *more]:
-        found = outcome(functools.partial(path, call))
-        if isinstance(plain, Exception):
-            assert_refused_alike(found, plain, name)
+        expected = bare if name in UNCAST else plain
+        with under(modes):
+            found = outcome(functools.partial(path, call))
+        if isinstance(expected, Exception):
+            assert_refused_alike(found, expected, name)
             continue
         assert not isinstance(found, Exception), f"{name}: {found!r}"
-        assert (found.dtype, found.shape) == (plain.dtype, plain.shape), name
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
         if found.device.type == "cpu" and name != "fake":
-            assert_same(found.detach(), wanted.to(dtype), call["a"].dtype, name)
+            assert_same(found.detach(), wanted.to(found.dtype), coarse, name)
     continuous = dtype.is_floating_point or dtype.is_complex
     stored = call["a"].dtype in formats.IMPLIED
     if not isinstance(plain, Exception) and continuous and not stored:
-        differentiate(call)
+        with under(modes):
+            differentiate(call, modes)
 
 
-def differentiate(call: Call) -> None:
+def differentiate(call: Call, modes: Autocast) -> None:
     """Compare the gradients of a call with the gradients of torch's expression, in both modes."""
     taken = {n: recording(t) for n, t in call.items() if n != "alpha" and isinstance(t, Tensor)}
     taken = {n: t for n, t in taken.items() if t.requires_grad}
     if not taken:
         return
-    coarse = max(call["a"].dtype, matmul(call).dtype, key=tolerance)
+    coarse = max(cast_by(modes, call)["a"].dtype, matmul(call).dtype, key=tolerance)
     grads = {}
     for function in (matmul, expression):
         inputs = {n: recording(t) for n, t in taken.items()}
@@ -310,26 +325,26 @@ def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @bounded
-@given(call=calls())
-def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
-    verify(call)
+@given(call=calls(), modes=autocasts())
+def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> None:
+    verify(call, modes)
 
 
 @settings(bounded, max_examples=8)
-@given(call=calls())
-def test_compiled_too(call: Call) -> None:
-    verify(call, ("compiled", functools.partial(compiled, matmul)))
+@given(call=calls(), modes=autocasts())
+def test_compiled_too(call: Call, modes: Autocast) -> None:
+    verify(call, modes, ("compiled", functools.partial(compiled, matmul)))
 
 
 @pytest.mark.endurance
 @long
-@given(call=calls())
-def test_for_long(call: Call) -> None:
-    verify(call)
+@given(call=calls(), modes=autocasts())
+def test_for_long(call: Call, modes: Autocast) -> None:
+    verify(call, modes)
 
 
 @pytest.mark.endurance
 @settings(long, max_examples=400)
-@given(call=calls())
-def test_compiled_for_long(call: Call) -> None:
-    verify(call, ("compiled", functools.partial(compiled, matmul)))
+@given(call=calls(), modes=autocasts())
+def test_compiled_for_long(call: Call, modes: Autocast) -> None:
+    verify(call, modes, ("compiled", functools.partial(compiled, matmul)))

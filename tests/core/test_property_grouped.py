@@ -13,31 +13,38 @@ import numpy as np
 import pytest
 import torch
 from drawn import (
+    DEPTHS,
+    Autocast,
     Call,
     assert_refused_alike,
     assert_same,
+    autocasts,
     bounded,
+    cast_by,
     compiled,
     each,
     filled,
+    is_stored,
     laid_out,
     long,
     often,
     on_fakes,
     on_meta,
     outcome,
+    quantised,
     recording,
     result_dtype,
     seldom,
     tensors,
     tolerance,
-    wide,
+    under,
+    values,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tmm_core
-from tmm_core import dispatch, formats
+from tmm_core import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
@@ -65,6 +72,10 @@ def calls(draw: Any) -> Call:
     width = total if along == "n" else often(draw, 2 * n if gated else n, n)
     narrow = width // 2 if gated else width
     dtype = often(draw, draw(st.sampled_from(DTYPES)), torch.int32)
+    stored = draw(st.sampled_from(["", "", "", "b", "b", "a", "ab"]))
+    if stored:
+        dtype = draw(st.sampled_from([BF16, FP16, FP32]))
+        k = draw(st.sampled_from(DEPTHS))
     eight_bit = dtype in (E4M3, E5M2)
     of_b = draw(st.sampled_from([E4M3, E5M2])) if eight_bit else often(draw, dtype, dtype, BF16)
     gathers = along == "m" and draw(st.booleans())
@@ -72,12 +83,22 @@ def calls(draw: Any) -> Call:
     shape_a = {"m": (rows, k), "n": (count, m, k), "k": (m, total)}[along]
     shape_b = {"m": (count, k, width), "n": (k, width), "k": (total, width)}[along]
     shape_b = often(draw, shape_b, (*shape_b[:-2], shape_b[-2] + 1, width))
-    call: Call = {"a": draw(tensors(shape_a, dtype)), "b": draw(tensors(shape_b, of_b))}
+    call: Call = {}
+    if "b" in stored:
+        call["b"] = draw(quantised(shape_b[:-2], width, shape_b[-2])).mT
+        shape_a = (*shape_a[:-1], call["b"].shape[-2])
+    if "a" in stored:
+        call["a"] = draw(quantised(shape_a[:-2], shape_a[-2], shape_a[-1]))
+        shape_b = (*shape_b[:-2], call["a"].shape[-1], width)
+    if along == "k" and stored:
+        total = call[stored[0]].shape[-1 if stored[0] == "a" else -2]
+    call.setdefault("a", draw(tensors(shape_a, dtype)))
+    call.setdefault("b", draw(tensors(shape_b, of_b)))
     call["offs"] = torch.tensor(ends, dtype=often(draw, torch.int32, torch.int32, torch.int64))
     call["epilogue"] = epilogue
     call["alpha"] = often(draw, draw(st.sampled_from(ALPHAS)), "2", 1j)
     call["out_dtype"] = often(draw, None, FP32, BF16, FP64, torch.int32)
-    own = result_dtype(call["a"], call["out_dtype"])
+    own = result_dtype(call, call["out_dtype"])
     term = often(draw, own, FP32, dtype if not eight_bit else own, FP64)
     shape = {"m": (total, narrow), "n": (m, width), "k": (count, m, narrow)}[along]
     if draw(st.booleans()):
@@ -113,7 +134,7 @@ def poisoned(call: Call, along: str, ends: list[int]) -> Call:
 
     def poison(name: str, *places: Any) -> None:
         t = call.get(name)
-        if t is not None and t.is_floating_point():
+        if t is not None and t.is_floating_point() and type(t) is Tensor:
             t[places] = math.nan
 
     index = call.get("a_index")
@@ -151,11 +172,7 @@ def expression(call: Call) -> tuple[Tensor, Tensor]:
     """The result by a loop over groups in wide dtypes, and which of its elements are specified."""
 
     def widened(name: str) -> Any:
-        t = call.get(name)
-        if t is None:
-            return None
-        found = formats.IMPLIED.get(t.dtype)
-        return (t if found is None else found.dequantize(t)).to(wide(t.dtype))
+        return None if (t := call.get(name)) is None else values(t)
 
     a, b = widened("a"), widened("b")
     bias, residual, weights = map(widened, ("bias", "residual", "out_weights"))
@@ -235,7 +252,8 @@ def grouped_linear(call: Call) -> Any:
 
 
 def to_out(call: Call) -> Any:
-    plain = grouped(call)
+    with torch.autocast("cpu", enabled=False):
+        plain = grouped(call)
     out = torch.empty(plain.shape, dtype=plain.dtype)
     assert grouped(call | {"out": out}) is out
     return out
@@ -251,6 +269,8 @@ def compiled_grouped(call: Call) -> Any:
 
 
 def compiled_recording(call: Call) -> Any:
+    if any(is_stored(call[name]) for name in "ab"):  # whose absent derivative would be traced
+        return compiled_grouped(call)
     return compiled_grouped(each(recording, call)).detach()
 
 
@@ -264,26 +284,40 @@ def paths(call: Call) -> Iterator[tuple[str, Path]]:
         yield "linear", grouped_linear
 
 
-def verify(call: Call, *more: tuple[str, Path]) -> None:
+#: Paths on which nothing is cast: on another device than autocast's, and into an ``out``.
+UNCAST = ("meta", "out", "problem")
+
+
+def verify(call: Call, modes: Autocast, *more: tuple[str, Path]) -> None:
     """Hold every path of a call against the plain one, and that against a loop over groups."""
     with torch.no_grad():
-        plain = outcome(lambda: grouped(call))
-    if not isinstance(plain, Exception):
-        wanted, known = expression(call)
-        coarse = max(call["a"].dtype, plain.dtype, key=tolerance)
-        assert plain.dtype == result_dtype(call["a"], call.get("out_dtype"))
-        known = known.expand(plain.shape)
-        assert_same(plain[known], wanted[known], coarse, "plain")
+        bare = outcome(lambda: grouped(call))
+        with under(modes):
+            plain = outcome(lambda: grouped(call))
+    valid = [y for y in (plain, bare) if not isinstance(y, Exception)]
+    given = call if isinstance(plain, Exception) else cast_by(modes, call)
+    if valid:
+        y = valid[0]
+        wanted, known = expression(given)
+        coarse = max(given["a"].dtype, y.dtype, key=tolerance)
+        assert y.dtype == result_dtype(given, call.get("out_dtype"))
+        known = known.expand(y.shape)
+        # Beyond a dtype's range, rounding decides between a number and infinity.
+        sure = known & ~(wanted.abs() > torch.finfo(y.dtype).max / 2)
+        assert_same(y[sure], wanted[sure], coarse, "plain")
     for name, path in [*paths(call), *more]:
-        found = outcome(functools.partial(path, call))
-        if isinstance(plain, Exception):
-            assert_refused_alike(found, plain, name)
+        expected = bare if name in UNCAST else plain
+        with under(modes):
+            found = outcome(functools.partial(path, call))
+        if isinstance(expected, Exception):
+            assert_refused_alike(found, expected, name)
             continue
         assert not isinstance(found, Exception), f"{name}: {found!r}"
-        assert (found.dtype, found.shape) == (plain.dtype, plain.shape), name
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
         if found.device.type == "cpu" and name != "fake":
-            assert_same(found.detach()[known], wanted[known], coarse, name)
-    if not isinstance(plain, Exception) and call["a"].dtype not in formats.IMPLIED:
+            assert_same(found.detach()[sure], expected[sure], coarse, name)
+    stored = any(is_stored(call[name]) for name in "ab")
+    if not isinstance(plain, Exception) and not stored and not modes:
         differentiate(call, plain, known, coarse)
 
 
@@ -320,26 +354,26 @@ def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @bounded
-@given(call=calls())
-def test_every_path_gives_the_same_or_refuses(call: Call) -> None:
-    verify(call)
+@given(call=calls(), modes=autocasts())
+def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> None:
+    verify(call, modes)
 
 
 @settings(bounded, max_examples=6)
-@given(call=calls())
-def test_compiled_too(call: Call) -> None:
-    verify(call, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))
+@given(call=calls(), modes=autocasts())
+def test_compiled_too(call: Call, modes: Autocast) -> None:
+    verify(call, modes, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))
 
 
 @pytest.mark.endurance
 @long
-@given(call=calls())
-def test_for_long(call: Call) -> None:
-    verify(call)
+@given(call=calls(), modes=autocasts())
+def test_for_long(call: Call, modes: Autocast) -> None:
+    verify(call, modes)
 
 
 @pytest.mark.endurance
 @settings(long, max_examples=300)
-@given(call=calls())
-def test_compiled_for_long(call: Call) -> None:
-    verify(call, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))
+@given(call=calls(), modes=autocasts())
+def test_compiled_for_long(call: Call, modes: Autocast) -> None:
+    verify(call, modes, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))

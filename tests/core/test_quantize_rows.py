@@ -57,6 +57,13 @@ def test_the_numbers_of_quantize(
     assert not group or found.scale.stride() == (1, m)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 0), (2, 0, 128), (2, 3, 0)])
+@pytest.mark.parametrize("group", [128, 0])
+def test_rows_without_values(shape: tuple[int, ...], group: int) -> None:
+    found = quantize_rows(torch.ones(shape, dtype=BF16), group=group)
+    assert found.dequantize().shape == shape
+
+
 @pytest.mark.skipif(
     not interpreting() and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )

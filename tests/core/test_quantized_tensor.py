@@ -216,6 +216,47 @@ def test_stacks_and_groups(name: str) -> None:
         stack.permute(1, 0, 2)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_are_folded_as_their_operands(name: str) -> None:
+    """Vectors beside stacks, stacks of one, and no values along K."""
+    form = formats.named(name)
+    (a, of_a), (b, of_b) = made(name, 1, 256), made(name, 2, 24, 256)
+    parts = [t if t is None or not t.dim() else t[0] for t in (a.stored, a.scale, a.zero)]
+    vector = Quantized(*parts, format=name, block=_named(a))
+    close(tmm_core.matmul(vector, b.mT), of_a[0] @ of_b.mT)
+    close(tmm_core.matmul(vector, b.dequantize().mT), of_a[0] @ of_b.mT)
+    if b.block[0] == 1:  # else refused
+        close(tmm_core.matmul(b, vector), of_b @ of_a[0])
+    one, of_one = made(name, 1, 24, 256)
+    close(tmm_core.matmul(X[:3], one.mT), X[:3].double() @ of_one.mT)
+    block = next(block for block in form.grids if block[0] == 1 and block[1])
+    parts = [one.stored.new_empty((2, 3, 4, 0)), one.scale.new_empty((2, 3, 4, 0))]
+    none = Quantized(*parts, format=name, block=block)
+    y = tmm_core.matmul(none, torch.empty(0, 5, dtype=BF16), bias=torch.ones(5, dtype=BF16))
+    close(y, torch.ones(2, 3, 4, 5).double())
+
+
+@pytest.mark.parametrize("zero", [None, torch.tensor(3, dtype=torch.int8)])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_one_scale_of_a_stack_of_one(zero: Tensor | None, rows: int) -> None:
+    codes = torch.randint(-9, 9, (1, 24, 256), dtype=torch.int8)
+    stack: Any = Quantized(codes, torch.tensor(0.5), zero)
+    expected = X[:rows].double() @ (codes.double() - (0 if zero is None else 3)).mT / 2
+    close(tmm_core.matmul(X[:rows], stack.mT), expected)
+    close(tmm_core.matmul(stack, X[:rows].t()), expected.mT)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_mapped_products_of_two_stored_operands_under_autocast(dtype: torch.dtype) -> None:
+    """Nothing is cast, and torch would not stack them in another dtype than autocast's."""
+    (a, of_a), (b, of_b) = made("int8", 5, 256), made("mxfp4", 8, 256)
+    bias = torch.randn(3, 8, dtype=BF16)
+    with torch.autocast("cpu", dtype):
+        found = torch.vmap(lambda bias: tmm_core.matmul(a, b.T, bias=bias))(bias)
+    assert found.dtype is BF16
+    close(found, of_a @ of_b.T + bias.double()[:, None])
+
+
 @pytest.mark.parametrize("first", FORMATS)
 @pytest.mark.parametrize("second", FORMATS)
 def test_two_formats(first: str, second: str) -> None:

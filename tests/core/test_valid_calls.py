@@ -170,6 +170,76 @@ def test_a_compiled_gated_layer_checks_its_operands() -> None:
         fake(x, w, w[:5], None, None, "swiglu")
 
 
+@pytest.mark.parametrize("alpha", [2.0, 3, -0.5])
+@pytest.mark.parametrize("shapes", [((2, 0), (0, 3)), ((0, 2), (2, 3)), ((2, 0, 3), (2, 3, 0))])
+def test_empty_products_of_booleans_take_any_alpha(shapes: Any, alpha: float) -> None:
+    """Torch multiplies no others."""
+    a, b = (torch.zeros(shape, dtype=torch.bool) for shape in shapes)
+    wanted = torch.matmul(a, b)
+    for out in (None, torch.empty(0, dtype=torch.bool)):
+        assert torch.equal(tmm_core.matmul(a, b, alpha=alpha, out=out), wanted)
+    found = tmm_core.matmul(a.to("meta"), b.to("meta"), alpha=alpha)
+    assert (found.shape, found.dtype) == (wanted.shape, torch.bool)
+
+
+# -- autocast ------------------------------------------------------------------------------
+
+
+def full(*shape: int) -> Tensor:
+    return randn(*shape, dtype=FP32)
+
+
+WRITTEN: dict[str, Callable[[Tensor | None], Tensor]] = {
+    "a product": lambda out: tmm_core.matmul(full(4, 8), full(8, 6), out=out),
+    "a bias of rows": lambda out: tmm_core.matmul(
+        full(4, 8), full(8, 6), bias=full(4, 6), epilogue="silu", out=out
+    ),
+    "a bias of rows, and a tensor as alpha": lambda out: tmm_core.matmul(
+        full(4, 8), full(8, 6), bias=full(4, 1), alpha=torch.tensor(2.0), epilogue="silu", out=out
+    ),
+    "a sparse operand": lambda out: tmm_core.matmul(full(4, 8).to_sparse(), full(8, 6), out=out),
+    "ragged groups": lambda out: tmm_core.grouped_matmul(
+        full(4, 8), full(2, 8, 6), offs=OFFS, out=out
+    ),
+    "a bias for each group": lambda out: tmm_core.grouped_matmul(
+        full(2, 4, 8), full(2, 8, 6), bias=full(2, 6), out=out
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_nothing_is_cast_where_out_gives_the_dtype(case: str) -> None:
+    """As in torch.mm, on every way to write to it."""
+    call = WRITTEN[case]
+    torch.manual_seed(0)
+    wanted = call(None)
+    for dtype in (BF16, torch.float16):
+        torch.manual_seed(0)
+        out = torch.empty(0)
+        with torch.autocast("cpu", dtype):
+            assert call(out) is out
+        used = slice(0, int(OFFS[-1])) if case == "ragged groups" else slice(None)
+        torch.testing.assert_close(out[used], wanted[used], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_mapped_calls_are_cast_as_others(dtype: torch.dtype) -> None:
+    """Torch calls the rules of transforms before that of autocast."""
+    a, b, bias = full(2, 3, 8), randn(8, 6), full(2, 6)
+    with torch.autocast("cpu", dtype):
+        wanted = torch.stack([torch.addmm(c, x, b) for x, c in zip(a, bias, strict=True)])
+        found = torch.vmap(lambda a, bias: tmm_core.matmul(a, b, bias=bias))(a, bias)
+        given = torch.vmap(lambda b: tmm_core.matmul(a[0], b, residual=bias[0]))(
+            b[None].expand(2, 8, 6)
+        )
+        slope = torch.func.grad(lambda a: tmm_core.matmul(a, b).float().square().sum())(a[0])
+        assert slope.dtype is FP32
+    assert found.dtype is wanted.dtype is given.dtype is dtype
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    expected = a[0] @ b.float() + bias[0]
+    torch.testing.assert_close(given.float(), expected.expand(2, 3, 6), rtol=5e-2, atol=5e-2)
+
+
 # -- meta tensors --------------------------------------------------------------------------
 
 

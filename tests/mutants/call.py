@@ -11,6 +11,8 @@ MISSES = (f"{VALID}::test_what_misses_is_refused_on_every_path",)
 BLAS = "tests/plugins/test_blas.py"
 UNUSUAL = "tests/core/test_unusual.py"
 
+_OUT = "test_nothing_is_cast_where_out_gives_the_dtype"
+
 VALID_CALLS = [
     Mutant("recorded-scales", "interop/gradients.py",
            "run(a, of_b, bias, added, alpha, text, out_dtype, *parts)",
@@ -28,6 +30,28 @@ VALID_CALLS = [
     Mutant("recorded-groups-unchecked", "interop/grouped_operator.py",
            "    check(call, epilogue)\n", "",
            "a recorded grouped call is not checked as a whole", MISSES),
+    Mutant("alpha-of-booleans", "tmm_blas/blas.py", "a.dtype is torch.bool", "False",
+           "an alpha of empty booleans is refused on a CPU and taken on meta",
+           (f"{VALID}::test_empty_products_of_booleans_take_any_alpha",)),
+    Mutant("out-fallback-cast", "api.py",
+           "        with compat.uncast(call.out):\n", "        with nullcontext():\n",
+           "autocast casts a result whose dtype out gives", (f"{VALID}::{_OUT}",)),
+    Mutant("out-scaled-cast", "api.py",
+           "        with compat.uncast(out):\n", "        with nullcontext():\n",
+           "autocast casts a result with a tensor as alpha whose dtype out gives",
+           (f"{VALID}::{_OUT}",)),
+    Mutant("out-batch-cast", "tmm_core/grouped.py",
+           "    with compat.uncast(out):\n", "    if True:\n",
+           "autocast casts the groups of a batch whose dtype out gives", (f"{VALID}::{_OUT}",)),
+    Mutant("vmap-cast-late", "tmm_core/api.py",
+           "    if compat.transforms_active():\n", "    if False:\n",
+           "a mapped call is checked before autocast casts its operands",
+           (f"{VALID}::test_mapped_calls_are_cast_as_others",)),
+    Mutant("vmap-cast-nested", "interop/declaration.py",
+           "    with torch.autocast(device, enabled=False):  # torch.compile traces it\n",
+           "    if True:\n", "torch casts what a rule of vmap computes itself",
+           ("tests/core/test_quantized_tensor.py"
+            "::test_mapped_products_of_two_stored_operands_under_autocast",)),
     Mutant("vmap-unchecked", "interop/vmap.py",
            "    shape = check(one, epilogue_of(call.epilogue))\n", "    shape = ()\n",
            "a mapped bias may have any dtype",

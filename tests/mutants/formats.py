@@ -23,7 +23,21 @@ GRIDS = "formats/grids.py"
 CHECK = "launch/check.py"
 OPERAND = "spec/operand.py"
 
+_FOLDED = "tests/core/test_quantized_tensor.py::test_parts_are_folded_as_their_operands"
+
 FORMATS = [
+    Mutant("fold-vector-scales", "launch/fold.py", "self._parts(t[None] if t.dim() == 1 else t, -1)",
+           "self._parts(t, -1)",
+           "scales of a vector's groups lack its row beside a stack", (_FOLDED,)),
+    Mutant("fold-no-k", "launch/fold.py", "t.reshape(math.prod(t.shape[:-1]), t.shape[-1])",
+           "t.reshape(-1, t.shape[-1])", "scales of no group are refused by torch", (_FOLDED,)),
+    Mutant("fold-one-number", "launch/fold.py",
+           "return t.reshape((1,) * min(t.dim(), len(self.flat)))", "return t",
+           "one scale of a stack of one makes a matrix three-dimensional",
+           ("tests/core/test_quantized_tensor.py::test_one_scale_of_a_stack_of_one",)),
+    Mutant("rows-without-values", "interop/row_quantization.py", "x.reshape(math.prod(lead), k)",
+           "x.reshape(-1, k)", "rows without values are refused by torch",
+           ("tests/core/test_quantize_rows.py::test_rows_without_values",)),
     Mutant("format-pair-plain", "formats/__init__.py",
            "plain if told and plain in BESIDE else None", "plain if plain in BESIDE else None",
            "8-bit floats that nobody named are multiplied with bf16", PAIRS),

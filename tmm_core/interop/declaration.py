@@ -70,22 +70,14 @@ def declare(
         return empty(*shaped(*given, **named))
 
     def run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
-        device = out.device.type
-        if device in AUTOCAST and compat.autocasts_on(device):
-            # Nothing is cast where the result's dtype is given, as in torch.mm with out: neither
-            # operands, nor what a kernel computes by torch's functions.
-            with compat.without_autocast(device):
-                return into(*given, out=out, **named)
-        return into(*given, out=out, **named)
-
-    def into(*given: Any, out: Tensor, **named: Any) -> Tensor:
         call, shape = shaped(*given, **named)
         apart = check_out(out, shape, result_dtype(call), call.given)
         if out.is_meta:
             return out
-        if apart and _in_memory(out, *call.given):
-            return run(*call._replace(out=out))  # type: ignore[no-any-return]
-        return out.copy_(operator(*call[:-1]))
+        with compat.uncast(out):
+            if apart and _in_memory(out, *call.given):
+                return run(*call._replace(out=out))  # type: ignore[no-any-return]
+            return out.copy_(operator(*call[:-1]))
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
@@ -117,26 +109,42 @@ def _autocast(
     device: str, operator: Callable[..., Any], arguments: type[Arguments | GroupedArguments]
 ) -> Callable[..., Any]:
     """Return the autocast rule of ``operator`` for ``device``."""
-    roles = ROLES_OF[arguments]
 
-    def cast(*given: Any) -> Any:
-        """Cast floating operands to the active dtype, as torch.matmul does. Stored operands are not
-        cast; if both are stored, neither are the bias and the residual."""
-        dtype = torch.get_autocast_dtype(device)
-        call = arguments(*given)
-        forms = pair(call.a.dtype, call.b.dtype, call.formats)
-        kept = {name for name, form in (("a", forms.a), ("b", forms.b)) if form is not None}
-
-        def to(role: Role, value: Any) -> Any:
-            eligible = role.cast and value is not None and len(kept) < 2 and role.name not in kept
-            eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(dtype) if eligible else value
-
+    def rule(*given: Any) -> Any:
         with compat.without_autocast(device):
-            taken = [to(role, value) for role, value in zip(roles, given, strict=False)]
+            taken = _cast(device, arguments, given)
             if taken[1] is given[1]:
                 return operator(*taken)
             # The weight was just written by the cast, so it is not static.
             return within(overridden(), operator, *taken)
 
-    return cast
+    return rule
+
+
+def cast_first(operator: Callable[..., Any], call: Any) -> Any:
+    """Call an operator under a transform as its rule of autocast does. Torch calls the rules of
+    transforms first, which would check operands that are not cast yet, and whose own calls of
+    torch's functions would be cast."""
+    device = call.a.device.type
+    if device not in AUTOCAST or not compat.autocasts_on(device):
+        return operator(*call[:-1])
+    with torch.autocast(device, enabled=False):  # torch.compile traces it
+        return operator(*_cast(device, type(call), call[:-1]))
+
+
+def _cast(
+    device: str, arguments: type[Arguments | GroupedArguments], given: tuple[Any, ...]
+) -> list[Any]:
+    """Cast floating operands to the active dtype, as torch.matmul does. Stored operands are not
+    cast; if both are stored, neither are the bias and the residual."""
+    dtype = torch.get_autocast_dtype(device)
+    call = arguments(*given)
+    forms = pair(call.a.dtype, call.b.dtype, call.formats)
+    kept = {name for name, form in (("a", forms.a), ("b", forms.b)) if form is not None}
+
+    def to(role: Role, value: Any) -> Any:
+        eligible = role.cast and value is not None and len(kept) < 2 and role.name not in kept
+        eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if eligible else value
+
+    return [to(role, value) for role, value in zip(ROLES_OF[arguments], given, strict=False)]

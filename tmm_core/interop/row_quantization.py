@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
 
 def _run(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     *lead, k = x.shape
-    rows = x.reshape(-1, k)
+    rows = x.reshape(math.prod(lead), k)
     if rows.stride(-1) != 1 and k > 1:
         rows = rows.contiguous()
     kernel = _kernel(rows, group) if rows.numel() else None

@@ -69,17 +69,19 @@ class Fold(NamedTuple):
     def _of_a(self, t: torch.Tensor) -> torch.Tensor:
         """Convert scales or zero points of a. One number is not changed; a grid is not copied."""
         if self.batch is None:
-            return t.reshape(-1, t.shape[-1]) if t.dim() else t
-        return t if t.numel() == 1 else self._parts(t, t.shape[-1])
+            return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) if t.dim() else t
+        return self._parts(t[None] if t.dim() == 1 else t, -1)
 
     def _of_b(self, t: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
             return t[:, None] if t.dim() == 1 else t
-        return t if t.numel() == 1 else self._parts(t, t.shape[-2])
+        return self._parts(t, -2)
 
     def _parts(self, t: torch.Tensor, along_k: int) -> torch.Tensor:
+        if t.numel() == 1:
+            return t.reshape((1,) * min(t.dim(), len(self.flat)))
         stacked = self._stack(t)
-        return stacked if along_k > 1 else stacked.contiguous()
+        return stacked if t.shape[along_k] > 1 else stacked.contiguous()
 
     def out(self, t: torch.Tensor) -> torch.Tensor:
         return t.view(self.flat)
