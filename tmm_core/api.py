@@ -204,7 +204,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
     if out is not None:
         return fallbacks.copied_to(y, out, *call.given)
-    return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
+    return (y, *parsed.auxiliary(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 
 def linear(

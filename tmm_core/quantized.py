@@ -85,7 +85,7 @@ class Quantized(torch.Tensor):
         block: tuple[int, int] | None = None,
     ) -> Quantized:
         form = formats.named(format)
-        asked = grids.asked(group, block)
+        named = grids.block_of_call(group, block)
         _check_parts(data, scale, zero)
         if data.dtype not in form.storage:
             raise ValueError(f"format {format} stores {form}, got {data.dtype}")
@@ -94,7 +94,7 @@ class Quantized(torch.Tensor):
         if scale.dtype in grids.EXPONENTS:
             scale = scale.view(EXPONENT)
         given = scale.shape
-        scale, own = _gridded(form, data, scale, asked)
+        scale, own = _gridded(form, data, scale, named)
         if zero is not None:
             same = zero.shape in (given, scale.shape) or zero.numel() == scale.numel() == 1
             if not same and (own != ROW or zero.shape != scale.shape[:-1]):
@@ -322,7 +322,7 @@ def _expanded(t: Tensor, of: Quantized) -> Tensor:
 
 
 def _gridded(
-    form: formats.Format, data: Tensor, scale: Tensor, asked: Block | None
+    form: formats.Format, data: Tensor, scale: Tensor, named: Block | None
 ) -> tuple[Tensor, Block]:
     """A scale with a dimension for rows and one for K, unless it is one number; and its block.
 
@@ -333,8 +333,8 @@ def _gridded(
         raise ValueError("data must have a dimension along K")
     lead, outer, k = data.shape[:-2], 1 if data.dim() == 1 else data.shape[-2], data.shape[-1]
     k, stack = k * form.pack, math.prod(lead)
-    if asked is not None:
-        own = form.block(asked, outer, k, stack)
+    if named is not None:
+        own = form.block(named, outer, k, stack)
         shape = tuple(grids.sizes(own, outer, k))
     elif scale.numel() == 1:
         own, shape = form.block(TENSOR, outer, k, stack), ()

@@ -49,12 +49,12 @@ def quantize(
     if not (takes and weight.is_floating_point() and weight.dim() > 1):
         raise TypeError("quantize() takes a floating tensor of two dimensions or more")
     form = formats.named(format)
-    asked = grids.asked(group, block)
-    if asked is None:
+    named = grids.block_of_call(group, block)
+    if named is None:
         along_k = [each for each in form.grids if each[0] == 1 and each[1]]
-        asked = max(along_k or form.grids, key=lambda each: each[1])
+        named = max(along_k or form.grids, key=lambda each: each[1])
     *lead, n, k = weight.shape
-    own = form.block(asked, n, k, math.prod(lead))
+    own = form.block(named, n, k, math.prod(lead))
     if k % form.pack:
         raise ValueError(f"format {format} stores {form.pack} values together, K is {k}")
     numbers = weight.detach().float()

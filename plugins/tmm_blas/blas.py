@@ -364,7 +364,7 @@ def _bind_outputs(problem: Problem) -> Launcher:
 
     def run(*given: Any, outputs: tuple[Tensor, ...] = (), **scales: Any) -> Tensor:
         y: Tensor = bare(*given, **scales)
-        for output, value in zip(outputs, epilogue.beside(y), strict=True):
+        for output, value in zip(outputs, epilogue.auxiliary(y), strict=True):
             output.copy_(value)
         return y
 

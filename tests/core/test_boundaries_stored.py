@@ -100,12 +100,12 @@ def test_texts_that_are_no_scales(text: str) -> None:
 )
 def test_what_is_no_block(group: Any, block: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        grids.asked(group, block)
+        grids.block_of_call(group, block)
 
 
 def test_a_group_is_a_block_of_one_row() -> None:
-    assert grids.asked(32, None) == grids.asked(None, [1, 32]) == (1, 32)
-    assert grids.asked(None, None) is None
+    assert grids.block_of_call(32, None) == grids.block_of_call(None, [1, 32]) == (1, 32)
+    assert grids.block_of_call(None, None) is None
 
 
 @pytest.mark.parametrize(

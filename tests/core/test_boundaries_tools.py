@@ -471,7 +471,7 @@ def test_what_builds_launchers_is_named(
 def test_folders_that_cannot_be_used_are_problems(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ok = doctor_toolchain.Said("ok", "x")
+    ok = doctor_toolchain.Line("ok", "x")
     monkeypatch.setattr(doctor_toolchain, "_compiler", lambda: ok)
     monkeypatch.setattr(doctor_toolchain, "_ptxas", lambda: ok)
     monkeypatch.setattr(toolchain, "folders", lambda: {"cache": "/c", "temporary": "/t"})

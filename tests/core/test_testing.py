@@ -103,7 +103,7 @@ class Right(Kernel[Tile]):
         return launch
 
     def write_outputs(self, problem: Problem, y: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        for output, value in zip(outputs, problem.epilogue.beside(y), strict=True):
+        for output, value in zip(outputs, problem.epilogue.auxiliary(y), strict=True):
             output.copy_(value)
 
     def bind_ragged(self, problem: Problem, groups: Groups) -> Launcher:

@@ -186,7 +186,7 @@ def test_a_compiler_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch
         raise OSError("no ptxas")
 
     monkeypatch.setattr(module, "Dequantize", fails)
-    monkeypatch.setattr(module, "_told", [])
+    monkeypatch.setattr(module, "_reported", [])
     problem = posed(OPERANDS["int4"][1])
     with pytest.warns(tmm_core.TmmWarning, match=r"torch's operators do it .* no ptxas"):
         assert dequantizer(problem, "b", BF16) is None

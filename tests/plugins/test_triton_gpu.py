@@ -154,7 +154,7 @@ def test_tiles_that_end_outside(m: int, n: int, layout: str) -> None:
         assert out[m].isnan().all(), config
 
 
-@pytest.mark.parametrize("tile", search_space._BESIDE_TILES, ids=str)
+@pytest.mark.parametrize("tile", search_space._SIDE_BY_SIDE_TILES, ids=str)
 @pytest.mark.parametrize("m", [1, 100, 300, 1500])
 def test_two_products_beside_each_other(tile: Any, m: int) -> None:
     """Every strip in its place, the bits of one product, several tiles a block, parts of K."""
@@ -183,7 +183,7 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
         assert (out.double() - right).norm() < 4e-3 * right.norm(), (cut, n, k)
 
 
-@pytest.mark.parametrize("tile", search_space._BESIDE_TILES, ids=str)
+@pytest.mark.parametrize("tile", search_space._SIDE_BY_SIDE_TILES, ids=str)
 def test_gate_and_up_beside_each_other(tile: Any) -> None:
     """With a bias and a residual, by TMA and by pointers, several tiles a block."""
     if torch.cuda.get_device_capability() != (9, 0):

@@ -289,6 +289,6 @@ def pair(a: torch.dtype, b: torch.dtype, names: str = "") -> Pair:
     if len(stored) == 2:
         mixed = stored[0] is not stored[1] and not (of_a and of_b)
         return Pair(*forms, None if mixed else stored[0].result, blocks)
-    plain, told = (b, of_a) if forms[1] is None else (a, of_b)
+    plain, is_named = (b, of_a) if forms[1] is None else (a, of_b)
     # Torch refuses a plain operand beside 8-bit floats; a caller who names the format means it.
-    return Pair(*forms, plain if told and plain in BESIDE else None, blocks)
+    return Pair(*forms, plain if is_named and plain in BESIDE else None, blocks)

@@ -59,7 +59,7 @@ def parse(text: str) -> Block:
     return block
 
 
-def asked(group: int | None, block: Sequence[int] | None) -> Block | None:
+def block_of_call(group: int | None, block: Sequence[int] | None) -> Block | None:
     """The block that a caller names, as such or as a group; None: neither.
 
     Raises:

@@ -86,4 +86,4 @@ def in_parts(
         y = followed(y, rest, eager=rows and eager)
     if residual is not None and residual is not inner:
         y = (y + residual).to(y.dtype)
-    return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]  # as the plan's launcher
+    return (y, *parsed.auxiliary(y)) if parsed.outputs else y  # type: ignore[return-value]  # as the plan's launcher

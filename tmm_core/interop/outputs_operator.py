@@ -46,7 +46,7 @@ def _by_references(call: Arguments) -> tuple[Tensor, ...]:
     parsed = epilogue_of(call.epilogue)
     check(call, parsed)
     y = operator.matmul(*call._replace(epilogue=parsed.bare.interned())[:-1])
-    return (y, *parsed.beside(y))
+    return (y, *parsed.auxiliary(y))
 
 
 def _run(*given: Any) -> list[Tensor]:

@@ -349,7 +349,7 @@ class Epilogue:
             return torch.stack([2 * columns, 2 * columns + 1], -1).flatten()
         return torch.cat([columns, columns + n]) if self.gated else columns
 
-    def beside(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def auxiliary(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The auxiliary outputs of the result ``y``, by their references, without gradients."""
         y = y.detach()
         return tuple(port.apply(y) for port in self.outputs)

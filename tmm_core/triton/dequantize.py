@@ -169,7 +169,7 @@ def arguments(
 
 
 #: The first fault has been reported.
-_told: list[str] = []
+_reported: list[str] = []
 
 
 def dequantizer(
@@ -206,8 +206,8 @@ def dequantizer(
         return None
     except Exception as error:
         reraise(error)
-        if not _told:
-            _told.append(error_text(error))
+        if not _reported:
+            _reported.append(error_text(error))
             warn(
                 "the kernel that dequantises for BLAS failed; torch's operators do it from now on: "
                 f"{error_text(error)}"

@@ -12,12 +12,12 @@ import torch
 from tmm_core import Config, Operand, Problem
 from tmm_core.triton import releases
 from tmm_triton.hopper.operand_layout import (
-    beside,
     boxed,
     by_words,
     residual_by_tma,
     rows_brought,
     scattered,
+    side_by_side,
     stored_at_once,
     stored_by_pointers,
 )
@@ -228,7 +228,7 @@ class Constants(WarpSpecializedConfig):
     @classmethod
     def of(cls, problem: Problem, config: WarpSpecializedConfig) -> Constants:
         problem = multiplied(problem, config)
-        if config.narrow and not beside(problem):
+        if config.narrow and not side_by_side(problem):
             raise ValueError(f"tiles of {config.BLOCK_N} columns do not serve {problem}")
         if config.subtiles > 1 and config.subtiles % 2 and residual_by_tma(problem):
             raise ValueError(f"two buffers in turn do not bring {config.subtiles} strips")

@@ -61,8 +61,8 @@ def scattered(problem: Problem) -> bool:
     return problem.groups is not None and problem.groups.out_index is not None
 
 
-def beside(problem: Problem) -> bool:
-    """Whether a tile may be two products beside each other."""
+def side_by_side(problem: Problem) -> bool:
+    """Whether a tile may be two products side by side."""
     if problem.native or by_words(problem):
         return False
     return releases.views_of_any_number() or not releases.views_end_with_boxes()

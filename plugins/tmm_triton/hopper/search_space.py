@@ -19,7 +19,12 @@ from tmm_triton.hopper.config import (
     unfinished,
 )
 from tmm_triton.hopper.estimate import SURELY_STREAMED, estimate_us, streams
-from tmm_triton.hopper.operand_layout import beside, by_words, residual_by_tma, stored_by_pointers
+from tmm_triton.hopper.operand_layout import (
+    by_words,
+    residual_by_tma,
+    side_by_side,
+    stored_by_pointers,
+)
 from tmm_triton.hopper.tile_shapes import (
     room_for_parts,
     room_for_ranges,
@@ -56,12 +61,12 @@ _TILES: tuple[_Tile, ...] = (
     # To read a weight with as many SMs as possible if K must not be split.
     ("cooperative", 1, 4, 64, 32, 128),
 )
-#: Tiles of two products beside each other fill waves that the others do not: 1500×1536 is 132 tiles
+#: Tiles of two products side by side fill waves that the others do not: 1500×1536 is 132 tiles
 #: of 128×144, one wave. 300×13824 is two waves of ping-pong 64×192, and no other tile comes near
 #: cuBLAS there (K = 5120, H200: 76 µs, the next best tile 85, cuBLAS 79). The first two are for
 #: large products, also where power limits them. On an H100 8192³ runs at 1.089 of cuBLAS's speed in
 #: use and 1.049 in steady state, with 128×256 at 1.046 and 1.011.
-_BESIDE_TILES = (
+_SIDE_BY_SIDE_TILES = (
     ("pingpong", 2, 4, 128, 192, 64),
     ("pingpong", 2, 4, 128, 160, 64),
     ("pingpong", 2, 4, 64, 192, 64),
@@ -106,7 +111,7 @@ _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
 #: Tiles of two products that are tried in addition, and the factor on the least estimate up to
 #: which they are. No estimate is exact enough to rank both kinds. In 22 problems on both GPUs the
 #: fastest of them was among the first four, with at most 1.11 times the least estimate.
-_BESIDE_TRIED, _BESIDE_NEAR = 4, 1.12
+_SIDE_BY_SIDE_TRIED, _SIDE_BY_SIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
 #: How many tiles are tried in that mode with each number of ranges of K, and by how many configs
@@ -157,8 +162,8 @@ def _configs(problem: Problem, limited: bool) -> tuple[WarpSpecializedConfig, ..
         if not limited:
             return by_estimate(tiles)
         one = by_estimate([tile for tile in tiles if not tile[0].narrow])[:tried]
-        two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_BESIDE_TRIED]
-        most = _BESIDE_NEAR * min((estimate(tile[0]) for tile in tiles), default=0.0)
+        two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_SIDE_BY_SIDE_TRIED]
+        most = _SIDE_BY_SIDE_NEAR * min((estimate(tile[0]) for tile in tiles), default=0.0)
         return by_estimate(one + [tile for tile in two if estimate(tile[0]) <= most])
 
     tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
@@ -193,7 +198,7 @@ def _tiles(problem: Problem) -> tuple[_Tile, ...]:
         return _FP8_TILES
     if by_words(problem):
         return _WORD_TILES
-    return _TILES + _BESIDE_TILES if beside(problem) else _TILES
+    return _TILES + _SIDE_BY_SIDE_TILES if side_by_side(problem) else _TILES
 
 
 def _early(problem: Problem) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from tmm_core.tuning.untried import Left
 _PATIENCE = 20.0
 
 
-class Said(NamedTuple):
+class Line(NamedTuple):
     """One line."""
 
     state: Literal["ok", "note", "problem"]
@@ -29,7 +29,7 @@ class Said(NamedTuple):
     advice: str = ""
 
 
-def parts(device: torch.device) -> Iterator[Said]:
+def parts(device: torch.device) -> Iterator[Line]:
     """The parts that Triton needs to compile and launch on ``device``; none for a CPU."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
@@ -40,11 +40,11 @@ def parts(device: torch.device) -> Iterator[Said]:
         state = toolchain.usable(folder)
         if state != "yes":
             advice = "free some space" if state == "full" else "make it writable"
-            yield Said("problem", f"{name} folder {folder} is {state}", f"{advice}, or set another")
-    yield Said("ok", f"fingerprint {toolchain.fingerprint()}")
+            yield Line("problem", f"{name} folder {folder} is {state}", f"{advice}, or set another")
+    yield Line("ok", f"fingerprint {toolchain.fingerprint()}")
 
 
-def untried(device: torch.device) -> Iterator[Said]:
+def untried(device: torch.device) -> Iterator[Line]:
     """The kernels that the environment left untried on ``device``, with the first error."""
     notes = dispatch.default_dispatcher().untried.of_device(fingerprint(device))
     broken = [why for note in notes for why in note.kernels.values() if why.cause != "budget"]
@@ -56,10 +56,10 @@ def untried(device: torch.device) -> Iterator[Said]:
             f"{len(names)} kernels are untried for {len(notes) - late} problems: "
             f"{' '.join(first.reason.split())}"
         )
-        yield Said("problem", text, _advice(first))
+        yield Line("problem", text, _advice(first))
     if late:
         text = f"the tuning budget ended before some kernels of {late} problems"
-        yield Said("note", text, "tmm tune them with a larger --budget")
+        yield Line("note", text, "tmm tune them with a larger --budget")
 
 
 def _advice(first: Left) -> str:
@@ -69,22 +69,22 @@ def _advice(first: Left) -> str:
     return again if first.cause != "passing" else "free memory or space, then tmm tune"
 
 
-def _compiler() -> Said:
+def _compiler() -> Line:
     """The C compiler and header, with which Triton builds its launcher at the first launch."""
     compiler, lacking = toolchain.c_compiler(), toolchain.lacking()
     if lacking is None:
-        return Said("ok", f"{compiler}, {toolchain.python_header()}")
+        return Line("ok", f"{compiler}, {toolchain.python_header()}")
     text = f"{lacking}: Triton kernels decline, unless Triton's cache holds its launcher"
     advice = "install gcc, or set CC" if compiler is None else "install python3-dev"
-    return Said("problem", text, advice)
+    return Line("problem", text, advice)
 
 
-def _ptxas() -> Said:
+def _ptxas() -> Line:
     """The assembler, which has to run."""
     path = toolchain.ptxas()
     if path is None:
         text = "no ptxas: Triton kernels do not compile, unless Triton's cache holds them"
-        return Said("problem", text, "reinstall triton, or set TRITON_PTXAS_PATH")
+        return Line("problem", text, "reinstall triton, or set TRITON_PTXAS_PATH")
     given = os.environ.get("TRITON_PTXAS_PATH")
     try:
         ran = subprocess.run(
@@ -92,9 +92,9 @@ def _ptxas() -> Said:
         )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         text = f"{path} does not run: {error}"
-        return Said("problem", text, "reinstall triton, or correct TRITON_PTXAS_PATH")
+        return Line("problem", text, "reinstall triton, or correct TRITON_PTXAS_PATH")
     if given and not os.path.exists(given):
         text = f"TRITON_PTXAS_PATH={given} is not there; Triton uses {path}"
-        return Said("problem", text, "correct or unset it")
+        return Line("problem", text, "correct or unset it")
     lines = [line for line in ran.stdout.splitlines() if "release" in line]
-    return Said("ok", f"{path}, {lines[0].strip() if lines else 'of unknown version'}")
+    return Line("ok", f"{path}, {lines[0].strip() if lines else 'of unknown version'}")
