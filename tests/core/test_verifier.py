@@ -470,12 +470,21 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_real_kernels_pass(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "interpreted"),
+    # The conformance suite verifies each of them on many problems, at three seconds each.
+    [
+        ("fp32", "triton.naive"),
+        ("ragged", "triton.split_k"),
+        ("layer", "triton.fused_epilogue"),
+        ("batch", "triton.grouped"),
+    ],
+)
+def test_real_kernels_pass(name: str, interpreted: str) -> None:
     asked = replace(REAL[name], device=fingerprint(CPU))
     verifier, count = Verifier(asked, CPU), 0
     for kernel in kernels():
-        if kernel.reasons_against(asked):
+        if kernel.name not in ("blas", interpreted) or kernel.reasons_against(asked):
             continue
         found = verifier.verdict(
             kernel.bind(asked, kernel.default_config(asked)),
@@ -483,17 +492,19 @@ def test_real_kernels_pass(name: str) -> None:
         )
         assert found.ok, f"{kernel.name}: {found.reason}"
         count += 1
-    assert count >= 2
+    assert count == 2
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_special_values_through_epilogues(name: str) -> None:
-    """Triton's formulas map NaN and Inf to the same results as torch's."""
+    """Triton's formulas map NaN and Inf to the same results as torch's. Other ways of use need no
+    launch for each function."""
     asked = problem(
         m=16, n=16, k=32, a=F16, b=F16, out=F16, epilogue=parse(name), device=fingerprint(CPU)
     )
     (kernel,) = (k for k in kernels() if k.name == "triton.fused_epilogue")
-    found = Verifier(asked, CPU).verdict(kernel.bind(asked, kernel.default_config(asked)))
+    launcher = kernel.bind(asked, kernel.default_config(asked))
+    found = Verifier(asked, CPU).verdict(launcher, extent="repeated")
     assert found.ok, found.reason
 
 

@@ -48,14 +48,25 @@ def _rows() -> list[Any]:
 
 
 ROWS = _rows()
+#: Rows that differ from another in the number of tokens alone, which are few on a CPU.
+REPEATED = {
+    "llama-enable-prefill-8192", "llama-compiled-decode-1", "llama-compiled-decode-64",
+    "llama-compiled-prefill-8192", "llama-int4-decode-1", "llama-int4-uncompiled-decode-16",
+    "qwen3-moe-experts-16", "qwen3-moe-experts-8192", "mixtral-experts-1", "mixtral-experts-512",
+}  # fmt: skip
+
+
+def _name(row: Any) -> str:
+    return str(getattr(row, "values", [row])[0])
 
 
 def test_the_rows_are_those_of_the_benchmark(bench: Any) -> None:
-    assert {getattr(row, "values", [row])[0] for row in ROWS} == set(bench.ROWS)
+    assert {_name(row) for row in ROWS} == set(bench.ROWS)
+    assert {_name(row) for row in ROWS} > REPEATED
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [row for row in ROWS if _name(row) not in REPEATED])
 def test_a_row_runs(bench: Any, name: str) -> None:
     torch.manual_seed(0)
     interpreted = [each.name for each in tmm_core.kernels() if each.name != "blas"]

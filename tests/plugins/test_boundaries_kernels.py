@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from test_skinny import DECODE
-from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of
+from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of, run
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.partials import MOST_WORKSPACE
@@ -61,6 +61,21 @@ class Fences:
             near = (touched > start - far) & (touched < end + far)
             if (near & ((touched < start) | (touched + size > end))).any():
                 self.stray.append(kind)
+
+
+@interpreted
+def test_the_interpreter_does_no_work_whose_result_it_drops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both together were half of a launch."""
+    _mend()
+    options = interpreter.interpreter_builder.options
+    assert (options.sanitize_overflow, options.debug) == (False, False)
+    listed: list[Any] = []
+    monkeypatch.setattr(interpreter.inspect, "getmembers", lambda *of: listed.append(of) or [])
+    kernel = next(iter(KERNELS))
+    run(kernel, KERNELS[kernel], torch.randn(5, 7), torch.randn(7, 6), epilogue="silu")
+    assert not listed
 
 
 @pytest.fixture

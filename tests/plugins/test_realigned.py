@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -115,13 +116,20 @@ def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0
     return made
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+# Less than a tile; tiles in both directions, with tails; one row; one column. Each shape in each
+# layout, and each of them with two dtypes or more.
+SHAPES = [(5, 9), (37, 1093), (1093, 37), (1, 700), (700, 1)]
+COPIED_LAYOUTS = [
+    "row_unaligned", "row_sliced", "col_unaligned", "col_sliced", "strided", "overlapping",
+]  # fmt: skip
+COPIED_DTYPES = itertools.cycle([BF16, FP16, FP32, BF16])
+
+
 @pytest.mark.parametrize(
-    "layout",
-    ["row_unaligned", "row_sliced", "col_unaligned", "col_sliced", "strided", "overlapping"],
+    ("shape", "layout", "dtype"),
+    [(*each, next(COPIED_DTYPES)) for each in itertools.product(SHAPES, COPIED_LAYOUTS)],
+    ids=str,
 )
-# Less than a tile; tiles in both directions, with tails; one row; one column.
-@pytest.mark.parametrize("shape", [(5, 9), (37, 1093), (1093, 37), (1, 700), (700, 1)])
 def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
     made = {"a": posed(shape, layout, dtype), "b": posed(shape[::-1], layout, dtype, seed=1)}
     checksums, (a, b) = Checksums.of(made), (each.tensor for each in made.values())
@@ -488,7 +496,7 @@ def test_the_copy_compiles_for_hopper(
 @pytest.mark.parametrize(
     ("asked", "count", "stack"),
     [
-        (problem(), 100, 0),
+        (problem(), 16, 0),
         (problem(8192, 50257, 768, a=ALIGNED), 3, 0),
         (problem(1500, 1500, 1500, batch=12), 3, 0),
         (problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16)), 3, 0),
@@ -500,7 +508,7 @@ def test_the_copy_compiles_for_hopper(
 def test_configs_compile_for_hopper(
     asked: Problem, count: int, stack: int, uninterpreted: Uninterpreted
 ) -> None:
-    """All configs of one problem, and the first of other problems."""
+    """Many configs of one problem, and the first of other problems."""
     results = uninterpreted(compiled, asked, count)
     least = min(count, 8)
     assert len(results) >= least

@@ -143,8 +143,11 @@ def run(
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-@pytest.mark.parametrize("size", [(37, 29, 51), (130, 70, 45)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [((37, 29, 51), FP16), ((37, 29, 51), BF16), ((37, 29, 51), FP32), ((130, 70, 45), FP16)],
+    ids=str,
+)
 @named(KERNELS)
 def test_tails(kernel: TritonKernel[Any], size: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, n, k = size
@@ -216,9 +219,11 @@ LAYOUTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], bool]] = {
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Memory comes full of NaN."""
+    """Memory comes full of NaN. Nothing is verified before: that takes five seconds of each test,
+    which compares the values itself."""
     torch.use_deterministic_algorithms(True)
-    yield
+    with tmm_core.override(verify=False):
+        yield
     torch.use_deterministic_algorithms(False)
 
 

@@ -1022,15 +1022,15 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
 # tiles of one such operand only, since what follows the main loop does not depend on which it is.
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is, and of each schedule and number of consumers one that cuts
-    its tail and one that splits K; ``"tiles"``: the tiles alone; ``"beside"``: those of two
-    products; ``"largest"``: of each schedule and number of consumers the largest; ``"some"``: the
-    best guess of each; ``"first"``: the best guess."""
+    its tail and one that splits K; ``"tiles"``: the large tiles alone, which may not fit the
+    registers; ``"beside"``: those of two products; ``"largest"``: of each schedule and number of
+    consumers the largest; ``"some"``: the best guess of each; ``"first"``: the best guess."""
     tiles = search_space._tiles(asked)
     fitted = [c for t in tiles for c in search_space._fitted(asked, t)]
     if which == "first":
         return [KERNEL.default_config(asked)]
     if which == "tiles":
-        return fitted
+        return [config for config in fitted if config.BLOCK_M * config.BLOCK_N >= 128 * 128]
     if which == "beside":
         return [config for config in fitted if config.narrow]
     if which == "largest":
