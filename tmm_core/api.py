@@ -165,10 +165,10 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     if fallbacks.needs_fallback(call.a, call.b, call.bias, call.residual):
         with compat.uncast(call.out):
             return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
+    if type(call.a) is not Tensor:
+        prepare_for(type(call.a))
     if call.out is not None:
         return operator.matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
-    if not torch.compiler.is_compiling() and type(call.a) is not Tensor:
-        prepare_for(type(call.a))
     if compat.transforms_active():
         return cast_first(operator.matmul, call)  # type: ignore[no-any-return]
     return operator.matmul(*call[:-1])  # type: ignore[no-any-return]

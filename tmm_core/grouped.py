@@ -7,7 +7,7 @@ import torch
 from tmm_core import compat, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
-from tmm_core.interop.calls import prepare_for, text_of
+from tmm_core.interop.calls import interned_text, prepare_for, text_of
 from tmm_core.launch.check import addressable, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
 from tmm_core.launch.warm import epilogue_of
@@ -121,17 +121,21 @@ def grouped_matmul(
         raise
 
 
+def _unpacked(call: GroupedArguments) -> GroupedArguments:
+    """The call with each quantised operand as its parts; the operators can take their classes."""
+    call = unpacked(foreign.read_operands(call), grouped=True)
+    for kind in {type(call.a), type(call.b)} - {Tensor}:
+        prepare_for(kind)
+    return call
+
+
 def _ragged(call: GroupedArguments) -> Tensor:
     """A call with ``offs``, of every kind."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
-    kinds = {type(call.a), type(call.b)} - {Tensor}
-    call = unpacked(foreign.read_operands(call), grouped=True)
+    call = _unpacked(call)
     if call.out is not None:
         return grouped_operator.grouped_matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
-    if not torch.compiler.is_compiling():
-        for kind in kinds:
-            prepare_for(kind)
     return grouped_operator.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
@@ -139,9 +143,10 @@ def _batched(call: GroupedArguments) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
     check_tensors("grouped_matmul", **named)
-    call = unpacked(foreign.read_operands(call), grouped=True)
+    call = _unpacked(call)
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
-    shape = torch.Size(check(call, epilogue_of(call.epilogue)))
+    text = interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue
+    shape = torch.Size(check(call, epilogue_of(text)))
     count = shape[0]
     if bias is None or bias.dim() == 1 or not count:
         parts = {

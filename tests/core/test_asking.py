@@ -432,6 +432,15 @@ def test_many_threads_are_told_once() -> None:
     assert len(caught) == 1
 
 
+def test_the_first_reason_is_the_one_that_stays() -> None:
+    asked = CheckedKernel(FakeKernel("fake.asked"), Source("p"))
+    with pytest.warns(TmmWarning, match="set aside: first") as caught:
+        raised = [str(asked.set_aside(why)) for why in ("first", "second")]
+    assert len(caught) == 1
+    assert {asked.fault, *raised} == {raised[0]}
+    assert "second" not in raised[0]
+
+
 # -- as installed -------------------------------------------------------------------------
 
 PLUGINS = {

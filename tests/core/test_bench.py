@@ -23,6 +23,7 @@ from tmm_core.bench.suites import Task
 from tmm_core.spec.bucket import bucket_edge
 from tmm_core.tools.cli import main
 from tmm_core.tuning.timing import HostTimer
+from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import compare
 
 CPU = torch.device("cpu")
@@ -45,6 +46,14 @@ def test_a_case_has_the_layouts_it_says(layout: str, batch: int) -> None:
         assert (t if letter == "n" else t.mT).is_contiguous()
     problem = call.problem()
     assert (problem.batch, problem.m, problem.n, problem.k) == (batch, 4, 6, 8)
+
+
+def test_a_residual_has_the_dtype_of_the_result_and_a_bias_that_of_the_operands() -> None:
+    call = Case(m=4, n=6, k=8, dtype=torch.half, bias=True, residual=True, out_dtype=FP32).call(CPU)
+    assert call.bias is not None
+    assert call.residual is not None
+    assert (call.bias.dtype, call.residual.dtype) == (torch.half, FP32)
+    assert call.residual.shape == (4, 6)
 
 
 def test_a_case_survives_json() -> None:
@@ -206,6 +215,27 @@ def test_without_tuning_the_choice_is_what_a_call_would_get(
     assert (document["kernel"], document["origin"]) == ("blas", "fallback")
     assert document["tuning_seconds"] is None
     assert dispatch.default_dispatcher().store.misses() == []
+
+
+def test_a_record_answers_for_its_problem_and_without_records_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(FakeKernel("fake.other"))
+    measured: list[bool] = []
+    steps = Tuner.steps
+
+    def watched(self: Tuner, key: Any, able: Any, settings: Any, kept: Any, **more: Any) -> Any:
+        record = yield from steps(self, key, able, settings, kept, **more)
+        measured.append(record is not kept)
+        return record
+
+    monkeypatch.setattr(Tuner, "steps", watched)
+    monkeypatch.setattr(runner.exhaustive, "search", lambda *_: {})
+    for records, anew in ((True, True), (True, False), (False, True)):
+        measured.clear()
+        (document,) = measure(monkeypatch, task(), times=(1, 1, 1), records=records)
+        assert document["origin"] == "cache"
+        assert measured == [anew]
 
 
 def test_a_wrong_answer_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,7 +338,7 @@ def test_compiled(world: World) -> None:
 
 
 MEET = """
-import sys
+import os, sys
 import torch, tmm_core
 assert "torch.distributed.tensor" not in sys.modules
 a = torch.randn(4, 4)
@@ -347,7 +347,23 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch.distributed.tensor import DTensor, init_device_mesh
 sharded = DTensor.from_local(a, init_device_mesh("cpu", (1,)))
-print(torch.equal(tmm_core.matmul(sharded, sharded).to_local(), a @ a))
+# A process knows the rules after its first such call.
+firsts = {
+    "plain": lambda: tmm_core.matmul(sharded, sharded),
+    "not in place": lambda: tmm_core.matmul(sharded, sharded, alpha=1),
+    "out": lambda: tmm_core.matmul(sharded, sharded, out=torch.empty_like(sharded)),
+    "batched": lambda: tmm_core.grouped_matmul(sharded[None], sharded[None])[0],
+    "compiled": lambda: torch.compile(backend="eager", fullgraph=True)(tmm_core.matmul)(
+        sharded, sharded
+    ),
+}
+for name, first in firsts.items():
+    if not os.fork():
+        try:
+            print(name, torch.equal(first().to_local(), a @ a), flush=True)
+        finally:
+            os._exit(0)
+    os.wait()
 """
 
 
@@ -355,7 +371,8 @@ def test_the_first_dtensor_brings_its_rules() -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     run = [sys.executable, "-c", MEET]
     done = subprocess.run(run, check=True, capture_output=True, text=True, env=environ)
-    assert done.stdout.splitlines()[-1] == "True"
+    calls = "plain", "not in place", "out", "batched", "compiled"
+    assert done.stdout.splitlines() == [f"{call} True" for call in calls]
 
 
 # -- divided tuning ------------------------------------------------------------------------

@@ -246,6 +246,15 @@ def test_other_layers_are_named_with_the_reason() -> None:
         assert "qweight" in layer._buffers
 
 
+@pytest.mark.parametrize("missing", ["qweight", "qzeros", "scales"])
+def test_a_layer_with_some_of_the_buffers_is_none_of_these(missing: str) -> None:
+    """Codebooks and rotations have scales too."""
+    layer = TorchLinear()
+    del layer._buffers[missing]
+    (left,) = convert(nn.Sequential(layer)).left
+    assert left.reason == "its code multiplies tensors itself (@)"
+
+
 def test_an_order_of_k_by_hand() -> None:
     gptq = Quantized.layouts("gptq")
     assert gptq.order(torch.tensor([0, 0, 1, 1]), 2) is None

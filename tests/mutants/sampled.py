@@ -8,6 +8,8 @@ INTEROP = "tests/core/test_boundaries_interop.py"
 VERIFIER = "tests/core/test_verifier.py"
 THREADS = "tests/core/test_two_threads.py"
 TRUST = "tests/core/test_trust.py"
+RANKS = "tests/core/test_distributed.py"
+BENCH = "tests/core/test_bench.py"
 
 SAMPLED = [
     Mutant("sampled-filled-vector", "verify/random_inputs.py",
@@ -94,4 +96,59 @@ SAMPLED = [
            "TILE",
            "a size whose last tile is filled otherwise is not verified",
            (f"{TRUST}::test_sizes_of_one_class_fill_a_tall_tile_alike",)),
+    Mutant("rules-before-a-call", "tmm_core/api.py",
+           "    if type(call.a) is not Tensor:\n        prepare_for(type(call.a))\n",
+           "",
+           "a process whose first sharded product is not a plain one is refused",
+           (f"{RANKS}::test_the_first_dtensor_brings_its_rules",)),
+    Mutant("rules-of-batches", "tmm_core/grouped.py",
+           "        prepare_for(kind)\n",
+           "        pass\n",
+           "a process whose first sharded product is a batch is refused",
+           (f"{RANKS}::test_the_first_dtensor_brings_its_rules",)),
+    Mutant("rules-compiled", "interop/calls.py",
+           "prepare_for._dynamo_marked_constant = True",
+           "pass",
+           "a process whose first sharded product is compiled is refused",
+           (f"{RANKS}::test_the_first_dtensor_brings_its_rules",)),
+    Mutant("batches-compiled", "tmm_core/grouped.py",
+           "interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue",
+           "call.epilogue",
+           "a batch of groups is not compiled",
+           ("tests/core/test_grouped.py::"
+            "test_groups_of_equal_size_compile_before_any_other_call",)),
+    Mutant("sampled-tuned-anew", "bench/runner.py",
+           "tmm_core.tune(_posed(task, device), budget",
+           "tmm_core.tune(_posed(task, device), force=True, budget",
+           "a benchmark measures what it has measured",
+           (f"{BENCH}::test_a_record_answers_for_its_problem_and_without_records_none_does",)),
+    Mutant("sampled-residual-dtype", "bench/case.py",
+           "residual=out if self.residual",
+           "residual=Operand(plain) if self.residual",
+           "a residual is not of the result's dtype",
+           (f"{BENCH}::"
+            "test_a_residual_has_the_dtype_of_the_result_and_a_bias_that_of_the_operands",)),
+    Mutant("sampled-packed", "nn/packed_linear.py",
+           "return all(isinstance(layer._buffers",
+           "return any(isinstance(layer._buffers",
+           "a layer that has scales is taken for a packed one",
+           ("tests/core/test_packed_layers.py::"
+            "test_a_layer_with_some_of_the_buffers_is_none_of_these",)),
+    Mutant("sampled-first-reason", "registry/query.py",
+           "            first = self.fault is None\n",
+           "            first = True\n",
+           "the last reason is reported, and each of them",
+           ("tests/core/test_asking.py::test_the_first_reason_is_the_one_that_stays",)),
+    Mutant("interpreter-overflow", "triton/interpreted.py",
+           "dataclasses.replace(options, sanitize_overflow=False)",
+           "options",
+           "interpreted launches take twice as long",
+           ("tests/plugins/test_boundaries_kernels.py::"
+            "test_the_interpreter_does_no_work_whose_result_it_drops",)),
+    Mutant("interpreter-builtins", "triton/interpreted.py",
+           "    interpreter._patch_builtin = patch_builtin\n",
+           "",
+           "interpreted launches list the language at each call",
+           ("tests/plugins/test_boundaries_kernels.py::"
+            "test_the_interpreter_does_no_work_whose_result_it_drops",)),
 ]  # fmt: skip

@@ -3,7 +3,6 @@ constant, and registers the DTensor rules."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -40,13 +39,13 @@ def has_outputs(text: str) -> bool:
     return bool(epilogue_of(text).outputs)
 
 
-# See Epilogue.interned.
-_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
-has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
 def prepare_for(kind: type[torch.Tensor]) -> None:
     """Register the sharding rules at the first DTensor: importing them takes 1.5 s."""
     if issubclass(kind, compat.dtensor()):
         importlib.import_module("tmm_core.interop.sharding")
+
+
+# See Epilogue.interned.
+_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+prepare_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
