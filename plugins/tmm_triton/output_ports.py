@@ -24,7 +24,7 @@ from tmm_triton.operands import Build, Typed
 #: Outputs that a kernel has arguments for.
 MOST = 2
 #: The kinds and reductions that kernels declare in :class:`tmm_core.Supports`.
-KINDS, REDUCES = ("scalar", "row", "col", "tile"), ("max", "sum")
+KINDS, REDUCES = ("scalar", "row", "col", "tile", "group"), ("max", "sum")
 #: Elements that a program of the reducing kernel loads at once, and the parts they are from.
 _LOADED, _PARTS = 2048, 128
 
@@ -68,6 +68,27 @@ def put(
                 # As [BLOCK_M, 1]: Triton 3.7 fails to reduce the vector for Blackwell.
                 total = combine(combine(terms, 1, REDUCE)[:, None], 0, REDUCE)
                 tl.store(parts + tl.arange(0, 1), total)
+
+
+@triton.jit
+def put_groups(
+    y, rows, cols, M, N, part_n,
+    port_ptr, OF: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store what a part of a tile has of an output with groups; do nothing if GROUPED is None. The
+    part has whole groups."""
+    if GROUPED is not None:
+        COUNT: tl.constexpr = y.shape[1] // GROUP
+        inside = (rows[:, None] < M) & (cols[None, :] < N)
+        found = OF(tl.reshape(tl.where(inside, y, 0.0), (y.shape[0], COUNT, GROUP)))
+        if GROUPED == "tile":
+            found = tl.reshape(found, (y.shape[0], y.shape[1]))
+            ptrs = port_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+        else:
+            group = part_n * COUNT + tl.arange(0, COUNT)
+            ptrs = port_ptr + group.to(tl.int64)[None, :] * M + rows[:, None]
+            inside = (rows[:, None] < M) & (group[None, :] * GROUP < N)
+        tl.store(ptrs, found.to(port_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -115,8 +136,10 @@ class Ports:
         for i, port in enumerate(self.given):
             found |= {
                 f"OF_{i}": port_function(port),
-                f"KIND_{i}": port.kind,
+                f"KIND_{i}": None if port.group else port.kind,
                 f"REDUCE_{i}": port.reduce,
+                f"GROUPED_{i}": port.kind if port.group else None,
+                f"GROUP_{i}": port.group,
             }
         return found
 
@@ -147,6 +170,7 @@ class Ports:
             "col": (self.rows, self.problem.n),
             "scalar": (self.rows * self.columns, 1),
             "tile": (0, 0),
+            "group": (0, 0),
         }[port.kind]
 
     def _places(self) -> list[int]:
@@ -175,3 +199,8 @@ class Ports:
             values={name: value for name, (_, value) in own.items()},
             grid=(triton.cdiv(length, wide), 1, 1),
         )
+
+
+def whole_groups(problem: Problem, columns: int) -> bool:
+    """Whether parts of a tile with that many columns have whole groups of each output."""
+    return not any(port.group and columns % port.group for port in problem.epilogue.outputs)

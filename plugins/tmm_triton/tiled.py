@@ -16,19 +16,19 @@ few to spare. It also serves ungated products, with one accumulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import triton
 import triton.language as tl
 
-from tmm_core import Problem, Traits
+from tmm_core import ConfigError, Problem, Traits
 from tmm_triton.blocks import add_residual, affine, load, parts, rescale, store, tile_of
 from tmm_triton.operands import Build, TileConfig, build, check
-from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put
+from tmm_triton.output_ports import KINDS, MOST, REDUCES, Ports, put, put_groups, whole_groups
 from tmm_triton.scaled_step import advance, stored, stored_range
-from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, tiles
+from tmm_triton.triton_kernel import STEPPED, TritonKernel, group_sizes, hopper_or_later, tiles
 
 
 @triton.jit
@@ -51,6 +51,7 @@ def tiled_kernel(
     B_GROUP: tl.constexpr, ZERO_OUTER: tl.constexpr, ZERO_GROUP: tl.constexpr,
     OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
     OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
+    GROUPED_0: tl.constexpr, GROUP_0: tl.constexpr, GROUPED_1: tl.constexpr, GROUP_1: tl.constexpr,
 ):  # fmt: skip
     z = tl.program_id(1)
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -108,6 +109,9 @@ def tiled_kernel(
             port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
         store(acc, z, rows, at, M, N, out_ptr, stride_oz, stride_om, stride_on)
+        # After the result: before it they took up to 184 bytes more of the stack per thread.
+        put_groups(acc, rows, at, M, N, part_n, port_0_ptr, OF_0, GROUPED_0, GROUP_0)
+        put_groups(acc, rows, at, M, N, part_n, port_1_ptr, OF_1, GROUPED_1, GROUP_1)
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element: wide tiles for
@@ -142,6 +146,10 @@ _INVARIANT_SHAPES = [
 ]
 
 
+#: The most elements of a tile per thread where outputs have groups of columns.
+_GROUPED_ELEMENTS = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupedConfig(TileConfig):
     """A tile, its pipeline, and the number of tile rows that are visited as a group."""
@@ -167,11 +175,30 @@ class Tiled(TritonKernel[C]):
         yield from super().declines(problem)
         if len(problem.epilogue.outputs) > MOST:
             yield f"writes at most {MOST} auxiliary outputs"
+        narrow = any(port.dtype.itemsize == 1 for port in problem.epilogue.outputs)
+        if narrow and problem.device.type == "cuda" and not hopper_or_later(problem):
+            yield "rounds to 8 bits by way of fp16 before Hopper"
+
+    def every(
+        self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
+    ) -> list[C]:
+        """As in the base class. Where outputs have groups of columns, parts of a tile have whole
+        groups, and a thread at most 64 elements of it: with 128 it spilled 288 to 1008 bytes."""
+        found = super().every(problem, shapes, **values)
+        if not any(port.group for port in problem.epilogue.outputs):
+            return found
+        whole = [c for c in found if whole_groups(problem, c.BLOCK_N // c.parts)]
+        if problem.device.interpreted:
+            return whole
+        most = 32 * _GROUPED_ELEMENTS
+        return [c for c in whole if c.BLOCK_M * c.BLOCK_N // c.num_warps <= most]
 
     def workspace_bytes(self, problem: Problem, config: C) -> int:
         return 4 * _ports(problem, config).workspace()
 
     def builds(self, problem: Problem, config: C) -> list[Build]:
+        if not whole_groups(problem, config.BLOCK_N // config.parts):
+            raise ConfigError(f"{config} has parts of groups of an output's columns")
         ports = _ports(problem, config)
         constants = {
             "GATED": problem.gated,
@@ -226,6 +253,14 @@ _GATED_SHAPES = [
 ]
 
 
+#: More of these, whose parts have whole groups of 128 columns.
+_GATED_GROUPS = [
+    (64, 128, 64, 3, 8),
+    (32, 128, 64, 4, 4),
+    (16, 128, 64, 5, 4),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FusedEpilogueConfig(GroupedConfig):
     """A tile (of each half, if gated), its pipeline, the order of tiles, and the number of parts in
@@ -251,5 +286,7 @@ class FusedEpilogue(Tiled[FusedEpilogueConfig]):
 
     def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
+        if problem.gated and any(port.group for port in problem.epilogue.outputs):
+            shapes = shapes + _GATED_GROUPS
         configs = self.every(problem, shapes, SUBTILE=(2, 1), GROUP_M=group_sizes(problem))
         return self.ranked(problem, configs, 14)

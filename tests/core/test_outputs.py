@@ -169,12 +169,18 @@ def test_what_is_not_served_is_refused(operands: dict[str, Tensor]) -> None:
 
 def test_a_port_is_checked() -> None:
     for wrong, said in (
-        ({"kind": "rows"}, "kind is one of scalar, row, col, tile, not 'rows'"),
+        ({"kind": "rows"}, "kind is one of scalar, row, col, tile, group, not 'rows'"),
         ({"kind": "tile"}, "a tile is not reduced, got reduce='max'"),
         ({"reduce": None}, "a row is reduced by max or sum, got reduce=None"),
         ({"dtype": torch.int8}, "dtype is one of"),
         ({"of": None, "device": "somewhere:abs"}, "no reference"),
         ({"name": "a max"}, "must be an identifier"),
+        ({"group": 16}, "a row has no groups of 16"),
+        ({"kind": "group", "reduce": None}, "a group has no groups of 0"),
+        ({"kind": "group", "group": 48, "reduce": None}, "a group has no groups of 48"),
+        ({"kind": "group", "group": 16}, "a group is not reduced, got reduce='max'"),
+        ({"kind": "group", "group": 16, "reduce": None, "of": None}, "groups and no reference"),
+        ({"kind": "tile", "reduce": None, "dtype": torch.float8_e4m3fn}, "dtype is one of"),
     ):
         with pytest.raises(ValueError, match=said.replace("(", r"\(")):
             replace(AMAX, **wrong)

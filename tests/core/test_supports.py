@@ -162,12 +162,12 @@ COVERED: dict[type, dict[str, Any]] = {
         # The device function computes it; derivatives belong to other calls.
         **dict.fromkeys(
             ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
-             "output_vjp", "device_derivative")
+             "output_vjp", "device_derivative", "outputs_of")
         ),
     },
     Port: {
-        **dict.fromkeys(("kind", "reduce", "of", "device"), supports._outputs),
-        **dict.fromkeys(("name", "dtype")),  # any float that there is
+        **dict.fromkeys(("kind", "reduce", "of", "device", "group"), supports._outputs),
+        **dict.fromkeys(("name", "dtype")),  # any float that there is; 8 bits only with groups
     },
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ EXPONENTS = (f"{SCALES}::test_exponents_have_torchs_values",)
 GRIDS_REFUSED = (f"{SCALES}::test_what_is_refused",)
 BINDING = "tmm_blas/dequantized.py"
 ROWS = "tests/core/test_quantize_rows.py"
+EPILOGUE = "tests/plugins/test_quantize_epilogue.py"
 DEQUANTISE = "tests/plugins/test_dequantize.py"
 GRIDS = "formats/grids.py"
 CHECK = "launch/check.py"
@@ -111,6 +112,26 @@ FORMATS = [
     Mutant("step-stored", "triton/device_functions.py",
            "    if form is None or problem.a.form is not None:\n        return plain\n",
            "    return plain\n", "the bits of weights are multiplied", (f"{CONFORMANCE}::TestInt8",)),
+    Mutant("epilogue-short-group", "tmm_triton/output_ports.py",
+           "(group[None, :] * GROUP < N)", "(group[None, :] * GROUP < N + GROUP)",
+           "scales are written beyond the last group", (f"{EPILOGUE}::test_tiles_have_groups",)),
+    Mutant("epilogue-beyond-n", "tmm_triton/output_ports.py",
+           "OF(tl.reshape(tl.where(inside, y, 0.0),", "OF(tl.reshape(y + 1.0,",
+           "columns beyond the result count for a group", (f"{EPILOGUE}::test_tiles_have_groups",)),
+    Mutant("epilogue-invalid", "epilogues/quantize.py",
+           'tl.where(bits < INFINITE, scale, float("nan"))', "scale",
+           "a group with Inf has a scale of Inf",
+           (f"{EPILOGUE}::test_nan_and_inf_make_their_group_nan",)),
+    Mutant("epilogue-half-a-group", "tmm_triton/tiled.py",
+           "for c in found if whole_groups(problem, c.BLOCK_N // c.parts)]", "for c in found]",
+           "configs are proposed that are then refused", (f"{EPILOGUE}::test_configs_have_whole_groups",)),
+    Mutant("epilogue-before-hopper", "tmm_triton/tiled.py",
+           'if narrow and problem.device.type == "cuda" and not', "if False and not",
+           "8-bit floats are rounded twice", (f"{EPILOGUE}::test_configs_have_whole_groups",)),
+    Mutant("epilogue-any-rounding", "verify/auxiliary_outputs.py",
+           "half_step(out).to(right.dtype) if", "4 * half_step(out).to(right.dtype) if",
+           "a kernel that truncates is taken for right",
+           (f"{EPILOGUE}::test_wrong_outputs_are_found",)),
     Mutant("rows-invalid", "triton/quantize_rows.py",
            'largest = tl.where(invalid, float("nan"), largest)', "largest = largest",
            "a group with a NaN gets the scale of the others", (f"{ROWS}::test_the_kernel",)),

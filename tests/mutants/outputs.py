@@ -8,8 +8,8 @@ CALLS = "tests/core/test_outputs.py"
 TILES = "tests/plugins/test_ports.py"
 
 OUTPUTS = [
-    Mutant("outputs-undeclared", "supports.py", "        if port.kind not in supports.outputs:\n",
-           "        if False:\n", "a kernel is asked for outputs that it does not write", (CALLS,)),
+    Mutant("outputs-undeclared", "supports.py", "        if port.kind not in supports.outputs or",
+           "        if", "a kernel is asked for outputs that it does not write", (CALLS,)),
     Mutant("outputs-key", "spec/epilogue.py",
            "        if self.builtin and not self.outputs:\n            return text\n",
            "        if self.builtin:\n            return text\n", "silu's plan answers for silu with outputs", (CALLS,)),

@@ -7,6 +7,7 @@ are then computed from it by their references, in torch, and are not differentia
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NoReturn
 
 import torch
@@ -15,10 +16,14 @@ from tmm_core import compat
 from tmm_core.interop import autograd_state, fallbacks, flops, operator
 from tmm_core.interop.declaration import declare
 from tmm_core.launch.check import check
+from tmm_core.launch.output_memory import allocated
 from tmm_core.launch.warm import epilogue_of, run
 from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
+
+# Declares an operator that the epilogue ``quantize`` calls.
+importlib.import_module("tmm_core.interop.row_quantization")
 
 
 def matmul(call: Arguments) -> tuple[Tensor, ...]:
@@ -71,8 +76,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 def _empty(call: Arguments, shape: torch.Size) -> list[Tensor]:
     result = operator.empty(call, shape)
-    ports = epilogue_of(call.epilogue).outputs
-    return [result, *(result.new_empty(port.shape(shape), dtype=port.dtype) for port in ports)]
+    return [result, *allocated(epilogue_of(call.epilogue), result, shape)]
 
 
 _operator = declare(

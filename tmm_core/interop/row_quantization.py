@@ -121,8 +121,7 @@ _library.impl("quantize_rows", _run, "CompositeExplicitAutograd")
 @torch.library.register_fake("tmm::quantize_rows", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     *lead, k = x.shape
-    chunks = -(-k // group) if group else 1
-    rows = x.numel() // k if lead else 1
+    chunks, rows = -(-k // group) if group else 1, math.prod(lead)
     scale = x.new_empty((chunks, rows), dtype=torch.float32).t()
     stored = x.new_empty(x.shape, dtype=_E4M3)
     return stored, scale.unflatten(0, lead) if len(lead) > 1 else _shaped(scale, lead)

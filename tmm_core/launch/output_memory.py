@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +45,21 @@ def allocating_outputs(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) 
         return launcher
     *rows, n = shape
     flat = (torch.Size(rows).numel(), n)
-    made = [(port.shape(shape), port.shape(flat), port.dtype) for port in epilogue.outputs]
+    ports = epilogue.outputs
 
     def run(a: Tensor, *rest: Any, **extras: Any) -> tuple[Tensor, ...]:
-        outputs = [a.new_empty(shape, dtype=dtype) for shape, _, dtype in made]
-        views = tuple(t.view(flat) for t, (_, flat, _) in zip(outputs, made, strict=True))
+        outputs = allocated(epilogue, a, shape)
+        pairs = zip(ports, outputs, strict=True)
+        views = tuple(t.view(port.shape(flat)) for port, t in pairs)
         return launcher(a, *rest, **extras, outputs=views), *outputs
 
     return run
+
+
+def allocated(epilogue: Epilogue, like: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """The auxiliary outputs for a result of ``shape``, uninitialised, on a tensor's device."""
+    sizes = [math.prod(port.shape(shape)) for port in epilogue.outputs]
+    return [
+        port.placed(like.new_empty(size, dtype=port.dtype), shape)
+        for port, size in zip(epilogue.outputs, sizes, strict=True)
+    ]

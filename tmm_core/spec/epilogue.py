@@ -24,7 +24,7 @@ import torch
 
 from tmm_core.spec.code import PROCESS
 from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text
-from tmm_core.spec.port import Port
+from tmm_core.spec.port import DTYPES, Port
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -69,6 +69,8 @@ class Epilogue:
             gated epilogue has none.
         outputs: Auxiliary outputs: a call returns ``(result, *outputs)``. They are not
             differentiable. In a chain each is of the whole chain's result.
+        outputs_of: ``y -> tuple``, all outputs of a result of 16 or 32 bits at once, as BLAS
+            computes them. None: each by its own reference.
 
     Raises:
         ValueError: The name is no identifier. A parameter is no finite number, or not above 0 where
@@ -87,6 +89,7 @@ class Epilogue:
     output_vjp: Callable[..., torch.Tensor] | None = None
     device_derivative: Any = None
     outputs: tuple[Port, ...] = ()
+    outputs_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
     #: Parameters have to be above 0, in fp32 too: softcap divides by its cap.
     positive: bool = field(default=False, repr=False)
     #: The stages of a chain, each an epilogue; empty for a single stage. The ``reference`` of a
@@ -155,7 +158,10 @@ class Epilogue:
     @property
     def _fields(self) -> tuple[Any, ...]:
         """The fields that results depend on, without functions."""
-        ports = [(port.name, port.kind, str(port.dtype), port.reduce) for port in self.outputs]
+        ports = [
+            (port.name, port.kind, str(port.dtype), port.reduce, *[port.group][: port.group])
+            for port in self.outputs
+        ]
         flags = self.gated, self.interleaved, self.linear
         return self.name, self.parameters, *flags, *ports
 
@@ -165,7 +171,8 @@ class Epilogue:
         for them."""
         names = () if self.builtin else _FUNCTIONS
         ports = [each for port in self.outputs for each in (port.of, port.device)]
-        return [getattr(self, name) for name in names] + ports
+        together = [] if self.outputs_of is None else [self.outputs_of]
+        return [getattr(self, name) for name in names] + ports + together
 
     def interned(self) -> str:
         """Store this epilogue, with the present closure variables of its functions, and return the
@@ -225,7 +232,8 @@ class Epilogue:
     @cached_property
     def bare(self) -> Epilogue:
         """The same without outputs."""
-        first, *rest = (replace(stage, outputs=()) for stage in self.stages or (self,))
+        bare: dict[str, Any] = {"outputs": (), "outputs_of": None}
+        first, *rest = (replace(stage, **bare) for stage in self.stages or (self,))
         return functools.reduce(Epilogue.then, rest, first)
 
     @cached_property
@@ -352,7 +360,13 @@ class Epilogue:
     def auxiliary(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The auxiliary outputs of the result ``y``, by their references, without gradients."""
         y = y.detach()
-        return tuple(port.apply(y) for port in self.outputs)
+        found: list[torch.Tensor] = []
+        for stage in self.stages or (self,):
+            if stage.outputs_of is not None and y.dtype in DTYPES:
+                found += stage.outputs_of(y)
+            else:
+                found += [port.apply(y) for port in stage.outputs]
+        return tuple(found)
 
 
 #: The fields that hold functions.

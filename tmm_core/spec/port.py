@@ -11,11 +11,12 @@ import torch
 
 Tensor = torch.Tensor
 
-Kind = Literal["scalar", "row", "col", "tile"]
+Kind = Literal["scalar", "row", "col", "tile", "group"]
 Reduce = Literal["max", "sum"]
 
-#: Dtypes that outputs may have.
+#: Dtypes that outputs may have, and those that a tile with groups may have too.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,26 @@ class Port:
     Args:
         name: An identifier, for messages.
         kind: The output has one element per ``"row"`` (``[..., M]``), per column (``"col"``,
-            ``[N]``), per element (``"tile"``, ``[..., M, N]``) or in all (``"scalar"``, ``[]``).
-        dtype: The output's dtype: fp16, bf16 or fp32. It is reduced in fp32 and rounded once.
-        reduce: ``"max"`` or ``"sum"`` over the other dimensions; None for a tile. As in torch, a
-            maximum is NaN if one of its elements is.
+            ``[N]``), per element (``"tile"``, ``[..., M, N]``), per row and group of columns
+            (``"group"``, ``[..., M, ⌈N/group⌉]``) or in all (``"scalar"``, ``[]``). The elements of
+            one group are adjacent in memory for all rows.
+        dtype: The output's dtype: fp16, bf16 or fp32; of a tile with groups also an 8-bit float, in
+            whose range the values have to be. It is reduced in fp32 and rounded once.
+        reduce: ``"max"`` or ``"sum"`` over the other dimensions; None for a tile and for groups. As
+            in torch, a maximum is NaN if one of its elements is.
         of: ``y -> Tensor``, an element-wise torch function whose values are reduced or stored.
             ``y`` is the result before rounding, residual included. None: ``y`` itself.
         device: The same function of an fp32 block in Triton's language, jitted or plain, as
             :attr:`Epilogue.device`. If None beside an ``of``, no kernel can fuse it, and BLAS
             applies ``of``.
+        group: The number of columns in a group, a power of two. ``of`` then takes whole groups,
+            ``[..., groups, group]``, the last one filled up with zeros, and ``device`` such a
+            block. A tile's returns the same shape, a group's ``[..., groups]``.
 
     Raises:
-        ValueError: An unknown name, kind, dtype or reduction, a tile that is reduced, another kind
-            that is not, or a ``device`` without its reference ``of``.
+        ValueError: An unknown name, kind, dtype or reduction, a tile or group that is reduced,
+            another kind that is not, a group of a kind that has none, or a ``device`` or group
+            without the reference ``of``.
         TypeError: ``device`` is not a function.
     """
 
@@ -47,22 +55,29 @@ class Port:
     reduce: Reduce | None = None
     of: Callable[[Tensor], Tensor] | None = None
     device: Any = None
+    group: int = 0
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"output name must be an identifier, got {self.name!r}")
-        for field, allowed in (("kind", get_args(Kind)), ("dtype", DTYPES)):
+        dtypes = (*DTYPES, *NARROW) if self.kind == "tile" and self.group else DTYPES
+        for field, allowed in (("kind", get_args(Kind)), ("dtype", dtypes)):
             if getattr(self, field) not in allowed:
                 names = ", ".join(map(str, allowed))
                 given = getattr(self, field)
                 raise ValueError(f"output {self.name!r}: {field} is one of {names}, not {given!r}")
-        if self.reduce not in ((None,) if self.kind == "tile" else get_args(Reduce)):
-            wanted = "not reduced" if self.kind == "tile" else "reduced by max or sum"
+        stored = self.kind in ("tile", "group")
+        if self.reduce not in ((None,) if stored else get_args(Reduce)):
+            wanted = "not reduced" if stored else "reduced by max or sum"
             raise ValueError(
                 f"output {self.name!r}: a {self.kind} is {wanted}, got reduce={self.reduce!r}"
             )
-        if self.device is not None and self.of is None:
-            raise ValueError(f"output {self.name!r} has a device function and no reference `of`")
+        grouped = {"tile": self.group >= 0, "group": self.group > 0}.get(self.kind, not self.group)
+        if not grouped or self.group & (self.group - 1):
+            raise ValueError(f"output {self.name!r}: a {self.kind} has no groups of {self.group}")
+        if (self.device is not None or self.group) and self.of is None:
+            what = "groups" if self.device is None else "a device function"
+            raise ValueError(f"output {self.name!r} has {what} and no reference `of`")
         if self.device is not None and not callable(self.device):
             raise TypeError(f"output {self.name!r}: {self.device!r} is no device function")
 
@@ -74,12 +89,30 @@ class Port:
     def shape(self, result: Sequence[int]) -> tuple[int, ...]:
         """The output's shape for a result ``[..., M, N]``."""
         shapes = {"scalar": (), "row": result[:-1], "col": result[-1:], "tile": result}
+        if self.kind == "group":
+            return (*result[:-1], -(-result[-1] // self.group))
         return tuple(shapes[self.kind])
 
+    def placed(self, elements: Tensor, result: Sequence[int]) -> Tensor:
+        """A vector of as many elements as the output for a result ``[..., M, N]``, as that
+        output."""
+        shape = self.shape(result)
+        if self.kind != "group":
+            return elements.view(shape)
+        *rows, groups = shape
+        found: Tensor = elements.view(groups, math.prod(rows)).t().unflatten(0, rows)
+        return found
+
     def terms(self, y: Tensor) -> Tensor:
-        """The elements to be reduced, in fp32, or in fp64 if ``y`` is."""
+        """The elements to be reduced or stored, in fp32, or in fp64 if ``y`` is."""
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        return wide if self.of is None else self.of(wide)
+        if self.of is None or not self.group:
+            return wide if self.of is None else self.of(wide)
+        columns = wide.shape[-1]
+        groups = -(-columns // self.group)
+        padded = torch.nn.functional.pad(wide, (0, groups * self.group - columns))
+        found = self.of(padded.unflatten(-1, (groups, self.group)))
+        return found.flatten(-2)[..., :columns] if self.kind == "tile" else found
 
     def reduced(self, terms: Tensor) -> Tensor:
         """Reduce ``[..., M, N]``. The maximum of no elements is -inf, their sum 0."""

@@ -67,7 +67,8 @@ class Supports:
         gated: Gated ones among them, which take two halves of the product.
         interleaved: Gated ones that take alternate columns.
         unfused: Epilogues without a device function, by their reference.
-        outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
+        outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`); ``"group"`` stands for
+            tiles with groups too.
         reduces: Reductions of these outputs: ``"max"``, ``"sum"``.
         ragged: Dimensions along which groups may differ (:class:`~tmm_core.Groups`).
         indexed: Gathering, scattering or weighting rows of ragged products.
@@ -250,7 +251,7 @@ def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
 
 def _outputs(supports: Supports, problem: Problem) -> Iterator[str]:
     for port in problem.epilogue.outputs:
-        if port.kind not in supports.outputs:
+        if port.kind not in supports.outputs or (port.group and "group" not in supports.outputs):
             yield f"writes no output {port}"
         elif port.reduce is not None and port.reduce not in supports.reduces:
             yield f"reduces no output {port}"

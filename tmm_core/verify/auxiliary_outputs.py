@@ -16,7 +16,7 @@ import torch
 
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import Operand
-from tmm_core.spec.port import Port
+from tmm_core.spec.port import NARROW, Port
 from tmm_core.verify import compare
 from tmm_core.verify.data_sets import DataSets, Expected
 from tmm_core.verify.guard_bands import UNWRITTEN, memory_layout, same_bits, with_guard_bands
@@ -42,12 +42,12 @@ class Outputs:
         self._data, self._launcher = data, launcher
         self._ports = data.problem.epilogue.outputs
         self._deterministic, self._slack = deterministic, slack
-        self._shapes = [port.shape(data.problem.out_shape) for port in self._ports]
+        shapes = [port.shape(data.problem.out_shape) for port in self._ports]
         self._memory = [
             with_guard_bands(
                 memory_layout(Operand(port.dtype), (1, math.prod(shape))), data.device, UNWRITTEN
             )
-            for port, shape in zip(self._ports, self._shapes, strict=True)
+            for port, shape in zip(self._ports, shapes, strict=True)
         ]
         self._given: tuple[Tensor, ...] = ()
         #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
@@ -55,8 +55,8 @@ class Outputs:
         self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
-        pairs = zip(self._memory, self._shapes, strict=True)
-        self._given = tuple(memory.poison().view(shape) for memory, shape in pairs)
+        pairs, shape = zip(self._memory, self._ports, strict=True), self._data.problem.out_shape
+        self._given = tuple(port.placed(memory.poison().view(-1), shape) for memory, port in pairs)
         return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
 
     def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
@@ -76,13 +76,14 @@ class Outputs:
                 return
             if expected is None:
                 right, _ = self._reduced(port, result)
-                if not torch.equal(kinds_of(out), kinds_of(right.to(port.dtype))):
+                out, right = out.float(), right.to(port.dtype).float()
+                if not torch.equal(kinds_of(out), kinds_of(right)):
                     yield math.nan, f"output {port} is not NaN or Inf where the result makes it"
             elif again:
                 if not same_bits(out, before):
                     yield math.nan, f"output {port} has other bits for the same inputs"
             else:
-                limit = SLACK * self._slack * max(of_result, compare.TOLERANCE[port.dtype])
+                limit = SLACK * self._slack * max(of_result, compare.TOLERANCE.get(port.dtype, 0))
                 error = self._error(port, expected, out, result)
                 fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
                 yield error, "" if error <= limit else fault
@@ -98,29 +99,38 @@ class Outputs:
         right, scale = self._right.get(key) or self._reduced(port, tile)
         if tile is not result:
             self._right[key] = right, scale
-        if out.isnan().any():
+        if out.float().isnan().any():
             return math.nan
         if places is not None and port.kind != "scalar":
             out = out[places]
+        nearest = half_step(out).to(right.dtype) if port.dtype in NARROW else 0.0
         out = out.to(right.dtype)
-        off = (out - right).abs() / (right.abs() + scale)
+        off = ((out - right).abs() - nearest).clamp(min=0) / (right.abs() + scale)
         return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0
 
     def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output for ``tile`` in fp64, and the scale of its error: the rms of a term, or
         of a sum of that many terms of random sign. Computed in pieces, by rows."""
         step = max(1, self._data.at_once // max(1, tile.shape[-1]))
-        parts, squares = [], tile.new_zeros((), dtype=torch.float64)
+        parts, squares, count = [], tile.new_zeros((), dtype=torch.float64), 0
         for low in range(0, max(1, len(tile)), step):
             terms = port.terms(tile[low : low + step].double())
-            squares += terms.square().sum()
+            squares, count = squares + terms.square().sum(), count + terms.numel()
             parts.append(port.reduced(terms))
-        if port.kind in ("row", "tile"):
+        if port.kind in ("row", "tile", "group"):
             right = torch.cat(parts)
         else:
             stacked = torch.stack(parts)
             right = stacked.sum(0) if port.reduce == "sum" else stacked.amax(0)
-        scale = (squares / max(1, tile.numel())).sqrt()
+        scale = (squares / max(1, count)).sqrt()
         if port.reduce == "sum":
             scale *= math.sqrt(tile.numel() / max(1, right.numel()))
         return right, torch.where(scale > 0, scale, 1.0)
+
+
+def half_step(t: Tensor) -> Tensor:
+    """Half of the distance between an 8-bit float and the next larger one, in fp32: the largest
+    error of rounding to it."""
+    info = torch.finfo(t.dtype)
+    _, exponent = t.float().abs().clamp(min=info.smallest_normal).frexp()
+    return torch.ldexp(torch.full_like(exponent, info.eps / 4, dtype=torch.float32), exponent)
