@@ -54,7 +54,7 @@ def test_a_result_is_right_within_the_tolerance_times_the_slack(slack: float, pa
     """It is off by twice the tolerance of fp32, relative to its size and the rms of all."""
     checked = suite(FakeKernel("k"), slack=slack)
     tensors = probe().tensors(CPU)
-    right = tensors._verifier().sets()[0].expected.in_rows
+    right = tensors._verifier().sets()[0].expected.in_rows.numbers
     off = right.double() + 2 * 2e-5 * (right.double().abs() + right.double().square().mean().sqrt())
     if passes:
         checked._check_result(tensors, off.float())
@@ -65,7 +65,7 @@ def test_a_result_is_right_within_the_tolerance_times_the_slack(slack: float, pa
 
 def test_elements_that_were_not_written_are_counted() -> None:
     tensors = probe().tensors(CPU)
-    result = tensors._verifier().sets()[0].expected.in_rows.float().clone()
+    result = tensors._verifier().sets()[0].expected.in_rows.numbers.float().clone()
     result[1, 2] = result[3, 4] = math.nan
     first, second = tensors.differences(result, 1.0)
     assert first.startswith("2 of 24 elements are NaN")

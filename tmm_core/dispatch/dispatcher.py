@@ -43,7 +43,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.environment_faults import cause_of
+from tmm_core.tuning.environment_faults import cause_of, cause_of_text
 from tmm_core.tuning.findings import warn_of_environment
 from tmm_core.tuning.untried import Left, Noted
 
@@ -178,6 +178,9 @@ class Dispatcher(Deferring):
         if choice.origin == "forced":
             self.warn_once(f"a forced kernel is used unverified: {why}")
             return choice
+        if (cause := cause_of_text(why)) is not None:
+            left = {(name, choice.candidate.kernel.version): Left(cause, why)}
+            warn_of_environment(left, problem)
         blas = self._fallback(problem, why)
         if blas.candidate.kernel.reasons_against(problem):
             return choice

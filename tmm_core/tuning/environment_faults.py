@@ -80,6 +80,7 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     ("toolchain", r"\bCalledProcessError\b"),
     ("toolchain", r"\bactive drivers?\b|\bno CUDA-capable device\b"),
     ("toolchain", r"\bdriver version is insufficient\b"),
+    ("toolchain", r"\bcannot be verified: "),
     ("hung", r"\bdid not (?:compile|bind) within\b"),
     ("hung", r"\bits compiler died \(signal"),
     ("hung", r"`ptxas` raised SIGSEGV"),

@@ -89,12 +89,12 @@ class Outputs:
                 yield error, "" if error <= limit else fault
 
     def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
-        tile, places = expected.in_rows, expected.rows
+        tile, places = expected.in_rows.numbers, expected.rows
         if places is not None and port.kind == "scalar":
             tile = result
         elif places is not None and port.kind == "col":
             assert expected.in_cols is not None
-            tile, places = expected.in_cols, expected.cols
+            tile, places = expected.in_cols.numbers, expected.cols
         key = id(tile), port
         right, scale = self._right.get(key) or self._reduced(port, tile)
         if tile is not result:

@@ -111,9 +111,13 @@ class CheckedLauncher:
                 return result
             except GeneratorExit as error:
                 # Raised in a tuning's generators, GeneratorExit would mean that they are closed.
-                raise RuntimeError("the launch raised GeneratorExit") from error
+                self._data.raised = RuntimeError("the launch raised GeneratorExit")
+                raise self._data.raised from error
             except ShapeError as error:
                 raise WrongError(str(error)) from None
+            except BaseException as error:
+                self._data.raised = error
+                raise
 
         with self._in(mode):
             if repeated or self._baseline:

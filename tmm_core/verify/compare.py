@@ -1,18 +1,23 @@
 """Computes the reference of a problem, and errors.
 
-The reference is the whole expression in a higher precision, group by group, and the error is
-relative, element by element. :mod:`tmm_core.verify.verifier` compares launchers with it.
+The reference is the whole expression in a higher precision, group by group. With each number comes
+a bound of the error of a right kernel, from the expression's conditioning (:func:`_bound`).
+:mod:`tmm_core.verify.verifier` compares launchers with both.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from tmm_core.formats import grids
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.ragged_inputs import Inputs
@@ -38,11 +43,63 @@ TOLERANCE = {
 }
 TF32_TOLERANCE = 4e-3
 
+#: Error per term of a sum in fp32, relative to its partial sums: tensor cores add some 16 products
+#: at a time, and truncate the sum by up to 2⁻²³ (Fasi et al., Numerical behavior of NVIDIA tensor
+#: cores, PeerJ Computer Science 7:e330).
+SUMMED = 2.0**-27
+#: Rounding errors of one stage of an epilogue by torch's own operators, relative to a tolerance of
+#: about four units: two of them, for three roundings at most.
+STAGE = 0.5
+#: A stage's intermediates may be smaller than its output by this factor: softcap divides by 30.
+SMALLER = 16.0
+
 
 def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Each group with its start and end."""
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         yield group, start, end
+
+
+class Sample(NamedTuple):
+    """Expected numbers, and the sizes to which their errors are relative."""
+
+    numbers: torch.Tensor
+    sizes: torch.Tensor
+
+    def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
+        """The largest error, as a tensor on the device; NaN if a number is not one.
+
+        Args:
+            at_once: How many elements to compare at a time.
+        """
+        step = max(1, at_once // max(1, self.numbers[0].numel()))
+        pieces = [
+            worst(*(t[low : low + step] for t in (out, self.numbers, self.sizes)))
+            for low in range(0, len(self.numbers), step)
+        ]
+        return functools.reduce(torch.maximum, pieces)  # which propagates NaN
+
+
+def expected(
+    problem: Problem,
+    inputs: Inputs,
+    rows: Places = slice(None),
+    cols: Places = slice(None),
+    room: int = ROOM,
+) -> Sample:
+    """Return ``rows`` and ``cols`` of the expected result with the sizes to which errors are
+    relative: |number| + rms, or, where it is larger, the error of a right kernel (:func:`_bound`)
+    divided by the tolerance. The arguments are :func:`reference`'s."""
+    numbers = _empty(problem, rows, cols, _wide(problem), inputs.a.device)
+    limit = tolerance(problem)
+    bounded = limit > 0 and problem.out.dtype.is_floating_point
+    bounds = torch.zeros_like(numbers, dtype=torch.float32) if bounded else None
+    for at, piece in _pieces(problem, inputs, rows, cols, room):
+        numbers[at] = piece.y.to(numbers.dtype)
+        if bounds is not None:
+            bounds[at] = (_bound(problem, piece) / limit).to(bounds.dtype)
+    sizes = numbers.abs() + rms(_in_range(numbers, problem.out.dtype))
+    return Sample(numbers, sizes if bounds is None else torch.maximum(sizes, bounds))
 
 
 def reference(
@@ -51,7 +108,7 @@ def reference(
     rows: Places = slice(None),
     cols: Places = slice(None),
     room: int = ROOM,
-    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, y: y,
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return ``rows`` and ``cols`` of the expected result, in fp64 or another sufficient precision.
     The result is zero beyond the last group. A plain product is one group.
@@ -59,15 +116,41 @@ def reference(
     Args:
         rows, cols: Indices, or a slice of all.
         room: Bytes that an operand of one piece may take in fp64.
-        of: Maps the epilogue's input and the result, element by element, to what is returned.
+        of: Maps the epilogue's input and the result, element by element, to real numbers, which
+            are returned in fp32 in place of the result.
     """
+    dtype = _wide(problem) if of is None else torch.float32
+    result = _empty(problem, rows, cols, dtype, inputs.a.device)
+    for at, piece in _pieces(problem, inputs, rows, cols, room):
+        result[at] = (piece.y if of is None else of(piece.z, piece.y)).to(dtype)
+    return result
+
+
+def _wide(problem: Problem) -> torch.dtype:
+    return torch.promote_types(problem.out.dtype, torch.float32)
+
+
+def _empty(
+    problem: Problem, rows: Places, cols: Places, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros for these rows and columns of the result."""
+    sizes = [
+        len(range(size)[at]) if isinstance(at, slice) else len(at)
+        for size, at in ((problem.m, rows), (problem.n, cols))
+    ]
+    return torch.zeros((*problem.out_shape[:-2], *sizes), dtype=dtype, device=device)
+
+
+def _pieces(
+    problem: Problem, inputs: Inputs, rows: Places, cols: Places, room: int
+) -> Iterator[tuple[tuple[Any, ...], _Piece]]:
+    """The parts of the expression whose operands take up to ``room`` bytes, with their places in
+    the result of these rows and columns."""
     given = inputs.rows
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
     at_cols = torch.arange(problem.n, device=device)[cols]
-    m, n, lead = len(at_rows), len(at_cols), problem.out_shape[:-2]
-    dtype = torch.promote_types(problem.out.dtype, torch.float32)
-    result = torch.zeros((*lead, m, n), dtype=dtype, device=device)
+    m, n = len(at_rows), len(at_cols)
     # The row of the product for each row of the result.
     source = at_rows
     if given is not None and given.out_index is not None:
@@ -87,12 +170,11 @@ def reference(
         elif problem.along == "n":
             there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
         mine = _one(problem, inputs, group, (start, end))
-        out = result[group] if problem.along == "k" else result
+        first: tuple[Any, ...] = (group,) if problem.along == "k" else (...,)
         for r in here.split(high):
             for c in there.split(wide):
-                places = source[r], at_rows[r], at_cols[c]
-                out[..., r[:, None], c] = of(*_piece(sized, mine, *places)).to(dtype)
-    return result
+                piece = _piece(sized, mine, source[r], at_rows[r], at_cols[c])
+                yield (*first, r[:, None], c), piece
 
 
 def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
@@ -119,24 +201,100 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
     return Inputs(a, b, bias, residual, inputs.alpha, parts, inputs.rows)
 
 
+class _Piece(NamedTuple):
+    """A part of the expression.
+
+    Attributes:
+        product: The product with scales and alpha.
+        norm: Its size if the terms of its sums had random signs.
+        z: The epilogue's input.
+        weights: The factors of the epilogue's output, or one.
+        y: The result.
+    """
+
+    product: torch.Tensor
+    norm: torch.Tensor
+    z: torch.Tensor
+    weights: torch.Tensor | float
+    y: torch.Tensor
+    alpha: float
+
+
 def _piece(
     problem: Problem,
     inputs: Inputs,
     rows: torch.Tensor,
     at: torch.Tensor,
     cols: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The epilogue's input, and the result: rows ``rows`` of the product, which are rows ``at`` of
-    the result."""
+) -> _Piece:
+    """Rows ``rows`` of the product, which are rows ``at`` of the result."""
     index, given = rows, inputs.rows
     if given is not None and given.a_index is not None:
         index = given.a_index.long()[rows]
-    residual = inputs.residual
-    z = accumulated(problem, _part(problem, inputs, index, cols))
+    own = _part(problem, inputs, index, cols)
+    product, norm = _multiplied(problem, own)
+    z = product if own.bias is None else product + own.bias.to(product.dtype)
     y = problem.epilogue.apply(z)
+    weights: torch.Tensor | float = 1.0
     if given is not None and given.out_weights is not None:
-        y = y * given.out_weights[rows].to(y.dtype)[:, None]
-    return z, y if residual is None else y + residual[..., at, :][..., cols].to(y.dtype)
+        weights = given.out_weights[rows].to(y.dtype)[:, None]
+        y = y * weights
+    if inputs.residual is not None:
+        y = y + inputs.residual[..., at, :][..., cols].to(y.dtype)
+    return _Piece(product, norm, z, weights, y, inputs.alpha)
+
+
+def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
+    """The largest error of a right kernel, which rounds no more often than torch's operators.
+
+    A running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3): a
+    product is off by its rounding, by that of operands that are rounded (their errors have random
+    signs) and by the truncation of sums. Each stage of the epilogue makes of an error what it makes
+    of inputs that are so much larger or smaller, and rounds its output.
+    """
+    limit, (least, most) = tolerance(problem), _range(problem.out.dtype)
+    product, z, epilogue = piece.product, piece.z, problem.epilogue
+    rounded = limit if limit > TOLERANCE[problem.out.dtype] else 0.0
+    if problem.a.dtype is not torch.float64:
+        rounded += problem.k * SUMMED
+    error = limit * torch.maximum(product.abs(), z.abs())
+    error += rounded * (product.abs() + piece.norm)
+    # Product, its multiple by alpha, sum with a bias and result are each off by half of the least.
+    error += least * (abs(piece.alpha) + 3) / 2
+    values, errors = epilogue.inputs(z), epilogue.inputs(error)
+    for stage in () if epilogue.is_identity else epilogue.stages or (epilogue,):
+        y = _applied(stage, values)
+        error = STAGE * limit * y.abs() + SMALLER * least
+        for place, off in enumerate(errors):
+            error += torch.maximum(
+                _change(stage, values, place, off, y), _change(stage, values, place, -off, y)
+            )
+        error.masked_fill_(y.abs() > most, math.inf)  # torch's own operators would overflow
+        values, errors = (y,), (error,)
+    return error * piece.weights
+
+
+def _applied(stage: Epilogue, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One stage of an epilogue, applied to its inputs."""
+    return stage.reference(*values, *stage.parameters)
+
+
+def _change(
+    stage: Epilogue, values: Sequence[torch.Tensor], place: int, off: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """By how much ``y``, the stage's output, differs if one input is off; Inf if only one of both
+    outputs is NaN."""
+    moved = (*values[:place], values[place] + off, *values[place + 1 :])
+    found = _applied(stage, moved)
+    same = (found == y) | (found.isnan() & y.isnan())
+    return torch.where(same, 0.0, (found - y).abs()).nan_to_num_(math.inf, math.inf)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """The distance of the smallest numbers of a dtype, of which only fp16's may be subnormal on a
+    GPU; and the largest number."""
+    of = torch.finfo(dtype)
+    return of.smallest_normal * (of.eps if dtype is torch.float16 else 1.0), of.max
 
 
 def _part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tensor) -> Inputs:
@@ -161,6 +319,13 @@ def _part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tens
 
 def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """The epilogue's input: ``alpha · (a @ b) + bias``, including scales as factors."""
+    z, _ = _multiplied(problem, inputs)
+    return z if inputs.bias is None else z + inputs.bias.to(z.dtype)
+
+
+def _multiplied(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """``alpha · (a @ b)`` with scales, and its size if the terms had random signs: the norms of the
+    rows and columns, divided by √K."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     values: list[torch.Tensor] = []
     factors = []
@@ -179,13 +344,18 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
             factors += [] if scale is None else [grids.factors(scale, torch.float32)]
     a, b = values
     z = _product(a, b, precise)
-    for factor in factors:
-        z *= factor.to(z.dtype)
-    if problem.scaled:
-        z *= inputs.alpha
-    if inputs.bias is not None:
-        z += inputs.bias.to(z.dtype)
-    return z
+    norm = torch.ones_like(z)
+    if z.is_floating_point():
+        wide = torch.float64  # squares of bf16 exceed fp32's range
+        of_a = torch.linalg.vector_norm(a, dim=-1, keepdim=True, dtype=wide)
+        of_b = torch.linalg.vector_norm(b, dim=-2, keepdim=True, dtype=wide)
+        norm = (of_a * of_b / max(1, a.shape[-1]) ** 0.5).to(z.dtype)
+    for t in (z, norm):
+        for factor in factors:
+            t *= factor.to(t.dtype)
+        if problem.scaled:
+            t *= inputs.alpha if z.is_floating_point() or z.is_complex() else int(inputs.alpha)
+    return z, norm.abs()
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
@@ -223,7 +393,7 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
     if not expected.numel():
         return 0.0
     expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
-    return float(worst(out, expected, rms(expected)))
+    return float(worst(out, expected, expected.abs() + rms(expected)))
 
 
 def rms(expected: torch.Tensor) -> torch.Tensor:
@@ -231,10 +401,22 @@ def rms(expected: torch.Tensor) -> torch.Tensor:
     if not expected.numel():
         return torch.ones((), dtype=expected.dtype, device=expected.device)
     expected = expected.abs() if expected.is_complex() else expected
-    scale = expected.square().mean().sqrt()
+    scale = expected.square().nanmean().sqrt()
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def worst(out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return :func:`error` with a given rms, as a tensor on the device, without synchronising."""
-    return ((out.to(expected.dtype) - expected).abs() / (expected.abs() + scale)).max()
+def worst(out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """Return the largest error, relative to ``size``, as a tensor on the device, without
+    synchronising. A result beyond the range of its dtype may be Inf or the largest number."""
+    dtype = out.dtype
+    out, expected = (_in_range(t, dtype) for t in (out.to(expected.dtype), expected))
+    off = (out - expected).abs() / size
+    return torch.where((out == expected) | (out.isnan() & expected.isnan()), 0.0, off).max()
+
+
+def _in_range(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of a wider dtype in the range of ``dtype``."""
+    if not dtype.is_floating_point:
+        return t
+    of = torch.finfo(dtype)
+    return t.clamp(of.min, of.max)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
 from tmm_core.verify import compare, random_inputs
+from tmm_core.verify.compare import Sample
 from tmm_core.verify.guard_bands import (
     UNREADABLE,
     UNWRITTEN,
@@ -73,38 +73,40 @@ class Expected:
 
     #: The sampled rows; None: all rows are compared.
     rows: torch.Tensor | None
-    in_rows: torch.Tensor
+    in_rows: Sample
     #: The sampled columns; None if all rows are compared.
     cols: torch.Tensor | None
-    in_cols: torch.Tensor | None
-    rms: torch.Tensor
+    in_cols: Sample | None
     #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
+    def is_finite(self, dtype: torch.dtype) -> bool:
+        """Whether all expected numbers are finite in this dtype: an epilogue may be undefined."""
+        return all(
+            bool(sample.numbers.to(dtype).isfinite().all())
+            for sample in (self.in_rows, self.in_cols)
+            if sample is not None
+        )
+
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
-        """The largest error (:func:`compare.error`), as a tensor on the device; NaN also if an
-        element that is not compared is not finite."""
+        """The largest error (:func:`compare.worst`), as a tensor on the device; NaN also if an
+        element that is not compared is not finite, and those that are should be."""
         if self.within is not None:
             dimension, size = self.within
             out = out.narrow(dimension, 0, size)
         if not out.numel():
             return torch.zeros((), dtype=torch.float32, device=out.device)
         if self.rows is None:
-            return self._worst(out, self.in_rows, at_once)
-        found = self._worst(out[..., self.rows, :], self.in_rows, at_once)
+            return self.in_rows.error(out, at_once)
+        compared = [out[..., self.rows, :]]
+        found = self.in_rows.error(compared[0], at_once)
         if self.cols is not None and self.in_cols is not None:
-            found = torch.maximum(found, self._worst(out[..., self.cols], self.in_cols, at_once))
+            compared.append(out[..., self.cols])
+            found = torch.maximum(found, self.in_cols.error(compared[1], at_once))
         # A sum is finite if all elements are; in 16 bits it might overflow.
         wide = torch.promote_types(out.dtype, torch.float32)
-        return found + out.sum(dtype=wide).to(found.dtype) * 0
-
-    def _worst(self, out: torch.Tensor, expected: torch.Tensor, at_once: int) -> torch.Tensor:
-        step = max(1, at_once // max(1, expected[0].numel()))
-        pieces = [
-            compare.worst(out[low : low + step], expected[low : low + step], self.rms)
-            for low in range(0, len(expected), step)
-        ]
-        return functools.reduce(torch.maximum, pieces)  # which propagates NaN
+        sums = torch.stack([t.sum(dtype=wide) * 0 for t in (out, *compared)])
+        return found + torch.where(sums[1:].isnan().any(), 0.0, sums[0]).to(found.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,10 @@ class DataSets:
         self._nonfinite: list[NonFinite] | None = None
         #: Further inputs (:mod:`tmm_core.verify.further_inputs`), made on first use.
         self.rounds: list[Any] | None = None
+        #: The last exception that a launcher raised.
+        self.raised: BaseException | None = None
+        #: Whether :meth:`reduce` was called.
+        self.is_reduced = False
 
     @classmethod
     def given(
@@ -226,6 +232,12 @@ class DataSets:
         """Release all tensors. The next use makes them again, with other values."""
         self._sets, self._outs, self._nonfinite, self.rounds = None, [], None, None
 
+    def reduce(self) -> None:
+        """Use one set with samples of its result from now on, and a quarter of the memory."""
+        self.release()
+        self._sampled = self.is_reduced = True
+        self.limit //= 4
+
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs fit, and whether their whole results do."""
         p = self.problem
@@ -241,7 +253,7 @@ class DataSets:
             inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(p.out_shape))))
         size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])
         out, given = size * p.out.dtype.itemsize, footprint(p.out, p.out_shape)
-        element = max(4, p.out.dtype.itemsize)
+        element = 2 * max(4, p.out.dtype.itemsize)  # a number, and the size of its error
         whole = size * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
         some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
@@ -304,13 +316,11 @@ class DataSets:
         in_rows = self._reference(inputs, slice(m) if rows is None else rows, slice(n))
         cols = None if rows is None else _sample(n, self.device)
         in_cols = None if cols is None else self._reference(inputs, slice(m), cols)
-        return Expected(rows, in_rows, cols, in_cols, compare.rms(in_rows), within)
+        return Expected(rows, in_rows, cols, in_cols, within)
 
-    def _reference(
-        self, inputs: Inputs, rows: compare.Places, cols: compare.Places
-    ) -> torch.Tensor:
+    def _reference(self, inputs: Inputs, rows: compare.Places, cols: compare.Places) -> Sample:
         """The reference of those rows and columns, in pieces whose intermediates fit."""
-        return compare.reference(self.problem, inputs, rows, cols, self.limit // 16)
+        return compare.expected(self.problem, inputs, rows, cols, self.limit // 16)
 
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:

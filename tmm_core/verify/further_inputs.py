@@ -54,8 +54,6 @@ _LARGE = {torch.float16: 6, torch.bfloat16: 55, torch.float32: 55}
 _APART = 67
 #: fp16 results of this size are subnormal.
 _SUBNORMAL = 2.0**-18
-#: The distance of two subnormal numbers of fp16.
-_STEP = 2.0**-24
 #: Error per product of a sum that cancels, relative to its largest partial sum. Tensor cores add 16
 #: products at a time to an fp32 sum, and truncate the sum by up to 2⁻²³. Twice that is allowed. An
 #: H200 lost 4.6e-3 of the result at K = 14336, where the limit is 1.4e-2.
@@ -151,7 +149,8 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
     if plain and half and summed and not problem.gated:
         yield Plan("sums that cancel", Recipe(Values(cancelling=True), 0.75, poisoned=True))
     if plain and summed and problem.out.dtype is torch.float16 and not problem.gated:
-        if problem.bias is torch.float16 and not problem.scaled:
+        fused = problem.batch == 1 and problem.groups is None  # by torch's own operator, too
+        if problem.bias is torch.float16 and not problem.scaled and fused:
             values = Values(sum=8e4, bias=-3e4)
             yield Plan("products beyond fp16's range", Recipe(values, poisoned=True))
         if linear and problem.groups is None:
@@ -172,7 +171,7 @@ class Round:
         self._expected: Expected | None = None
         self._out: GuardedTensor | None = None
         self._kinds: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        #: The tolerance added for fp16's coarse subnormal numbers, and for sums that cancel.
+        #: The tolerance added for sums that cancel.
         self.slack = 0.0
 
     def inputs(self) -> Inputs:
@@ -250,7 +249,7 @@ class Round:
     def end(self) -> None:
         """Release what the next launcher does not need."""
         self._out = None
-        if self._expected is not None and not self._is_kept(self._expected.in_rows):
+        if self._expected is not None and not self._is_kept(self._expected.in_rows.numbers):
             self._expected = None
 
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
@@ -264,10 +263,8 @@ class Round:
             self._expected = data.expect(inputs, whole=False)
         expected = self._expected
         self.slack = 0.0
-        if not self._is_judged(expected.in_rows):
+        if not self._is_judged(expected.in_rows.numbers):
             return 0.0
-        if data.problem.out.dtype == torch.float16:
-            self.slack += _STEP / float(expected.rms)
         if self.plan.recipe.values.cancelling:
             self.slack += data.problem.k * _TRUNCATED * random_inputs.CANCELLED
             if not data.problem.epilogue.is_identity:

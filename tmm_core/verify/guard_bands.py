@@ -238,6 +238,7 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Whether two tensors of one shape and dtype agree bit for bit, as a tensor."""
+    x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (x, y))
     as_bits = _BITS[x.element_size()]
     return (x.view(as_bits) == y.view(as_bits)).all()
 

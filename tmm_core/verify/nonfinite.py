@@ -54,8 +54,12 @@ class NonFinite:
     #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
-    def fault(self, out: torch.Tensor) -> str | None:
-        """How the non-finite values of ``out`` differ from the reference."""
+    def fault(self, out: torch.Tensor, elsewhere_finite: bool = True) -> str | None:
+        """How the non-finite values of ``out`` differ from the reference.
+
+        Args:
+            elsewhere_finite: All other results are finite.
+        """
         if self.within is not None:
             out = out.narrow(self.within[0], 0, self.within[1])
         elsewhere = ~out.isfinite()
@@ -64,11 +68,11 @@ class NonFinite:
         wrong = (kinds_of(out[here]) != self.kinds) & ~self.free
         counts = torch.stack([wrong.sum(), elsewhere.sum()]).tolist()
         what = f"with NaN and Inf in {self.axis} {self.places.tolist()}"
-        if counts[1]:
+        if counts[1] and elsewhere_finite:
             return f"{what}, {counts[1]} elements of others are not finite"
         if counts[0]:
             first = tuple(wrong.nonzero()[0].tolist())
-            has, wanted = float(out[here][first]), _NAMES[int(self.kinds[first])]
+            has, wanted = out[here][first].item(), _NAMES[int(self.kinds[first])]
             return f"{what}, {counts[0]} elements there are wrong: one is {has:g} and not {wanted}"
         return None
 
@@ -161,13 +165,13 @@ def _in_terms(
     """NaN in an element of the residual, or of a bias: one group's, or the common one."""
     group, start, end = chance.choice(filled)
     index: tuple[int, ...]
-    if rows and inputs.residual is not None:
+    if rows and inputs.residual is not None and values_of(inputs.residual.dtype):
         row, col = chance.randrange(problem.m), chance.randrange(problem.n)
         row = chance.randrange(start, end) if problem.along == "m" else row
         col = chance.randrange(start, end) if problem.along == "n" else col
         index = (group, row, col) if inputs.residual.dim() > 2 else (row, col)
         yield Change(inputs.residual, index, (row,), math.nan)
-    if not rows and inputs.bias is not None:
+    if not rows and inputs.bias is not None and values_of(inputs.bias.dtype):
         col = chance.randrange(inputs.bias.shape[-1])
         index = (group, col) if inputs.bias.dim() > 1 else (col,)
         yield Change(inputs.bias, index, (column(problem, col),), math.nan)
@@ -196,7 +200,7 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     """The non-finite values of a dtype; integers have none."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return ()
-    infinite = torch.tensor(math.inf, device="cpu").to(dtype).float().isinf()
+    infinite = torch.tensor(math.inf, device="cpu").to(dtype.to_real()).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
 
@@ -206,12 +210,18 @@ _FREE = 8.0
 
 def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted, because
-    the epilogue turns an Inf in ``z`` into NaN."""
+    the epilogue turns an Inf in ``z`` into NaN, or ``y`` may be rounded to Inf."""
     undefined = z.isnan()
     if problem.gated:
         gate, up = problem.epilogue.inputs(undefined)
         undefined = gate | up
-    return kinds_of(y) + _FREE * (problem.epilogue.apply(z).isnan() & ~undefined)
+    found = problem.epilogue.apply(z).isnan()
+    if z.is_floating_point():  # torch's own functions may differ between dtypes
+        found |= problem.epilogue.apply(z.to(problem.out.dtype)).isnan()
+    free = found & ~undefined
+    if y.is_floating_point():
+        free |= y.isfinite() & (y.abs() > 0.98 * torch.finfo(problem.out.dtype).max)
+    return kinds_of(y) + _FREE * free
 
 
 def split(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,6 +231,8 @@ def split(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kinds_of(t: torch.Tensor) -> torch.Tensor:
-    """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number."""
+    """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; of complex numbers 2 for NaN and Inf."""
+    if t.is_complex():
+        return torch.where(t.isfinite(), 0.0, 2.0)
     infinite = torch.where(t.isinf(), t.float().sign(), 0.0)
     return torch.where(t.isnan(), 2.0, infinite)

@@ -160,7 +160,9 @@ def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
     vary = min(0.25, SPREAD * math.sqrt(k) / (2 * PEAK))
     t.uniform_((1 - vary) * size, (1 + vary) * size, generator=generator)
     if name == "a":
-        t.narrow(-1, t.shape[-1] // 2, t.shape[-1] - t.shape[-1] // 2).neg_()
+        half, odd = divmod(t.shape[-1], 2)
+        t.narrow(-1, half, odd).zero_()
+        t.narrow(-1, half + odd, half).neg_()
     return t
 
 
@@ -220,6 +222,10 @@ def make(
     if problem.residual is not None:
         residual = drawn("residual", problem.residual, problem.out_shape)
     alpha = recipe.alpha if problem.scaled else 1.0
+    if not (problem.value.is_floating_point or problem.value.is_complex):
+        # Torch takes whole numbers in the dtype's range.
+        alpha = float(math.copysign(math.ceil(abs(alpha)), alpha if problem.value.is_signed else 1))
+        alpha = max(-8.0, min(alpha, 8.0))
     parts = {
         role.keyword: part(role.of, role.part, role.keyword)
         for role in PARTS

@@ -243,6 +243,7 @@ def launch_together(
         torch.cuda.synchronize(device)
     for thread in threads:
         if thread.raised is not None:
+            data.raised = thread.raised
             raise thread.raised
     return [result for thread in threads for result in thread.results]
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from tmm_core.errors import error_text, reraise
 from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.steps import Steps, drained
 from tmm_core.verify.checked_launch import WrongError
@@ -39,7 +40,7 @@ class Verdict:
     error: float | None
     #: The fault, in one line; None: no fault.
     reason: str | None = None
-    #: Nothing was launched, because memory was too small.
+    #: Verification itself failed: memory was too small, or torch lacks an operation.
     unknown: bool = False
 
     @property
@@ -52,7 +53,8 @@ class Verifier(DataSets):
 
     If the memory is too small for the whole result, samples of rows and columns are compared, and
     all other elements only have to be numbers. If it is too small for one set of inputs, verdicts
-    are ``unknown``.
+    are ``unknown``. So they are if verification itself raises, once it has tried with less memory
+    where an allocation failed.
     """
 
     def verdict(self, launcher: Launcher | Bound, **options: Any) -> Verdict:
@@ -82,16 +84,18 @@ class Verifier(DataSets):
         Raises:
             Exception: Whatever the launcher raises.
         """
-        verifying = self._verifying(launcher, deterministic, baseline, slack, extent, repeats)
         while True:
-            # Between steps the caller's code runs, in its own modes.
-            with torch.inference_mode(False), torch.no_grad():
-                try:
-                    next(verifying)
-                except StopIteration as end:
-                    verdict: Verdict = end.value
-                    return verdict
-            yield ()
+            verifying = self._verifying(launcher, deterministic, baseline, slack, extent, repeats)
+            try:
+                return (yield from _in_own_modes(verifying))
+            except Exception as error:
+                if error is self.raised or not _is_own(error):
+                    raise
+                reraise(error)
+                if self.is_reduced or not _is_memory(error):
+                    why = f"cannot be verified: {error_text(error)}"
+                    return Verdict(None, why, unknown=True)
+            self.reduce()
 
     def _verifying(
         self,
@@ -120,6 +124,33 @@ class Verifier(DataSets):
             if not intact:
                 self.release()  # the inputs may be overwritten
         return Verdict(checks.error, reason)
+
+
+def _in_own_modes(verifying: Steps[Verdict]) -> Steps[Verdict]:
+    """The same steps without gradients. Between steps the caller's code runs, in its own modes."""
+    while True:
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                next(verifying)
+            except StopIteration as end:
+                verdict: Verdict = end.value
+                return verdict
+        yield ()
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether an exception that no launcher raised is verification's own. An error of the GPU may
+    be an earlier launch's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    of_gpu = isinstance(error, getattr(torch, "AcceleratorError", ()))
+    return not of_gpu and "CUDA error" not in str(error)
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch's allocator for a CPU raises a RuntimeError."""
+    wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return wanting or "allocate memory" in str(error)
 
 
 class _Checks(WaysOfUse):
@@ -202,10 +233,11 @@ class _Checks(WaysOfUse):
 
     def _nonfinite(self) -> Steps[None]:
         of = self._data.sets()[-1]
+        finite = of.expected.is_finite(self._data.problem.out.dtype)
         for values in self._data.nonfinite():
             yield ()
             for form in self.every_form():
                 with planted(values.changes):
                     result = form._launch(of, nonfinite=True)
-                if (fault := values.fault(result)) is not None:
+                if (fault := values.fault(result, finite)) is not None:
                     raise WrongError(fault + form.called)
