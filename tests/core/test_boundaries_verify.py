@@ -56,8 +56,7 @@ def test_an_error_is_relative_to_an_element_and_to_all(
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_value_that_is_not_finite_is_no_small_error(value: float) -> None:
-    found = error(torch.tensor([value, 1.0]), torch.tensor([1.0, 1.0]))
-    assert math.isnan(found) or math.isinf(found)
+    assert not error(torch.tensor([value, 1.0]), torch.tensor([1.0, 1.0])) < 1e30
 
 
 def test_the_rms_of_complex_and_of_no_numbers() -> None:

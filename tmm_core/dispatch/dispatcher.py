@@ -178,7 +178,8 @@ class Dispatcher(Deferring):
         if choice.origin == "forced":
             self.warn_once(f"a forced kernel is used unverified: {why}")
             return choice
-        if (cause := cause_of_text(why)) is not None:
+        # A limit that the user set is no fault.
+        if "verified: " in why and (cause := cause_of_text(why)) is not None:
             left = {(name, choice.candidate.kernel.version): Left(cause, why)}
             warn_of_environment(left, problem)
         blas = self._fallback(problem, why)

@@ -254,7 +254,8 @@ def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
     """
     limit, (least, most) = tolerance(problem), _range(problem.out.dtype)
     product, z, epilogue = piece.product, piece.z, problem.epilogue
-    rounded = limit if limit > TOLERANCE[problem.out.dtype] else 0.0
+    # TF32 and 8-bit sums are less precise; dequantised values may be rounded to 16 bits.
+    rounded = limit if problem.stored or limit > TOLERANCE[problem.out.dtype] else 0.0
     if problem.a.dtype is not torch.float64:
         rounded += problem.k * SUMMED
     error = limit * torch.maximum(product.abs(), z.abs())
