@@ -267,9 +267,11 @@ def test_other_expressions_keep_their_meaning(model: Any) -> None:
     torch.testing.assert_close(y, model(a, b, r))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_training(name: str) -> None:
-    layer, x = nn.Linear(24, 40), torch.randn(3, 5, 24, requires_grad=True)
+def test_training(name: str, dtype: torch.dtype) -> None:
+    layer = nn.Linear(24, 40).to(dtype)
+    x = torch.randn(3, 5, 24, dtype=dtype, requires_grad=True)
 
     def model(x: Tensor) -> Tensor:
         return ACTIVATIONS[name](layer(x)) + 1
