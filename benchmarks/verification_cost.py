@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import statistics
 import tempfile
 import time
@@ -46,15 +47,31 @@ def timed(owner: type, name: str, spent: dict[str, float], calls: dict[str, int]
     calls."""
     method = getattr(owner, name)
 
+    def add(begun: float) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun
+
+    def steps(generator: Any) -> Any:
+        """The same steps; what the caller does between them is not counted."""
+        while True:
+            begun = time.perf_counter()
+            try:
+                step = next(generator)
+            except StopIteration as end:
+                return end.value
+            finally:
+                add(begun)
+            yield step
+
     def call(*arguments: Any, **keywords: Any) -> Any:
+        calls[name] = calls.get(name, 0) + 1
         begun = time.perf_counter()
         try:
-            return method(*arguments, **keywords)
+            result = method(*arguments, **keywords)
         finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun
-            calls[name] = calls.get(name, 0) + 1
+            add(begun)
+        return steps(result) if inspect.isgenerator(result) else result
 
     setattr(owner, name, call)
     try:
@@ -120,13 +137,13 @@ def row(chooser: Dispatcher, problem: Problem) -> list[str]:
     calls: dict[str, int] = {}
     current = settings.current()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(timed(Verifier, "verdict", spent, calls))
+        stack.enter_context(timed(Verifier, "steps", spent, calls))
         for name in FURTHER:
             stack.enter_context(timed(WaysOfUse, name, spent, calls))
         begun = time.perf_counter()
         record = chooser.tune(problem, current, force=True)
         whole = time.perf_counter() - begun
-    verified, further = spent["verdict"], sum(spent.get(name, 0.0) for name in FURTHER)
+    verified, further = spent["steps"], sum(spent.get(name, 0.0) for name in FURTHER)
     (kernel,) = (k for k in chooser.registry.kernels() if k.name == record.best.kernel)
     launcher = kernel.bind(problem, kernel.config_type.from_json(record.best.config))
     first, later = (
