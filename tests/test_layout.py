@@ -173,6 +173,64 @@ def test_no_imports_go_round(package: str) -> None:
 PUBLIC = {"tmm_core", "tmm_core.triton", "tmm_core.testing"}
 
 
+#: Exceptions that a signal's handler may raise, as a library or Python itself does for it.
+RAISED = {
+    *("BaseException", "Exception", "ArithmeticError", "AssertionError", "AttributeError"),
+    *("EOFError", "LookupError", "KeyError", "IndexError", "MemoryError", "NotImplementedError"),
+    *("OSError", "ConnectionError", "FileNotFoundError", "OverflowError", "RecursionError"),
+    *("RuntimeError", "SyntaxError", "TimeoutError", "TypeError", "UnicodeError", "ValueError"),
+}
+#: Handlers that end no exception of a signal's handler, with the reason.
+UNINTERRUPTED = {
+    "tmm_core/bench": "measurements of a developer",
+    "tmm_core/testing": "tests of a developer",
+    "tmm_core/tools": "a command reports what ends it",
+    "tmm_core/tuning/bind.py": "the exception is an outcome, whose reader raises it again",
+    "tmm_core/tuning/compile_pool.py:_run": "a thread, and signals interrupt the main one",
+    "tmm_core/tuning/pool_host.py": "another process",
+    "tmm_core/tuning/pool_worker.py": "another process",
+    "tmm_core/verify/two_threads.py:_run": "a thread, and signals interrupt the main one",
+    "tmm_core/interop/aten_entries.py": "op.failed raises it again",
+}
+
+
+def swallowed(source: str) -> list[tuple[str, str]]:
+    """The function and the types of each handler that neither raises nor calls `reraise`."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "contextlib.suppress":
+                found.append((function.name, ast.unparse(node)))
+            if isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
+                types = "BaseException" if node.type is None else ast.unparse(node.type)
+                calls = {ast.unparse(c.func) for c in ast.walk(node) if isinstance(c, ast.Call)}
+                if RAISED & set(re.findall(r"\w+", types)) and "reraise" not in calls:
+                    found.append((function.name, types))
+    return found
+
+
+def test_no_handler_swallows_what_a_signal_raised() -> None:
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}:{function}: {types}"
+        for package in PACKAGES.values()
+        for path in package.rglob("*.py")
+        for function, types in swallowed(path.read_text())
+    }
+    allowed = {place for place in found if place.startswith(tuple(UNINTERRUPTED))}
+    assert found - allowed == set()
+    assert all(any(place.startswith(each) for place in found) for each in UNINTERRUPTED)
+
+
+@pytest.mark.parametrize("handler", ["except OSError:", "except (KeyError, ValueError) as e:"])
+def test_a_handler_that_swallows_is_seen(handler: str) -> None:
+    source = f"def f():\n    try:\n        g()\n    {handler}\n        "
+    assert swallowed(f"{source}return 1")
+    assert not swallowed(f"{source}reraise(e)\n        return 1")
+    assert not swallowed(f"{source}raise")
+
+
 def test_a_file_name_is_used_once() -> None:
     """Across the packages, so that it says what the file contains."""
     names = [path.name for folder in PACKAGES.values() for path in folder.rglob("*.py")]

@@ -275,7 +275,8 @@ def linear(
     try:
         with settings.override(**forced) if any(forced.values()) else nullcontext():
             return _answer(call._replace(b=weight.t()), epilogue)
-    except NotImplementedError:  # its type has no transpose, or no operator of ours
+    except NotImplementedError as error:  # its type has no transpose, or no operator of ours
+        reraise(error)
         if not fallbacks.foreign(weight):
             raise
     with settings.override(**forced), compat.uncast(out):

@@ -33,7 +33,8 @@ def private(path: str, otherwise: Any) -> Any:
     owner: Any = None
     try:
         owner = importlib.import_module(".".join(modules))
-    except ImportError:  # the last parts are attributes: torch._C.DispatchKey
+    except ImportError as error:  # the last parts are attributes: torch._C.DispatchKey
+        reraise(error)
         owner = torch
         for part in modules[1:]:
             owner = getattr(owner, part, None)
@@ -284,7 +285,8 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
     made: torch.Tensor
     try:
         made = kind.__new__(kind, local, spec, requires_grad=False)
-    except TypeError:  # another torch's constructor
+    except TypeError as error:  # another torch's constructor
+        reraise(error)
         more = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
         made = kind.from_local(local, spec.mesh, spec.placements, **more)
     return made

@@ -83,7 +83,10 @@ def reraise(error: BaseException) -> None:
     handler that makes an exception a fault. See :func:`tmm_cache.cache_errors.reraise`."""
     from tmm_cache import cache_errors
 
-    cache_errors.reraise(error)
+    try:
+        cache_errors.reraise(error)
+    finally:
+        del error  # as in that function
 
 
 def plain_text(text: str, most: int = _TEXT) -> str:
@@ -99,7 +102,8 @@ def plain_text(text: str, most: int = _TEXT) -> str:
 
 def error_text(error: BaseException) -> str:
     """An exception's type and text, whatever code of its class does."""
-    return f"{_name_of(type(error))}: {error_message(error)}"
+    name, message = _name_of(type(error)), error_message(error)
+    return f"{name}: {message}" if message else name
 
 
 def error_message(error: BaseException) -> str:

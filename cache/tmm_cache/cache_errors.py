@@ -99,7 +99,12 @@ def reraise(error: BaseException) -> None:
     """
     for cause in chain(error, suppressed=True):
         if _passes(cause, frames_of(cause)):
-            raise cause
+            try:
+                raise cause
+            finally:
+                # The traceback has this frame: such a cycle would keep what the interrupted frames
+                # hold, a lock for example, until the cyclic GC runs.
+                del cause, error
 
 
 def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
@@ -167,7 +172,10 @@ class suppress:  # noqa: N801  # used like contextlib.suppress
     ) -> bool:
         if error is None or not issubclass(type(error), self._kinds):
             return False
-        reraise(error)
+        try:
+            reraise(error)
+        finally:
+            del error, trace  # as there
         return True
 
 

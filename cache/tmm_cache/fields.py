@@ -7,12 +7,13 @@ bounded, so that readers need not handle a size of 10**400 or a name of a megaby
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Final, TypeAlias, TypeGuard
 
-from tmm_cache.cache_errors import RecordError, suppress
+from tmm_cache.cache_errors import RecordError, reraise, suppress
 from tmm_cache.keys import JSON, canonical
 
 #: Takes a JSON value and returns what it stands for, or raises `RefusedError`.
@@ -46,6 +47,25 @@ class RefusedError(RecordError):
         return f"{place.removeprefix('.') or 'record'}: found {found}, accepted is {accepted}"
 
 
+def parse(data: bytes) -> object:
+    """The JSON value of a file's bytes. Raises ValueError, and nothing else, with the reason."""
+    if not data.strip():
+        raise ValueError("the file is empty")
+    try:
+        value: object = json.loads(
+            data.decode("utf-8"), parse_float=_finite, parse_constant=_finite
+        )
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text[:_FOUND_MAX]} is not JSON")
+
+
 def shown(value: object) -> str:
     """A found value as quoted in an error, shortened."""
     if isinstance(value, dict):
@@ -54,7 +74,8 @@ def shown(value: object) -> str:
         return "a list"
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except ValueError as error:  # an integer with more digits than Python prints
+        reraise(error)
         return "a huge integer"
     return text if len(text) <= _FOUND_MAX else text[:_FOUND_MAX] + "…"
 

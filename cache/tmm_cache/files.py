@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from tmm_cache.cache_errors import RecordError, reraise, suppress
 from tmm_cache.disk import (
@@ -23,7 +23,7 @@ from tmm_cache.disk import (
     require_regular,
     write_atomically,
 )
-from tmm_cache.fields import at, flag
+from tmm_cache.fields import at, flag, parse
 from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.ownership import REPLACED, foreign_file, is_shared
@@ -60,27 +60,12 @@ class Fault:
 Report: TypeAlias = Callable[[Fault], object]
 
 
-def parse(data: bytes) -> object:
-    """The JSON value of a file's bytes. Raises ValueError, and nothing else, with the reason."""
-    if not data.strip():
-        raise ValueError("the file is empty")
-    try:
-        value: object = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    return value
-
-
 def json_lines(data: bytes) -> Iterator[object]:
     """The JSON values of a file to which processes append lines. A line that a killed process left
     torn is passed over."""
     for line in data.split(b"\n"):
         with suppress(ValueError):
             yield parse(line)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +126,8 @@ def has_checksum(data: bytes, document: Document, found: JSON) -> bool:
             return True
     try:
         return found == _checksum(json.dumps(document, allow_nan=False))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        reraise(error)
         return False
 
 
@@ -176,7 +162,8 @@ def read_file(
     root = None if is_shared() else root
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        reraise(error)
         return None
     except OSError as error:
         reraise(error)
@@ -189,7 +176,8 @@ def read_file(
                 foreign = None if root is None else foreign_file(root, path, handle)
             if foreign != REPLACED:
                 break
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        reraise(error)
         return None
     except NotRegularError as error:
         return Fault(path, str(error))
@@ -218,6 +206,7 @@ def read_stored(path: Path, root: Path | None = None) -> Stored | Fault | None:
     try:
         return replace(parse_stored(read.data, path.stem), foreign=read.foreign)
     except ValueError as error:
+        reraise(error)
         return Fault(path, f"is not a valid record: {error}", damaged=True)
 
 
@@ -230,6 +219,7 @@ def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
         if isinstance(read, Read):
             return parse_environment(read.data, folder.name)
     except ValueError as error:
+        reraise(error)
         read = Fault(path, f"is not a valid environment: {error}", damaged=True)
     if isinstance(read, Fault):
         report(read)
@@ -265,7 +255,9 @@ def write_record(path: Path, data: bytes, environment: Document) -> None:
 
     try:
         write()
-    except FileNotFoundError:  # a `clear` elsewhere removed the empty folder between two steps
+    except FileNotFoundError as error:
+        reraise(error)
+        # A `clear` elsewhere removed the empty folder between two steps.
         write()
 
 

@@ -8,7 +8,6 @@ hand, or of an older schema) is read in full.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from datetime import datetime
@@ -17,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from tmm_cache.cache_errors import reraise
 from tmm_cache.disk import closing, opened
-from tmm_cache.fields import SIZES, is_size
+from tmm_cache.fields import SIZES, is_size, measure, optional, parse
 from tmm_cache.keys import Document
 from tmm_cache.record import CLOCK, SCHEMA, TuningRecord, utc_time
 from tmm_cache.record import blas_us as blas_us
@@ -25,6 +24,7 @@ from tmm_cache.record import blas_us as blas_us
 #: A problem and a config take about 900 bytes.
 HEADER_BYTES: Final = 4096
 _REST: Final = b'"candidates": ['
+_TIME: Final = optional(measure)
 
 
 class Best(NamedTuple):
@@ -81,7 +81,7 @@ def read_header(path: Path) -> Header | None:
     if end <= 0:
         return None
     try:
-        document: Any = json.loads(data[:end].rstrip(b", \n").decode() + "}")
+        document: Any = parse(data[:end].rstrip(b", \n") + b"}")
         problem, best = document["problem"], Best(**document["best"])
         usable = (
             document["schema"] == SCHEMA
@@ -89,8 +89,9 @@ def read_header(path: Path) -> Header | None:
             and all(is_size(problem[size]) for size in SIZES)
             and isinstance(best.kernel, str)
             and isinstance(best.config, dict)
-            and all(time is None or 0 <= time < math.inf for time in (best.us, best.blas_us))
         )
+        best = best._replace(us=_TIME(best.us), blas_us=_TIME(best.blas_us))
         return Header(problem, utc_time(document["created"]), best) if usable else None
-    except (LookupError, ValueError, TypeError, RecursionError):
+    except (LookupError, ValueError, TypeError) as error:
+        reraise(error)
         return None

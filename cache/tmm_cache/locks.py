@@ -28,17 +28,24 @@ def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
 
     Raises OSError if the file cannot be opened or its file system cannot lock.
     """
-    from filelock import FileLock, Timeout  # 19 ms, not needed for replay
+    from filelock import FileLock  # 19 ms, not needed for replay
 
-    global _logged
     # An existence lock would outlive a killed holder.
     lock = FileLock(path, mode=FILE_MODE, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire(timeout=min(timeout, _SILENT_SECONDS))
-        return lock
-    except Timeout:
+        if _acquired(lock, min(timeout, _SILENT_SECONDS)):
+            return lock
         if timeout <= _SILENT_SECONDS:
             return None
+        _log_wait(timeout)
+        return lock if _acquired(lock, timeout - _SILENT_SECONDS) else None
+    except BaseException:
+        lock.release(force=True)  # a signal's exception may come when it is held
+        raise
+
+
+def _log_wait(timeout: float) -> None:
+    global _logged
     if time.monotonic() - _logged >= _LOG_INTERVAL_SECONDS:
         _logged = time.monotonic()
         import logging  # 5 ms, only needed when waiting
@@ -46,8 +53,13 @@ def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
         logging.getLogger("tmm_cache").warning(
             "waiting for another process that tunes the same problem, at most %.0f s", timeout
         )
+
+
+def _acquired(lock: BaseFileLock, timeout: float) -> bool:
+    from filelock import Timeout
+
     try:
-        lock.acquire(timeout=timeout - _SILENT_SECONDS)
-        return lock
+        lock.acquire(timeout=timeout)
     except Timeout:
-        return None
+        return False
+    return True

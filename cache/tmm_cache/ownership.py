@@ -98,11 +98,9 @@ def foreign_file(root: Path, path: Path, handle: int) -> str | None:
             if place != path:
                 above, folder = folder, os.open(name, _FOLDER | _NO_FOLLOW, dir_fd=folder)
                 os.close(above)
-    except FileNotFoundError:
-        return REPLACED
     except OSError as error:
         reraise(error)
-        return UNCHECKED
+        return REPLACED if isinstance(error, FileNotFoundError) else UNCHECKED
     finally:
         if folder is not None:
             os.close(folder)

@@ -73,7 +73,8 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     for entry in sorted(found, key=lambda entry: (entry.value == OWN_PACKAGE, entry.name)):
         try:
             spec = None if "." in entry.value else find_spec(entry.value)
-        except (ImportError, ValueError):
+        except (ImportError, ValueError) as error:
+            reraise(error)
             continue
         for place in (spec and spec.submodule_search_locations) or ():
             folder = Path(place, "records")

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache
 
+from tmm_cache.cache_errors import reraise
+from tmm_cache.fields import shown
 from tmm_cache.keys import JSON, Document, canonical
 
 ABSENT = "-"
@@ -42,7 +44,11 @@ def text_of(value: JSON) -> str:
         return printable(value.removeprefix("torch.")) or "none"
     if value is None:
         return "none"
-    return printable(canonical(value))
+    try:
+        return printable(canonical(value))
+    except RecursionError as error:  # of a header, which is not checked
+        reraise(error)
+        return shown(value)
 
 
 def sizes(problem: Document) -> tuple[JSON, JSON, JSON]:

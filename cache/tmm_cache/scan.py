@@ -137,20 +137,19 @@ def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):
                 yield path
-        except FileNotFoundError:
-            pass
         except OSError as error:
             reraise(error)
-            report(Fault(path, f"cannot be looked at: {error}", place=True))
+            if not isinstance(error, FileNotFoundError):
+                report(Fault(path, f"cannot be looked at: {error}", place=True))
 
 
 def _names(folder: Path, report: Report) -> list[str] | None:
     """The sorted names in a folder; None if it cannot be listed."""
     try:
         return sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return []
     except OSError as error:
         reraise(error)
+        if isinstance(error, FileNotFoundError):
+            return []
         report(Fault(folder, f"cannot be listed: {error}", place=True))
         return None

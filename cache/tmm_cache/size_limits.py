@@ -69,10 +69,8 @@ def parse_age(text: str) -> timedelta:
     """`30d`, `12h`, `1.5w` as a span. Raises ValueError."""
     match = _AGE.fullmatch(text)
     if match:
-        try:
+        with suppress(OverflowError):
             return timedelta(**{_UNITS[match[2]]: float(match[1])})
-        except OverflowError:
-            pass
     raise ValueError(f"found {text!r}, accepted is a number and a unit of s m h d w, like 30d")
 
 
@@ -94,6 +92,7 @@ def _variable(
     try:
         return parse(text)
     except ValueError as error:
+        reraise(error)
         warn_once(Path(name), f"{error}; passed over")
         return default
 

@@ -259,11 +259,13 @@ class CacheStore:
         """The problems noted under the user's own root, each once per GPU and environment."""
         found: list[Any] = Notes("misses", None, self.root).values()
         kinds = {"gpu": str, "environment": dict, "problem": dict}
-        return [
-            Miss(**each)
-            for each in found
-            if isinstance(each, dict) and {name: type(of) for name, of in each.items()} == kinds
-        ]
+        misses = []
+        for each in found:
+            if isinstance(each, dict) and {name: type(of) for name, of in each.items()} == kinds:
+                with suppress(ValueError, RecursionError):  # a damaged note
+                    self.path(**each)
+                    misses.append(Miss(**each))
+        return misses
 
     def clear_misses(self) -> int:
         """Forget the problems; returns how many there were."""

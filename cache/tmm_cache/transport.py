@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from tmm_cache.cache_errors import RecordError, UsageError
 from tmm_cache.disk import write_for_all
+from tmm_cache.fields import parse
 from tmm_cache.files import (
     Fault,
     Read,
     Stored,
     has_checksum,
-    parse,
     read_file,
     read_stored,
     record_bytes,

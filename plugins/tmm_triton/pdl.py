@@ -10,12 +10,12 @@ tiles are about one per SM. It cost 1.7 µs on top of 20 at 1×5120², where the
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from tmm_core import Config, Problem
+from tmm_core.triton import reraise
 
 C = TypeVar("C", bound=Config)
 
@@ -46,8 +46,10 @@ def with_early(configs: list[C], ways: Sequence[str]) -> list[C]:
         able: list[C] = []
         for config in configs:
             if len(able) < _EARLY_TRIED:
-                with contextlib.suppress(ValueError):  # unsupported by this config
+                try:
                     able.append(replace(config, early=early))  # type: ignore[call-arg]
+                except ValueError as error:  # unsupported by this config
+                    reraise(error)
         variants += able
     return [*configs[:1], *variants, *configs[1:]]
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 from tmm_cache.cache_errors import UsageError
 from tmm_cache.cli import main
+from tmm_cache.fields import parse
 from tmm_cache.files import parse_stored, record_bytes, sealed
 from tmm_cache.transport import import_records
 
@@ -165,6 +166,48 @@ def test_a_mutated_file_writes_whole_records_inside_the_root_or_nothing(
         assert [path.name for path in Path(name).iterdir() if path != archive] == ["inner"]
         assert [path for path in root.parent.iterdir() if path != root] == []
         assert list(root.rglob("*.tmp")) == []
+
+
+#: JSON that Python reads and no record holds.
+NO_VALUES = ["1e999", "-1e400", "9" * 400 + ".5", "9" * 400, "[" * 900 + "]" * 900, '"\\ud800"']
+
+
+@pytest.mark.parametrize("value", NO_VALUES, ids=lambda value: value[:8])
+@pytest.mark.parametrize(
+    "place",
+    ['"dtype": "bfloat16"', '"batch": 1', '"epilogue": "silu"', '"us": 11.5', '"SPLIT_K": 4'],
+)
+def test_a_list_shows_a_header_that_no_store_wrote(
+    place: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = CacheStore(tmp_path, []).save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    text = path.read_text()
+    assert place in text
+    path.write_text(text.replace(place, f"{place.partition(':')[0]}: {value}", 1))
+    assert main(["--cache-dir", str(tmp_path), "show"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e400", "9" * 400 + ".5", "Infinity", "-NaN"])
+def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
+    assert parse(b"[1e308, 1e-999, -0.0]") == [1e308, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"JSON|value"):
+        parse(f"[{number}]".encode())
+
+
+@pytest.mark.parametrize("field", ["gpu", "environment", "problem"])
+def test_a_damaged_note_of_a_miss_costs_itself(field: str, tmp_path: Path) -> None:
+    store = CacheStore(tmp_path, [])
+    store.log_miss(GPU, ENVIRONMENT, problem())
+    [path] = tmp_path.rglob("misses-*.jsonl")
+    about, miss = json.loads(path.read_text())
+    values = {"gpu": ["", "../../x", "\ud800", 1], "environment": [{"a": math.inf}, [1], None]}
+    for number, value in enumerate([*values.get(field, ({"m": math.nan}, "x")), None]):
+        damaged = json.dumps([f"{about}{number}", miss | {field: value}])
+        with path.open("a") as file:
+            file.write("\n" + damaged.replace("Infinity", "1e999"))
+    assert [miss.problem for miss in CacheStore(tmp_path, []).misses()] == [problem()]
 
 
 WORDS = [

@@ -66,6 +66,27 @@ for turn in range(20):
 """
 
 
+@pytest.mark.parametrize("timeout", [0.0, 2.0])
+def test_a_lock_that_an_exception_interrupts_is_free(
+    timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the exception is held, as an interactive Python does."""
+    acquired = locks._acquired
+
+    def interrupted(lock: Any, seconds: float) -> bool:
+        acquired(lock, seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(locks, "_acquired", interrupted)
+    with pytest.raises(KeyboardInterrupt) as held:
+        acquire(tmp_path / "lock", timeout)
+    monkeypatch.undo()
+    assert held.value is not None
+    lock = acquire(tmp_path / "lock")
+    assert lock is not None
+    lock.release()
+
+
 def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheStore) -> None:
     store.save(GPU, ENVIRONMENT, record(problem(m=99)))
     folder = store.path(GPU, ENVIRONMENT, problem()).parent

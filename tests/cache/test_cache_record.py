@@ -13,7 +13,8 @@ from cache_builders import BLAS, FAILED, SPLIT_K, record
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tmm_cache import SCHEMA, CandidateResult, RecordError, TuningRecord
-from tmm_cache.files import parse, parse_stored
+from tmm_cache.fields import parse
+from tmm_cache.files import parse_stored
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

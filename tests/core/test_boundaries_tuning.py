@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import subprocess
 import sys
 import time
@@ -366,6 +367,7 @@ def test_notes_survive_json_and_nonsense_is_none() -> None:
     assert isinstance(bad, dict)
     for document in (
         None, [], 3, {}, {**bad, "kernels": 3}, {**bad, "tried": 3}, {**bad, "tried": {"a": "x"}},
+        {**bad, "tried": {"a": math.inf}}, {**bad, "tried": {"a": []}},
         {**bad, "kernels": [["toolchain", "t"]]}, {**bad, "kernels": [["toolchain", "t", [3]]]},
     ):  # fmt: skip
         assert Noted.from_json(document) is None

@@ -10,11 +10,12 @@ import itertools
 import math
 import os
 import random
+import subprocess
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -233,6 +234,14 @@ for _name, _value in {
     if _name not in ("2**70", "a hostile float"):
         METHODS[f"estimate_us gives {_name}"] = "estimate_us", gives(_value)
     METHODS[f"workspace_bytes gives {_name}"] = "workspace_bytes", gives(_value)
+# As the environment's faults, of which there is another warning where compiling raises them.
+for _method in ("configs", "estimate_us", "workspace_bytes"):
+    for _name, _error in {
+        "FileNotFoundError": FileNotFoundError(2, "No such file or directory", "table.json"),
+        "CalledProcessError": subprocess.CalledProcessError(1, "nvidia-smi"),
+        "OutOfMemoryError": torch.OutOfMemoryError("out of memory"),
+    }.items():
+        METHODS[f"{_method} raises {_name}"] = _method, raises(_error)
 METHODS |= {
     "declines gives None": ("declines", gives(None)),
     "declines gives one text": ("declines", gives("no")),
@@ -326,6 +335,28 @@ class Oddity(FakeKernel):
             self.__dict__[name] = value
 
 
+class Raising(Supports):
+    def reasons_against(self, problem: Any) -> list[str]:
+        raise Base("supports")
+
+
+class Untouchable(list[Any]):
+    def __contains__(self, thing: object) -> bool:
+        raise SystemExit("contains")
+
+
+class Promising(FakeConfig):
+    def unmet_promises(self, problem: Any) -> list[str]:
+        raise Base("unmet_promises")
+
+
+def supporting(field: str, value: Any) -> Supports:
+    """A declaration with a field that its constructor refuses."""
+    supports = replace(FakeKernel.supports)
+    object.__setattr__(supports, field, value)
+    return supports
+
+
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "a hostile name": {"name": Text("bad")},
     "a name with a line feed": {"name": "bad\nkernel blas is wrong"},
@@ -344,6 +375,13 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "traits of integers": {"traits": Traits(capture_safe=1)},  # type: ignore[arg-type]
     "supports that are none": {"supports": Nasty()},
     "the class of supports": {"supports": Supports},
+    "supports that raise": {"supports": Raising.everything()},
+    "supports of a capability": {"supports": supporting("capability", 9)},
+    "supports of layouts": {"supports": supporting("layouts", ["row"])},
+    "supports of a batch": {"supports": supporting("batch", "many")},
+    "supports with a collection that raises": {"supports": supporting("devices", Untouchable())},
+    "supports with an object": {"supports": supporting("devices", Nasty())},
+    "a config that judges promises": {"config_type": Promising},
     "a config type that is an instance": {"config_type": FakeConfig()},
     "a config type that is none": {"config_type": int},
 }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, hookimpl, plugin
 from filelock import UnixFileLock
+from lying import half
 from tmm_cache import cache_errors, files
 
 import tmm_core
@@ -25,6 +29,8 @@ from tmm_core import dispatch, errors
 from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
 from tmm_core.spec.device import fingerprint
+from tmm_core.verify import two_threads
+from tmm_core.verify.verifier import Verifier
 
 A, B = torch.randn(64, 16), torch.randn(16, 32)
 
@@ -177,11 +183,13 @@ def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str
             assert tmm_core.plan(A, B).kernel == "mined"
 
 
-@pytest.mark.parametrize("raised", RAISED)
+# The cache tolerates an absent file, and what is no record.
+@pytest.mark.parametrize("raised", [*RAISED, FileNotFoundError, ValueError])
 @pytest.mark.parametrize(
     ("where", "module", "name"),
     [
         ("a record is read", files, "read_all"),
+        ("a record is parsed", files, "parse_stored"),
         ("its lock is taken", UnixFileLock, "_acquire"),
         ("it is written", files, "write_atomically"),
     ],
@@ -197,7 +205,7 @@ def test_it_passes_from_the_cache(
     """``TimeoutError`` is an ``OSError``, which the cache tolerates."""
     bomb = Bomb("cache", raised)
     install(bomb)
-    if where == "a record is read":
+    if where.startswith("a record"):
         bomb.armed = False
         works()
         bomb.armed = True
@@ -212,6 +220,34 @@ def test_it_passes_from_the_cache(
     passes(raised, lambda: tmm_core.matmul(A, B))
     assert not bomb.armed
     works()
+
+
+@pytest.mark.parametrize("pace", ["free", "lines"])
+@pytest.mark.parametrize("raised", [RuntimeError, Unique, KeyboardInterrupt])
+def test_it_passes_while_two_threads_start(
+    pace: Any, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has started ends: it neither waits for the other nor goes on."""
+    data = Verifier(half(), torch.device("cpu"))
+    launcher: Any = FakeKernel("any").bind(half(), FakeConfig())
+    start = two_threads.Launches.start
+    started = []
+
+    def interrupted(thread: Any) -> None:
+        if started:
+            kill()
+        started.append(thread)
+        start(thread)
+
+    def handler(number: int, frame: Any) -> None:
+        raise raised("from the handler")
+
+    signal.signal(signal.SIGUSR1, handler)
+    monkeypatch.setattr(two_threads.Launches, "start", interrupted)
+    before = time.monotonic()
+    passes(raised, lambda: two_threads.launch_together(data, launcher, pace, 10**6))
+    assert time.monotonic() - before < two_threads._TURNS_SECONDS
+    assert not started[0].is_alive()
 
 
 class Entry:
@@ -388,6 +424,36 @@ def test_a_plugins_own_exceptions_do_not_pass(error: type[BaseException]) -> Non
             errors.reraise(found)
         with cache_errors.suppress(BaseException):
             namespace["launch"](number, frame)
+
+
+@pytest.mark.parametrize("guard", ["reraise", "suppress"])
+def test_an_exception_that_passes_keeps_nothing_alive(guard: str) -> None:
+    """A cycle would keep the interrupted frames' variables, a lock among them."""
+
+    class Lock:
+        pass
+
+    def interrupted(held: Any) -> None:
+        if guard == "suppress":
+            with cache_errors.suppress(OSError):
+                kill()
+        try:
+            kill()
+        except OSError as error:
+            errors.reraise(error)
+
+    signal.signal(signal.SIGUSR1, handler)
+    gc.collect()
+    gc.disable()
+    try:
+        held = Lock()
+        alive = weakref.ref(held)
+        with pytest.raises(TimeoutError) as caught:
+            interrupted(held)
+        del held, caught
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_cycle_of_causes_ends() -> None:

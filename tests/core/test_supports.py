@@ -126,7 +126,10 @@ def test_capabilities_are_those_of_nvidia() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"devices": "cuda"}, {"operands": BF16}, {"ragged": None},
-                                   {"layouts": {"a": "row"}}])  # fmt: skip
+                                   {"layouts": {"a": "row"}}, {"layouts": {"a": None}},
+                                   {"capability": 9}, {"capability": (9.0, 0)}, {"below": 10},
+                                   {"batch": "4"}, {"batch": True}, {"alpha": "no"}, {"empty": 1},
+                                   {"capability": None}])  # fmt: skip
 def test_a_declaration_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(wrong))):
         replace(LEAST, **wrong)

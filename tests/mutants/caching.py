@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+FUZZ = "tests/cache/test_cache_fuzz.py"
+PROCESSES = "tests/cache/test_cache_processes.py"
 OWNERSHIP = "tests/cache/test_cache_ownership.py"
 FORGED = "tests/core/test_forged.py"
 LIMITS = "tests/cache/test_cache_limits.py"
@@ -38,6 +40,14 @@ CACHE = [
            "completing a forged record makes it trusted", (FORGED,)),
     Mutant("cache-completed-held", "tmm_cache/store.py", "own=path not in self._unverified", "own=True",
            "the same, where the disk refuses", (FORGED,)),
+    Mutant("cache-infinite", "tmm_cache/fields.py", "if math.isfinite(number := float(text)):", "if (number := float(text)) or True:",
+           "1e999 in a note or a header ends a command, or a call", (FUZZ,)),
+    Mutant("cache-header-times", "tmm_cache/header.py", "us=_TIME(best.us)", "us=best.us",
+           "a time of 400 digits ends `tmm-cache show`", (FUZZ,)),
+    Mutant("cache-damaged-miss", "tmm_cache/store.py", "                    self.path(**each)\n", "",
+           "a damaged note ends `tmm misses`", (FUZZ,)),
+    Mutant("cache-lock-interrupted", "tmm_cache/locks.py", "        lock.release(force=True)", "        pass",
+           "an interrupted call keeps others from tuning its problem", (PROCESSES,)),
     Mutant("cache-future-use", "tmm_cache/disk.py", "if abs(time.time() - os.stat(path).st_mtime) > TOUCH",
            "if time.time() - os.stat(path).st_mtime > TOUCH", "a time yet to come is never mended", (LIMITS,)),
     Mutant("cache-never-used", "tmm_cache/size_limits.py", "_FIRST_USE: Final = 365 * 86400.0", "_FIRST_USE: Final = 0.0",

@@ -9,6 +9,11 @@ ENVIRONMENT = "tests/core/test_environment.py"
 BUSY = "tests/core/test_busy.py"
 BUDGET = "tests/core/test_budget.py"
 COMPILERS = "tests/core/test_compilers.py"
+SIGNALS = "tests/core/test_signals.py"
+HOSTILE = "tests/core/test_hostile_plugins.py"
+TUNING = "tests/core/test_boundaries_tuning.py"
+LAYOUT = "tests/test_layout.py"
+SUPPORTS = "tests/core/test_supports.py"
 
 ENVIRON = [
     Mutant(
@@ -314,5 +319,97 @@ ENVIRON = [
         "    offset = 0\n",
         "unaligned operands are timed aligned",
         (BUDGET,),
+    ),
+    Mutant(
+        "signal-absent-file",
+        "tmm_cache/files.py",
+        """    except FileNotFoundError as error:
+        reraise(error)
+        return None
+    except OSError as error:
+        reraise(error)
+        return Fault(path.parent""",
+        """    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reraise(error)
+        return Fault(path.parent""",
+        "a handler's FileNotFoundError is taken for an absent record",
+        (LAYOUT, SIGNALS),
+    ),
+    Mutant(
+        "signal-no-record",
+        "tmm_cache/files.py",
+        """        reraise(error)
+        return Fault(path, f"is not a valid record""",
+        """        return Fault(path, f"is not a valid record""",
+        "a handler's ValueError is taken for a damaged record",
+        (SIGNALS,),
+    ),
+    Mutant(
+        "signal-cycle",
+        "tmm_cache/cache_errors.py",
+        "                del cause, error\n",
+        "                pass\n",
+        "an exception that passes keeps the interrupted frames' tensors and locks",
+        (SIGNALS,),
+    ),
+    Mutant(
+        "signal-cycle-suppress",
+        "tmm_cache/cache_errors.py",
+        "            del error, trace  # as there",
+        "            pass",
+        "the same behind suppress",
+        (SIGNALS,),
+    ),
+    Mutant(
+        "signal-two-threads",
+        "verify/two_threads.py",
+        """            if not issubclass(type(error), RuntimeError):
+                raise
+""",
+        "",
+        "a Ctrl-C while two threads start counts as a machine without threads",
+        (SIGNALS,),
+    ),
+    Mutant(
+        "plugin-supports-raise",
+        "registry/query.py",
+        "return self._declared(problem) or self.declines(problem)",
+        "return self.supports.reasons_against(problem) or self.declines(problem)",
+        "a declaration that raises ends every call",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "plugin-promises",
+        "registry/query.py",
+        "        and result.unmet_promises is Config.unmet_promises  # or a call would run a plugin's code\n",
+        "",
+        "a config's own judgement of promises runs in a call",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "plugin-warned-twice",
+        "tuning/findings.py",
+        "            self.reported.add(name)",
+        "            pass",
+        "a kernel that is set aside is reported a second time, as the machine's fault",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "untried-infinite-count",
+        "tuning/untried.py",
+        "except Exception as error:  # a damaged note may hold anything",
+        "except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:",
+        "a damaged note ends the first call",
+        (TUNING,),
+    ),
+    Mutant(
+        "supports-flags",
+        "spec/supports.py",
+        "if type(value := getattr(self, name)) is not bool:",
+        "if (value := getattr(self, name)) is None:",
+        "a declaration of `alpha='no'` admits alpha",
+        (SUPPORTS,),
     ),
 ]

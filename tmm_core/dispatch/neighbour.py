@@ -10,6 +10,7 @@ from typing import Any
 
 from tmm_cache import CacheStore, Summary, TuningRecord
 
+from tmm_core.errors import reraise
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.problem import Problem
 
@@ -99,7 +100,8 @@ def _family(document: Mapping[str, Any]) -> str | None:
     shared = {key: value for key, value in document.items() if key not in _SIZES}
     try:
         return json.dumps(shared, sort_keys=True, default=dict)  # of any mapping
-    except RecursionError:
+    except RecursionError as error:
+        reraise(error)
         return None
 
 

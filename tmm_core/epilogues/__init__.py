@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from tmm_core.epilogues._gated import GATED_BY
-from tmm_core.errors import UnknownNameError
+from tmm_core.errors import UnknownNameError, reraise
 from tmm_core.spec.epilogue import IDENTITY, Epilogue, EpilogueLike
 from tmm_core.spec.port import Port
 
@@ -126,7 +126,8 @@ def text_of(activation: Callable[..., Any]) -> str:
         function = function.func
     try:
         text = SPELLINGS.get(type(function) if isinstance(function, nn.Module) else function)
-    except TypeError:  # unhashable
+    except TypeError as error:  # unhashable
+        reraise(error)
         text = None
     if callable(text):
         arguments = inspect.signature(text).parameters

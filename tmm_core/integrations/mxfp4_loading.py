@@ -11,6 +11,7 @@ import functools
 import importlib
 from typing import Any
 
+from tmm_core.errors import reraise
 from tmm_core.nn.mxfp4_experts import Mxfp4Experts
 
 _QUANTIZER = "transformers.quantizers.quantizer_mxfp4"
@@ -65,5 +66,6 @@ def _quantizer() -> Any:
     """Transformers' quantizer; None in versions without it."""
     try:
         return importlib.import_module(_QUANTIZER).Mxfp4HfQuantizer
-    except ImportError:
+    except ImportError as error:
+        reraise(error)
         return None

@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from tmm_core.errors import reraise
 from tmm_core.integrations import kernel_layers, mxfp4_loading
 from tmm_core.nn import conv1d, experts
 
@@ -87,7 +88,8 @@ def _fp8_experts() -> Any:
     versions without it."""
     try:
         return importlib.import_module(_FP8).ALL_FP8_EXPERTS_FUNCTIONS
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        reraise(error)
         return None
 
 

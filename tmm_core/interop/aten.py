@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from tmm_core import settings
-from tmm_core.errors import SettingsError, UnknownNameError
+from tmm_core.errors import SettingsError, UnknownNameError, reraise
 from tmm_core.interop.aten_answers import Operator
 from tmm_core.interop.aten_entries import ENTRY, entry_of
 from tmm_core.interop.aten_report import EnabledReport, OperatorReport, overhead_us
@@ -112,7 +112,8 @@ class Enabled:
                 continue
             try:
                 torchs = torch.library.get_kernel(f"aten::{name}", self.key)
-            except RuntimeError:  # this torch has none
+            except RuntimeError as error:  # this torch has none
+                reraise(error)
                 continue
             if name not in self.answered:
                 operator = Operator(name, torchs, self.only, self.on_cache_miss, self._pace)

@@ -38,7 +38,8 @@ def kernels(
     key = (epilogue.key, width, dtype, like.device, settings.overridden())
     try:
         return _found[key]
-    except KeyError:
+    except KeyError as error:
+        reraise(error)
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # loading a kernel would end the capture
     made = None

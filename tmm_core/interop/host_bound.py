@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tmm_core.errors import reraise
+
 #: Calls between two samples, and what is added after each, up to the most.
 INTERVAL, MORE, MOST = 16, 16, 256
 
@@ -68,8 +70,9 @@ class Pace:
                 return waits, not waits
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(operand.device))
-        except RuntimeError:  # another thread captures, or the launch will raise the same error
-            return None
+        except RuntimeError as error:
+            reraise(error)
+            return None  # another thread captures, or the launch will raise the same error
         self._event = event
         self.next = self.calls + 1
         return None

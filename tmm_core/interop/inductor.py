@@ -289,7 +289,8 @@ def _state_of_records() -> str:
     for path in Path(root).rglob("*.json"):
         try:
             stat = path.stat()
-        except OSError:  # removed meanwhile
+        except OSError as error:  # removed meanwhile
+            reraise(error)
             continue
         found.append(f"{path.name} {stat.st_mtime_ns} {stat.st_size}")
     return "\n".join(sorted(found))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from tmm_core import compat, formats
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.formats import Format, Pair, grids
 from tmm_core.launch.output_memory import check_outputs
 from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
@@ -413,7 +413,8 @@ def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
         # Unbacked sizes of a graph cannot be compared here.
         try:
             return tuple(torch.broadcast_shapes(x, y))
-        except RuntimeError:
+        except RuntimeError as error:
+            reraise(error)
             return None
     if x == y:
         return tuple(x)

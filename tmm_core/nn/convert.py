@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tmm_core.errors import reraise
 from tmm_core.nn import (
     conv1d,
     experts,
@@ -298,6 +299,7 @@ class _Conversion:
             try:
                 stored = stored_weights.quantised(weight.mT if turned else weight, format)
             except ValueError as error:
+                reraise(error)
                 self._leave(layer, f"{its} is not rounded: {error}")
                 continue
             rounded = stored_weights.parameter(stored.mT if turned else stored)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tmm_core import api
+from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state
 from tmm_core.nn import stored_weights
 from tmm_core.nn.classes import subclass
@@ -34,6 +35,7 @@ def unfit(layer: Any) -> str | None:
     try:
         operand(layer)
     except ValueError as error:
+        reraise(error)
         return f"its scales are not supported ({error})"
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tmm_core.errors import reraise
 from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
@@ -48,7 +49,8 @@ def stacked(parts: Sequence[Tensor]) -> Tensor | None:
         # Tensors that the allocator happened to place side by side are not one storage: this
         # raises for them, as the line above does for tensors without memory (fake, wrapped).
         return start.as_strided((sum(map(len, parts)), *start.shape[1:]), start.stride())
-    except RuntimeError:
+    except RuntimeError as error:
+        reraise(error)
         return None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tmm_core import api
+from tmm_core.errors import reraise
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.stored_weights import parameter
 from tmm_core.quantized import Quantized
@@ -71,6 +72,7 @@ def unfit(layer: Any) -> str | None:
     try:
         _read(layer)
     except ValueError as error:
+        reraise(error)
         return f"its layout is not supported ({error})"
     return None
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tmm_core import api, compat
+from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, flops
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.linear import Linear
@@ -148,7 +149,8 @@ def _projected(forward: Any) -> tuple[str, ...]:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError) as error:
+        reraise(error)
         return ()
     if not isinstance(function, ast.FunctionDef):
         return ()

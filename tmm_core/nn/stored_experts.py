@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tmm_core.epilogues import GATED_BY
+from tmm_core.errors import reraise
 from tmm_core.nn.stored_weights import in_fp32
 from tmm_core.quantized import Quantized
 
@@ -64,6 +65,7 @@ def unfit(layer: Any) -> str | None:
         try:
             of(layer, name)
         except ValueError as error:
+            reraise(error)
             return f"its {name} is not supported ({error})"
     return None
 

@@ -135,11 +135,32 @@ class CheckedKernel(Kernel[Any]):
                     "reasons_against(), and yield other reasons from declines(problem)"
                 )
 
+    def reasons_against(self, problem: Problem) -> list[str]:
+        try:
+            return self._declared(problem) or self.declines(problem)
+        except PluginError as error:
+            return [str(error)]
+
     def declines(self, problem: Problem) -> list[str]:
         try:
             return self._call("declines", _reasons, problem)
         except PluginError as error:
             return [str(error)]
+
+    def _declared(self, problem: Problem) -> list[str]:
+        """What ``supports`` does not admit. It may be of a class of its own, or hold collections
+        that raise.
+
+        Raises:
+            PluginError: The kernel is set aside.
+        """
+        if self.fault is not None:
+            raise PluginError(self.fault)
+        try:
+            return _reasons(self.supports.reasons_against(problem))
+        except BaseException as error:
+            reraise(error)
+            raise self.set_aside(self._fault("supports", error)) from error
 
     def configs(self, problem: Problem) -> list[Config]:
         """The search space.
@@ -333,7 +354,11 @@ def _is_traits(result: Any) -> bool:
 
 
 def _is_config_type(result: Any) -> bool:
-    return issubclass(type(result), type) and issubclass(result, Config)
+    return (
+        issubclass(type(result), type)
+        and issubclass(result, Config)
+        and result.unmet_promises is Config.unmet_promises  # or a call would run a plugin's code
+    )
 
 
 #: Attributes that are read once, when a kernel is registered.
@@ -341,7 +366,9 @@ _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}: it has no name, {A_NAME}"),
     "supports": _such(lambda x: issubclass(type(x), Supports), "must be a Supports, got {}"),
     "traits": _such(_is_traits, "must be a Traits of True and False, got {}"),
-    "config_type": _such(_is_config_type, "must be a Config subclass, got {}"),
+    "config_type": _such(
+        _is_config_type, "must be a Config subclass without an unmet_promises of its own, got {}"
+    ),
     "version": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}, not {A_NAME}"),
 }
 _arithmetic: Callable[[Any], str | None] = _such(

@@ -5,7 +5,6 @@ All files of a package count, whatever their type; the packages that it imports 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -17,7 +16,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from tmm_cache.cache_errors import suppress
 from tmm_cache.fields import NAME_MAX
+
+from tmm_core.errors import reraise
 
 #: tmm's own packages: their kernels state their versions.
 OWN = frozenset(("tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"))
@@ -142,7 +144,8 @@ class _Stamp(NamedTuple):
 def _stamp(path: str, name: str) -> _Stamp:
     try:
         of = os.stat(path)
-    except OSError:  # just removed
+    except OSError as error:  # just removed
+        reraise(error)
         return _Stamp(path, name, 0, 0, 0)
     return _Stamp(path, name, of.st_size, of.st_mtime_ns, of.st_ctime_ns)
 
@@ -154,7 +157,7 @@ def _digest(package: str, stamps: tuple[_Stamp, ...]) -> str:
         room -= max(each.size, _LEAST_BYTES)
         content = f"{each.size} {each.modified}"
         if room >= 0:
-            with contextlib.suppress(OSError):  # the package cannot read it either
+            with suppress(OSError):  # the package cannot read it either
                 content = hashlib.sha256(Path(each.path).read_bytes()).hexdigest()
         found.append(f"{each.name} {content}")
     return _short(*found)

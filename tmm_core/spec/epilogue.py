@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.spec.code import PROCESS
 from tmm_core.spec.identity import cells_of, frozen, identity, lasting_text
 from tmm_core.spec.port import DTYPES, Port
@@ -386,7 +387,8 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
     operands = 2 if epilogue.gated else 1
     try:
         arguments = list(inspect.signature(epilogue.reference).parameters.values())[operands:]
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError) as error:  # written in C
+        reraise(error)
         return ()
     # Parameters are passed by position.
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

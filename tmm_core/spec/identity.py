@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.spec.code import LIBRARIES, is_typed, package_digest
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
@@ -50,7 +51,8 @@ def is_frozen(function: Any) -> bool:
         return False
     try:
         return all(cell.cell_contents is cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # a variable that is not filled yet
+    except ValueError as error:  # a variable that is not filled yet
+        reraise(error)
         return False
 
 

@@ -75,7 +75,8 @@ class Supports:
         zeroed: Zeroing everything beyond the last group.
 
     Raises:
-        TypeError: A string is given instead of a collection of names.
+        TypeError: A field has a value of another type, such as a string instead of a collection of
+            names.
     """
 
     devices: Collection[str] = ("cuda",)
@@ -113,8 +114,18 @@ class Supports:
             if isinstance(value, str) or not isinstance(value, Collection):
                 raise TypeError(f"Supports.{name} is a collection, got {value!r}")
         for name, value in self.layouts.items():
-            if isinstance(value, str):
+            if isinstance(value, str) or not isinstance(value, Collection):
                 raise TypeError(f"Supports.layouts[{name!r}] is a collection, got {value!r}")
+        for name in _FLAGS:
+            if type(value := getattr(self, name)) is not bool:
+                raise TypeError(f"Supports.{name} is True or False, got {value!r}")
+        for name, value in (("capability", self.capability), ("below", self.below)):
+            if not (value is None and name == "below") and not (
+                isinstance(value, tuple) and [*map(type, value)] == [int, int]
+            ):
+                raise TypeError(f"Supports.{name} is a pair like (9, 0), got {value!r}")
+        if self.batch is not None and type(self.batch) is not int:
+            raise TypeError(f"Supports.batch is a number or None, got {self.batch!r}")
 
     @classmethod
     def everything(cls) -> Supports:

@@ -132,7 +132,8 @@ def _triton() -> Path | None:
     """Triton's folder."""
     try:
         found = importlib.util.find_spec("triton")
-    except (ImportError, ValueError):
+    except (ImportError, ValueError) as error:
+        reraise(error)
         return None
     return Path(found.origin).parent if found is not None and found.origin else None
 

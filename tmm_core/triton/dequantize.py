@@ -202,7 +202,8 @@ def dequantizer(
     try:
         scaled = operand.grid or (folds and operand.scale is not None)
         return Dequantize(operand, problem.k, dtype, torch.device(device.type), scaled, zeros)
-    except ValueError:  # groups or packing that it does not read
+    except ValueError as error:  # groups or packing that it does not read
+        reraise(error)
         return None
     except Exception as error:
         reraise(error)

@@ -93,7 +93,8 @@ def called_as_known(launcher: type) -> bool:
     """Whether the class of launcher objects takes the arguments that tmm passes, in its order."""
     try:
         parameters = list(inspect.signature(launcher.__call__).parameters.values())[1:]
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError) as error:
+        reraise(error)
         return False
     named = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
     rest = [each for each in parameters if each.kind is not each.POSITIONAL_OR_KEYWORD]

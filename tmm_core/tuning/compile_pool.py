@@ -295,7 +295,8 @@ class _Host:
             self._pending[number] = future, job["limit"]
         try:
             self._write({**asked, **job, "id": number})
-        except (TypeError, ValueError):  # a config that is not JSON
+        except (TypeError, ValueError) as error:  # a config that is not JSON
+            reraise(error)
             return self._pending.pop(number, None) is None
         return True
 

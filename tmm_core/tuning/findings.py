@@ -43,6 +43,8 @@ class Findings:
     #: The kernels to be tried, and the ones that the environment left untried.
     tried: set[Able] = field(default_factory=set)
     left: dict[Able, Left] = field(default_factory=dict)
+    #: The kernels among them that were set aside, with a warning.
+    reported: set[Able] = field(default_factory=set)
     #: Faults by the kernels' sources, which warnings name.
     faults: dict[Any, list[Fault]] = field(default_factory=dict)
 
@@ -51,6 +53,8 @@ class Findings:
         name, before = (kernel.name, kernel.version), self.left.get((kernel.name, kernel.version))
         if before is None or GRAVEST.index(left.cause) < GRAVEST.index(before.cause):
             self.left[name] = left
+        if isinstance(kernel, CheckedKernel) and kernel.fault is not None:
+            self.reported.add(name)
 
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
         """Note a fault of a kernel's own code."""
@@ -64,7 +68,8 @@ class Findings:
         Args:
             about: The tuned problem.
         """
-        warn_of_environment(self.left, about)
+        left = {name: why for name, why in self.left.items() if name not in self.reported}
+        warn_of_environment(left, about)
         for source, faults in self.faults.items():
             first = faults[0]
             message = f"kernel {first.kernel} failed in tuning {about}: {first.reason}"

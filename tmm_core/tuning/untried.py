@@ -87,7 +87,8 @@ class Noted:
                 if cause in get_args(Cause)
             }
             tried = {str(name): int(count) for name, count in document["tried"].items()}
-        except (AssertionError, LookupError, TypeError, ValueError, AttributeError):
+        except Exception as error:  # a damaged note may hold anything
+            reraise(error)
             return None
         return cls(kernels, tried)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from tmm_core import compat
+from tmm_core.errors import reraise
 from tmm_core.spec.launcher import Launcher
 from tmm_core.verify.data_sets import DataSets, InputSet
 
@@ -231,10 +232,13 @@ def launch_together(
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError:  # no thread can be started
+        except BaseException as error:
             busy.clear()
             turns.leave(1)
-            return None
+            reraise(error)
+            if not issubclass(type(error), RuntimeError):
+                raise
+            return None  # no thread can be started
         finally:
             for thread in threads:
                 if thread.ident is not None:
