@@ -10,11 +10,12 @@ It depends on neither torch nor the kernels: problems, environments and configs 
 """
 
 from tmm_cache.cache_errors import CacheWarning, RecordError
+from tmm_cache.files import Located
 from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.paths import default_root, layer_paths, shipped_layers
 from tmm_cache.record import CLOCK, SCHEMA, CandidateResult, TuningRecord
-from tmm_cache.scan import Located, Summary
+from tmm_cache.scan import Summary
 from tmm_cache.store import CacheStore, Miss
 
 __all__ = [

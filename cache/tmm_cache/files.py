@@ -69,21 +69,28 @@ def json_lines(data: bytes) -> Iterator[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A record as stored in its file.
+class Located:
+    """A record and its origin.
 
-    `sealed`: the file has the checksum that the store writes; a file made or changed by hand has
-    none. `imported`: the record came from an exported file. `foreign`: why others than this user
-    may have written it, if that was checked.
+    `path` is None if it is held only in memory. `sealed`: its file has the checksum that the store
+    writes; a file made or changed by hand has none. `own`: it was not imported and, if found by
+    `CacheStore.locate`, it was saved by this process or in the user's own root. `foreign`: why
+    others than this user may have written its file, if that was checked.
     """
 
     record: TuningRecord
+    path: Path | None
     sealed: bool
-    imported: bool = False
+    own: bool
     foreign: str | None = None
 
+    @property
+    def trusted(self) -> bool:
+        """Whether its winner may be used without verifying it on this machine first."""
+        return self.own and self.sealed
 
-def parse_stored(data: bytes, name: str) -> Stored:
+
+def parse_stored(data: bytes, name: str) -> Located:
     """The record of a file called `<name>.json`.
 
     Raises ValueError for bytes that are not JSON, and RecordError for JSON that is not a record or
@@ -103,7 +110,7 @@ def parse_stored(data: bytes, name: str) -> Stored:
     actual = digest(record.problem)
     if actual != name:
         raise RecordError(f"problem: found the problem of {actual}.json, accepted is {name}'s own")
-    return Stored(record, sealed, imported)
+    return Located(record, None, sealed, own=not imported)
 
 
 def _checksum(text: str) -> str:
@@ -194,17 +201,17 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
     stored = read_stored(path)
     if isinstance(stored, Fault):
         report(stored)
-    return stored.record if isinstance(stored, Stored) else None
+    return stored.record if isinstance(stored, Located) else None
 
 
-def read_stored(path: Path, root: Path | None = None) -> Stored | Fault | None:
+def read_stored(path: Path, root: Path | None = None) -> Located | Fault | None:
     """The record in a file with its origin; None if the file is absent. With `root`, which is the
     user's own, it is also checked whether others may have written the file."""
     read = read_file(path, root)
     if not isinstance(read, Read):
         return read
     try:
-        return replace(parse_stored(read.data, path.stem), foreign=read.foreign)
+        return replace(parse_stored(read.data, path.stem), path=path, foreign=read.foreign)
     except ValueError as error:
         reraise(error)
         return Fault(path, f"is not a valid record: {error}", damaged=True)

@@ -75,25 +75,6 @@ class Summary:
         return self._record or read_record(self.path, passed_over)
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The record that answers for a problem, and its origin.
-
-    `path` is None if it is held only in memory. `own`: it was saved by this process or in the
-    user's own root, and not imported. `sealed`: its file has a correct checksum.
-    """
-
-    record: TuningRecord
-    path: Path | None
-    own: bool
-    sealed: bool
-
-    @property
-    def trusted(self) -> bool:
-        """Whether its winner may be used without verifying it on this machine first."""
-        return self.own and self.sealed
-
-
 def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path]:
     """The folders of records under a root, one for each GPU and environment, by name; an absent
     root has none."""

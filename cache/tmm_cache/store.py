@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
 from tmm_cache.fault_warnings import FaultWarnings, passed_over
-from tmm_cache.files import Fault, read_stored, record_bytes, write_record
+from tmm_cache.files import Fault, Located, read_stored, record_bytes, write_record
 from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.locks import acquire
@@ -31,7 +32,7 @@ from tmm_cache.paths import (
     record_path,
 )
 from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Located, Summary, summaries
+from tmm_cache.scan import Summary, summaries
 
 if TYPE_CHECKING:
     from tmm_cache.size_limits import SizeLimiter
@@ -109,7 +110,7 @@ class CacheStore:
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
             here = path if os.path.isfile(path) else None
-            return Located(held.record, here, own=path not in self._unverified, sealed=True)
+            return Located(held.record, here, sealed=True, own=path not in self._unverified)
         asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
@@ -123,7 +124,7 @@ class CacheStore:
                 if mine and stored.foreign is not None:
                     mine = False
                     self._warnings.untrusted(stored.foreign)
-                return Located(stored.record, path, mine and not stored.imported, stored.sealed)
+                return replace(stored, own=stored.own and mine)
             else:
                 passed_over(Fault(path, "records another problem of the same digest"))
         return None
@@ -283,7 +284,7 @@ class CacheStore:
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
             return None
         # It may have been verified where it was frozen, but not here.
-        return Located(record, self.lock_path, own=False, sealed=True)
+        return Located(record, self.lock_path, sealed=True, own=False)
 
     def _locked_file(self) -> Transport | None:
         """The lock file that alone answers; None, with a warning, if there is none."""

@@ -23,8 +23,8 @@ from tmm_cache.disk import write_for_all
 from tmm_cache.fields import parse
 from tmm_cache.files import (
     Fault,
+    Located,
     Read,
-    Stored,
     has_checksum,
     read_file,
     read_stored,
@@ -173,7 +173,7 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
                 if present.place:
                     raise OSError(f"{present.path} {present.reason}")
                 imported.faults.append(f"{key[2]}: {present.path} {present.reason}")
-            elif isinstance(present, Stored) and present.record.created_at >= record.created_at:
+            elif isinstance(present, Located) and present.record.created_at >= record.created_at:
                 imported.kept += 1
             else:
                 write_record(path, record_bytes(record, imported=True, checked=True), environment)

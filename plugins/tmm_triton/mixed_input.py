@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pkgutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +63,10 @@ _REGISTERS: dict[bool, dict[int, tuple[int, int]]] = {
 _MOST_ARRANGED = 32
 #: A digest of the device code, for Triton's cache key (:class:`Constants`).
 _SOURCE = hashlib.sha256(
-    Path(__file__).read_bytes() + Path(__file__).with_name("mixed_input_device.py").read_bytes()
+    b"".join(
+        pkgutil.get_data("tmm_triton", name) or b""  # also from a zip
+        for name in ("mixed_input.py", "mixed_input_device.py")
+    )
 ).hexdigest()[:12]
 
 

@@ -294,6 +294,47 @@ def test_a_kernel_is_forced_among_kernels_alone() -> None:
     assert "no kernel 'triton.pointwise'" in wrong({"TMM_KERNEL": "triton.pointwise"})["TMM_KERNEL"]
 
 
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("TMM_CACHE_DIR", ["", "/x", "~/x"], ["~nobody-of-that-name/x"]),
+        ("TMM_CACHE_PATH", ["", "/x:/y"], ["/x:~nobody-of-that-name/x"]),
+        ("TMM_CACHE_MAX_AGE", ["", "30d"], ["30", "x"]),
+        ("TMM_CACHE_MAX_SIZE", ["", "0", "2G"], ["x", "-1"]),
+        ("TMM_CACHE_SHARED", ["", "0", "1"], ["yes", "true", "2"]),
+        ("TMM_SHIPPED_RECORDS", ["", "0", "1"], ["no", "2"]),
+        (
+            "TMM_REQUIRE_LOCKED",
+            ["", "0", "1", "true", "YES", "on", "false", "No", "off"],
+            ["2", "maybe"],
+        ),
+        ("TMM_LOCK_FILE", ["", "/absent/file"], [__file__]),
+    ],
+)
+def test_variables_are_checked(name: str, accepted: list[str], refused: list[str]) -> None:
+    check = variables.CHECKS[name]
+    for text in accepted:
+        check(text)
+    for text in refused:
+        with pytest.raises(ValueError):
+            check(text)
+
+
+@pytest.mark.parametrize(
+    ("locked", "fails"), [("1", True), ("on", True), ("0", False), ("no", False)]
+)
+def test_an_absent_lock_file_is_a_mistake_where_it_is_required(
+    locked: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", locked)
+    check = variables.CHECKS["TMM_LOCK_FILE"]
+    if not fails:
+        check(str(tmp_path / "absent"))
+        return
+    with pytest.raises(ValueError, match=r"^there is no such file"):
+        check(str(tmp_path / "absent"))
+
+
 def test_only_variables_of_tmm_are_judged_and_each_with_advice() -> None:
     registry = dispatch.default_dispatcher().registry
     environ = {

@@ -4,8 +4,10 @@ tunes nothing, and its plan serves no other call."""
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -310,6 +312,21 @@ def test_what_returns_in_time_is_not_reported(
         with watch.watched(lambda: "too slow"):
             pass
         time.sleep(0.5)
+    assert capsys.readouterr().err == ""
+    assert not watch._running
+
+
+def test_a_query_that_is_interrupted_while_it_is_left_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(weakref.WeakValueDictionary[int, Any]):
+        def pop(self, *arguments: Any) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "_running", Interrupted())
+    with pytest.raises(KeyboardInterrupt), watch.watched(lambda: "too slow", patience=0.1):
+        pass
+    watch._report(math.inf)
     assert capsys.readouterr().err == ""
     assert not watch._running
 

@@ -85,7 +85,7 @@ CACHE = [
            "a table breaks words", (CONSOLE,)),
     Mutant("cache-empty-field", "tmm_cache/problem_fields.py", 'for name, value in values.items() if value != ""]',
            "for name, value in values.items()]", "a field that is off prints as `early=`", (MESSAGES,)),
-    Mutant("cache-variable", "tools/commands/variables.py", "            _CHECKS.get(name, str)(text)\n", "",
+    Mutant("cache-variable", "tools/commands/variables.py", "            CHECKS.get(name, str)(text)\n", "",
            "TMM_CACHE_MAX_SIZE=lots passes doctor", (CLI,)),
     Mutant("cache-doctor-owner", "tools/commands/doctor.py", "        yield Finding(\"cache\", \"problem\", text, advice)\n    for layer",
            "        pass\n    for layer", "doctor does not tell of records that others can write", (CLI,)),

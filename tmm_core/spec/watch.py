@@ -7,12 +7,13 @@ the call without a message. One daemon thread, started on demand, names the plug
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from tmm_cache.cache_errors import suppress
 
@@ -23,23 +24,32 @@ _LOOK = 0.5
 
 #: False in a process that forks, and so must not have threads.
 enabled = True
-#: The running queries, and when each is reported (``time.monotonic``; None: it was reported).
-_running: dict[int, tuple[float | None, Callable[[], str]]] = {}
-_numbers = itertools.count()
 _thread: threading.Thread | None = None
+
+
+@dataclass(eq=False)
+class _Query:
+    what: Callable[[], str]
+    #: When it is reported (``time.monotonic``); None: it was reported.
+    due: float | None
+
+
+#: The running queries, by their addresses. A signal's exception may end a query where it is taken
+#: out of here; then it goes with its last reference.
+_running: weakref.WeakValueDictionary[int, _Query] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
 def watched(what: Callable[[], str], patience: float | None = None) -> Iterator[None]:
     """A context that is reported if it is not left within ``patience`` seconds, by default
     :data:`PATIENCE`."""
-    number = next(_numbers)
+    query = _Query(what, time.monotonic() + (PATIENCE if patience is None else patience))
     try:
-        _running[number] = time.monotonic() + (PATIENCE if patience is None else patience), what
+        _running[id(query)] = query
         _start()
         yield
     finally:
-        _running.pop(number, None)
+        _running.pop(id(query), None)
 
 
 def _start() -> None:
@@ -55,15 +65,19 @@ def _look() -> None:
     global _thread
     while _running:
         time.sleep(min(_LOOK, PATIENCE / 4))
-        now = time.monotonic()
-        for number, (due, what) in list(_running.items()):
-            if due is not None and now > due and number in _running:
-                _running[number] = None, what
-                with suppress(Exception):  # stderr is closed
-                    print(f"tmm: {what()}", file=sys.stderr, flush=True)
+        _report(time.monotonic())
         if not _running:
             # A query that starts after this starts another thread, or keeps this loop running.
             _thread = None
+
+
+def _report(now: float) -> None:
+    for reference in _running.valuerefs():
+        query = reference()
+        if query is not None and query.due is not None and now > query.due:
+            query.due = None
+            with suppress(Exception):  # stderr is closed
+                print(f"tmm: {query.what()}", file=sys.stderr, flush=True)
 
 
 if hasattr(os, "register_at_fork"):  # absent on Windows

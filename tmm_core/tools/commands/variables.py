@@ -4,9 +4,12 @@ names, and values that are not accepted."""
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
 
-from tmm_cache.environment_variables import CHECKS
+from tmm_cache.cache_errors import UsageError
+from tmm_cache.paths import absolute
+from tmm_cache.size_limits import parse_age, parse_size
 
 from tmm_core.errors import SettingsError
 from tmm_core.registry.registry import Registry
@@ -15,14 +18,61 @@ from tmm_core.settings import POINTWISE, VARIABLES, Settings, flag, names
 #: Variables with names of plugins.
 OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
 
-#: Checks of the variables that are no settings, by name.
-_CHECKS: dict[str, Callable[[str], object]] = {**CHECKS, "TMM_ENABLE": flag}
+_YES = ("1", "true", "yes", "on")
+_NO = ("", "0", "false", "no", "off")
+
+
+def _folders(text: str) -> None:
+    # Whether each can be read or written is a finding about the cache.
+    for part in text.split(os.pathsep):
+        if os.path.expanduser(part).startswith("~"):
+            raise ValueError(f"{part} is in the home folder of an unknown user, and is not used")
+
+
+def _one_of(*accepted: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        if text not in accepted:
+            named = " or ".join(repr(each) for each in accepted if each)
+            raise ValueError(f"accepted is {named}")
+
+    return check
+
+
+def _switch(text: str) -> None:
+    if text.lower() not in (*_YES, *_NO):
+        raise ValueError("is taken for a yes; accepted is '1' or '0'")
+
+
+def _lock_file(text: str) -> None:
+    from tmm_cache.transport import Transport
+
+    locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
+    if text and (locked or absolute(text).exists()):
+        try:
+            Transport(absolute(text))
+        except UsageError as error:
+            raise ValueError(str(error).removeprefix(f"{absolute(text)}: ")) from error
+
+
+#: Checks of the variables that are no settings, by name: each raises ValueError, with what is wrong
+#: or accepted. Readers of a variable tolerate other values, since a typo must not cost a matmul.
+CHECKS: dict[str, Callable[[str], object]] = {
+    "TMM_ENABLE": flag,
+    "TMM_CACHE_DIR": _folders,
+    "TMM_CACHE_MAX_AGE": lambda text: text and parse_age(text),
+    "TMM_CACHE_MAX_SIZE": lambda text: text and parse_size(text),
+    "TMM_CACHE_PATH": _folders,
+    "TMM_CACHE_SHARED": _one_of("1", "0", ""),
+    "TMM_LOCK_FILE": _lock_file,
+    "TMM_REQUIRE_LOCKED": _switch,
+    "TMM_SHIPPED_RECORDS": _one_of("1", "0", ""),
+}
 
 
 def faults(environ: Mapping[str, str], registry: Registry) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each variable, its fault and advice; both are empty if it has no fault."""
     of_settings = {variable for variable, _ in VARIABLES.values()}
-    known = {*_CHECKS, *OF_PLUGINS, *of_settings}
+    known = {*CHECKS, *OF_PLUGINS, *of_settings}
     for name in sorted(environ):
         if not name.startswith("TMM_"):
             continue
@@ -35,7 +85,7 @@ def faults(environ: Mapping[str, str], registry: Registry) -> Iterator[tuple[str
         try:
             if name in of_settings:
                 Settings.from_environ({name: text})
-            _CHECKS.get(name, str)(text)
+            CHECKS.get(name, str)(text)
             wrong = _unknown(name, text, registry)
         except SettingsError as error:  # it names the variable
             wrong = str(error)
