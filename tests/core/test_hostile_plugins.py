@@ -203,6 +203,21 @@ class Many(FakeConfig):
         return {f"field{n}": n for n in range(200)}
 
 
+class Restless(FakeConfig):
+    def __hash__(self) -> int:
+        calls.append(1)
+        return len(calls)
+
+
+class Mute(FakeConfig):
+    """A good config, but for its text."""
+
+    def __repr__(self) -> str:
+        raise Base("repr")
+
+    __str__ = __repr__
+
+
 class Assuming(FakeConfig):
     @property
     def assumes(self) -> Any:
@@ -268,6 +283,7 @@ METHODS |= {
     "a config with a long name": ("configs", gives([Named()])),
     "a config with many fields": ("configs", gives([Many()])),
     "a config that assumes without end": ("configs", gives([Assuming()])),
+    "a config whose hash changes": ("configs", lambda *_: [Restless()]),
     "a config that changes": ("configs", lambda *_: [Turncoat()]),
     "default_config gives None": ("default_config", gives(None)),
     "default_config gives 2**70": ("default_config", lambda *_: Wide(value=2**70)),
@@ -527,6 +543,14 @@ def test_it_costs_itself_and_one_warning(behaviour: str) -> None:
     after = os.getcwd(), torch.get_default_dtype(), A, torch.is_grad_enabled()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
+
+
+def test_a_config_without_a_text_is_explained() -> None:
+    members = {"config_type": Mute, "configs": lambda *_: [Mute(tile=3)]}
+    kernel: Any = type("Bad", (FakeKernel,), {**members, "default_config": lambda *_: Mute(tile=3)})
+    install(lambda: plugin(kernel("bad", estimate=1.0)))
+    assert is_right()
+    assert "bad tile=3" in str(tmm_core.explain(A, B))
 
 
 # Each third, to save half a minute; all pass.

@@ -412,4 +412,20 @@ ENVIRON = [
         "a declaration of `alpha='no'` admits alpha",
         (SUPPORTS,),
     ),
+    Mutant(
+        "plugin-hash-changes",
+        "registry/query.py",
+        "if hash(config) != hash(config):",
+        "if False:",
+        "a config whose hash changes ends the tuning of all kernels",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "plugin-config-text",
+        "spec/kernel.py",
+        '{config_text(self.config.to_json())}".rstrip()',
+        '{self.config}".rstrip()',
+        "a config's own text ends explain",
+        (HOSTILE,),
+    ),
 ]

@@ -307,7 +307,8 @@ class CheckedKernel(Kernel[Any]):
         """``config``, checked to be comparable, hashable and storable in a record."""
         if not issubclass(type(config), self.config_type):
             raise InvalidResultError(f"gave {shown(config)}, not a {self.config_type.__name__}")
-        hash(config)
+        if hash(config) != hash(config):
+            raise InvalidResultError(f"gave {shown(config)}, whose hash changes")
         if not config == config:  # a plugin's __eq__, called here first
             raise InvalidResultError(f"gave {shown(config)}, which is not equal to itself")
         for name in _items(config.assumes, PARAMETERS_MAX, "names that a config assumes"):

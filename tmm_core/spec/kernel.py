@@ -211,7 +211,8 @@ class Candidate:
     config: Config
 
     def __str__(self) -> str:
-        return f"{self.kernel.name} {self.config}".rstrip()
+        # Not the config's own text: a plugin may define it.
+        return f"{self.kernel.name} {config_text(self.config.to_json())}".rstrip()
 
 
 @dataclass(frozen=True)
