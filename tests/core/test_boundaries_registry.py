@@ -315,6 +315,7 @@ def test_a_chain_is_applied_stage_by_stage() -> None:
         chain.then(parse("swiglu"))
     assert parse("swiglu").then(parse("relu")).gated
     assert chain.activation is None
+    assert EPILOGUES["quantize"].activation is None  # it has outputs
     assert parse("relu").activation is not None
     assert parse("swiglu").activation is parse("scale(2)").activation is IDENTITY.activation is None
 

@@ -183,7 +183,8 @@ def test_what_memory_does_not_suffice_for_is_not_used(
 
     monkeypatch.undo()
     d = dispatcher(Faulty(exhausted, "fast", estimate=1.0), CacheStore(tmp_path, []))
-    choice, _ = d.bound(problem(), GUESS)
+    with pytest.warns(TmmWarning, match="no memory"):
+        choice, _ = d.bound(problem(), GUESS)
     assert "no memory" in choice.reason
 
 

@@ -316,10 +316,10 @@ class Epilogue:
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The reference if it is one function of the product alone; None for a chain, a gated
-        epilogue and one with parameters."""
-        alone = not (self.is_identity or self.stages or self.gated or self.parameters)
-        return self.reference if alone else None
+        """The reference if it is one function of the product alone and the only result; None for
+        a chain, a gated epilogue, one with parameters and one with outputs."""
+        more = self.stages or self.gated or self.parameters or self.outputs
+        return None if more or self.is_identity else self.reference
 
     def expression(
         self,
