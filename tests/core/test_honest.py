@@ -35,7 +35,7 @@ def test_a_right_kernel_of_a_random_problem_passes(seed: int) -> None:
     assert verified(asked, how).reason is None
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_right_kernels_of_many_random_problems_pass() -> None:
     refused = [
         f"{seed}: {asked} ({how}): {found.reason}"
