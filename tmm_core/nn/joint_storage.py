@@ -80,8 +80,9 @@ def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -
         if any(t.is_meta for t in given) or (given and stacked(given) is not None):
             continue
         plain = [t for t in given if not isinstance(t, Quantized)]
-        shared = any(storages()[t.untyped_storage().data_ptr()] > 1 for t in plain)
-        if shared or (given and not stackable(given)):
+        # Lazy, since other libraries' types may have no address: they are not stackable.
+        shared = (storages()[t.untyped_storage().data_ptr()] > 1 for t in plain)
+        if given and (not stackable(given) or any(shared)):
             return "their weights share memory with others, or differ in dtype or device"
     return None
 
