@@ -109,9 +109,10 @@ class CheckedLauncher:
             try:
                 result: Tensor = made()
                 return result
-            except GeneratorExit as error:
-                # Raised in a tuning's generators, GeneratorExit would mean that they are closed.
-                self._data.raised = RuntimeError("the launch raised GeneratorExit")
+            except (GeneratorExit, StopIteration) as error:
+                # In a tuning's generators they would mean that these are closed, or have ended.
+                kind = GeneratorExit if isinstance(error, GeneratorExit) else StopIteration
+                self._data.raised = RuntimeError(f"the launch raised {kind.__name__}")
                 raise self._data.raised from error
             except ShapeError as error:
                 raise WrongError(str(error)) from None
