@@ -187,6 +187,7 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     "derivative": (slope, another_slope),
     "device_derivative": (slope, another_slope),
     "output_vjp": (slope, another_slope),
+    "outputs_of": (slope, another_slope),
 }
 
 
@@ -204,7 +205,7 @@ def test_every_function_of_an_epilogue_alters_its_key() -> None:
             keys.add(Epilogue("mine", **{**first, name: None}).key)
     keys.add(Epilogue("mine", **first, parameters=(1.0,)).key)
     keys.add(Epilogue("mine", **first, parameters=(2.0,)).key)
-    assert len(keys) == 1 + 5 + 4 + 2
+    assert len(keys) == 1 + 6 + 5 + 2
 
 
 def test_an_edited_function_alters_it_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
