@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,14 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 import pytest
 import torch
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck
+    from hypothesis import settings as drawing
+
+    # How fast a machine draws inputs is not what a test is about.
+    drawing.register_profile("tmm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    drawing.load_profile("tmm")
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel's module is imported.

@@ -33,13 +33,13 @@ SAMPLED = [
            "a mapped residual is added to the wrong dimensions",
            (f"{INTEROP}::test_mapped_residuals_meet_the_last_dimensions_of_a_result",)),
     Mutant("sampled-stackable", "nn/joint_storage.py",
-           "if shared or (given and not stackable(given)):",
-           "if shared:",
+           "if given and (not stackable(given) or any(shared)):",
+           "if any(shared):",
            "gate and up of other dtypes become one product",
            ("tests/core/test_convert.py::"
             "test_a_gate_and_up_that_cannot_lie_side_by_side_stay_apart",)),
     Mutant("sampled-tied", "nn/joint_storage.py",
-           "if shared or (given and not stackable(given)):",
+           "if given and (not stackable(given) or any(shared)):",
            "if given and not stackable(given):",
            "a gate moves, and a layer that has its weight does not follow",
            ("tests/core/test_convert.py::"

@@ -206,19 +206,27 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
 
 #: Added to the kind of an element for which anything is accepted.
 _FREE = 8.0
+#: Factors of Inf below this part of their rms may have either sign after rounding, also to TF32.
+_UNSIGNED = 0.05
 
 
 def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted, because
-    the epilogue turns an Inf in ``z`` into NaN, or ``y`` may be rounded to Inf."""
+    """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted: the
+    epilogue turns an Inf in ``z`` into NaN, it multiplies Inf by a number whose sign depends on
+    rounding, or ``y`` may be rounded to Inf."""
     undefined = z.isnan()
+    unsigned = torch.zeros_like(y, dtype=torch.bool)
     if problem.gated:
         gate, up = problem.epilogue.inputs(undefined)
         undefined = gate | up
+        numbers = z.abs().masked_fill(~z.isfinite(), math.nan)
+        small = numbers < _UNSIGNED * numbers.square().nanmean().sqrt()
+        gate, up = problem.epilogue.inputs(small)
+        unsigned = y.isinf() & (gate | up)
     found = problem.epilogue.apply(z).isnan()
     if z.is_floating_point():  # torch's own functions may differ between dtypes
         found |= problem.epilogue.apply(z.to(problem.out.dtype)).isnan()
-    free = found & ~undefined
+    free = (found & ~undefined) | unsigned
     if y.is_floating_point():
         free |= y.isfinite() & (y.abs() > 0.98 * torch.finfo(problem.out.dtype).max)
     return kinds_of(y) + _FREE * free

@@ -129,7 +129,10 @@ class Rows:
         }
         for t, dimension in beyond[problem.along]:
             if t is not None:
-                poison(t.narrow(dimension, end, t.shape[dimension] - end))
+                size = t.shape[dimension]
+                # A scale of a block of columns is read if the block has a column of a group.
+                read = end if size >= problem.extent else -(-end * size // problem.extent)
+                poison(t.narrow(dimension, read, size - read))
 
     def poison_unread(self, problem: Problem, given: Inputs) -> None:
         """Put NaN into rows of ``a`` that no group reads, and into operands of empty groups."""
