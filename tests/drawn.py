@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tmm_core
 from tmm_core import Quantized, formats
 from tmm_core.formats import grids
 
@@ -143,6 +144,72 @@ def recording(t: Any) -> Any:
 
 def on_meta(t: Any) -> Any:
     return t.to("meta") if isinstance(t, Tensor) else t
+
+
+# -- the paths of ``matmul`` -----------------------------------------------------------------
+
+Path = Callable[[Call], Any]
+#: Paths on which nothing is cast: to tensors of another device than autocast's, and into ``out``.
+UNCAST = ("meta", "out", "problem", "plan")
+
+
+def rest_of(call: Call) -> Call:
+    """All arguments but the operands."""
+    return {name: value for name, value in call.items() if name not in ("a", "b")}
+
+
+def matmul(call: Call) -> Any:
+    return tmm_core.matmul(call["a"], call["b"], **rest_of(call))
+
+
+def linear(call: Call) -> Any:
+    return tmm_core.linear(call["a"], call["b"].mT, **rest_of(call))
+
+
+def inference(call: Call) -> Any:
+    with torch.inference_mode():
+        return matmul(call)
+
+
+def meta(call: Call) -> Any:
+    return matmul(each(on_meta, call))
+
+
+def fake(call: Call) -> Any:
+    return on_fakes(matmul, call)
+
+
+def forced(call: Call) -> Any:
+    return matmul(call | {"kernel": "blas"})
+
+
+def to_out(call: Call) -> Any:
+    out = torch.empty(0, dtype=result_dtype(call, call.get("out_dtype")))
+    assert matmul(call | {"out": out}) is out
+    return out
+
+
+def mapped_one(name: str) -> Path:
+    """``torch.vmap`` over two equal copies of an argument, which autocast leaves alone; the second
+    result."""
+
+    def path(call: Call) -> Any:
+        rest = {n: t for n, t in call.items() if n != name}
+        twice = call[name][None].repeat_interleave(2, 0)
+        return torch.vmap(lambda t: matmul(rest | {name: t}))(twice)[1]
+
+    return path
+
+
+def agrees(found: Any, expected: Any, name: str) -> bool:
+    """Assert that a path refuses a call as ``expected``, or gives a result of that dtype and shape.
+    Returns whether its values can be compared."""
+    if isinstance(expected, Exception):
+        assert_refused_alike(found, expected, name)
+        return False
+    assert not isinstance(found, Exception), f"{name}: {found!r}"
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+    return found.device.type == "cpu" and name != "fake"
 
 
 # -- drawing, and the settings of Hypothesis ------------------------------------------------
