@@ -38,8 +38,13 @@ if TYPE_CHECKING:
     from tmm_cache.size_limits import SizeLimiter
     from tmm_cache.transport import Transport
 
-# Any other value of TMM_REQUIRE_LOCKED means yes: setting it shows the intent.
-_NO = {"", "0", "false", "no", "off"}
+#: Values of TMM_REQUIRE_LOCKED that mean no. Any other means yes: setting it shows the intent.
+NO = {"", "0", "false", "no", "off"}
+
+
+def requires_lock() -> bool:
+    """Whether only a lock file may answer (`TMM_REQUIRE_LOCKED`)."""
+    return os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in NO
 
 
 class Miss(NamedTuple):
@@ -71,7 +76,7 @@ class CacheStore:
         #: The layers below, nearest first, without the root itself.
         self.layers = tuple(places.values())[1:]
         #: Whether only a lock file answers, and which.
-        self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
+        self.locked = requires_lock()
         self.lock_path = lock_path(os.environ, self.root)
         self._lock_file: Transport | None = None
         self._warnings = FaultWarnings(self.root)

@@ -103,8 +103,8 @@ GROUPED = [
     Mutant(
         "grouped-poisoned-scales",
         "verify/ragged_inputs.py",
-        "[(given.b, 1), *((t, -1) for t in of_b), (residual, 1)]",
-        "[(given.b, 1), (residual, 1)]",
+        "[(given.b, 1, 1), *((t, -1, cols) for t in of_b), (residual, 1, 1)]",
+        "[(given.b, 1, 1), (residual, 1, 1)]",
         "a kernel that reads scales of no group is not found",
         (f"{EIGHT}::test_inputs_to_measure_with",),
     ),

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 GROUP = 128
 #: The largest number of e4m3.
-LARGEST = 448.0
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 #: The bits of Inf in fp32.
 INFINITE = 0x7F800000
 #: Scales below it are multiplied by its reciprocal.

@@ -16,7 +16,7 @@ from tmm_core import compat
 from tmm_core.interop import autograd_state, fallbacks, flops, operator
 from tmm_core.interop.declaration import declare
 from tmm_core.launch.check import check
-from tmm_core.launch.output_memory import allocated
+from tmm_core.launch.output_memory import allocator
 from tmm_core.launch.warm import epilogue_of, run
 from tmm_core.spec.arguments import Arguments
 
@@ -76,7 +76,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 def _empty(call: Arguments, shape: torch.Size) -> list[Tensor]:
     result = operator.empty(call, shape)
-    return [result, *allocated(epilogue_of(call.epilogue), result, shape)]
+    return [result, *allocator(epilogue_of(call.epilogue), shape)(result)]
 
 
 _operator = declare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,21 +45,21 @@ def allocating_outputs(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) 
         return launcher
     *rows, n = shape
     flat = (torch.Size(rows).numel(), n)
-    ports = epilogue.outputs
+    flat_shapes = [port.shape(flat) for port in epilogue.outputs]
+    allocate = allocator(epilogue, shape)
 
     def run(a: Tensor, *rest: Any, **extras: Any) -> tuple[Tensor, ...]:
-        outputs = allocated(epilogue, a, shape)
-        pairs = zip(ports, outputs, strict=True)
-        views = tuple(t.view(port.shape(flat)) for port, t in pairs)
+        outputs = allocate(a)
+        views = tuple(t.view(flat) for t, flat in zip(outputs, flat_shapes, strict=True))
         return launcher(a, *rest, **extras, outputs=views), *outputs
 
     return run
 
 
-def allocated(epilogue: Epilogue, like: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """The auxiliary outputs for a result of ``shape``, uninitialised, on a tensor's device."""
-    sizes = [math.prod(port.shape(shape)) for port in epilogue.outputs]
-    return [
-        port.placed(like.new_empty(size, dtype=port.dtype), shape)
-        for port, size in zip(epilogue.outputs, sizes, strict=True)
+def allocator(epilogue: Epilogue, shape: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+    """Return a function that allocates the auxiliary outputs for a result of ``shape``,
+    uninitialised, on the device of the tensor that it is given."""
+    made = [(port, math.prod(port.shape(shape))) for port in epilogue.outputs]
+    return lambda like: [
+        port.placed(like.new_empty(size, dtype=port.dtype), shape) for port, size in made
     ]

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 #: Values of a program in groups, and values of a row that a program reads at once.
 TILE, BLOCK = 8192, 4096
 #: The largest number of e4m3.
-LARGEST = 448.0
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 @triton.jit

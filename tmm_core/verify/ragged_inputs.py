@@ -122,17 +122,17 @@ class Rows:
         a = given.a if self.a_index is None else None
         of_a = given.by_row(problem, "a").values() if a is not None else ()
         of_b = given.by_row(problem, "b").values()
-        beyond: dict[str, list[tuple[torch.Tensor | None, int]]] = {
-            "m": [(a, 0), *((t, 0) for t in of_a), (residual, 0)],
-            "n": [(given.b, 1), *((t, -1) for t in of_b), (residual, 1)],
-            "k": [(a, 1), (given.b, 0)],
+        rows, cols = (max(1, spec.block[0]) for spec in (problem.a, problem.b))
+        # Each tensor, the dimension along which groups lie, and how many of its elements share one.
+        beyond: dict[str, list[tuple[torch.Tensor | None, int, int]]] = {
+            "m": [(a, 0, 1), *((t, 0, rows) for t in of_a), (residual, 0, 1)],
+            "n": [(given.b, 1, 1), *((t, -1, cols) for t in of_b), (residual, 1, 1)],
+            "k": [(a, 1, 1), (given.b, 0, 1)],
         }
-        for t, dimension in beyond[problem.along]:
+        for t, dimension, block in beyond[problem.along]:
             if t is not None:
-                size = t.shape[dimension]
-                # A scale of a block of columns is read if the block has a column of a group.
-                read = end if size >= problem.extent else -(-end * size // problem.extent)
-                poison(t.narrow(dimension, read, size - read))
+                read = -(-end // block)
+                poison(t.narrow(dimension, read, t.shape[dimension] - read))
 
     def poison_unread(self, problem: Problem, given: Inputs) -> None:
         """Put NaN into rows of ``a`` that no group reads, and into operands of empty groups."""

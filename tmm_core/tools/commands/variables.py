@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from tmm_cache.cache_errors import UsageError
 from tmm_cache.paths import absolute
 from tmm_cache.size_limits import parse_age, parse_size
+from tmm_cache.store import NO, requires_lock
 
 from tmm_core.errors import SettingsError
 from tmm_core.registry.registry import Registry
@@ -19,7 +20,6 @@ from tmm_core.settings import POINTWISE, VARIABLES, Settings, flag, names
 OF_PLUGINS = ("TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
 
 _YES = ("1", "true", "yes", "on")
-_NO = ("", "0", "false", "no", "off")
 
 
 def _folders(text: str) -> None:
@@ -39,15 +39,14 @@ def _one_of(*accepted: str) -> Callable[[str], None]:
 
 
 def _switch(text: str) -> None:
-    if text.lower() not in (*_YES, *_NO):
+    if text.lower() not in {*_YES, *NO}:
         raise ValueError("is taken for a yes; accepted is '1' or '0'")
 
 
 def _lock_file(text: str) -> None:
     from tmm_cache.transport import Transport
 
-    locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
-    if text and (locked or absolute(text).exists()):
+    if text and (requires_lock() or absolute(text).exists()):
         try:
             Transport(absolute(text))
         except UsageError as error:
