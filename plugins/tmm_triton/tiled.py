@@ -183,7 +183,8 @@ class Tiled(TritonKernel[C]):
         self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
     ) -> list[C]:
         """As in the base class. Where outputs have groups of columns, parts of a tile have whole
-        groups, and a thread at most 64 elements of it: with 128 it spilled 288 to 1008 bytes."""
+        groups, and a thread has at most 64 elements of the tile. With 128 elements it spilled 288
+        to 1008 bytes."""
         found = super().every(problem, shapes, **values)
         if not any(port.group for port in problem.epilogue.outputs):
             return found
@@ -253,7 +254,7 @@ _GATED_SHAPES = [
 ]
 
 
-#: More of these, whose parts have whole groups of 128 columns.
+#: Further gated tiles, whose parts have whole groups of 128 columns.
 _GATED_GROUPS = [
     (64, 128, 64, 3, 8),
     (32, 128, 64, 4, 4),

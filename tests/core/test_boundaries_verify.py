@@ -598,7 +598,7 @@ def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
 
 def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_free() -> None:
     asked = problem(m=1, n=3, k=4, epilogue=parse("swiglu"))
-    # Gates of Inf beside numbers, of which the last is small.
+    # Gates of Inf, and three numbers. The last number is small.
     z = torch.tensor([[math.inf] * 3 + [2.0, -3.0, -1e-3]])
     kinds, free = nonfinite.split(nonfinite.marks(asked, z, asked.epilogue.apply(z)))
     assert kinds.tolist() == [[1, -1, -1]]

@@ -37,8 +37,8 @@ def package(
 
 @pytest.mark.slow
 def test_the_package_builds_installs_is_listed_and_conforms(package: Path, tmp_path: Path) -> None:
-    # Whoever looks for the module pip makes setuptools use Python's own distutils, which torch's
-    # compiler then fails at.
+    # A search for the module pip makes setuptools use Python's own distutils. torch's compiler then
+    # fails in this process.
     if not any(importlib.metadata.distributions(name="pip")):
         pytest.skip("pip is not installed")
     pytest.importorskip("hatchling")

@@ -280,7 +280,7 @@ def test_the_next_product_takes_it(kernel: str) -> None:
         found = two_products(x, w, w8)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     exact = F.silu(x.double() @ w.double().t()) @ w8.dequantize().double().t()
-    # Of each of 256 terms rounding loses up to 1/16, and 1/50 of the root mean square of a sum.
+    # Rounding changes each of 256 terms by up to 1/16, and the rms of a sum by about 1/50.
     error = (found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 0.04
 

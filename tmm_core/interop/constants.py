@@ -18,7 +18,7 @@ from tmm_core import compat
 from tmm_core.interop.tails import Tail
 
 aten = torch.ops.aten
-#: What a graph ends with for each input that it changes.
+#: A graph ends with this operator for each input that it changes.
 WRITES = aten.copy_.default
 #: Operators that transpose a matrix.
 TURNS = {aten.permute.default, aten.t.default, aten.transpose.int}

@@ -92,17 +92,21 @@ def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
 
 def tail_of(product: Node) -> Tail:
     """Return a product with its longest tail."""
-    tail = Tail(product, product, [product])
+    tail = _bare(product)
     return _with_residual(_with_gate(tail) or _with_activation(tail))
 
 
+def _bare(product: Node) -> Tail:
+    return Tail(product, product, [product])
+
+
 def pairs(graph: torch.fx.Graph) -> Iterator[tuple[Tail, Tail]]:
-    """Yield two products of the same matrix ``a``, of which an activation of the first is
-    multiplied with the second: gate and up of two weights. Both are reshaped alike."""
+    """Yield gate and up of two weights: two products of the same matrix ``a``, where the graph
+    multiplies an activation of the first by the second. Both are reshaped alike."""
     for product in list(graph.nodes):
         if product.op != "call_function" or product.target not in MATRIX_PRODUCTS:
             continue
-        gate = _through(Tail(product, product, [product]))
+        gate = _through(_bare(product))
         found = _activation(gate.last, product.meta["val"].dtype)
         mul = None if found is None or found[0] not in GATED_BY else _only_user(found[1][-1])
         if found is None or mul is None or mul.target is not aten.mul.Tensor or mul.kwargs:
@@ -122,7 +126,7 @@ def _ending_in(last: Any) -> Tail | None:
     source = last.args[0] if last.target in RESHAPES else last
     if not isinstance(source, Node) or source.target not in MATRIX_PRODUCTS:
         return None
-    tail = Tail(source, source, [source])
+    tail = _bare(source)
     return tail if last is source else _through(tail) if _only_user(source) is last else None
 
 

@@ -148,7 +148,7 @@ class CheckedKernel(Kernel[Any]):
             return [str(error)]
 
     def _declared(self, problem: Problem) -> list[str]:
-        """What ``supports`` does not admit. It may be of a class of its own, or hold collections
+        """Return the reasons of ``supports``, which may be of a plugin's class or hold collections
         that raise.
 
         Raises:

@@ -139,11 +139,11 @@ def _mend() -> None:
 
 
 def _quicken(interpreter: Any) -> None:
-    """Leave out work of the interpreter that changes nothing; a launch takes about half as long.
+    """Leave out work of the interpreter that changes nothing, since it takes long.
 
-    For each integer sum and product it computes whether 32 bits overflow, and drops the answer
-    unless its option ``debug`` is set. At each call of a device function it lists the language's
-    builtins.
+    The interpreter computes whether each integer sum and product overflows 32 bits, and drops the
+    answer unless its option ``debug`` is set. At each call of a device function it lists the
+    language's builtins.
     """
     builder: Any = getattr(interpreter, "interpreter_builder", None)
     options: Any = getattr(builder, "options", None)
@@ -163,7 +163,7 @@ def _quicken(interpreter: Any) -> None:
             if tl.core.is_builtin(member):  # else it is patched already
                 interpreter._patch_attr(package, name, member, builder, scope)
 
-    # Before any is patched.
+    # List them before any is patched.
     for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins_of(package)
     interpreter._patch_builtin = patch_builtin

@@ -43,7 +43,7 @@ TOLERANCE = {
 }
 TF32_TOLERANCE = 4e-3
 
-#: Error per term of a sum in fp32, relative to its partial sums: tensor cores add some 16 products
+#: Error per term of a sum in fp32, relative to its partial sums. Tensor cores add some 16 products
 #: at a time, and truncate the sum by up to 2⁻²³ (Fasi et al., Numerical behavior of NVIDIA tensor
 #: cores, PeerJ Computer Science 7:e330).
 SUMMED = 2.0**-27
@@ -88,8 +88,8 @@ def expected(
     room: int = ROOM,
 ) -> Sample:
     """Return ``rows`` and ``cols`` of the expected result with the sizes to which errors are
-    relative: |number| + rms, or, where it is larger, the error of a right kernel (:func:`_bound`)
-    divided by the tolerance. The arguments are :func:`reference`'s."""
+    relative. A size is |number| + rms, or the error of a right kernel (:func:`_bound`) divided by
+    the tolerance, whichever is larger. The arguments are :func:`reference`'s."""
     numbers = _empty(problem, rows, cols, _wide(problem), inputs.a.device)
     limit = tolerance(problem)
     bounded = limit > 0 and problem.out.dtype.is_floating_point
@@ -247,10 +247,10 @@ def _piece(
 def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
     """The largest error of a right kernel, which rounds no more often than torch's operators.
 
-    A running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3): a
-    product is off by its rounding, by that of operands that are rounded (their errors have random
-    signs) and by the truncation of sums. Each stage of the epilogue makes of an error what it makes
-    of inputs that are so much larger or smaller, and rounds its output.
+    This is a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3).
+    A product has the errors of its own rounding, of rounded operands (with random signs) and of
+    truncated sums. Each stage of the epilogue turns an error of its input into the change that such
+    an input makes of its output. Then it rounds its output.
     """
     limit, (least, most) = tolerance(problem), _range(problem.out.dtype)
     product, z, epilogue = piece.product, piece.z, problem.epilogue
@@ -283,8 +283,8 @@ def _applied(stage: Epilogue, values: Sequence[torch.Tensor]) -> torch.Tensor:
 def _change(
     stage: Epilogue, values: Sequence[torch.Tensor], place: int, off: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
-    """By how much ``y``, the stage's output, differs if one input is off; Inf if only one of both
-    outputs is NaN."""
+    """Return the change of ``y``, the stage's output, if one input changes by ``off``; Inf if only
+    one of both outputs is NaN."""
     moved = (*values[:place], values[place] + off, *values[place + 1 :])
     found = _applied(stage, moved)
     same = (found == y) | (found.isnan() & y.isnan())
@@ -292,8 +292,8 @@ def _change(
 
 
 def _range(dtype: torch.dtype) -> tuple[float, float]:
-    """The distance of the smallest numbers of a dtype, of which only fp16's may be subnormal on a
-    GPU; and the largest number."""
+    """Return the distance of the smallest numbers of a dtype, and its largest number. On a GPU only
+    fp16's numbers may be subnormal."""
     of = torch.finfo(dtype)
     return of.smallest_normal * (of.eps if dtype is torch.float16 else 1.0), of.max
 

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 
 from tmm_core.spec.problem import Problem
-from tmm_core.verify.compare import ranges, reference
+from tmm_core.verify.compare import ranges, reference, rms
 from tmm_core.verify.ragged_inputs import Inputs
 
 #: The number of rows or columns with a non-finite value.
@@ -206,21 +206,23 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
 
 #: Added to the kind of an element for which anything is accepted.
 _FREE = 8.0
-#: Factors of Inf below this part of their rms may have either sign after rounding, also to TF32.
+#: Rounding, to TF32 for example, may change the sign of a number below this part of the rms.
 _UNSIGNED = 0.05
 
 
 def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted: the
-    epilogue turns an Inf in ``z`` into NaN, it multiplies Inf by a number whose sign depends on
-    rounding, or ``y`` may be rounded to Inf."""
+    """Return the kinds of a result ``y``, plus :data:`_FREE` where any result is accepted.
+
+    These are results where the epilogue turns an Inf in ``z`` into NaN, or multiplies Inf by a
+    number whose sign depends on rounding, and results that may be rounded to Inf.
+    """
     undefined = z.isnan()
     unsigned = torch.zeros_like(y, dtype=torch.bool)
     if problem.gated:
         gate, up = problem.epilogue.inputs(undefined)
         undefined = gate | up
         numbers = z.abs().masked_fill(~z.isfinite(), math.nan)
-        small = numbers < _UNSIGNED * numbers.square().nanmean().sqrt()
+        small = numbers < _UNSIGNED * rms(numbers)
         gate, up = problem.epilogue.inputs(small)
         unsigned = y.isinf() & (gate | up)
     found = problem.epilogue.apply(z).isnan()
