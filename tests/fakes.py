@@ -29,6 +29,16 @@ DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
 )
 
+#: What verification does with 8-bit floats beside viewing them. A GPU lacks other operations.
+ON_8_BIT_FLOATS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "_to_copy": lambda t: t.float(),
+    "to": lambda t: t.to(torch.float64),
+    "clone": lambda t: t.mT.clone(),
+    "copy_": lambda t: t.copy_(t.mT),
+    "fill_": lambda t: t.fill_(torch.nan),
+    "index": lambda t: t[torch.tensor([1, 0], device=t.device)],
+}
+
 
 def problem(m: int = 64, n: int = 32, k: int = 16, **fields: Any) -> Problem:
     operand = Operand(torch.float32)

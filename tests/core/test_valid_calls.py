@@ -399,7 +399,7 @@ def test_alpha_of_compiled_calls(alpha: Any) -> None:
         np.ones(()),
         np.ones(1),
         np.str_("2"),
-        np.timedelta64(1),
+        np.timedelta64(1, "s"),
         torch.ones(1),
         [2.0],
         1j,

@@ -13,7 +13,18 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, Tuner, problem, settings
+from fakes import (
+    ON_8_BIT_FLOATS,
+    FakeBlas,
+    FakeKernel,
+    FakeTimer,
+    Faulty,
+    Tuner,
+    problem,
+    settings,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tmm_core import Traits, UnsupportedProblemError
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
@@ -32,6 +43,22 @@ from tmm_core.verify.ways_of_use import WaysOfUse
 CPU = torch.device("cpu")
 F16, F32, F64 = (Operand(dtype) for dtype in (torch.float16, torch.float32, torch.float64))
 ANY = Config()
+#: Operations that move no data.
+VIEWS = frozenset(
+    [
+        "alias",
+        "as_strided",
+        "detach",
+        "expand",
+        "lift_fresh",
+        "mT",
+        "narrow",
+        "select",
+        "slice",
+        "transpose",
+        "view",
+    ]
+)
 
 Fault = Callable[..., Any]
 
@@ -524,6 +551,50 @@ def test_fp8() -> None:
             assert found.error is not None
             served.append(kernel.name)
     assert served == ["blas", "triton.grouped"]
+
+
+class EightBitOperations(TorchDispatchMode):
+    """Names the operations of torch that take 8-bit floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(t, torch.Tensor) and "float8" in str(t.dtype) for t in given):
+            self.names.add(str(operation).removeprefix("aten.").partition(".")[0])
+        return operation(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scales": ("row", "tensor"), "residual": Operand(torch.bfloat16)},
+        {"scales": ("1x128", "128x128"), "k": 128},
+        {"groups": Groups(3, "m"), "scales": ("row", "row")},
+        {"a": Operand(torch.bfloat16), "scales": (None, "row")},
+    ],
+    ids=["residual", "blocks", "groups", "weight"],
+)
+def test_operations_on_8_bit_floats_exist_on_gpus(fields: dict[str, Any]) -> None:
+    """``tests/gpu/test_verifier_gpu.py`` calls each of them on a GPU."""
+    e4m3 = Operand(torch.float8_e4m3fn)
+    asked = problem(
+        **{
+            "m": 32, "n": 32, "k": 32, "a": e4m3, "b": Operand(torch.float8_e4m3fn, "col"),
+            "out": Operand(torch.bfloat16), "device": fingerprint(CPU), **fields,
+        }
+    )  # fmt: skip
+    (blas,) = (k for k in kernels() if k.name == "blas")
+    launcher = blas.bind(asked, blas.default_config(asked))
+    with EightBitOperations() as used:
+        found = Verifier(asked, CPU).verdict(launcher)
+    assert found.ok, found.reason
+    assert used.names <= {*ON_8_BIT_FLOATS, *VIEWS}
 
 
 # -- memory, samples, precision ----------------------------------------------------------

@@ -42,8 +42,10 @@ def weight(
     return Quantized(codes, scale, zero, format=form, group=group), values
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    error = (found.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
+def close(found: Tensor, expected: Tensor, size: Tensor | float = 0.0) -> None:
+    """Compare with fp64, relative to the result, its rms, and ``size`` of its terms."""
+    size = size + expected.abs() + expected.square().mean().sqrt()
+    error = (found.double() - expected).abs() / size
     assert error.max() < 1.2e-2, float(error.max())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import with_scales, without_scales
+from fakes import ON_8_BIT_FLOATS, with_scales, without_scales
 
 from tmm_core import Problem, dispatch
 from tmm_core.epilogues import BUILTIN, parse
@@ -84,6 +84,16 @@ def test_real_kernels_pass(name: str) -> None:
         if not found.ok:
             faults.append(f"{kernel.name}: {found.reason}")
     assert not faults
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("name", ON_8_BIT_FLOATS)
+def test_operations_on_8_bit_floats(name: str, dtype: torch.dtype) -> None:
+    """A test without a GPU asserts that verification needs no others."""
+    drawn = torch.randn(8, 8).to(dtype)
+    found = ON_8_BIT_FLOATS[name](drawn.cuda()).cpu()
+    expected = ON_8_BIT_FLOATS[name](drawn)
+    assert found.double().equal(expected.double()) or bool(expected.double().isnan().all())
 
 
 def test_what_it_costs() -> None:

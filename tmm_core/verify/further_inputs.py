@@ -185,7 +185,9 @@ class Round:
             )
             for t in (made.a, made.b, made.bias, made.residual):
                 if t is not None:
-                    t.data.copy_(t.roll(1, -1))
+                    # CUDA rolls no 8-bit floats.
+                    stored = t.data.view(torch.uint8) if t.dtype.itemsize == 1 else t.data
+                    stored.copy_(stored.roll(1, -1))
         elif plan.place == "same":
             made = rewritten(data, of, plan.recipe, self._seed)
         else:
