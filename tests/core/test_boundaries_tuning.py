@@ -40,15 +40,15 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning import cold_operands, findings, progress, ranking, untried
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.cold_operands import copies, rotated, rotating
-from tmm_core.tuning.environment_faults import (
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.untried import Left, Noted, Untried, unmeasured
+from tmm_core.verify.environment_faults import (
     alike,
     cause_of,
     cause_of_text,
     common,
     verdicts,
 )
-from tmm_core.tuning.findings import Findings
-from tmm_core.tuning.untried import Left, Noted, Untried, unmeasured
 from tmm_core.verify.ragged_inputs import SIZE_SAMPLES
 
 CPU = torch.device("cpu")

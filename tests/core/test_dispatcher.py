@@ -24,7 +24,7 @@ from tmm_core import (
 )
 from tmm_core.dispatch.explanation import Records, explain_problem
 from tmm_core.spec.bucket import bucket_edge
-from tmm_core.tuning.environment_faults import BUDGET_ENDED
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 FAST = {"fast": 10.0, "blas": 20.0}
 

@@ -39,16 +39,17 @@ from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Deferred
 from tmm_core.tools.commands import doctor_toolchain, tune
-from tmm_core.tuning import environment_faults, findings, untried
+from tmm_core.tuning import findings, untried
 from tmm_core.tuning.compile_pool import NotCompiledError
-from tmm_core.tuning.environment_faults import (
+from tmm_core.tuning.tuner import Tuner
+from tmm_core.verify.environment_faults import (
     BUDGET_ENDED,
+    LEAST_ALIKE,
     alike,
     cause_of,
     cause_of_text,
     verdicts,
 )
-from tmm_core.tuning.tuner import Tuner
 
 FAST = {"fast": 10.0, "blas": 20.0}
 #: Changes the toolchain's fingerprint, as whoever repairs it does.
@@ -568,7 +569,7 @@ def test_programs_are_looked_for_again() -> None:
     toolchain.forget_programs()
     assert not found.cache_info().currsize
     assert os.path.exists(str(toolchain.python_header())) in (True, False)
-    assert environment_faults.LEAST_ALIKE == 2
+    assert LEAST_ALIKE == 2
 
 
 @pytest.mark.parametrize("lacks", ["compiler", "header", "nothing"])

@@ -23,8 +23,8 @@ from tmm_core.spec.kernel import SEARCH_LIMITED
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.cli import main
-from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.stages import FINAL, SCREENING, SECOND
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ import tmm_core
 from tmm_core import dispatch
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import record_check
-from tmm_core.tuning.environment_faults import BUDGET_ENDED
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-full-disk",
-        "tuning/environment_faults.py",
+        "verify/environment_faults.py",
         "errno.ENOSPC, ",
         "",
         "no later process tries again what a full disk kept from compiling",
@@ -50,7 +50,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-who-raised",
-        "tuning/environment_faults.py",
+        "verify/environment_faults.py",
         "if _raiser(each).startswith(_TOOLS):",
         "if False:",
         "what Triton's driver raises is the kernel's fault",
@@ -58,7 +58,7 @@ ENVIRON = [
     ),
     Mutant(
         "alike-of-one",
-        "tuning/environment_faults.py",
+        "verify/environment_faults.py",
         "LEAST_ALIKE = 2",
         "LEAST_ALIKE = 1",
         "a broken plugin of one kernel leaves no verdict",
@@ -66,7 +66,7 @@ ENVIRON = [
     ),
     Mutant(
         "alike-by-letters",
-        "tuning/environment_faults.py",
+        "verify/environment_faults.py",
         'return _OWN.sub("…", first)',
         "return first",
         "kernels that fail alike are blamed, since paths differ",
@@ -74,7 +74,7 @@ ENVIRON = [
     ),
     Mutant(
         "alike-though-one-works",
-        "tuning/environment_faults.py",
+        "verify/environment_faults.py",
         '        if result.status != "failed":\n            return False\n',
         "",
         "broken kernels leave no verdict beside one that works",

@@ -17,7 +17,7 @@ SAMPLED = [
            "    if not t.numel():\n",
            "a vector cannot be filled",
            ("tests/core/test_random_inputs.py::test_vectors_and_empty_tensors_are_filled",)),
-    Mutant("sampled-silent-failure", "tuning/environment_faults.py",
+    Mutant("sampled-silent-failure", "verify/environment_faults.py",
            'cause_of_text(result.reason or "") in (None, "budget")',
            'cause_of_text(result.reason) in (None, "budget")',
            "a failure without a reason stops the call",

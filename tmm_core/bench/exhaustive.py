@@ -26,10 +26,10 @@ from tmm_core.spec.kernel import SEARCH_LIMITED, Candidate, Kernel
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.cold_operands import Copies
-from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.stages import SCREENING, SECOND
 from tmm_core.tuning.timing import CAPTURES, LONG_US, GraphTimer, normalised, timer_for
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 from tmm_core.verify.verifier import Verifier
 
 #: The screening of all candidates: rounds, and µs of a burst.

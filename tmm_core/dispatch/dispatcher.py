@@ -43,9 +43,9 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.environment_faults import cause_of, cause_of_text
 from tmm_core.tuning.findings import warn_of_environment
 from tmm_core.tuning.untried import Left, Noted
+from tmm_core.verify.environment_faults import cause_of
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.invariant import Invariance
@@ -155,7 +155,7 @@ class Dispatcher(Deferring):
         if self.first_use.may_launch(problem, choice, settings.verify):
             return choice
         size = f"{problem.along.upper()}={problem.extent}"
-        why = f"{name} was never verified on this machine for {size}"
+        why, cause = f"{name} was never verified on this machine for {size}", None
         if problem.capturing:
             why += ", and a CUDA graph is being captured"
         else:
@@ -174,12 +174,11 @@ class Dispatcher(Deferring):
                     f"kernel {name!r} is forced and wrong for {problem}: {verdict.reason}; "
                     f"TMM_VERIFY=0 or override(verify=False) uses it unverified"
                 )
-            why += f": it {verdict.reason}"
+            why, cause = f"{why}: it {verdict.reason}", verdict.cause
         if choice.origin == "forced":
             self.warn_once(f"a forced kernel is used unverified: {why}")
             return choice
-        # A limit that the user set is no fault.
-        if "verified: " in why and (cause := cause_of_text(why)) is not None:
+        if cause is not None:
             left = {(name, choice.candidate.kernel.version): Left(cause, why)}
             warn_of_environment(left, problem)
         blas = self._fallback(problem, why)

@@ -138,7 +138,8 @@ class FirstUse:
             verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)
             verdict = verifier.verdict(launcher, extent=extent)
         except torch.OutOfMemoryError as error:
-            return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
+            why = f"cannot be verified: {str(error).splitlines()[0]}"
+            return Verdict(None, why, unknown=True, cause="passing")
         if verdict.ok:
             self.stamp(problem, candidate)
         return verdict

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +21,11 @@ from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
-from tmm_core.tuning.environment_faults import cause_of, verdicts
 from tmm_core.tuning.findings import Findings, warn_of_environment
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.tuning.search import CLOSE, NO_HINTS, Hints
-from tmm_core.tuning.untried import Able, Left
+from tmm_core.tuning.untried import Left
+from tmm_core.verify.environment_faults import cause_of
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.neighbour import Neighbours
@@ -98,11 +98,9 @@ class Measuring(Lookup):
         """Return the record of ``key`` for batch-invariant mode, measured now if ``tune``. It has
         the batch-invariant kernels, and BLAS for comparison."""
         record = self.record_of(key)
-        names = {(k.name, k.version) for k in able}
-        complete = record is not None and self.complete(names, record, key)
+        complete = record is not None and not self.missing(key, able, record)
         if not tune or (complete and not force):
-            if names & self.untried.left(key)[0]:
-                self.warn_untried(key, self.untried.get(key))
+            self.warn_untried(key, self.untried.get(key))
             return record
         try:
             with self._lock:
@@ -111,13 +109,6 @@ class Measuring(Lookup):
             reraise(error)
             self.warn_of_tuning(key, error, f"tuning failed: {error_text(error)}")
             return record
-
-    def complete(self, able: Set[Able], record: TuningRecord, key: Problem) -> bool:
-        """Whether the record of ``key`` has a verdict on all these kernels. Kernels that the
-        environment left untried, and that a call does not try again, need none."""
-        known = {(c.kernel, c.version) for c in verdicts(record.candidates)}
-        left, again = self.untried.left(key)
-        return bool(known) and not able & again and able <= known | left
 
     def _tune(
         self,

@@ -398,27 +398,32 @@ class Registry:
                 ) from fault.error
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
 
-    def plugins(self) -> set[str]:
-        """The names of all installed plugins, in use or not, and the baseline's."""
-        self.load()
-        return {*self._installed, BASELINE}
-
     def unknown_names(self, settings: Settings) -> list[str]:
         """A message for each name in ``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS`` and ``TMM_DISABLE``
-        that nothing installed has, with the nearest names. A forced kernel's name raises."""
-        plugins = self.plugins()
-        kernels = {*self._kernels, *self._unloaded, POINTWISE}
-        unused = {fault.source.plugin for fault in self._faults}
+        that nothing installed has. A forced kernel's name raises."""
         return [
-            f"{where}: {UnknownNameError(kind, name, known)}"
-            for where, kind, given, known in (
-                ("TMM_PLUGINS", "plugin", self._allow or frozenset(), plugins),
-                ("TMM_DISABLE_PLUGINS", "plugin", self._deny, plugins),
-                ("TMM_DISABLE or override(disable=…)", "kernel", settings.disable, kernels),
+            f"{where}: {unknown}"
+            for where, kind, given in (
+                ("TMM_PLUGINS", "plugin", self._allow or frozenset()),
+                ("TMM_DISABLE_PLUGINS", "plugin", self._deny),
+                ("TMM_DISABLE or override(disable=…)", "kernel", settings.disable - {POINTWISE}),
             )
-            for name in sorted(given)
+            for unknown in self.unknown(kind, given)
+        ]
+
+    def unknown(self, kind: str, given: frozenset[str]) -> list[UnknownNameError]:
+        """An error for each given name of a ``kind``, ``"kernel"`` or ``"plugin"``, that nothing
+        installed has."""
+        self.load()
+        known, unused = {*self._installed, BASELINE}, set()
+        if kind == "kernel":
+            known = {*self._kernels, *self._unloaded}
             # A plugin that is not in use may have a kernel of that name.
-            if name not in known and (kind == "plugin" or name.partition(".")[0] not in unused)
+            unused = {fault.source.plugin for fault in self._faults}
+        return [
+            UnknownNameError(kind, name, known)
+            for name in sorted(given - known)
+            if name.partition(".")[0] not in unused
         ]
 
     def epilogues(self) -> dict[str, Epilogue]:

@@ -20,7 +20,7 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.tuning.environment_faults import BUDGET_ENDED
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 #: Seconds one candidate may take to bind.
 BIND_LIMIT = 60.0

@@ -18,11 +18,11 @@ from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.cold_operands import Runner
 from tmm_core.tuning.compile_pool import NotCompiledError
-from tmm_core.tuning.environment_faults import Cause, cause_of, cause_of_text
 from tmm_core.tuning.findings import refuses
 from tmm_core.tuning.ranking import MARGIN
 from tmm_core.tuning.search import estimate_us, group
 from tmm_core.verify import compare
+from tmm_core.verify.environment_faults import Cause, cause_of, cause_of_text
 
 #: The best config of every other kernel stays on record as a reserve if it takes at most this many
 #: times the best.

@@ -37,8 +37,8 @@ from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
 from tmm_core.tuning import pool_host
-from tmm_core.tuning.environment_faults import Cause
 from tmm_core.tuning.pool_host import ending, tail
+from tmm_core.verify.environment_faults import Cause
 
 #: Seconds that one candidate may take to compile.
 COMPILE_LIMIT = 60.0

@@ -15,8 +15,8 @@ from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
 from tmm_core.registry.query import CheckedKernel, place_of
 from tmm_core.registry.registry import Source
 from tmm_core.spec.kernel import Kernel
-from tmm_core.tuning.environment_faults import Cause, read
 from tmm_core.tuning.untried import Able, Left
+from tmm_core.verify.environment_faults import Cause, read
 
 #: The order of causes in reports: the first is the one to repair.
 GRAVEST: tuple[Cause, ...] = ("toolchain", "passing", "alike", "hung", "budget")

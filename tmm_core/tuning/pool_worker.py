@@ -28,8 +28,8 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.environment_faults import cause_of
 from tmm_core.tuning.pool_host import WORN_OUT, Job
+from tmm_core.verify.environment_faults import cause_of
 from tmm_core.verify.verifier import Verifier
 
 _PR_SET_PDEATHSIG = 1

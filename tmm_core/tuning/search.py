@@ -24,8 +24,8 @@ from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
-from tmm_core.tuning.environment_faults import BUDGET_ENDED
 from tmm_core.tuning.ranking import fastest_first
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 #: A config expected to take this many times BLAS's expected time is left out. On 165 problems
 #: (H200) that loses no winner; 1.5 would lose none either, 1.4 two.

@@ -28,12 +28,12 @@ from tmm_core.tuning.candidate_run import (
     survivors,
 )
 from tmm_core.tuning.cold_operands import Copies, LaunchError, Runner
-from tmm_core.tuning.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.ranking import CLOSE, MARGIN
 from tmm_core.tuning.search import Search
 from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, is_disturbed, normalised
 from tmm_core.tuning.untried import Left
+from tmm_core.verify.environment_faults import BUDGET_ENDED, alike, cause_of
 from tmm_core.verify.verifier import Extent, Verifier
 
 #: Samples of each candidate, µs per sample, and the ratio to the best up to which a candidate

@@ -35,7 +35,6 @@ from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.compile_pool import Compilers, compiling_threads
 from tmm_core.tuning.compile_pool import default as default_compilers
-from tmm_core.tuning.environment_faults import verdicts
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.tuning.ranking import decide
@@ -43,6 +42,7 @@ from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
 from tmm_core.tuning.untried import unmeasured
+from tmm_core.verify.environment_faults import verdicts
 from tmm_core.verify.verifier import Verifier
 
 

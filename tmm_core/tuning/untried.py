@@ -25,7 +25,7 @@ from tmm_core.spec import toolchain
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.environment_faults import BUDGET_ENDED, Cause, verdicts
+from tmm_core.verify.environment_faults import BUDGET_ENDED, Cause, verdicts
 
 #: The number of processes that try a kernel under one toolchain after a passing cause.
 PROCESSES = 3

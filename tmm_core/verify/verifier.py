@@ -18,6 +18,7 @@ from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.steps import Steps, drained
 from tmm_core.verify.checked_launch import WrongError
 from tmm_core.verify.data_sets import DataSets
+from tmm_core.verify.environment_faults import Cause, cause_of
 from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.nonfinite import planted
 from tmm_core.verify.ways_of_use import WaysOfUse
@@ -42,6 +43,8 @@ class Verdict:
     reason: str | None = None
     #: Verification itself failed: memory was too small, or torch lacks an operation.
     unknown: bool = False
+    #: The environment's fault that ended verification.
+    cause: Cause | None = None
 
     @property
     def ok(self) -> bool:
@@ -92,9 +95,10 @@ class Verifier(DataSets):
                 if error is self.raised or not _is_own(error):
                     raise
                 reraise(error)
-                if self.is_reduced or not _is_memory(error):
+                cause = cause_of(error)
+                if self.is_reduced or cause != "passing":
                     why = f"cannot be verified: {error_text(error)}"
-                    return Verdict(None, why, unknown=True)
+                    return Verdict(None, why, unknown=True, cause=cause or "toolchain")
             self.reduce()
 
     def _verifying(
@@ -145,12 +149,6 @@ def _is_own(error: Exception) -> bool:
         return True
     of_gpu = isinstance(error, getattr(torch, "AcceleratorError", ()))
     return not of_gpu and "CUDA error" not in str(error)
-
-
-def _is_memory(error: Exception) -> bool:
-    """Whether an allocation failed; torch's allocator for a CPU raises a RuntimeError."""
-    wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return wanting or "allocate memory" in str(error)
 
 
 class _Checks(WaysOfUse):

@@ -12,7 +12,7 @@ from tmm_cache.paths import absolute
 from tmm_cache.size_limits import parse_age, parse_size
 from tmm_cache.store import NO, requires_lock
 
-from tmm_core.errors import SettingsError
+from tmm_core.errors import SettingsError, TmmError
 from tmm_core.registry.registry import Registry
 from tmm_core.settings import POINTWISE, VARIABLES, Settings, flag, names
 
@@ -85,7 +85,7 @@ def faults(environ: Mapping[str, str], registry: Registry) -> Iterator[tuple[str
             if name in of_settings:
                 Settings.from_environ({name: text})
             CHECKS.get(name, str)(text)
-            wrong = _unknown(name, text, registry)
+            _installed(name, text, registry)
         except SettingsError as error:  # it names the variable
             wrong = str(error)
         except ValueError as error:
@@ -93,19 +93,18 @@ def faults(environ: Mapping[str, str], registry: Registry) -> Iterator[tuple[str
         yield name, wrong, "correct or unset it" if wrong else ""
 
 
-def _unknown(name: str, text: str, registry: Registry) -> str:
-    """The names of kernels or plugins that this machine does not have."""
-    if name in ("TMM_KERNEL", "TMM_DISABLE"):
-        known = {kernel.name for kernel in registry.kernels()}
-        if name == "TMM_DISABLE":
-            known.add(POINTWISE)
-        asked, what = set(names(text)), "kernel"
-    elif name in OF_PLUGINS:
-        asked, what, known = set(names(text)), "plugin", registry.plugins()
-    else:
-        return ""
-    missing = sorted(asked - known)
-    if not missing:
-        return ""
-    listed = ", ".join(sorted(known))
-    return f"{name}={text!r}: no {what} {', '.join(map(repr, missing))} here; known: {listed}"
+def _installed(name: str, text: str, registry: Registry) -> None:
+    """Raise ValueError for names of kernels or plugins that this machine does not have."""
+    given, unknown = names(text), []
+    if name in OF_PLUGINS:
+        unknown = registry.unknown("plugin", given)
+    elif name == "TMM_DISABLE":
+        unknown = registry.unknown("kernel", given - {POINTWISE})
+    elif name == "TMM_KERNEL":
+        try:
+            for kernel in given:
+                registry.kernel(kernel)
+        except TmmError as error:
+            raise ValueError(str(error)) from error
+    if unknown:
+        raise ValueError("; ".join(map(str, unknown)))
