@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from fakes import (
     FakeKernel,
     FakeTimer,
     Faulty,
+    Tuner,
     plugin,
     problem,
     settings,
@@ -32,7 +34,6 @@ from tmm_core.registry.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify import data_sets
 
 FAST = {"fast": 10.0, "blas": 20.0}
@@ -143,6 +144,44 @@ def test_a_record_of_ones_own_is_not(tmp_path: Path) -> None:
     launches = tuned.launches
     assert name(d, problem(), settings()) == "fast"
     assert tuned.launches == launches + 1
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_second_of_a_tuning_is_verified_when_it_answers(tmp_path: Path, wrong: bool) -> None:
+    """A tuning verifies its winner in every way of use, and of the others one launch."""
+    second = Counting("second", wrong_at=[50] if wrong else [])
+    registry = Registry()
+    registry.register(plugin(FakeBlas(estimate=100.0), FakeKernel("fast"), second), "fakes")
+    times = {"fast": 10.0, "second": 12.0, "blas": 20.0}
+    d = Dispatcher(registry, Tuner(FakeTimer(times)), CacheStore(tmp_path, []))
+    assert name(d, problem(), settings()) == "fast"
+    launches = second.launches
+    excluded = settings(disable=frozenset({"fast"}))
+    assert name(d, problem(), excluded) == "second"
+    assert second.launches == launches + FIRST + 1
+    if wrong:
+        with pytest.warns(TmmWarning, match="second was wrong at its first use"):
+            assert name(d, problem(m=50), excluded) == "blas"
+    else:
+        assert name(d, problem(m=50), excluded) == "second"
+        assert second.launches == launches + FIRST + 1 + BRIEF + 1
+
+
+@pytest.mark.parametrize("mode", ["tune", "background"])
+def test_a_wrong_winner_of_a_tuning_leaves_the_next(mode: Any) -> None:
+    """Right in the launches that every candidate gets, wrong afterwards."""
+
+    def later(count: list[int], right: Any, *rest: Any) -> Any:
+        count[0] += 1
+        return right(*rest).add_(count[0] > BRIEF)
+
+    liars = [Faulty(functools.partial(later, [0]), liar) for liar in ("fastest", "faster")]
+    times = {"fastest": 5.0, "faster": 8.0, "fast": 10.0, "blas": 20.0}
+    kernels = [FakeBlas(), FakeKernel("fast"), *liars]
+    record = Tuner(FakeTimer(times)).tune(problem(), kernels, settings(on_cache_miss=mode))
+    status = {c.kernel: c.status for c in record.candidates}
+    assert status == {"fastest": "wrong", "faster": "wrong", "fast": "ok", "blas": "ok"}
+    assert record.best.kernel == "fast"
 
 
 def test_a_neighbours_winner_is_a_guess(tmp_path: Path) -> None:

@@ -457,10 +457,10 @@ def test_what_can_no_longer_win_is_not_waited_for(
 
 
 @pytest.mark.parametrize("mode", ["tune", "background"])
-def test_likely_finalists_are_verified_while_others_compile(
+def test_the_fastest_so_far_is_verified_while_others_compile(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, and not in the background, where this would delay calls."""
+    """Each once, and not in the background, where this would delay calls."""
     whole: list[Any] = []
     steps = stages.Verifier.steps
 
@@ -834,7 +834,7 @@ def test_a_tuning_tells_its_stage_after_every_step() -> None:
     tuning = tuner._tuning(problem(m=64), settings(), deadline, Findings(), {})
     found = {tuning.stage for _ in tuning.run(search.Search(problem(m=64), kernels, kernels))}
     stages_of = {"compiling and loading", "verifying candidates", "screening", "second round"}
-    assert found >= stages_of | {"deciding round", "verifying finalists", "other M"}
+    assert found >= stages_of | {"deciding round", "verifying the winner", "other M"}
 
 
 class Recapturing(FakeTimer):

@@ -788,7 +788,8 @@ def test_traits_decide_what_repeats_are_held_to() -> None:
 
     for deterministic, status in ((True, "wrong"), (False, "ok")):
         kernel = Faulty(wavering, traits=Traits(deterministic=deterministic))
-        record = Tuner(FakeTimer({})).tune(problem(), [FakeBlas(), kernel], settings())
+        timer = FakeTimer({"faulty": 10.0, "blas": 20.0})
+        record = Tuner(timer).tune(problem(), [FakeBlas(), kernel], settings())
         (evidence,) = (c for c in record.candidates if c.kernel == "faulty")
         assert evidence.status == status, evidence.reason
 

@@ -8,6 +8,8 @@ CHOICES = "tests/core/test_choices.py"
 DISPATCHER = "tests/core/test_dispatcher.py"
 VERIFIER = "tests/core/test_verifier.py"
 TUNER = "tests/core/test_tuner.py"
+TRUST = "tests/core/test_trust.py"
+EXACT = "tests/core/test_exact_m.py"
 
 TUNING = [
     Mutant("poison", "verify/data_sets.py", "            poison(each)\n", "            pass\n",
@@ -33,8 +35,8 @@ TUNING = [
            "one timed config of a kernel decides against its others",
            (f"{TUNER}::test_what_can_no_longer_win_is_not_waited_for",)),
     Mutant("verified-late", "tuning/stages.py", "while self._eager and", "while False and",
-           "finalists are verified after compilers have ended, not beside them",
-           (f"{TUNER}::test_likely_finalists_are_verified_while_others_compile",)),
+           "the winner is verified after compilers have ended, not beside them",
+           (f"{TUNER}::test_the_fastest_so_far_is_verified_while_others_compile",)),
     Mutant("not-normalised", "tuning/stages.py", "            return normalised(samples)\n", "            return samples\n",
            "a kernel loses to BLAS as the GPU's clock falls within a round",
            (f"{TUNER}::test_a_clock_that_changes_in_a_race_decides_nothing",)),
@@ -87,8 +89,14 @@ TUNING = [
            "if run.is_baseline or (run.time <= best * keep and place < limit)",
            "if run.time <= best * keep and place < limit",
            "BLAS's time on record is of a few samples", (TUNER,)),
-    Mutant("no-reserve", "tuning/stages.py", "dict.fromkeys([*finalists, *spare])",
-           "dict.fromkeys(finalists)", "no kernel is next in line", (TUNER,)),
+    Mutant("second-trusted", "dispatch/first_use.py", " and _is(found.record.best, choice.candidate)", "",
+           "what did not win a tuning answers without verification", (f"{TRUST}::test_the_second_of_a_tuning_is_verified_when_it_answers",)),
+    Mutant("winner-brief", "tuning/stages.py", "            while (winner := self._winner()) is not None:\n                yield from self._verify_whole(winner)\n", "",
+           "a winner is verified in one launch", (f"{TRUST}::test_a_wrong_winner_of_a_tuning_leaves_the_next",)),
+    Mutant("new-winner-trusted", "dispatch/deferring.py", " and record.winner == before.winner", "",
+           "the winner after a race is used unverified at the bucket's edge", (f"{EXACT}::test_a_kernel_that_is_wrong_there_does_not_win",)),
+    Mutant("no-reserve", "tuning/stages.py", "for run in [*finalists, *spare]:",
+           "for run in finalists:", "no kernel is next in line", (TUNER,)),
     Mutant("blas-not-between", "tuning/stages.py", "            places |= dict.fromkeys(between(self._problem.extent), baseline)\n", "            pass\n",
            "BLAS is thought as slow between two M as at these", (TUNER,)),
     Mutant("blas-between-farthest", "tuning/ranking.py", "key=lambda there: -abs(there - m))", "key=lambda there: abs(there - m))",

@@ -184,7 +184,8 @@ class Deferring(Measuring):
         if before is None:
             return
         record = yield from self.tuner.race_at(key, before, m, candidates, query.settings)
-        self._store(key, record, self._is_trusted(key))
+        # A tuning verifies its winner in every way of use; another winner is verified when used.
+        self._store(key, record, self._is_trusted(key) and record.winner == before.winner)
         for index, candidate in candidates.items():
             if m in record.candidates[index].inside_us:  # it was verified there
                 self.first_use.stamp(query.problem, candidate)

@@ -1,10 +1,10 @@
 """Decides which choices were verified on this machine, and verifies all others at their first use.
 
 A tuning verifies its winner at the edge of a bucket, and a record is evidence only on the machine
-that measured it. So a kernel is compared with samples of a reference before its first result is
-used: if it is forced or untuned; if its record came with a package, an image or an archive; and at
-every size (:func:`size_class`) at which it was not verified before. Stamps in the cache keep this
-for later processes of the same version of tmm.
+that measured it. So any other kernel is compared with samples of a reference before its first
+result is used: if it is forced or untuned; if another one won its tuning; if its record came with a
+package, an image or an archive; and at every size (:func:`size_class`) at which it was not verified
+before. Stamps in the cache keep this for later processes of the same version of tmm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
-from tmm_cache import JSON, CacheStore, digest
+from tmm_cache import JSON, CacheStore, CandidateResult, digest
 
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
@@ -82,7 +82,8 @@ class FirstUse:
         return self.is_verified(problem, candidate)
 
     def _tuned_at(self, problem: Problem, choice: Choice) -> int | None:
-        """Return the size at which a tuning by this user verified the choice; None if none did."""
+        """Return the size at which a tuning by this user verified the choice, because it won; None
+        if none did."""
         if choice.origin not in ("tuned", "cache"):
             return None
         # A choice kept for its bucket may have been made for the bucket's edge.
@@ -92,7 +93,7 @@ class FirstUse:
             evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
             device = evidence.device
             found = self._store.locate(device.gpu, device.environment, evidence.to_json())
-            if found is not None and found.trusted:
+            if found is not None and found.trusted and _is(found.record.best, choice.candidate):
                 return evidence.extent
         return None
 
@@ -143,6 +144,12 @@ class FirstUse:
         if verdict.ok:
             self.stamp(problem, candidate)
         return verdict
+
+
+def _is(result: CandidateResult, candidate: Candidate) -> bool:
+    """Whether a result on record is this candidate's."""
+    of = result.kernel, result.version, result.config
+    return of == (candidate.kernel.name, candidate.kernel.version, candidate.config.to_json())
 
 
 def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:

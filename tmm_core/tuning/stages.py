@@ -29,7 +29,8 @@ from tmm_core.tuning.candidate_run import (
 )
 from tmm_core.tuning.cold_operands import Copies, LaunchError, Runner
 from tmm_core.tuning.findings import Findings
-from tmm_core.tuning.ranking import CLOSE, MARGIN
+from tmm_core.tuning.ranking import CLOSE, MARGIN, decide
+from tmm_core.tuning.ranking import finalists as finalists_of
 from tmm_core.tuning.search import Search
 from tmm_core.tuning.timing import CAPTURES, LONG_US, Samples, is_disturbed, normalised
 from tmm_core.tuning.untried import Left
@@ -58,7 +59,7 @@ STEADY_FIRST, STEADY_MOST = 2, 4
 #: all 55 such measurements, on both GPUs, it was at least 1.3 % ahead there.
 CLEAR = 1 / 1.15
 #: Maximum number of candidates that the last round compares with BLAS, and of those that are then
-#: verified and timed at other M. 896 shipped records have times of all of them there. The best of
+#: timed at other M. 896 shipped records have times of all of them there. The best of
 #: four is 0.07 % slower than the best of all, at worst 11 %; the best of three 0.15 % and 14 %.
 FINALISTS, KEPT = 6, 4
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
@@ -69,11 +70,11 @@ INSIDE = 5
 #: whatever the time, so that every kernel of an ordinary machine is tried. Others are tried only
 #: within the budget.
 TOGETHER = 24
-#: Maximum number of kernels that race and are verified as reserves, and that number after the end
+#: Maximum number of kernels that race and are recorded as reserves, and that number after the end
 #: of the budget. tmm itself has ten.
 MOST_RESERVES, LATE_RESERVES = 16, 4
 
-#: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
+#: Launches of the final verification of the winner, and µs that they may take: 60 miss a fault that
 #: occurs once in twenty launches with a probability of 4.6 %.
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
@@ -98,7 +99,7 @@ class Tuning:
         self._device = current_device(problem.device)
         self._timer, self._launchers = timer, launchers
         self._memory = settings.tune_memory
-        #: Whether finalists are guessed and verified while others compile. In the background some
+        #: Whether the fastest candidate is verified while others compile. In the background some
         #: of this would delay calls in vain.
         self._eager = settings.on_cache_miss != "background"
         #: A third of the memory for each of three sets of tensors: the operands timed here, those
@@ -134,10 +135,11 @@ class Tuning:
         for _ in range(RACES):
             finalists = yield from self._race(racing)
             spare = reserves(self._problem, racing)[: self._most_reserves()]
-            for run in dict.fromkeys([*finalists, *spare]):
+            for run in [*finalists, *spare]:
                 run.status = "ok"
-                yield from self._verify_whole(run)
-            yield from self._measure_inside([run for run in finalists if run.status == "ok"])
+            yield from self._measure_inside(finalists)
+            while (winner := self._winner()) is not None:
+                yield from self._verify_whole(winner)
             self._require_baseline()
             # A fast but wrong candidate kept others out of the race.
             racing = [run for run in racing if run.runner is not None]
@@ -178,7 +180,7 @@ class Tuning:
             if not self.runs:
                 yield compiling  # before it takes memory
             self.runs += [trying[candidate] for candidate in batch]
-            while self._eager and self._launchers.all_compile and (run := self._unverified()):
+            while self._eager and self._launchers.all_compile and (run := self._leader()):
                 yield from self._verify_whole(run)
             self.stage = "compiling and loading"
             outcomes = yield from self._launchers.some()
@@ -228,20 +230,20 @@ class Tuning:
                 f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
             )
 
-    def _unverified(self) -> CandidateRun | None:
-        """The fastest candidate so far that may be a finalist and is not verified in every way."""
+    def _leader(self) -> CandidateRun | None:
+        """The fastest candidate so far, unless that needs no more verification."""
         running = [run for run in self.runs if run.runner is not None and run.samples]
-        if not running:
-            return None
-        likely = survivors(self._problem, running, SECOND_KEEPS, KEPT)
-        likely += reserves(self._problem, running)[: self._most_reserves()]
-        return next((run for run in likely if not run.verified), None)
+        return _unverified(min(running, key=lambda run: run.time, default=None))
+
+    def _winner(self) -> CandidateRun | None:
+        """The winner by the times so far, unless that needs no more verification."""
+        results = [run.result(self._problem) for run in self.runs]
+        return _unverified(self.runs[decide(results)] if finalists_of(results) else None)
 
     def _verify_whole(self, run: CandidateRun) -> Steps[None]:
-        """Verify a candidate in every way in which it is used, once."""
-        if not run.verified:
-            run.verified, self.stage = True, "verifying finalists"
-            yield from self._verify(run, self._verifier, "whole", _repeats(run.time))
+        """Verify a candidate in every way in which it is used."""
+        run.verified, self.stage = True, "verifying the winner"
+        yield from self._verify(run, self._verifier, "whole", _repeats(run.time))
 
     def _verify(
         self, run: CandidateRun, verifier: Verifier, extent: Extent = "brief", repeats: int = 1
@@ -412,9 +414,11 @@ class Tuning:
             places |= dict.fromkeys(between(self._problem.extent), baseline)
         yield from self.measure_at(places)
 
-    def measure_at(self, places: Mapping[int, Sequence[CandidateRun]]) -> Steps[None]:
-        """Time candidates at other M of the record's bucket. They are verified at each M at which a
-        kernel is timed."""
+    def measure_at(
+        self, places: Mapping[int, Sequence[CandidateRun]], extent: Extent = "brief"
+    ) -> Steps[None]:
+        """Time candidates at other M of the record's bucket. They are verified to ``extent`` at
+        each M at which a kernel is timed."""
         self.stage = "other M"
         bound = yield from self._launchers.bound(
             [(self._problem.at(m), run.candidate) for m, runs in places.items() for run in runs]
@@ -435,7 +439,7 @@ class Tuning:
                     continue
                 guest.launcher = launcher
                 if kernels:
-                    yield from self._verify(guest, verifier, "repeated")
+                    yield from self._verify(guest, verifier, extent)
                 where = f"at {problem.along.upper()}={m}: {guest.reason}"
                 if guest.launcher is not None:
                     guest.runner = copies.runner(guest.launcher)
@@ -483,7 +487,12 @@ class Tuning:
         return [run.result(self._problem) for run in tried]
 
 
+def _unverified(run: CandidateRun | None) -> CandidateRun | None:
+    """The candidate, if it is to be verified in every way of use; BLAS is not."""
+    return None if run is None or run.is_baseline or run.verified else run
+
+
 def _repeats(us: float) -> int:
-    """The number of launches, of ``us`` each, to verify a finalist: :data:`MOST_REPEATS`, or as
+    """The number of launches, of ``us`` each, to verify a winner: :data:`MOST_REPEATS`, or as
     many as :data:`REPEATS_US` allows."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS

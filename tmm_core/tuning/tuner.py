@@ -145,7 +145,7 @@ class Tuner:
         runs = {index: CandidateRun(candidate) for index, candidate in candidates.items()}
         for run in runs.values():
             run.status = "ok"
-        yield from self._run(tuning, tuning.measure_at({m: [*runs.values()]}), deadline)
+        yield from self._run(tuning, tuning.measure_at({m: [*runs.values()]}, "repeated"), deadline)
         results = list(record.candidates)
         for index, run in runs.items():
             times = {**results[index].inside_us, **run.inside_us}
