@@ -19,7 +19,8 @@ from tmm_core.formats import named
 from tmm_core.formats.grids import ROW
 from tmm_core.spec.operand import Scale
 from tmm_core.testing import FormatConformance, KernelConformance
-from tmm_core.testing.probe import Probe, scales_of, usual_scale, whole_k
+from tmm_core.testing.conformance import _Tensors
+from tmm_core.testing.probe_problems import problem_id, scales_of, usual_scale, whole_k
 from tmm_core.tools import ranks
 from tmm_core.tools.cli import main
 
@@ -33,46 +34,40 @@ def suite(kernel: FakeKernel, **fields: Any) -> Any:
     return made
 
 
-def probe(**fields: Any) -> Probe:
-    return Probe(**{"m": 4, "n": 6, "k": 8, "dtype": F32, **fields})
-
-
 # -- kernels ------------------------------------------------------------------------------
 
 
-def test_the_first_probe_that_is_served_is_taken() -> None:
+def test_the_first_problem_that_is_served_is_taken() -> None:
     odd = suite(FakeKernel("k", against=lambda p: ["even"] if p.m % 2 == 0 else []))
-    assert odd._first_served([probe(m=2), probe(m=4), probe(m=5), probe(m=7)]).probe.m == 5
+    assert odd._first_served([problem(m=m) for m in (2, 4, 5, 7)]).m == 5
     with pytest.raises(Skipped, match=r"^even$"):
-        odd._first_served([probe(m=2), probe(m=4)])
-    with pytest.raises(Skipped):
-        odd._tensors(probe(m=2))
+        odd._first_served([problem(m=2), problem(m=4)])
+    with pytest.raises(Skipped, match=r"^even$"):
+        odd._check(problem(m=2))
 
 
 @pytest.mark.parametrize(("slack", "passes"), [(1.0, False), (1.9, False), (2.1, True)])
 def test_a_result_is_right_within_the_tolerance_times_the_slack(slack: float, passes: bool) -> None:
     """It is off by twice the tolerance of fp32, relative to its size and the rms of all."""
     checked = suite(FakeKernel("k"), slack=slack)
-    tensors = probe().tensors(CPU)
-    right = tensors._verifier().sets()[0].expected.in_rows.numbers
-    off = right.double() + 2 * 2e-5 * (right.double().abs() + right.double().square().mean().sqrt())
+    tensors = _Tensors.of(checked._probe((4, 6, 8), F32), CPU)
+    right = tensors.inputs.a.double() @ tensors.inputs.b.double()
+    off = right + 2 * 2e-5 * (right.abs() + right.square().mean().sqrt())
     if passes:
         checked._check_result(tensors, off.float())
         return
-    with pytest.raises(Failed, match=r"k is wrong on .*\(4x6x8-float32\):\nIts error is"):
+    with pytest.raises(Failed, match=r"k is wrong on 4x6x8-float32-nn.*:\nerror 4e-05 exceeds"):
         checked._check_result(tensors, off.float())
 
 
-def test_elements_that_were_not_written_are_counted() -> None:
-    tensors = probe().tensors(CPU)
-    result = tensors._verifier().sets()[0].expected.in_rows.numbers.float().clone()
-    result[1, 2] = result[3, 4] = math.nan
-    first, second = tensors.differences(result, 1.0)
-    assert first.startswith("2 of 24 elements are NaN")
-    assert second.startswith("Its error is nan, the tolerance is 2e-05; at [1, 2] it has nan")
-    result = result.nan_to_num(0.0)
-    (only,) = tensors.differences(result, 1.0)
-    assert "at [1, 2] it has 0 instead of" in only or "at [3, 4] it has 0 instead of" in only
+def test_elements_that_were_not_written_are_errors() -> None:
+    checked = suite(FakeKernel("k"))
+    tensors = _Tensors.of(checked._probe((4, 6, 8), F32), CPU)
+    right = (tensors.inputs.a.double() @ tensors.inputs.b.double()).float()
+    checked._check_result(tensors, right)
+    right[1, 2] = math.nan
+    with pytest.raises(Failed, match="error nan exceeds 2e-05"):
+        checked._check_result(tensors, right)
 
 
 @pytest.mark.parametrize(
@@ -98,35 +93,14 @@ def test_a_kernel_that_serves_nothing_fails() -> None:
 # -- probes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({}, "4x6x8-float32"), ({"batch": 2}, "4x6x8-float32-batch:2"),
-        ({"a": "col", "alpha": 0.5}, "4x6x8-float32-a:col-alpha:0.5"),
-        ({"out_dtype": BF16, "tf32": True}, "4x6x8-float32-out_dtype:bfloat16-tf32:True"),
-        ({"bias": "packed", "b_dtype": BF16}, "4x6x8-float32-b_dtype:bfloat16-bias:packed"),
-    ],
-)  # fmt: skip
-def test_a_probe_is_named_by_what_differs(fields: dict[str, Any], text: str) -> None:
-    assert str(probe(**fields)) == text
-
-
-def test_a_probe_makes_the_problem_that_it_states() -> None:
-    made = probe(
-        batch=2, a="col", b="col", out_dtype=torch.float64, bias="packed", residual="row",
-        alpha=0.5, tf32=True,
-    ).tensors(CPU)  # fmt: skip
-    asked = made.problem
-    assert (asked.m, asked.n, asked.k, asked.batch) == (4, 6, 8, 2)
-    assert (asked.a.layout, asked.b.layout, asked.out.dtype) == ("col", "col", torch.float64)
-    assert (asked.bias, asked.scaled, asked.tf32) == (F32, True, True)
-    assert asked.residual is not None
-    assert asked.residual.dtype is torch.float64
-    again, other = probe().tensors(CPU), probe().tensors(CPU, seed=1)
-    same = probe().tensors(CPU)
-    assert torch.equal(again.inputs.a, same.inputs.a)
-    assert not torch.equal(again.inputs.a, other.inputs.a)
-    assert not probe().tensors(CPU).problem.scaled
+def test_a_problem_is_named_by_what_is_special() -> None:
+    made = suite(FakeKernel("k"))._probe((4, 8, 8), F32)
+    assert problem_id(None) == "none"
+    assert problem_id(made) == "4x8x8-float32-nn"
+    loose = replace(made, a=Operand(F32, "col", False), scaled=True, tf32=True)
+    assert problem_id(loose) == "4x8x8-float32-tn-unaligned-tf32-alpha-a:col_unaligned"
+    wide = replace(made, out=Operand(BF16), bias=BF16, batch=2)
+    assert problem_id(wide) == "2x4x8x8-float32_to_bfloat16-nn-bias-out:bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -136,16 +110,18 @@ def test_a_probe_makes_the_problem_that_it_states() -> None:
 )  # fmt: skip
 def test_k_has_whole_groups_and_elements(k: int, scale: str | None, found: int) -> None:
     four = Operand(torch.uint8, format="int4", scale=Scale.parse(scale) if scale else None)
-    plain = Operand(BF16)
-    assert whole_k(k, plain, four) == found
-    assert whole_k(k, plain) == k
+    plain = problem(k=k, a=Operand(BF16), b=Operand(BF16))
+    assert whole_k(replace(plain, b=four)).k == found
+    assert whole_k(plain).k == k
 
 
 def test_scales_of_a_format() -> None:
     int4, mxfp4 = named("int4"), named("mxfp4")
-    assert usual_scale(int4) == "row bfloat16"
-    assert scales_of(int4) == ["row bfloat16", "1x32 float16", "1x64", "1x128 bfloat16"]
-    assert usual_scale(mxfp4) == str(Scale(mxfp4.grids[0], mxfp4.scale_dtypes[0]))
+    assert str(usual_scale(int4)) == "row bfloat16"
+    assert list(map(str, scales_of(int4))) == [
+        "row bfloat16", "1x32 float16", "1x64", "1x128 bfloat16",
+    ]  # fmt: skip
+    assert usual_scale(mxfp4) == Scale(mxfp4.grids[0], mxfp4.scale_dtypes[0])
     assert ROW not in mxfp4.grids
 
 

@@ -242,8 +242,8 @@ GROUPED = [
     Mutant(
         "conformance-of-ragged",
         "conformance.py",
-        "            if not verdict.ok:\n",
-        "            if False:\n",
+        "        if not verdict.ok:\n",
+        "        if False:\n",
         "a wrong ragged kernel passes the suite",
         ("tests/core/test_testing.py::test_a_wrong_kernel_fails",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tmm_triton.plugin import load
 
 from tmm_core import Problem
 from tmm_core.testing import KernelConformance
-from tmm_core.testing.probe import Probe
+from tmm_core.testing.probe_problems import contiguous, laid
 
 
 class TestBlas(KernelConformance):
@@ -25,7 +26,7 @@ class TestBlas(KernelConformance):
 class Ours(KernelConformance):
     """A kernel of ours; interpreted, one launch takes 50 ms, and a verification 30 launches."""
 
-    def probes_of_use(self) -> Iterator[Probe]:
+    def probes_of_use(self) -> Iterator[Problem]:
         probes = list(super().probes_of_use())
         return iter(probes if torch.cuda.is_available() else [probes[0], probes[5], probes[7]])
 
@@ -83,16 +84,9 @@ if torch.cuda.is_available():
         size = (13, 208, 144)
 
         @classmethod
-        def _probe(cls) -> Probe:
-            return replace(super()._probe(), b="col")
-
-        def probes_of_sizes(self) -> Iterator[Probe]:
-            for probe in super().probes_of_sizes():
-                yield replace(probe, b="col")
-
-        def probes_of_batches(self) -> Iterator[Probe]:
-            for probe in super().probes_of_batches():
-                yield replace(probe, b="col")
+        def _probe(cls, *given: Any) -> Problem:
+            made = super()._probe(*given)
+            return contiguous(replace(made, b=laid(made.b, "col")))
 
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")

@@ -31,10 +31,16 @@ from uninterpreted import Uninterpreted
 from tmm_core import ConfigError, Machine, Operand, Problem
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
-from tmm_core.testing import KernelConformance, memory
-from tmm_core.testing.probe import Probe
+from tmm_core.testing import KernelConformance
+from tmm_core.testing.probe_problems import contiguous, laid
 from tmm_core.triton import compile_for, source
-from tmm_core.verify.guard_bands import Checksums, GuardedTensor
+from tmm_core.verify.guard_bands import (
+    UNREADABLE,
+    Checksums,
+    GuardedTensor,
+    MemoryLayout,
+    with_guard_bands,
+)
 from tmm_core.verify.random_inputs import fill, seeded
 
 KERNEL = Realigned()
@@ -55,35 +61,38 @@ class TestRealigned(KernelConformance):
     size = (301, 205, 143) if CUDA else (45, 77, 59)
     max_configs = None if CUDA else 4
 
-    def probes_of_dtypes(self) -> Iterator[Probe]:
+    def probes_of_dtypes(self) -> Iterator[Problem]:
         yield from super().probes_of_dtypes()
-        yield replace(self._probe(), dtype=FP32, tf32=True)
-        yield replace(self._probe(), dtype=FP32, tf32=True, b="col", out="col")
+        base = replace(self._probe(dtype=FP32), tf32=True)
+        yield base
+        yield replace(base, b=laid(base.b, "col"), out=laid(base.out, "col"))
 
-    def probes_of_layouts(self) -> Iterator[Probe]:
+    def probes_of_layouts(self) -> Iterator[Problem]:
         """Adds one misaligned operand beside an aligned one, and sizes with one odd number."""
         yield from super().probes_of_layouts()
         base = self._probe()
-        for layout in ("row_unaligned", "col_unaligned", "row_sliced", "strided"):
-            yield replace(base, a=layout, b="col_padded", out="row_padded")
-            yield replace(base, a="row_padded", b=layout, out="row_padded")
+        for layout in ("row_unaligned", "col_unaligned", "strided"):
+            a, b = laid(base.a, layout), laid(base.b, layout)
+            yield replace(base, a=a, b=laid(b, "col"), out=laid(base.out, "row"))
+            yield replace(base, a=laid(a, "row"), b=b, out=laid(base.out, "row"))
         m, n, k = (size // 16 * 16 for size in self._size())
-        yield replace(base, m=m, n=n, k=k + 1)
-        yield replace(base, m=m, n=n + 1, k=k)
-        yield replace(base, m=m, n=n + 4, k=k + 4)
-        yield replace(base, m=m + 1, n=n, k=k, a="col")
+        yield self._probe((m, n, k + 1))
+        yield self._probe((m, n + 1, k))
+        yield self._probe((m, n + 4, k + 4))
+        odd = self._probe((m + 1, n, k))
+        yield contiguous(replace(odd, a=laid(odd.a, "col")))
 
-    def probes_of_batches(self) -> Iterator[Probe]:
-        """Adds batches in which one or both operands are misaligned, by their rows or by the stride
-        of the batch alone."""
+    def probes_of_batches(self) -> Iterator[Problem]:
+        """Adds batches in which one or both operands are misaligned."""
         yield from super().probes_of_batches()
         base = replace(self._probe(), batch=3)
-        for stack in ("packed", "interleaved", "broadcast"):
-            yield replace(base, b="col", stack_a=stack, stack_b="interleaved")
-            yield replace(base, a="col", stack_a="broadcast", stack_b=stack, epilogue=parse("silu"))
+        yield replace(base, b=laid(base.b, "col_unaligned"))
+        yield replace(base, a=laid(base.a, "col_unaligned"), epilogue=parse("silu"))
         m, n, k = (size // 16 * 16 for size in self._size())
-        yield replace(base, m=m, n=n, k=k + 1, b="col_padded")
-        yield replace(base, m=m, n=n + 1, k=k, bias="packed", residual="row")
+        odd = self._probe((m, n, k + 1))
+        yield replace(odd, batch=3, b=laid(odd.b, "col"))
+        odd = self._probe((m, n + 1, k))
+        yield replace(odd, batch=3, bias=odd.out.dtype, residual=odd.out)
 
 
 def problem(
@@ -111,7 +120,20 @@ ALIGNED = Operand(BF16)
 
 
 def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> GuardedTensor:
-    made = memory.operand(shape, layout, dtype, DEVICE)
+    """A matrix whose rows (columns) are odd numbers of elements apart, begin three elements after a
+    multiple of 16 bytes, or overlap; or neither rows nor columns are contiguous."""
+    name, _, how = layout.partition("_")
+    length = shape[0] if name == "col" else shape[1]
+    unit = 16 // dtype.itemsize
+    leading, inner, offset = {
+        "unaligned": ((length | 1) + 2, 1, 0),
+        "sliced": (-(-length // unit) * unit + 2 * unit, 1, 3),
+        "overlapping": (unit, 1, 0),
+        "": (2 * (length + 1), 2, 0),
+    }[how or ("" if name == "strided" else name)]
+    strides = (inner, leading) if name == "col" else (leading, inner)
+    placed = MemoryLayout(shape, dtype, strides, offset)
+    made = with_guard_bands(placed, DEVICE, UNREADABLE)
     fill("a", made.tensor, 1, seeded(DEVICE, seed))
     return made
 

@@ -17,7 +17,7 @@ import copy
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -32,10 +32,12 @@ from tmm_core.spec.kernel import Config, Kernel
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe import Probe, ProbeTensors
-from tmm_core.testing.probe_problems import odd_problems
-from tmm_core.testing.ragged_conformance import RaggedProblems, ragged_id
+from tmm_core.testing.probe_problems import odd_problems, problem_id
+from tmm_core.testing.ragged_conformance import RaggedProblems
 from tmm_core.triton.interpreted import REMEDY
+from tmm_core.verify import compare, random_inputs
+from tmm_core.verify.data_sets import DataSets
+from tmm_core.verify.ragged_inputs import Inputs
 from tmm_core.verify.verifier import Extent, Verifier
 
 #: Launches that must agree bit for bit.
@@ -43,6 +45,24 @@ REPEATS = {"cuda": 12, "cpu": 2}
 
 #: GPU cycles to sleep, some 50 ms: much longer than a host takes to launch a kernel.
 LONG = 100_000_000
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a problem."""
+
+    problem: Problem
+    inputs: Inputs
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, device: torch.device) -> _Tensors:
+        inputs = random_inputs.make(problem, device)
+        return cls(problem, inputs, problem.empty_out(device).fill_(math.nan))
+
+    def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
+        with precision(self.problem.tf32):
+            return self.inputs.launch(launcher, out)
 
 
 class KernelConformance(RaggedProblems):
@@ -100,7 +120,7 @@ class KernelConformance(RaggedProblems):
         """The kernel serves at least one problem; otherwise nothing would be tested."""
         reasons: collections.Counter[str] = collections.Counter()
         for probe in (*self.probes_of_sizes(), *self.probes_of_layouts(), *self.probes_of_terms()):
-            against = self.kernel.reasons_against(probe.tensors(self._device()).problem)
+            against = self.kernel.reasons_against(probe)
             if not against:
                 return
             reasons.update(against)
@@ -130,63 +150,59 @@ class KernelConformance(RaggedProblems):
         ids=lambda dtype: str(dtype).removeprefix("torch."),
     )
     def test_other_dtypes_are_declined_or_right(self, dtype: torch.dtype) -> None:
-        self._check(replace(self._probe(), dtype=dtype))
+        self._check(self._probe(dtype=dtype))
 
     # -- the numbers -------------------------------------------------------------------
 
-    def test_sizes(self, probe: Probe) -> None:
+    def test_sizes(self, probe: Problem) -> None:
         self._check(probe)
 
-    def test_layouts(self, probe: Probe) -> None:
-        """Any strides of operands and output, including unaligned, broadcast and overlapping."""
-        self._check(probe)
+    def test_layouts(self, probe: Problem) -> None:
+        """Every class of strides of operands and output, dense and with gaps between rows."""
+        self._check(probe, "repeated")
 
-    def test_dtypes(self, probe: Probe) -> None:
+    def test_dtypes(self, probe: Problem) -> None:
         """Outputs wider and narrower than the operands, and TF32."""
         self._check(probe)
 
-    def test_epilogues(self, probe: Probe) -> None:
+    def test_epilogues(self, probe: Problem) -> None:
         self._check(probe)
 
-    def test_terms(self, probe: Probe) -> None:
+    def test_terms(self, probe: Problem) -> None:
         self._check(probe)
 
-    def test_scales(self, probe: Probe) -> None:
+    def test_scales(self, probe: Problem) -> None:
         """8-bit floats with and without scales, for kernels that accept them."""
         self._check(probe)
 
-    def test_batches(self, probe: Probe) -> None:
-        self._check(probe)
+    def test_batches(self, probe: Problem) -> None:
+        self._check(probe, "repeated")
 
-    def test_empties(self, probe: Probe) -> None:
+    def test_empties(self, probe: Problem) -> None:
         """Empty results and empty sums: zero goes through bias and epilogue."""
         self._check(probe)
 
-    def test_verification(self, probe: Probe) -> None:
+    def test_verification(self, probe: Problem) -> None:
         """Right in the ways that tuning verifies first: without ``out=``, on other inputs with
         other addresses and leading strides, and repeated. NaN and Inf reach exactly the elements
         that they reach in the reference."""
-        self._check_verified(self._tensors(probe).problem)
+        self._check(probe, "repeated")
 
-    def test_use(self, probe: Probe) -> None:
+    def test_use(self, probe: Problem) -> None:
         """Right in all further ways of use: N-D operands and plans, torch's modes, two threads at
         once, values that change at the same address, and strides of zero. One tensor may be two
         arguments, and numbers are small and large. It changes no state of the process and keeps no
         result."""
-        self._check_verified(self._tensors(probe).problem, whole=True)
+        self._check(probe, "whole")
 
     def test_every_tile(self) -> None:
         """Sizes of every alignment, and with every remainder in a tile."""
-        served = 0
-        for probe in self.sizes_of_tiles():
-            tensors = probe.tensors(self._device())
-            if self.kernel.reasons_against(tensors.problem):
-                continue
-            launcher, served = self._bind(tensors.problem), served + 1
-            self._check_launcher(tensors, launcher)
+        served = [p for p in self.sizes_of_tiles() if not self.kernel.reasons_against(p)]
         if not served:
-            self._decline(self._probe().tensors(self._device()).problem)
+            self._decline(self._probe())
             pytest.skip("declines small sizes")
+        for probe in served:
+            self._check(probe)
 
     def test_use_of_ragged(self) -> None:
         """All further ways, for kernels that accept groups: of one row, all rows in one, most of
@@ -195,31 +211,30 @@ class KernelConformance(RaggedProblems):
         if not served:
             self._decline(next(iter(self.ragged_in_use())))
         for problem in served:
-            self._check_verified(problem, whole=True)
+            self._check(problem, "whole")
 
-    def test_outputs(self, probe: Probe) -> None:
+    def test_outputs(self, probe: Problem) -> None:
         """An epilogue's auxiliary outputs, for kernels that declare them."""
-        self._check_verified(self._tensors(probe).problem)
+        self._check(probe, "repeated")
 
     def test_configs_of_outputs(self) -> None:
         """And of each config."""
-        self._check_configs(self._first_served(list(self.probes_of_outputs())).problem)
+        self._check_search_space(self._first_served(list(self.probes_of_outputs())))
 
     def test_ragged(self, ragged: Problem) -> None:
         """Groups along a dimension, for kernels that accept them: of equal and different sizes,
         with and without ``out``, and repeatedly."""
-        self._decline(ragged)
-        self._check_verified(ragged)
+        self._check(ragged, "repeated")
 
     # -- its configs -------------------------------------------------------------------
 
     def test_configs(self) -> None:
         """Every config of the search space is correct."""
-        self._check_configs(self._first_served(self.demanding()).problem)
+        self._check_search_space(self._first_served(self.demanding()))
 
     def test_configs_of_scales(self) -> None:
         """Every config for 8-bit operands is correct, for kernels that accept them."""
-        self._check_configs(self._first_served(self.demanding_scales()).problem)
+        self._check_search_space(self._first_served(self.demanding_scales()))
 
     def test_configs_of_ragged(self) -> None:
         """Every config for ragged products is correct, along each dimension."""
@@ -227,12 +242,12 @@ class KernelConformance(RaggedProblems):
         if not served:
             self._decline(self.demanding_ragged()[0])
         for problem in {problem.along: problem for problem in reversed(served)}.values():
-            self._check_configs(problem)
+            self._check_search_space(problem)
 
     def test_configs_are_well_formed(self) -> None:
         """Configs are hashable, equal after a round trip through JSON, which is how records store
         them, and reject unknown fields."""
-        problem = self._first_served(self.demanding()).problem
+        problem = self._first_served(self.demanding())
         kernel = self.kernel
         default = kernel.default_config(problem)
         assert default == kernel.default_config(problem), "two calls, two default configs"
@@ -247,7 +262,7 @@ class KernelConformance(RaggedProblems):
 
     def test_estimates(self) -> None:
         """Time is a positive number or unknown; scratch memory is not negative."""
-        problem = self._first_served(self.demanding()).problem
+        problem = self._first_served(self.demanding())
         for config in self._configs(problem):
             time = self.kernel.estimate_us(problem, config)
             assert time is None or (math.isfinite(time) and time > 0), f"{config}: {time} µs"
@@ -261,12 +276,12 @@ class KernelConformance(RaggedProblems):
         """Every config gives the same bits, run after run."""
         if not self.kernel.traits.deterministic:
             pytest.skip("claims no determinism")
-        tensors = self._first_served(self.fine_grained())
-        problem = tensors.problem
+        problem = self._first_served(self.fine_grained())
+        tensors = _Tensors.of(problem, self._device())
         for config, launcher in self._bound(problem, self._configs(problem)):
-            first = tensors.launch(launcher, tensors.out.tensor).clone()
+            first = tensors.launch(launcher, tensors.out).clone()
             for run in range(1, REPEATS[self._device().type] + 1):
-                again = tensors.launch(launcher, tensors.out.tensor)
+                again = tensors.launch(launcher, tensors.out)
                 differ = int((first != again).sum())
                 assert not differ, (
                     f"{self.kernel.name} claims determinism; run {run} of {config} differs from "
@@ -277,12 +292,12 @@ class KernelConformance(RaggedProblems):
         """Configs that declare the same arithmetic give the same bits."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
-        tensors = self._first_served(self.fine_grained())
-        problem = tensors.problem
+        problem = self._first_served(self.fine_grained())
+        tensors = _Tensors.of(problem, self._device())
         seen: dict[object, tuple[Config, torch.Tensor]] = {}
         compared = False
         for config, launcher in self._bound(problem, self._invariant_configs(problem)):
-            bits = tensors.launch(launcher, tensors.out.tensor).clone()
+            bits = tensors.launch(launcher, tensors.out).clone()
             first, expected = seen.setdefault(
                 self.kernel.arithmetic(problem, config), (config, bits)
             )
@@ -304,8 +319,8 @@ class KernelConformance(RaggedProblems):
         """With one config, the bits of a row do not depend on the number of rows."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
-        tensors = self._first_served(self.fine_grained())
-        whole, m = tensors.problem, tensors.probe.m
+        whole = self._first_served(self.fine_grained())
+        tensors, m = _Tensors.of(whole, self._device()), whole.m
         rows = [(0, 1), (0, 2), (0, 17), (0, m - 1)]
         if self._device().type == "cuda":
             # On a CPU, interpreted tl.dot rounds a row depending on its position in the tile.
@@ -313,10 +328,10 @@ class KernelConformance(RaggedProblems):
         configs = self._invariant_configs(whole)[:3]
         compared = False
         for config, whole_launcher in self._bound(whole, configs):
-            full = tensors.launch(whole_launcher, tensors.out.tensor).clone()
+            full = tensors.launch(whole_launcher, tensors.out).clone()
             for first, last in rows:
                 some = slice(first, min(last, m))
-                a, b, out = tensors.inputs.a[some], tensors.inputs.b, tensors.out.tensor[some]
+                a, b, out = tensors.inputs.a[some], tensors.inputs.b, tensors.out[some]
                 part = Problem.of(a, b, out, whole.device)
                 if not out.shape[0] or self.kernel.reasons_against(part):
                     continue
@@ -334,17 +349,18 @@ class KernelConformance(RaggedProblems):
 
     def test_launchers_share_nothing(self) -> None:
         """Two launchers of one problem, called alternately, do not disturb each other."""
-        first, second = (self._probe().tensors(self._device(), seed=seed) for seed in (0, 1))
-        self._decline(first.problem)
-        one, two = self._bind(first.problem), self._bind(first.problem)
-        for tensors, launcher in ((first, one), (second, two), (second, one), (first, two)):
-            self._check_launcher(tensors, launcher)
+        problem, device = self._probe(), self._device()
+        self._decline(problem)
+        first, second = Verifier(problem, device), Verifier(problem, device)
+        one, two = self._bind(problem), self._bind(problem)
+        for verifier, launcher in ((first, one), (second, two), (second, one), (first, two)):
+            self._verify(verifier, launcher, "brief")
 
     def test_current_stream(self) -> None:
         """It launches on the current stream, behind its queued work, and does not synchronise."""
         tensors = self._tensors_on_gpu()
         launcher = self._bind(tensors.problem)
-        a, out = tensors.inputs.a, tensors.out.tensor
+        a, out = tensors.inputs.a, tensors.out
         tensors.launch(launcher, out)  # the first launch loads modules
         values = a.clone()
         a.fill_(math.nan)
@@ -371,7 +387,7 @@ class KernelConformance(RaggedProblems):
         unchanged = torch.cuda.stream(torch.cuda.current_stream())
         try:
             with unchanged, torch.cuda.graph(graph, pool=pool):
-                tensors.launch(launcher, tensors.out.tensor)
+                tensors.launch(launcher, tensors.out)
                 made = tensors.launch(launcher, None)
         except Exception:  # or torch's random generator would fail the tests that follow
             torch.cuda.synchronize()
@@ -379,9 +395,9 @@ class KernelConformance(RaggedProblems):
             raise
         for factor in (1.0, -0.5):
             tensors.inputs.a.mul_(factor)
-            tensors.out.tensor.fill_(math.nan)
+            tensors.out.fill_(math.nan)
             graph.replay()
-            for result in (tensors.out.tensor, made):
+            for result in (tensors.out, made):
                 self._check_result(tensors, result)
 
     # -- machinery ---------------------------------------------------------------------
@@ -391,12 +407,12 @@ class KernelConformance(RaggedProblems):
         if "probe" in metafunc.fixturenames:
             name = metafunc.function.__name__.removeprefix("test_")
             probes = list(getattr(self, f"probes_of_{name}")())
-            metafunc.parametrize("probe", probes, ids=str)
+            metafunc.parametrize("probe", probes, ids=problem_id)
         if "ragged" in metafunc.fixturenames:
             declared = any(along in self.kernel.supports.ragged for along in "mnk")
             none = pytest.param(None, marks=pytest.mark.skip(reason="declares no ragged products"))
             problems = list(self.ragged_problems()) if declared else [none]
-            metafunc.parametrize("ragged", problems, ids=ragged_id)
+            metafunc.parametrize("ragged", problems, ids=problem_id)
 
     @pytest.fixture(autouse=True)
     def _compiled_ahead(self, request: pytest.FixtureRequest) -> None:
@@ -406,14 +422,13 @@ class KernelConformance(RaggedProblems):
         if "_compiled" in vars(cls) or self._device().type != "cuda":
             return
         cls._compiled = True  # type: ignore[attr-defined]
-        compiled: list[Probe | Problem] = []
+        compiled: list[Problem] = []
         for item in request.session.items:
             if getattr(item, "cls", None) is cls and hasattr(item, "callspec"):
                 given = item.callspec.params
                 compiled += [given[name] for name in ("probe", "ragged") if given.get(name)]
 
-        def compile_one(given: Probe | Problem) -> None:
-            problem = given if isinstance(given, Problem) else given.tensors(self._device()).problem
+        def compile_one(problem: Problem) -> None:
             if not self.kernel.reasons_against(problem):
                 self._bind(problem)
 
@@ -424,16 +439,12 @@ class KernelConformance(RaggedProblems):
         if reasons := self.kernel.reasons_against(problem):
             pytest.skip("; ".join(reasons))
 
-    def _tensors(self, probe: Probe) -> ProbeTensors:
-        """The probe's tensors; skips the test if the kernel declines the problem."""
-        tensors = probe.tensors(self._device())
-        self._decline(tensors.problem)
-        return tensors
-
-    def _tensors_on_gpu(self) -> ProbeTensors:
+    def _tensors_on_gpu(self) -> _Tensors:
         if self._device().type != "cuda":
             pytest.skip("streams and graphs are CUDA's")
-        return self._tensors(self._probe())
+        problem = self._probe()
+        self._decline(problem)
+        return _Tensors.of(problem, self._device())
 
     def _bind(self, problem: Problem) -> Launcher:
         return self.kernel.bind(problem, self.kernel.default_config(problem))
@@ -445,51 +456,49 @@ class KernelConformance(RaggedProblems):
             launchers = pool.map(lambda config: self.kernel.bind(problem, config), configs)
             return list(zip(configs, launchers, strict=True))
 
-    def _check(self, probe: Probe) -> None:
-        tensors = self._tensors(probe)
-        self._check_launcher(tensors, self._bind(tensors.problem))
+    def _check(self, problem: Problem, extent: Extent = "brief") -> None:
+        """Verify the default config, if the kernel serves the problem."""
+        self._decline(problem)
+        self._check_configs(problem, [self.kernel.default_config(problem)], extent)
 
-    def _check_launcher(self, tensors: ProbeTensors, launcher: Launcher) -> None:
-        self._report(tensors.problem, tensors.faults(launcher, self.slack), tensors.probe)
-
-    def _check_result(self, tensors: ProbeTensors, result: torch.Tensor) -> None:
-        faults = list(tensors.differences(result, self.slack))
-        self._report(tensors.problem, faults, tensors.probe)
-
-    def _report(self, problem: Problem, faults: Sequence[str], probe: Probe | None = None) -> None:
-        if faults:
-            what = f"{self.kernel.name} is wrong on {problem}{f' ({probe})' if probe else ''}:"
-            hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in repr(problem) else []
-            pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
-
-    def _check_configs(self, problem: Problem) -> None:
-        self._check_verified(problem, self._configs(problem))
-
-    def _check_verified(
-        self, problem: Problem, briefly: Sequence[Config] = (), whole: bool = False
+    def _check_configs(
+        self, problem: Problem, configs: Sequence[Config], extent: Extent = "brief"
     ) -> None:
-        """Verify the default config as a finalist is, or these configs by two launches."""
-        configs = briefly or [self.kernel.default_config(problem)]
-        extent: Extent = "brief" if briefly else "whole" if whole else "repeated"
         verifier = Verifier(problem, self._device())
-        deterministic = self.kernel.traits.deterministic
-        wrong = []
         for config, launcher in self._bound(problem, configs):
-            with precision(problem.tf32):
-                verdict = verifier.verdict(
-                    launcher, deterministic=deterministic, extent=extent, slack=self.slack
-                )
-            if not verdict.ok:
-                wrong.append(f"{config}: {verdict.reason}")
-        self._report(problem, wrong)
+            self._verify(verifier, launcher, extent, f"{config}: ")
 
-    def _first_served(self, probes: Sequence[Probe]) -> ProbeTensors:
+    def _check_search_space(self, problem: Problem) -> None:
+        self._check_configs(problem, self._configs(problem))
+
+    def _verify(self, verifier: Verifier, launcher: Launcher, extent: Extent, by: str = "") -> None:
+        deterministic = self.kernel.traits.deterministic
+        with precision(verifier.problem.tf32):
+            verdict = verifier.verdict(
+                launcher, deterministic=deterministic, extent=extent, slack=self.slack
+            )
+        if not verdict.ok:
+            self._fail(verifier.problem, f"{by}{verdict.reason}")
+
+    def _check_result(self, tensors: _Tensors, result: torch.Tensor) -> None:
+        problem = tensors.problem
+        expected = DataSets(problem, self._device()).expect(tensors.inputs, whole=True)
+        error = float(expected.error(result, result.numel()))
+        limit = compare.tolerance(problem) * self.slack
+        if not error <= limit:
+            self._fail(problem, f"error {error:.2g} exceeds {limit:.2g}")
+
+    def _fail(self, problem: Problem, fault: str) -> None:
+        hint = f"\n{REMEDY}." if interpreting() and "bfloat16" in repr(problem) else ""
+        text = f"{self.kernel.name} is wrong on {problem_id(problem)}:\n{fault}{hint}"
+        pytest.fail(text, pytrace=False)
+
+    def _first_served(self, probes: Sequence[Problem]) -> Problem:
         """The first of these probes that the kernel does not decline."""
         reasons: list[str] = []
         for probe in probes:
-            tensors = probe.tensors(self._device())
-            if not (reasons := self.kernel.reasons_against(tensors.problem)):
-                return tensors
+            if not (reasons := self.kernel.reasons_against(probe)):
+                return probe
         pytest.skip("; ".join(reasons))
 
     def _configs(self, problem: Problem) -> list[Config]:

@@ -23,10 +23,10 @@ from tmm_core import Quantized, Scale, dispatch, formats
 from tmm_core.epilogues import parse
 from tmm_core.formats import Format, grids
 from tmm_core.spec.device import fingerprint, interpreting
-from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe import Probe
-from tmm_core.verify import compare
+from tmm_core.testing.probe_problems import contiguous, whole_k
+from tmm_core.verify import compare, random_inputs
 from tmm_core.verify.guard_bands import same_bits
 
 Tensor = torch.Tensor
@@ -115,18 +115,17 @@ class FormatConformance:
         of_scale = self.format.scale_dtypes
         scales = zip(self.format.grids, itertools.cycle(of_scale), strict=False)
         for (block, scale), dtype in itertools.product(scales, self.dtypes):
-            probe = self._probe(dtype, Scale(block, scale), m=m, n=n, k=k)
-            probe = replace(probe, epilogue=parse(epilogue) if epilogue else IDENTITY)
-            tensors = probe.tensors(torch.device(self._device()))
-            expected = compare.reference(tensors.problem, tensors.inputs)
+            problem = self._problem(dtype, Scale(block, scale), m, n, k)
+            problem = contiguous(replace(problem, epilogue=parse(epilogue or "identity")))
+            inputs = random_inputs.make(problem, torch.device(self._device()))
+            expected = compare.reference(problem, inputs)
             for kernel in dispatch.default_dispatcher().registry.kernels():
-                if kernel.reasons_against(tensors.problem):
+                if kernel.reasons_against(problem):
                     continue
-                launcher = kernel.bind(tensors.problem, kernel.default_config(tensors.problem))
-                found = tensors.launch(launcher, None)
-                error = compare.error(found, expected)
-                limit = compare.tolerance(tensors.problem)
-                assert error <= limit, f"{kernel.name}: {error} for {probe}"
+                launcher: Any = kernel.bind(problem, kernel.default_config(problem))
+                error = compare.error(inputs.launch(launcher, None), expected)
+                limit = compare.tolerance(problem)
+                assert error <= limit, f"{kernel.name}: {error} for {problem}"
                 served.append(kernel.name)
         assert "blas" in served
         if self.format.decode is not None and (interpreting() or self._device() == "cuda"):
@@ -135,8 +134,7 @@ class FormatConformance:
     def test_its_problems_are_read_back(self) -> None:
         for block in self.format.grids:
             scale = Scale(block, self.format.scale_dtypes[-1])
-            probe = self._probe(self.dtypes[0], scale, m=4, n=8, k=16)
-            problem = probe.tensors(torch.device("cpu")).problem
+            problem = self._problem(self.dtypes[0], scale, 4, 8, 16)
             document = json.loads(json.dumps(problem.to_json()))
             device = fingerprint(torch.device("cpu"))
             assert Problem.from_json(document, device, problem.epilogue) == problem
@@ -201,9 +199,12 @@ class FormatConformance:
         k = max(k, 3 * block[1] - (block[1] // 2 if form.short else 0))
         return -(-k // form.pack) * form.pack
 
-    def _probe(self, dtype: torch.dtype, scale: Scale, *, k: int, **more: Any) -> Probe:
-        form, text = self.format, str(scale)
-        more |= {"k": self._k(k, scale.block), "b": "col", "b_scale": text}
-        if form.implied:
-            return Probe(dtype=form.storage[0], a_scale=text, **more)
-        return Probe(dtype=dtype, b_dtype=form.storage[0], b_format=form.name, **more)
+    def _problem(self, dtype: torch.dtype, scale: Scale, m: int, n: int, k: int) -> Problem:
+        form, k = self.format, self._k(k, scale.block)
+        weight = Operand(
+            form.storage[0], "col", format="" if form.implied else form.name, scale=scale
+        )
+        a = replace(weight, layout="row") if form.implied else Operand(dtype)
+        out = Operand(form.result if form.implied else dtype)
+        device = fingerprint(torch.device(self._device()))
+        return contiguous(whole_k(Problem(m, n, k, a, weight, out, device)))

@@ -1,10 +1,11 @@
 """The conformance suite's problems: sizes, layouts, dtypes and terms, fewer where kernels are
-interpreted."""
+interpreted. Verification (:class:`tmm_core.verify.verifier.Verifier`) makes their tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,14 +15,12 @@ import torch
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.formats.grids import ROW
-from tmm_core.spec.device import DeviceFingerprint, interpreting
+from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.memory import LAYOUTS, WRITABLE
-from tmm_core.testing.probe import Probe, scales_of, usual_scale
 from tmm_core.testing.terms import ABSOLUTE, SQUARE, UNFUSABLE, USERS
 
 #: M×N×K, each chosen for a special property. On a GPU they exceed tiles of up to 256, and one has
@@ -56,9 +55,71 @@ SIZES = {
 #: Multiples of 16, so that rows are 16-byte aligned in every dtype, but of no larger block.
 SIZE = {"cuda": (304, 208, 144), "cpu": (48, 80, 112)}
 
+#: The classes of a matrix's strides: the layout, and whether rows (columns) start anywhere.
+LAYOUTS = ("row", "col", "row_unaligned", "col_unaligned", "strided")
+
+
+def laid(operand: Operand, layout: str) -> Operand:
+    """``operand`` in one of :data:`LAYOUTS`."""
+    name, _, unaligned = layout.partition("_")
+    aligned = not unaligned and name != "strided"
+    return replace(operand, layout=name, aligned=aligned)  # type: ignore[arg-type]
+
+
+def contiguous(problem: Problem) -> Problem:
+    """The problem of contiguous matrices: as aligned as their sizes are."""
+
+    def found(name: str) -> Operand | None:
+        operand: Operand | None = getattr(problem, name)
+        if operand is None or operand.layout == "strided":
+            return operand
+        *batch, rows, cols = problem.shape("out" if name == "residual" else name)
+        flipped = operand.layout == "col"
+        shape = (*batch, cols, rows) if flipped else (*batch, rows, cols)
+        t = torch.empty(shape, dtype=operand.dtype, device="meta")
+        seen = Operand.of(t.mT if flipped else t)
+        return replace(operand, layout=seen.layout, aligned=seen.aligned and operand.aligned)
+
+    changes: Any = {name: found(name) for name in ("a", "b", "out", "residual")}
+    return replace(problem, **changes)
+
+
+def problem_id(problem: Problem | None) -> str:
+    """The test ID of a problem: its text, and special properties of its operands."""
+    if problem is None:
+        return "none"
+    operands = {"a": problem.a, "b": problem.b, "out": problem.out, "residual": problem.residual}
+    words = [str(problem), *["alpha"] * problem.scaled]
+    for name, operand in operands.items():
+        if operand is not None and (operand.layout != "row" or not operand.aligned):
+            words.append(f"{name}:{operand.layout}{'' if operand.aligned else '_unaligned'}")
+    if problem.out.dtype != problem.a.dtype:
+        words.append(f"out:{problem.out.dtype}")
+    text = " ".join(words).replace("×", "x").replace("→", "_to_").replace("torch.", "")
+    return "-".join(text.split())
+
+
+def scales_of(form: Format) -> list[Scale]:
+    """The scales that a format allows; each of its dtypes is among them, if there are as many."""
+    dtypes = itertools.cycle(form.scale_dtypes)
+    return [Scale(block, dtype) for block, dtype in zip(form.grids, dtypes, strict=False)]
+
+
+def usual_scale(form: Format) -> Scale:
+    """The scale of a format's weights: by row, or else its first."""
+    return Scale(ROW if ROW in form.grids else form.grids[0], form.scale_dtypes[0])
+
+
+def whole_k(problem: Problem) -> Problem:
+    """The problem with this K, or the next number of values that has whole groups and stored
+    elements."""
+    a, b = problem.a, problem.b
+    unit = math.lcm(a.pack, b.pack, max(1, a.block[1]), max(1, b.block[1]))
+    return replace(problem, k=-(-problem.k // unit) * unit)
+
 
 class ProbeProblems:
-    """The probes of a conformance suite; subclasses set the attributes.
+    """The problems of a conformance suite; subclasses set the attributes.
 
     Attributes: See :class:`tmm_core.testing.KernelConformance`.
     """
@@ -78,224 +139,223 @@ class ProbeProblems:
         UNFUSABLE,
     )
 
-    def probes_of_sizes(self) -> Iterator[Probe]:
+    def probes_of_sizes(self) -> Iterator[Problem]:
         sizes = self.sizes or SIZES[self._device().type]
         for dtype in self.dtypes:
-            for m, n, k in sizes:
-                yield Probe(m=m, n=n, k=k, dtype=dtype)
+            for size in sizes:
+                yield self._probe(size, dtype)
 
-    def probes_of_layouts(self) -> Iterator[Probe]:
+    def probes_of_layouts(self) -> Iterator[Problem]:
         base = self._probe()
-        yield from (replace(base, a=layout) for layout in LAYOUTS)
-        yield from (replace(base, b=layout) for layout in LAYOUTS if layout != "row")
-        yield from (replace(base, out=layout) for layout in WRITABLE if layout != "row")
+        for layout in LAYOUTS:
+            yield replace(base, a=laid(base.a, layout))
+        for layout in LAYOUTS[1:]:
+            yield replace(base, b=laid(base.b, layout))
+            yield replace(base, out=laid(base.out, layout))
         for a, b, out in (
             ("col", "col", "row"),
             ("col", "col", "col"),
-            ("row_unaligned", "col_unaligned", "row_sliced"),
+            ("row_unaligned", "col_unaligned", "row_unaligned"),
             ("strided", "strided", "strided"),
-            ("broadcast_cols", "broadcast_rows", "col_padded"),
         ):
-            yield replace(base, a=a, b=b, out=out)
+            yield replace(base, a=laid(base.a, a), b=laid(base.b, b), out=laid(base.out, out))
         # Sizes that no block divides, where a mask is most easily forgotten.
-        m, n, k = (size - 3 for size in self._size())
-        for a, b in (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")):
-            yield replace(base, m=max(1, m), n=max(1, n), k=max(1, k), a=a, b=b)
+        odd = replace(base, **self._odd())
+        for a, b in itertools.product(("row", "col"), repeat=2):
+            yield replace(odd, a=laid(odd.a, a), b=laid(odd.b, b))
+            yield contiguous(replace(odd, a=laid(odd.a, a), b=laid(odd.b, b)))
 
-    def probes_of_dtypes(self) -> Iterator[Probe]:
+    def probes_of_dtypes(self) -> Iterator[Problem]:
         for dtype in self.dtypes:
             for out_dtype in (torch.float16, torch.bfloat16, torch.float32):
                 if out_dtype != dtype:
-                    yield replace(self._probe(), dtype=dtype, out_dtype=out_dtype)
+                    yield replace(self._probe(dtype=dtype), out=Operand(out_dtype))
         if torch.float32 in self.dtypes:
-            yield replace(self._probe(), dtype=torch.float32, tf32=True)
-            yield replace(self._probe(), dtype=torch.float32, tf32=True, b="col")
+            base = replace(self._probe(dtype=torch.float32), tf32=True)
+            yield base
+            yield replace(base, b=laid(base.b, "col"))
 
-    def probes_of_epilogues(self) -> Iterator[Probe]:
+    def probes_of_epilogues(self) -> Iterator[Problem]:
+        base = self._probe()
         for text in self.epilogues:
-            yield replace(self._probe(), epilogue=parse(text))
-        m, n, k = (max(1, size - 3) for size in self._size())
+            yield replace(base, epilogue=parse(text))
         for text in ("silu", "swiglu"):
-            yield replace(self._probe(), m=m, n=n, k=k, epilogue=parse(text))
-            yield replace(self._probe(), b="col", epilogue=parse(text))
+            yield contiguous(replace(base, **self._odd(), epilogue=parse(text)))
+            yield replace(base, b=laid(base.b, "col"), epilogue=parse(text))
 
-    def probes_of_terms(self) -> Iterator[Probe]:
+    def probes_of_terms(self) -> Iterator[Problem]:
         """Bias, residual and alpha: one by one, then together with an epilogue, which reveals
         their order."""
-        base = self._probe()
-        fp32 = torch.float32
-        terms: dict[str, Any]
-        for terms in (
-            {"alpha": -1.75},
-            {"bias": "packed"},
-            {"bias": "strided"},
-            {"bias": "broadcast"},
-            {"bias": "packed", "bias_dtype": fp32},
-            {"residual": "row"},
-            {"residual": "col"},
-            {"residual": "row_unaligned"},
-            {"residual": "strided"},
-            {"residual": "broadcast_rows"},
-            {"residual": "broadcast_cols"},
-            {"residual": "broadcast"},
-            {"residual": "row", "residual_dtype": fp32},
-        ):
-            yield replace(base, **terms)
-        full = replace(base, bias="packed", residual="row", alpha=0.5)
-        m, n, k = (max(1, size - 3) for size in self._size())
+        base, fp32 = self._probe(), torch.float32
+        yield replace(base, scaled=True)
+        yield replace(base, bias=base.out.dtype)
+        yield replace(base, bias=fp32)
+        for layout in LAYOUTS:
+            yield replace(base, residual=laid(base.out, layout))
+        yield replace(base, residual=Operand(fp32))
+        yield from self._followed_by_epilogues(base)
+
+    def _followed_by_epilogues(self, base: Problem, **odd: Any) -> Iterator[Problem]:
+        """All terms of the expression, and of sizes that divide nothing."""
+        full = replace(base, bias=base.out.dtype, residual=base.out, scaled=True)
         for text in ("silu", "swiglu"):
             yield replace(full, epilogue=parse(text))
-            yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
+            small = replace(full, **self._odd(), epilogue=parse(text))
+            yield contiguous(replace(whole_k(small), out=laid(full.out, "strided")))
 
-    def probes_of_scales(self) -> Iterator[Probe]:
+    def probes_of_scales(self) -> Iterator[Problem]:
         """Operands of every format, same and mixed dtypes, with every kind of scale and none."""
         for form in FORMATS.values():
-            yield from self._probes_of(form)
+            yield from map(whole_k, self._probes_of(form))
 
-    def _probes_of(self, form: Format) -> Iterator[Probe]:
-        narrow, wide = form.storage[0], form.storage[-1]
-        base = replace(self._probe(), b="col")
-        rows: dict[str, Any]
-        kinds: list[tuple[Any, Any]]
-        own, grids = usual_scale(form), [s for s in scales_of(form) if Scale.parse(s).grid]
-        # A weight beside plain activations.
-        weight = replace(base, dtype=self.dtypes[0], b_dtype=narrow, b_format=form.name)
-        for scale in (*grids, own) if form.implied else grids:
-            yield replace(weight, b_scale=scale)
+    def stored(self, form: Format, scale: Scale | None = None, **fields: Any) -> Problem:
+        """A problem of a weight of this format: beside another operand of the format if the dtype
+        implies it, else beside a plain one."""
+        name, scale = "" if form.implied else form.name, scale or usual_scale(form)
+        weight = Operand(form.storage[0], "col", format=name, scale=scale)
+        base = replace(self._probe(), b=weight, **fields)
         if form.implied:
-            base, rows = replace(base, dtype=narrow), {"a_scale": own, "b_scale": own}
-            kinds = [(None, None), ("tensor", "tensor"), (own, None), (None, own)]
-            kinds += [("1x128", scale) for scale in grids if scale.endswith("x128")]
+            a = replace(weight, layout="row")
+            base = replace(base, a=a, out=Operand(form.result))
+        return whole_k(base)
+
+    def _probes_of(self, form: Format) -> Iterator[Problem]:
+        own, grids = usual_scale(form), [each for each in scales_of(form) if each.grid]
+        first, wide = scales_of(form)[0], form.storage[-1]
+        base = self.stored(form)
+        a, b = base.a, base.b
+        # A weight beside plain activations.
+        plain = self._probe()
+        beside = replace(plain, b=replace(b, format=form.name))
+        for scale in (*grids, own) if form.implied else grids:
+            yield replace(beside, b=replace(beside.b, scale=scale))
+        kinds: list[tuple[Any, Any]] = [(None, first)]
+        if form.implied:
+            kinds = [(None, None), (Scale.parse("tensor"),) * 2, (own, None), (None, own)]
+            kinds += [(Scale((1, 128)), each) for each in grids if each.block[1] == 128]
         else:
-            base, rows, kinds = weight, {"b_scale": own}, [(None, s) for s in scales_of(form)[:1]]
-            yield replace(base, dtype=self.dtypes[-1], **rows)
-        for a_scale, b_scale in kinds:
-            yield replace(base, a_scale=a_scale, b_scale=b_scale)
+            yield replace(self._probe(dtype=self.dtypes[-1]), b=b)
+        for of_a, of_b in kinds:
+            yield replace(base, a=replace(a, scale=of_a), b=replace(b, scale=of_b))
         if form.zeros:
-            yield from (replace(weight, b_scale=scale, b_zero=True) for scale in (own, *grids))
-        if wide is not narrow:
-            yield replace(base, b_dtype=wide, **rows)
-        if wide is not narrow and form.implied:
-            yield replace(base, dtype=wide, b_dtype=narrow, **rows)
-            yield replace(base, dtype=wide, a_scale="tensor")
-        for a, b in (("row", "row"), ("col", "row"), ("col", "col"), ("row_unaligned", "strided")):
-            yield replace(base, a=a, b=b, **rows)
-        full = replace(base, bias="packed", residual="row", alpha=0.5, **rows)
-        m, n, k = (max(1, size - 3) for size in self._size())
-        for text in ("silu", "swiglu"):
-            yield replace(full, epilogue=parse(text))
-            yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
-            first: dict[str, Any] = dict.fromkeys(rows, scales_of(form)[0])
-            yield replace(full, epilogue=parse(text), **first)
-            yield from (replace(full, epilogue=parse(text), b_scale=scale) for scale in grids[:1])
+            for scale in (own, *grids):
+                yield replace(beside, b=replace(beside.b, scale=scale, zero=b.dtype))
+        if wide is not b.dtype:
+            yield replace(base, b=replace(b, dtype=wide))
+            if form.implied:
+                yield replace(base, a=replace(a, dtype=wide))
+                yield replace(base, a=replace(a, dtype=wide, scale=Scale.parse("tensor")))
+        layouts = ("row", "row"), ("col", "row"), ("col", "col"), ("row_unaligned", "strided")
+        for of_a, of_b in layouts:
+            yield replace(base, a=laid(a, of_a), b=laid(b, of_b))
+        yield from self._followed_by_epilogues(base)
+        full = replace(base, bias=base.out.dtype, residual=base.out, scaled=True)
+        for text, scale in itertools.product(("silu", "swiglu"), (first, *grids[:1])):
+            of_a = replace(a, scale=first) if form.implied and scale is first else a
+            yield replace(full, epilogue=parse(text), a=of_a, b=replace(b, scale=scale))
         for out_dtype in (torch.float16, torch.float32):
-            yield replace(base, out_dtype=out_dtype, **rows)
-        yield replace(base, k=8 * base.k, out_dtype=torch.float32, **rows)
+            yield replace(base, out=Operand(out_dtype))
+        yield replace(base, k=8 * base.k, out=Operand(torch.float32))
         if ROW not in form.grids:
             # K of one group: its scales are by row.
-            whole = str(Scale(ROW, form.scale_dtypes[0]))
-            yield replace(weight, k=form.grids[0][1], b_scale=whole)
-        yield replace(base, m=1, **rows)
-        yield replace(base, k=0, bias="packed", **rows)
-        batched = replace(base, batch=3, n=min(n, 48), k=min(k, 48), **rows)
+            by_row = replace(beside.b, scale=Scale(ROW, form.scale_dtypes[0]))
+            yield replace(beside, k=form.grids[0][1], b=by_row)
+        yield replace(base, m=1)
+        yield replace(base, k=0, bias=base.out.dtype)
+        batched = replace(base, batch=3, n=min(base.n, 48), k=min(base.k, 48))
         yield batched
-        stacked: dict[str, Any] = rows | {"b_scale": scales_of(form)[0]}
-        yield replace(batched, stack_b="broadcast", epilogue=parse("swiglu"), **stacked)
-        yield from (replace(batched, b_scale=scale) for scale in grids[-1:])
+        yield replace(batched, epilogue=parse("swiglu"), b=replace(b, scale=first))
+        for scale in grids[-1:]:
+            yield replace(batched, b=replace(b, scale=scale))
 
-    def probes_of_batches(self) -> Iterator[Probe]:
-        m, n, k = self._size()
+    def probes_of_batches(self) -> Iterator[Problem]:
+        base = replace(self._probe(), batch=3)
         if self._device().type == "cpu":
-            n, k = min(n, 48), min(k, 48)
-        base = Probe(m=m, n=n, k=k, dtype=self.dtypes[0], batch=3)
+            base = replace(base, n=min(base.n, 48), k=min(base.k, 48))
         yield base
-        yield replace(base, m=max(1, m - 3), n=max(1, n - 3), k=max(1, k - 3))
-        yield replace(base, a="col", b="col")
-        yield replace(base, stack_a="broadcast")
-        yield replace(base, stack_b="broadcast")
-        yield replace(base, stack_a="interleaved", stack_b="interleaved")
-        yield replace(base, a="row_unaligned", b="strided", out="row_padded")
-        yield replace(base, a="broadcast", stack_a="broadcast", out="col")
-        terms = replace(base, bias="packed", residual="row", alpha=0.5, epilogue=parse("silu"))
-        yield terms
-        yield replace(terms, stack_residual="broadcast", epilogue=parse("swiglu"))
+        yield contiguous(replace(base, **{x: max(1, getattr(base, x) - 3) for x in "mnk"}))
+        yield replace(base, a=laid(base.a, "col"), b=laid(base.b, "col"))
+        a, b = laid(base.a, "row_unaligned"), laid(base.b, "strided")
+        yield replace(base, a=a, b=b)
+        yield replace(base, out=laid(base.out, "col"))
+        terms = replace(base, bias=base.a.dtype, residual=base.out, scaled=True)
+        yield replace(terms, epilogue=parse("silu"))
+        yield replace(terms, epilogue=parse("swiglu"))
 
-    def probes_of_empties(self) -> Iterator[Probe]:
+    def probes_of_empties(self) -> Iterator[Problem]:
         base = self._probe()
         yield replace(base, m=0)
         yield replace(base, n=0)
         yield replace(base, k=0)
         yield replace(base, m=0, k=0)
         yield replace(base, batch=0)
-        yield replace(base, k=0, bias="packed", epilogue=parse("sigmoid"))
+        yield replace(base, k=0, bias=base.out.dtype, epilogue=parse("sigmoid"))
 
-    def probes_of_verification(self) -> Iterator[Probe]:
+    def probes_of_verification(self) -> Iterator[Problem]:
         """One of each kind of problem, with all terms of the expression; and operands of every
         kind of leading stride."""
-        m, n, k = (max(1, size - 3) for size in self._size())
-        plain = replace(self._probe(), m=m)
-        terms: dict[str, Any] = {"bias": "packed", "residual": "row", "alpha": 0.5}
-        full = replace(plain, epilogue=parse("silu"), **terms)
+        base, odd = self._probe(), self._odd()
+        plain = contiguous(replace(base, m=odd["m"]))
+        terms: dict[str, Any] = {"bias": base.out.dtype, "residual": base.out, "scaled": True}
         yield plain
-        yield full
-        yield replace(full, n=n, k=k, epilogue=parse("swiglu"))
-        yield replace(full, batch=3)
+        yield replace(plain, **terms, epilogue=parse("silu"))
+        yield contiguous(replace(plain, **odd, **terms, epilogue=parse("swiglu")))
+        yield replace(plain, **terms, epilogue=parse("silu"), batch=3)
         for form in FORMATS.values():
-            dtype = form.storage[0]
-            scaled: dict[str, Any] = {"b": "col", "b_scale": usual_scale(form)}
-            yield from (
-                replace(plain, b_dtype=dtype, b_format=form.name, b="col", b_scale=scale)
-                for scale in scales_of(form)
-                if Scale.parse(scale).grid and scale not in scaled.values()
-            )
-            if form.implied:
-                yield replace(plain, dtype=dtype, a_scale=usual_scale(form), **scaled)
-            else:
-                yield replace(plain, b_dtype=dtype, b_format=form.name, **scaled)
-        base = self._probe()
-        yield replace(base, a="col", b="col")
-        yield replace(base, out_dtype=torch.float32)
-        yield replace(base, batch=2, n=min(n, 48), k=min(k, 48))
+            yield self.stored(form, m=plain.m)
+            for scale in scales_of(form):
+                if scale.grid and scale != usual_scale(form):
+                    weight = Operand(form.storage[0], "col", format=form.name, scale=scale)
+                    yield whole_k(replace(plain, b=weight))
+        yield replace(base, a=laid(base.a, "col"), b=laid(base.b, "col"))
+        yield replace(base, out=Operand(torch.float32))
+        yield replace(base, batch=2, n=min(base.n, 48), k=min(base.k, 48))
         for layout in ("row_unaligned", "strided"):
-            yield replace(base, a=layout, b=layout, out=layout)
+            a, b, out = (laid(each, layout) for each in (base.a, base.b, base.out))
+            yield replace(base, a=a, b=b, out=out)
 
-    def probes_of_use(self) -> Iterator[Probe]:
+    def probes_of_use(self) -> Iterator[Problem]:
         """Small problems, each verified by some thirty launches: every dtype, each kind of operand
         whose strides a problem does not fix, and operands that may be one tensor."""
         side = 16 if self._device().type == "cpu" else 128
         for dtype in self.dtypes:
-            yield Probe(m=side, n=side, k=4 * side, dtype=dtype)
-        base = Probe(m=side, n=side, k=side, dtype=self.dtypes[0])
-        fp32: dict[str, Any] = {"bias_dtype": torch.float32, "residual_dtype": torch.float32}
+            yield self._probe((side, side, 4 * side), dtype)
+        base = self._probe((side, side, side))
+        a, b, out = base.a, base.b, base.out
+        loose, strided = laid(out, "row_unaligned"), laid(out, "strided")
+        fp32 = replace(strided, dtype=torch.float32)
         yield base
-        yield replace(base, alpha=0.5)
-        yield replace(base, residual="row", alpha=0.5)
-        yield replace(base, bias="packed", residual="row_unaligned", alpha=0.5)
-        yield replace(base, bias="packed", residual="strided", **fp32)
-        yield replace(base, batch=3, bias="packed", epilogue=parse("silu"))
-        yield replace(base, a="strided", b="row_unaligned", out="strided")
-        yield replace(base, a="row_unaligned", b="col")
-        yield replace(base, n=max(1, side - 1), out="row_unaligned")
+        yield replace(base, scaled=True)
+        yield replace(base, residual=out, scaled=True)
+        yield replace(base, bias=out.dtype, residual=loose, scaled=True)
+        yield replace(base, bias=torch.float32, residual=fp32)
+        yield replace(base, batch=3, bias=out.dtype, epilogue=parse("silu"))
+        yield replace(base, a=laid(a, "strided"), b=laid(b, "row_unaligned"), out=strided)
+        yield replace(base, a=laid(a, "row_unaligned"), b=laid(b, "col"))
+        yield replace(base, a=laid(a, "col_unaligned"), b=laid(b, "col_unaligned"))
+        yield replace(base, batch=3, a=laid(a, "col"), b=laid(b, "row_unaligned"))
+        yield contiguous(replace(base, n=max(1, side - 1)))
 
-    def sizes_of_tiles(self) -> Iterator[Probe]:
+    def sizes_of_tiles(self) -> Iterator[Problem]:
         """Sizes of every alignment and remainder of a tile: along M, then N, then K."""
-        side, dtype = 16, self.dtypes[0]
+        side = 16
         tallest = 128 if self._device().type == "cuda" else 32
         remainders = {tallest + extra for extra in (*range(1, 17), 20, 24, 28)}
         ends = {*range(1, 17), 20, 24, 28, 40, 56, 264, 282, 312} | remainders
         for m in sorted(ends):
-            yield Probe(m=m, n=side, k=side, dtype=dtype)
+            yield self._probe((m, side, side))
         for size in (8, 24, 40, 56, 17, 33, 47):
-            yield Probe(m=side, n=size, k=side, dtype=dtype)
-            yield Probe(m=side, n=side, k=size, dtype=dtype)
+            yield self._probe((side, size, side))
+            yield self._probe((side, side, size))
 
-    def probes_of_outputs(self) -> Iterator[Probe]:
+    def probes_of_outputs(self) -> Iterator[Problem]:
         """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;
         and of rows alone, where operands are aligned."""
-        m, n, k = (max(1, size - 3) for size in self._size())
-        aligned = replace(self._probe(), m=m, alpha=0.5)
-        base = replace(aligned, n=n, k=k)
-        terms = replace(base, bias="packed", residual="row")
+        base, odd = self._probe(), self._odd()
+        aligned = contiguous(replace(base, m=odd["m"], scaled=True))
+        base = contiguous(replace(aligned, **odd))
+        terms = replace(base, bias=base.out.dtype, residual=base.out)
+        col = replace(aligned, b=laid(aligned.b, "col"), residual=aligned.out)
         row_max = Port("row_max", "row", reduce="max", **ABSOLUTE)
         row_sum = Port("row_sum", "row", reduce="sum", **SQUARE)
         col_sum = Port("col_sum", "col", torch.float16, reduce="sum")
@@ -305,7 +365,7 @@ class ProbeProblems:
         tile = Port("tile", "tile", torch.bfloat16)
         for probe, text, outputs in (
             (aligned, "identity", (row_max,)),
-            (replace(aligned, b="col", residual="row"), "swiglu", (row_sum,)),
+            (col, "swiglu", (row_sum,)),
             (terms, "silu", (row_max, col_sum)),
             (terms, "swiglu", (scalar_sum, row_sum)),
             (terms, "gelu", (col_max, scalar_max)),
@@ -313,41 +373,37 @@ class ProbeProblems:
         ):
             yield replace(probe, epilogue=replace(parse(text), outputs=outputs))
 
-    def demanding(self) -> Sequence[Probe]:
+    def demanding(self) -> Sequence[Problem]:
         """Problems that reveal a config's faults, the most revealing first: with all terms of the
         expression, if the kernel takes them."""
         plain = self._long()
-        full = replace(plain, bias="packed", residual="row", epilogue=parse("silu"))
-        return [full, plain, self._probe()]
+        return [_with_terms(plain), plain, self._probe()]
 
-    def demanding_scales(self) -> Sequence[Probe]:
+    def demanding_scales(self) -> Sequence[Problem]:
         """:meth:`demanding`, for operands with formats."""
-        plain, *_ = (p for p in self.demanding() if p.bias is None)
-        plain = replace(plain, b="col")
-        terms: dict[str, Any] = {"bias": "packed", "residual": "row", "epilogue": parse("silu")}
-        of_each = [
-            replace(plain, dtype=form.storage[0], a_scale="row", b_scale="row")
-            if form.implied
-            else replace(
-                plain, b_dtype=form.storage[0], b_format=form.name, b_scale=usual_scale(form)
-            )
-            for form in FORMATS.values()
-        ]
-        return [replace(each, **more) for each in of_each for more in (terms, {})]
+        m, _, k = self._long_size()
+        of_each = [self.stored(form, m=m, k=k) for form in FORMATS.values()]
+        return [each for plain in of_each for each in (_with_terms(plain), plain)]
 
-    def fine_grained(self) -> Sequence[Probe]:
+    def fine_grained(self) -> Sequence[Problem]:
         """Problems whose result is not rounded to 16 bits, which would hide a difference; and
         others, in case the kernel takes none of those."""
-        plain = self._long()
-        wide = replace(plain, out_dtype=torch.float32)
-        fp32 = replace(plain, dtype=torch.float32)
-        return [wide, *[fp32] * (torch.float32 in self.dtypes), plain, self._probe()]
+        plain, fp32 = self._long(), torch.float32
+        wide = replace(plain, out=Operand(fp32))
+        more = [self._probe(self._long_size(), fp32)] * (fp32 in self.dtypes)
+        return [wide, *more, plain, self._probe()]
 
-    def _long(self) -> Probe:
-        """A probe with K long enough to be split, and M not a multiple of a block."""
-        base = self._probe()
-        longer = 8 if self._device().type == "cuda" else 4
-        return replace(base, m=max(1, base.m - 5), k=longer * base.k)
+    def _long(self) -> Problem:
+        return self._probe(self._long_size())
+
+    def _long_size(self) -> tuple[int, int, int]:
+        """K long enough to be split, and M not a multiple of a block."""
+        m, n, k = self._size()
+        return max(1, m - 5), n, k * (8 if self._device().type == "cuda" else 4)
+
+    def _odd(self) -> dict[str, Any]:
+        """Sizes that no block divides."""
+        return {name: max(1, size - 3) for name, size in zip("mnk", self._size(), strict=True)}
 
     @classmethod
     def _device(cls) -> torch.device:
@@ -363,9 +419,18 @@ class ProbeProblems:
         return cls.size or SIZE[cls._device().type]
 
     @classmethod
-    def _probe(cls) -> Probe:
-        m, n, k = cls._size()
-        return Probe(m=m, n=n, k=k, dtype=cls.dtypes[0])
+    def _probe(
+        cls, size: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
+    ) -> Problem:
+        """The product of contiguous matrices."""
+        m, n, k = size or cls._size()
+        operand = Operand(dtype or cls.dtypes[0])
+        device = fingerprint(cls._device())
+        return contiguous(Problem(m, n, k, operand, operand, operand, device))
+
+
+def _with_terms(plain: Problem) -> Problem:
+    return replace(plain, bias=plain.out.dtype, residual=plain.out, epilogue=parse("silu"))
 
 
 def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:

@@ -18,10 +18,9 @@ from tmm_core.epilogues import parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.operand import Operand, Scale
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe import scales_of, usual_scale, whole_k
-from tmm_core.testing.probe_problems import ProbeProblems
+from tmm_core.testing.probe_problems import ProbeProblems, scales_of, usual_scale, whole_k
 
 #: Default number of groups of a problem; one in five is empty.
 GROUPS = 6
@@ -47,28 +46,25 @@ class RaggedProblems(ProbeProblems):
         """Operands of a format along each dimension, with scales of every kind, and all terms of
         the expression."""
         name = "" if form.implied else form.name
-        row = Scale.parse(usual_scale(form))
-        b = Operand(form.storage[0], format=name, scale=row)
-        wide = replace(b, dtype=form.storage[-1])
+        row, first = usual_scale(form), scales_of(form)[0]
+        b = Operand(form.storage[0], "col", format=name, scale=row)
         out = Operand(form.result)
-        a = b if form.implied else out
+        a = replace(b, layout="row") if form.implied else out
         for along in ("m", "n", "k"):
             if along == "k" and (b.grid or b.pack != 1):
                 continue  # groups would part stored elements and blocks
-            problem = replace(self._ragged(along), a=a, b=replace(b, layout="col"), out=out)
-            problem = replace(problem, k=whole_k(problem.k, b))
+            problem = whole_k(replace(self._ragged(along), a=a, b=b, out=out))
             yield problem
-            for scale in map(Scale.parse, scales_of(form) if along != "k" else ()):
+            for scale in scales_of(form) if along != "k" else ():
                 if scale.grid and scale != row and not (along == "n" and scale.block[0] > 1):
-                    weight = replace(problem.b, scale=scale)
-                    yield replace(problem, a=out, b=weight, k=whole_k(problem.k, weight))
+                    yield whole_k(replace(problem, a=out, b=replace(b, scale=scale)))
             if form.implied:
-                yield replace(problem, a=wide, b=replace(b, scale=None))
-            first = Scale.parse(scales_of(form)[0])
-            yield replace(
-                problem, a=replace(a, scale=first) if form.implied else a,
-                b=b if form.implied else replace(b, scale=first),
-            )  # fmt: skip
+                wide = replace(a, dtype=form.storage[-1])
+                # Beside a row-major weight without scales.
+                yield replace(problem, a=wide, b=replace(b, layout="row", scale=None))
+                yield replace(problem, a=replace(a, scale=first), b=replace(b, layout="row"))
+            else:
+                yield replace(problem, b=replace(b, layout="row", scale=first))
             if along == "m":
                 full = replace(
                     problem, bias=out.dtype, residual=out, scaled=True, groups=_indexed(zeroed=True)
@@ -175,18 +171,3 @@ class RaggedProblems(ProbeProblems):
 def _indexed(*, zeroed: bool) -> Groups:
     """Groups with gathered, scattered and weighted rows."""
     return Groups(GROUPS, "m", torch.int64, torch.int64, torch.float32, zeroed)
-
-
-def ragged_id(problem: Problem | None) -> str:
-    """The test ID of a problem: its text, and special properties of its operands."""
-    if problem is None:
-        return "none"
-    operands = {"a": problem.a, "b": problem.b, "out": problem.out, "residual": problem.residual}
-    words = [str(problem)]
-    for name, operand in operands.items():
-        if operand is not None and (operand.layout != "row" or not operand.aligned):
-            words.append(f"{name}:{operand.layout}{'' if operand.aligned else '_unaligned'}")
-    if problem.out.dtype != problem.a.dtype:
-        words.append(f"out:{problem.out.dtype}")
-    text = " ".join(words).replace("×", "x").replace("→", "_to_").replace("torch.", "")
-    return "-".join(text.split())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,8 +30,6 @@ from tmm_core.verify.guard_bands import (
 from tmm_core.verify.nonfinite import AXES, NonFinite, nonfinite_inputs
 from tmm_core.verify.ragged_inputs import Inputs, poison, rows_read
 from tmm_core.verify.random_inputs import Recipe
-
-F = TypeVar("F", bound="DataSets")
 
 #: Default limit of verification's memory, besides a quarter of a GPU's free memory or a sixteenth
 #: of a CPU's memory. One set of inputs with samples of its result may exceed it.
@@ -158,23 +155,6 @@ class DataSets:
         self.raised: BaseException | None = None
         #: Whether :meth:`reduce` was called.
         self.is_reduced = False
-
-    @classmethod
-    def given(
-        cls: type[F],
-        problem: Problem,
-        inputs: Inputs,
-        memory: Mapping[str, GuardedTensor],
-        out: GuardedTensor,
-    ) -> F:
-        """Data sets of given inputs, whose memory is in ``memory`` by name. Every launch writes
-        into ``out``."""
-        device = inputs.a.device
-        data = cls(problem, device)
-        expected = data.expect(inputs, whole=True)
-        data._sets = [InputSet(inputs, Checksums.of(memory), expected)]
-        data._outs, data.allocates = [out], False
-        return data
 
     @property
     def at_once(self) -> int:
