@@ -7,19 +7,15 @@ import abc
 import dataclasses
 import functools
 import itertools
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import triton
 
 from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
-from tmm_core.triton import launcher, reraise, target_of
+from tmm_core.triton import launcher, reraise, target_of, toolchain
 from tmm_triton import reduction_order, roofline, tile_anatomy
 from tmm_triton.operands import Build, TileConfig
 
@@ -307,20 +303,16 @@ def missing_toolchain() -> tuple[str, ...]:
     """
     if triton.knobs.build.impl is not None:
         return ()
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    found = bool(compiler and shutil.which(compiler))
-    return () if found and header.exists() else _undriven(found)
+    lacking = toolchain.lacking()
+    return () if lacking is None else _undriven(lacking)
 
 
 @functools.cache
-def _undriven(compiles: bool) -> tuple[str, ...]:
+def _undriven(lacking: str) -> tuple[str, ...]:
     """Why Triton's driver does not load, which a failed build takes 50 ms to find."""
     try:
         triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
     except Exception as error:  # any failed build means the same
         reraise(error)
-        lacking = "Python.h" if compiles else "a C compiler"
-        return (f"Triton's driver needs {lacking} to build its launcher",)
+        return (lacking,)
     return ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tmm_core.compat import current_stream
 from tmm_core.errors import reraise
+from tmm_core.spec import toolchain
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import SEARCH_LIMITED
 from tmm_core.triton import releases
@@ -39,4 +40,5 @@ __all__ = [
     "step_function",
     "supports",
     "target_of",
+    "toolchain",
 ]
