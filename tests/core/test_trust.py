@@ -169,10 +169,10 @@ def test_the_second_of_a_tuning_is_verified_when_it_answers(tmp_path: Path, wron
 
 @pytest.mark.parametrize("mode", ["tune", "background"])
 def test_a_wrong_winner_of_a_tuning_leaves_the_next(mode: Any) -> None:
-    """Right in the launches that every candidate gets, wrong afterwards."""
+    """Right in the launches that every candidate gets, wrong afterwards at the record's own M."""
 
     def later(count: list[int], right: Any, *rest: Any) -> Any:
-        count[0] += 1
+        count[0] += len(rest[0]) == problem().m
         return right(*rest).add_(count[0] > BRIEF)
 
     liars = [Faulty(functools.partial(later, [0]), liar) for liar in ("fastest", "faster")]
