@@ -34,7 +34,7 @@ ON_8_BIT_FLOATS: dict[str, Callable[[torch.Tensor], Any]] = {
     "_to_copy": lambda t: t.float(),
     "to": lambda t: t.to(torch.float64),
     "clone": lambda t: t.mT.clone(),
-    "copy_": lambda t: t.copy_(t.mT),
+    "copy_": lambda t: torch.empty_like(t).copy_(t.mT),
     "fill_": lambda t: t.fill_(torch.nan),
     "index": lambda t: t[torch.tensor([1, 0], device=t.device)],
 }
