@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tmm_core.interop.row_quantization import quantize_rows
     from tmm_core.spec.anatomy import Anatomy, Resources
     from tmm_core.spec.hookspecs import hookimpl
-    from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Traits
+    from tmm_core.spec.kernel import Candidate, Config, Kernel, Traits
     from tmm_core.spec.machine import Machine
     from tmm_core.spec.supports import ANY, Supports
 
@@ -57,7 +57,7 @@ _LATER = {
     "interop.row_quantization": ("quantize_rows",),
     "spec.anatomy": ("Anatomy", "Resources"),
     "spec.hookspecs": ("hookimpl",),
-    "spec.kernel": ("Candidate", "Config", "Deferred", "Kernel", "Traits"),
+    "spec.kernel": ("Candidate", "Config", "Kernel", "Traits"),
     "spec.machine": ("Machine",),
     "spec.supports": ("ANY", "Supports"),
 }
@@ -78,7 +78,6 @@ __all__ = [
     "Candidate",
     "Config",
     "ConfigError",
-    "Deferred",
     "Epilogue",
     "Explanation",
     "Format",

@@ -3,13 +3,12 @@ imported."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from tmm_core import Config, Deferred, Kernel, Launcher, Problem, Supports, hookimpl
+from tmm_core import Config, Kernel, Launcher, Problem, Supports, hookimpl
 
 #: Module and class of each kernel.
 KERNELS = {
@@ -54,8 +53,8 @@ class Missing(Kernel[Config]):
 
 
 @hookimpl
-def tmm_kernels() -> list[Deferred]:
-    return [Deferred(name, functools.partial(load, name)) for name in KERNELS]
+def tmm_kernels() -> list[Kernel[Any]]:
+    return [load(name) for name in KERNELS]
 
 
 def load(name: str) -> Kernel[Any]:
@@ -66,7 +65,11 @@ def load(name: str) -> Kernel[Any]:
         return Missing(name, "Triton is not installed")
     try:
         kernel: Kernel[Any] = getattr(importlib.import_module(f"tmm_triton.{module}"), class_name)()
-    except ImportError as error:
+    except (ImportError, AttributeError, TypeError) as error:
         # Gluon is experimental: if Triton lacks a feature, only the kernel that uses it is lost.
+        if not isinstance(error, ImportError):
+            from tmm_core.triton import reraise  # imports Triton
+
+            reraise(error)
         return Missing(name, f"this Triton does not have what it needs: {error}")
     return kernel

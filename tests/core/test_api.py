@@ -488,7 +488,7 @@ def test_importing_does_nothing(tmp_path: Any) -> None:
 def test_the_public_names() -> None:
     assert sorted(tmm_core.__all__) == tmm_core.__all__
     assert set(tmm_core.__all__) == {
-        "ANY", "Bound", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
+        "ANY", "Bound", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Epilogue",
         "Explanation", "Format", "Groups", "Kernel", "KernelInfo", "Launcher", "Machine", "Operand", "Plan", "PluginError", "Port", "Problem",
         "Quantized", "Resources", "Scale", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "disable", "enable", "enabled_report", "explain", "grouped_linear", "grouped_matmul", "hookimpl", "inductor_options", "kernels", "linear", "matmul",

@@ -462,12 +462,6 @@ class Plugin:
     def __dir__(self): raise SystemExit("in dir")
 hooks = Plugin()
 """,
-    "in_load": """
-import sys
-from tmm_core import Deferred, hookimpl
-@hookimpl
-def tmm_kernels(): return [Deferred("in_load.one", lambda: sys.exit("in load"))]
-""",
     "in_kernel": """
 import sys
 sys.path.insert(0, {here!r})
@@ -508,7 +502,6 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
         "at_import": "import failed: SystemExit: at import",
         "in_hook": "tmm_kernels failed: SystemExit: in hook",
         "in_dir": "cannot be registered: SystemExit: in dir",
-        "in_load": "kernel 'in_load.one' failed to load: SystemExit: in load",
     }
     findings = command("doctor", "--device", "cpu")
     problems = " ".join(each["text"] for each in findings if each["state"] == "problem")

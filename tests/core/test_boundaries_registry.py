@@ -17,7 +17,7 @@ from fakes import FakeBlas, FakeKernel, plugin, problem, settings
 from test_registry import EntryPoint, names, registry
 from torch import nn
 
-from tmm_core import Deferred, Epilogue, PluginError, Port, UnknownNameError, compat, hookimpl
+from tmm_core import Epilogue, PluginError, Port, UnknownNameError, compat, hookimpl
 from tmm_core.epilogues import EPILOGUES, parse, text_of
 from tmm_core.interop import flops
 from tmm_core.registry import hooks
@@ -72,7 +72,6 @@ def named(epilogue: Epilogue, name: Any) -> Epilogue:
             r"epilogue 'silu' is already registered by plugin 'tmm_core'$",
         ),
         ({"formats": [3]}, "tmm_formats must return Format objects, got 3"),
-        ({"kernels": [Deferred("", lambda: None)]}, "a deferred kernel's name is '', not a"),
         ({"kernels": [3]}, "tmm_kernels must return Kernel objects, got 3"),
         ({"kernels": [FakeKernel]}, r"\(the class; return an instance\)"),
         ({"kernels": None}, "tmm_kernels must return a list, got None"),
@@ -93,26 +92,6 @@ def test_ten_thousand_objects_are_no_endless_sequence(monkeypatch: pytest.Monkey
     r = Registry()
     r.register(Brings(kernels=[FakeKernel(f"k{i}") for i in range(3)]), "p")
     assert names(r) == ["k0", "k1", "k2"]
-
-
-def test_a_deferred_kernel_has_the_name_that_it_was_deferred_by() -> None:
-    loads: list[int] = []
-
-    def load() -> Any:
-        loads.append(1)
-        return FakeKernel("other")
-
-    r = Registry()
-    r.register(
-        Brings(kernels=[Deferred("mine", load), Deferred("fine", lambda: FakeKernel("fine"))])
-    )
-    assert loads == []
-    assert r.kernel("fine").name == "fine"
-    assert loads == []
-    with pytest.warns(UserWarning, match="mine"):
-        assert names(r) == ["fine"]
-    assert names(r) == ["fine"]
-    assert loads == [1]
 
 
 def test_a_refused_plugin_leaves_what_was_registered_before() -> None:

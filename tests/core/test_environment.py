@@ -37,7 +37,6 @@ from tmm_core.errors import ConfigError, PluginError, TmmWarning
 from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
-from tmm_core.spec.kernel import Deferred
 from tmm_core.tools.commands import doctor_toolchain, tune
 from tmm_core.tuning import findings, untried
 from tmm_core.tuning.compile_pool import NotCompiledError
@@ -578,12 +577,9 @@ def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_c
 ) -> None:
     """They are no candidates, so no tuning reports them."""
 
-    def declining() -> FakeKernel:
-        return FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
-
+    declining = FakeKernel("triton.one", against=lambda _: ["needs a C compiler"])
     registry = Registry()
-    deferred = Deferred("triton.one", declining)
-    registry.register(plugin(FakeBlas(), deferred), "fakes")
+    registry.register(plugin(FakeBlas(), declining), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer({})), CacheStore(tmp_path))
     if lacks == "compiler":
         monkeypatch.setenv("CC", str(tmp_path / "gcc"))

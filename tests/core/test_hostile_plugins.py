@@ -26,7 +26,7 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, hookimpl, plugin
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core import Config, Deferred, Epilogue, Supports, TmmWarning, Traits, dispatch
+from tmm_core import Config, Epilogue, Supports, TmmWarning, Traits, dispatch
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
 from tmm_core.registry.registry import Registry
@@ -457,18 +457,6 @@ PLUGINS: dict[str, Callable[[], Any]] = {
         gives([]), lambda: [Epilogue("relu", lambda z: z)]
     ),
     "an epilogue's name is two lines": lambda: Hooks(gives([]), odd_epilogue),
-    "a deferred kernel has no name": lambda: Hooks(
-        lambda: [Deferred(3, FakeKernel)]  # type: ignore[arg-type]
-    ),
-    "a deferred kernel cannot be imported": lambda: Hooks(
-        lambda: [Deferred("bad", raises(SystemExit(3)))]
-    ),
-    "a deferred kernel is another": lambda: Hooks(
-        lambda: [Deferred("bad", lambda: FakeKernel("other"))]
-    ),
-    "a deferred kernel's load gives None": lambda: Hooks(
-        lambda: [Deferred("bad", gives(None))]  # type: ignore[arg-type]
-    ),
 }
 
 BEHAVIOURS: dict[str, Callable[[], Any]] = {

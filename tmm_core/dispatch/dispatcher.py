@@ -380,12 +380,10 @@ class Dispatcher(Deferring):
         """Return BLAS where every other kernel declines; warns if this machine cannot build Triton
         kernels."""
         choice = self._fallback(problem, _ALONE)
-        if problem.device.type == "cuda" and self.registry.deferred:
-            lacking = toolchain.lacking()
-            if lacking is not None:
-                about = {(next(iter(self.registry.deferred)), ""): Left("toolchain", lacking)}
-                self.untried.watch()
-                self.warn_untried(problem, Noted(about))
+        others = [each.name for each in self.registry.kernels() if each.name != BASELINE]
+        if problem.device.type == "cuda" and others and (lacking := toolchain.lacking()):
+            self.untried.watch()
+            self.warn_untried(problem, Noted({(others[0], ""): Left("toolchain", lacking)}))
         return choice
 
     def _fallback(self, problem: Problem, why: str) -> Choice:

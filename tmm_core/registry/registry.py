@@ -38,7 +38,7 @@ from tmm_core.registry.hooks import HOOKS, Hooks
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.settings import POINTWISE, Settings, names, nested
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
-from tmm_core.spec.kernel import Deferred, Kernel
+from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.watch import watched
@@ -123,9 +123,6 @@ class Registry:
         #: Plugins with their origins, by the plugin's id.
         self._plugins: dict[int, tuple[object, Source]] = {}
         self._kernels: dict[str, CheckedKernel] = {}
-        #: All deferred kernels, and the sources of the ones not loaded yet.
-        self.deferred: dict[str, Deferred] = {}
-        self._unloaded: dict[str, Source] = {}
         self._epilogues: dict[str, tuple[Epilogue, Source]] = {
             epilogue.name: (epilogue, Source("tmm_core")) for epilogue in EPILOGUES.values()
         }
@@ -218,7 +215,7 @@ class Registry:
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """A context after which, if an exception leaves it, the registry is as before."""
-        tables = (self._plugins, self._kernels, self.deferred, self._unloaded, self._epilogues)
+        tables = (self._plugins, self._kernels, self._epilogues)
         before = [dict(table) for table in tables]
         faults, manager = list(self._faults), self.hooks.manager
         registered = set(map(id, manager.get_plugins()))
@@ -254,7 +251,6 @@ class Registry:
                 # State first: under `-W error` the warning raises, and the next call goes on here.
                 self._unreported = rest
             used = any(kernel.source == first.source for kernel in self._kernels.values())
-            used = used or first.source in self._unloaded.values()
             message = f"{first.source} is {'partly' if used else 'not'} used: {first.reason}"
             warn_of_plugin(first.source, message, first.error, more)
 
@@ -311,37 +307,10 @@ class Registry:
                             add(thing, source)
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
-        deferred = type(brought) is Deferred
-        if deferred and not is_name(brought.name):
-            raise PluginError(f"a deferred kernel's name is {shown(brought.name)}, not {A_NAME}")
-        kernel = brought if deferred else CheckedKernel(brought, source)
-        known = self._kernels.get(kernel.name)
-        other = known.source if known is not None else self._unloaded.get(kernel.name)
-        if other is not None:
-            raise PluginError(f"kernel {kernel.name!r} is already registered by {other}")
-        if isinstance(kernel, Deferred):
-            self.deferred[kernel.name] = kernel
-            self._unloaded[kernel.name] = source
-        else:
-            self._kernels[kernel.name] = kernel
-
-    def _fetch(self, name: str) -> None:
-        """Load a deferred kernel, unless it was loaded before."""
-        with self._lock:
-            source = self._unloaded.get(name)
-            if source is None or self._loading:
-                return
-            what = f"the import of kernel {name!r} of {source} does not return{_advice(source)}"
-            with self._costing(source, f"kernel {name!r} failed to load"):
-                with collector_off(), nested(), watched(lambda: what):
-                    kernel = CheckedKernel(self.deferred[name].load(), source)
-                if kernel.name != name:
-                    raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
-                self._kernels[name] = kernel
-            if name not in self._kernels:
-                self._unreported.append(self._faults[-1])
-            del self._unloaded[name]
-        self._report()
+        kernel = CheckedKernel(brought, source)
+        if (other := self._kernels.get(kernel.name)) is not None:
+            raise PluginError(f"kernel {kernel.name!r} is already registered by {other.source}")
+        self._kernels[kernel.name] = kernel
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not issubclass(type(epilogue), Epilogue):
@@ -368,8 +337,6 @@ class Registry:
     def kernels(self) -> list[CheckedKernel]:
         """All kernels in use, by name."""
         self.load()
-        for name in list(self._unloaded):
-            self._fetch(name)
         return [self._kernels[name] for name in sorted(self._kernels)]
 
     def faults(self) -> list[Fault]:
@@ -388,7 +355,6 @@ class Registry:
             self._add_baseline()
         else:
             self.load()
-            self._fetch(name)
         if name in self._kernels:
             return self._kernels[name]
         for fault in self._faults:
@@ -396,7 +362,7 @@ class Registry:
                 raise PluginError(
                     f"kernel {name!r}: {fault.source}: {fault.reason}"
                 ) from fault.error
-        raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
+        raise UnknownNameError("kernel", name, self._kernels)
 
     def unknown_names(self, settings: Settings) -> list[str]:
         """A message for each name in ``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS`` and ``TMM_DISABLE``
@@ -417,7 +383,7 @@ class Registry:
         self.load()
         known, unused = {*self._installed, BASELINE}, set()
         if kind == "kernel":
-            known = {*self._kernels, *self._unloaded}
+            known = set(self._kernels)
             # A plugin that is not in use may have a kernel of that name.
             unused = {fault.source.plugin for fault in self._faults}
         return [

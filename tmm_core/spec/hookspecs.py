@@ -15,7 +15,7 @@ import pluggy
 
 from tmm_core.formats import Format
 from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.kernel import Deferred, Kernel
+from tmm_core.spec.kernel import Kernel
 
 PROJECT = "tmm"
 
@@ -25,9 +25,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def tmm_kernels() -> list[Kernel[Any] | Deferred]:  # type: ignore[empty-body]  # a spec has no body
-    """Kernels to register: instances with unique names, or :class:`~tmm_core.Deferred` objects that
-    import a kernel on first use."""
+def tmm_kernels() -> list[Kernel[Any]]:  # type: ignore[empty-body]  # a spec has no body
+    """Kernels to register: instances with unique names."""
 
 
 @hookspec

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -213,16 +213,3 @@ class Candidate:
     def __str__(self) -> str:
         # Not the config's own text: a plugin may define it.
         return f"{self.kernel.name} {config_text(self.config.to_json())}".rstrip()
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """A kernel that is imported on first use; ``tmm_kernels`` may return it in place of a kernel.
-
-    Attributes:
-        name: The kernel's name.
-        load: Returns the kernel; called once, on first use.
-    """
-
-    name: str
-    load: Callable[[], Kernel[Any]]

@@ -1,4 +1,4 @@
-"""Kernels that are imported when a call first asks for them."""
+"""Kernels that are new, changed or missing since a record was made, and what a process imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from fakes import FakeBlas, FakeKernel, problem, settings
 from tmm_cache import CacheStore
 
-from tmm_core import Deferred, Kernel, PluginError, TmmWarning, UnknownNameError, errors
+from tmm_core import TmmWarning, errors
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.registry.registry import Registry
 from tmm_core.tuning import findings
@@ -24,101 +24,47 @@ from tmm_core.tuning.tuner import Tuner
 PROBLEM = problem()
 
 
-class Loaded:
-    """A deferred kernel, and how often it was loaded."""
-
-    def __init__(self, kernel: Kernel[Any]) -> None:
-        self.kernel, self.times = kernel, 0
-        self.deferred = Deferred(kernel.name, self.load)
-
-    def load(self) -> Kernel[Any]:
-        self.times += 1
-        return self.kernel
-
-
-Process = Callable[..., tuple[Dispatcher, list[Loaded]]]
+Process = Callable[..., Dispatcher]
 
 
 @pytest.fixture
 def process(tmp_path: Path) -> Process:
-    """A process on the one cache: its dispatcher, over these kernels, and these kernels."""
+    """Starts a process on the one cache; returns its dispatcher over these kernels."""
 
-    def start(*kernels: FakeKernel, **times: float) -> tuple[Dispatcher, list[Loaded]]:
-        deferred = [Loaded(kernel) for kernel in kernels]
+    def start(*kernels: FakeKernel, **times: float) -> Dispatcher:
         registry = Registry()
-        registry.register(fakes.plugin(FakeBlas(), *(d.deferred for d in deferred)), "fakes")  # type: ignore[arg-type]
+        registry.register(fakes.plugin(FakeBlas(), *kernels), "fakes")
         tuner = Tuner(fakes.FakeTimer({"blas": 5.0, **times}))
-        return Dispatcher(registry, tuner, CacheStore(tmp_path / "cache", [])), deferred
+        return Dispatcher(registry, tuner, CacheStore(tmp_path / "cache", []))
 
     return start
 
 
-def test_a_forced_kernel_alone_is_loaded_and_once(process: Process) -> None:
-    dispatcher, kernels = process(FakeKernel("k"), FakeKernel("other"))
-    assert [k.times for k in kernels] == [0, 0]
-    for m in (64, 32):
-        choice = dispatcher.choose(problem(m=m), settings(kernel="k"))
-        assert choice.candidate.kernel.kernel is kernels[0].kernel  # type: ignore[attr-defined]
-    assert [k.times for k in kernels] == [1, 0]
-    for m in (64, 32):
-        dispatcher.choose(problem(m=m), settings())
-    assert [k.times for k in kernels] == [1, 1]
-
-
 def test_a_kernel_that_declines_by_now_is_not_chosen(process: Process) -> None:
-    process(FakeKernel("k"), k=1.0)[0].choose(PROBLEM, settings())
-    dispatcher, _ = process(FakeKernel("k", against=lambda p: ["not any more"]))
+    process(FakeKernel("k"), k=1.0).choose(PROBLEM, settings())
+    dispatcher = process(FakeKernel("k", against=lambda p: ["not any more"]))
     assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "blas"
 
 
 def test_another_version_is_timed_anew(process: Process) -> None:
-    process(FakeKernel("k"), k=1.0)[0].choose(PROBLEM, settings())
-    dispatcher, _ = process(FakeKernel("k", version="2"), k=9.0)
+    process(FakeKernel("k"), k=1.0).choose(PROBLEM, settings())
+    dispatcher = process(FakeKernel("k", version="2"), k=9.0)
     choice = dispatcher.choose(PROBLEM, settings())
     assert (choice.candidate.kernel.name, choice.origin) == ("blas", "tuned")
 
 
 def test_a_kernel_that_came_later_is_timed(process: Process) -> None:
-    process(FakeKernel("k"), k=9.0)[0].choose(PROBLEM, settings())
-    dispatcher, _ = process(FakeKernel("k"), FakeKernel("new"), k=9.0, new=1.0)
+    process(FakeKernel("k"), k=9.0).choose(PROBLEM, settings())
+    dispatcher = process(FakeKernel("k"), FakeKernel("new"), k=9.0, new=1.0)
     assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "new"
 
 
 def test_a_kernel_registered_by_hand_is_timed(process: Process) -> None:
-    process(FakeKernel("k"), k=9.0)[0].choose(PROBLEM, settings())
-    dispatcher, _ = process(FakeKernel("k"), k=9.0, new=1.0)
+    process(FakeKernel("k"), k=9.0).choose(PROBLEM, settings())
+    dispatcher = process(FakeKernel("k"), k=9.0, new=1.0)
     dispatcher.choose(PROBLEM, settings())
-    dispatcher.registry.register(fakes.plugin(Loaded(FakeKernel("new")).deferred), "new")  # type: ignore[arg-type]
+    dispatcher.registry.register(fakes.plugin(FakeKernel("new")), "new")
     assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "new"
-
-
-def test_a_winner_that_cannot_be_loaded_any_more_costs_itself(process: Process) -> None:
-    process(FakeKernel("k"), k=1.0)[0].choose(PROBLEM, settings())
-    dispatcher, (winner,) = process(FakeKernel("k"))
-    winner.kernel = FakeKernel("renamed")
-    with pytest.warns(TmmWarning, match="turned out to be 'renamed'"):
-        assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "blas"
-
-
-def test_a_kernel_that_cannot_be_loaded_costs_itself() -> None:
-    def fail() -> Kernel[Any]:
-        raise ImportError("no such thing")
-
-    bad = [Deferred("bad", fail)]
-    bad += [Deferred("two", lambda: FakeKernel("one"))]
-    registry = Registry()
-    registry.register(fakes.plugin(FakeBlas(), *bad), "fakes")  # type: ignore[arg-type]
-    with (
-        pytest.warns(TmmWarning, match="'bad' failed to load: ImportError: no such thing"),
-        pytest.raises(UnknownNameError, match="bad"),
-    ):
-        registry.kernel("bad")
-    # The plugin has had its warning.
-    assert [kernel.name for kernel in registry.kernels()] == ["blas"]
-    _, fault = registry.faults()
-    assert "'two' turned out to be 'one'" in fault.reason
-    with pytest.raises(PluginError, match="already registered"):
-        registry.register(fakes.plugin(Deferred("blas", fail)), "more")  # type: ignore[arg-type]
 
 
 COLD = """
@@ -164,18 +110,20 @@ def test_a_process_that_replays_does_not_import_the_tuner(tmp_path: Path) -> Non
 def test_the_garbage_collector_is_left_as_it_was() -> None:
     seen: list[bool] = []
 
-    def load() -> Kernel[Any]:
-        seen.append(gc.isenabled())
-        raise ImportError
+    class Point:
+        name, value, dist = "k", "k", None
+
+        def load(self) -> Any:
+            seen.append(gc.isenabled())
+            raise ImportError
 
     for enabled in (True, False):
         errors._faults.clear()
-        registry = Registry()
-        registry.register(fakes.plugin(Deferred("k", load)), "fakes")  # type: ignore[arg-type]
+        registry = Registry(lambda: [Point()])  # type: ignore[arg-type, return-value, list-item]
         try:
             if not enabled:
                 gc.disable()
-            with pytest.warns(TmmWarning, match="failed to load"):
+            with pytest.warns(TmmWarning, match="import failed"):
                 registry.kernels()
             assert gc.isenabled() is enabled
         finally:
@@ -188,11 +136,11 @@ def test_kernels_left_untried_are_told_of_by_a_later_process(process: Process) -
         def bind(self, problem: Any, config: fakes.FakeConfig) -> Any:
             raise FileNotFoundError("no ptxas here")
 
-    first, _ = process(Untried("k"))
+    first = process(Untried("k"))
     with pytest.warns(TmmWarning, match="no ptxas here"):
         first.choose(PROBLEM, settings())
     findings._warned.clear()  # as in a new process
-    second, _ = process(Untried("k"))
+    second = process(Untried("k"))
     with pytest.warns(TmmWarning, match="no ptxas here"):
         choice = second.choose(PROBLEM, settings())
     assert choice.candidate.kernel.name == "blas"
