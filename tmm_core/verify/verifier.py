@@ -130,12 +130,12 @@ class Verifier(DataSets):
         return Verdict(checks.error, reason)
 
 
-def _in_own_modes(verifying: Steps[Verdict]) -> Steps[Verdict]:
+def _in_own_modes(steps: Steps[Verdict]) -> Steps[Verdict]:
     """The same steps without gradients. Between steps the caller's code runs, in its own modes."""
     while True:
         with torch.inference_mode(False), torch.no_grad():
             try:
-                next(verifying)
+                next(steps)
             except StopIteration as end:
                 verdict: Verdict = end.value
                 return verdict
@@ -164,7 +164,7 @@ class _Checks(WaysOfUse):
                 yield ()
             self._given_outputs(1)
             if extent == "first use":
-                self.forms(1)
+                yield from self.forms(1)
                 yield from self.rounds(1)
             return
         yield from self._repeated(repeats)
@@ -173,10 +173,9 @@ class _Checks(WaysOfUse):
             yield from self._nonfinite()
         if extent == "whole":
             yield ()
-            self.forms()
-            self.modes()
-            for form in self.every_form()[1:]:
-                form.modes()
+            yield from self.forms()
+            for form in self.every_form():
+                yield from form.modes()
             yield from self.together()
             yield from self.rounds()
 

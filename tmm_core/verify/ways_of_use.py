@@ -45,13 +45,14 @@ class WaysOfUse(CheckedLauncher):
     #: The checks of the launcher's other forms, once they are made.
     _forms: list[WaysOfUse] | None = None
 
-    def forms(self, limit: int | None = None) -> None:
+    def forms(self, limit: int | None = None) -> Steps[None]:
         """Launch the launcher's source as a plan calls it, and its folded form on N-D operands of
         up to ``limit`` shapes."""
         bound, problem, of = self._bound, self._data.problem, self._data.sets()[0]
         for form in self.every_form()[1:]:
             form._compare(of, form._launch(of), form.called)
             form._check_released()
+            yield ()
         if len(self.every_form()) == 1 or bound.folded is None:
             return
         for given, shape in itertools.islice(folds(problem, of.inputs), limit):
@@ -59,6 +60,7 @@ class WaysOfUse(CheckedLauncher):
             if fold is not None:
                 wrapped = fold.wrap(bound, given.a, given.b, given.residual)
                 self._folded(of, given, Bound.of(wrapped), shape)
+                yield ()
 
     def _folded(self, of: InputSet, given: Inputs, bound: Bound, shape: tuple[int, ...]) -> None:
         forms: list[Any] = [bound.run]
@@ -86,7 +88,7 @@ class WaysOfUse(CheckedLauncher):
                     self._forms.append(form)
         return [self, *self._forms]
 
-    def modes(self) -> None:
+    def modes(self) -> Steps[None]:
         """Launch in each mode of torch: without ``out`` under autocast to the dtype of operands and
         result, which then needs no cast; and into an output, for which no call casts."""
         problem, of = self._data.problem, self._data.sets()[0]
@@ -97,9 +99,11 @@ class WaysOfUse(CheckedLauncher):
             self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
             self._compare(of, self._launch(of, out=0, mode="autocast"), " of its out, in autocast")
             self._check_released()
+            yield ()
         modes: list[Mode] = ["grad mode", "no_grad"]
         for mode in modes:
             self._compare(of, self._launch(of, out=0, mode=mode), f" of its out, under {mode}")
+            yield ()
         if self.called:
             result = self._launch(of, mode="inference mode")
             self._compare(of, result, ", in inference mode")
@@ -117,8 +121,9 @@ class WaysOfUse(CheckedLauncher):
         with restoring(self._data):
             for each in rounds:
                 inputs = each.inputs()
-                with torch.inference_mode(each.plan.mode == "inference mode"):
-                    for form in self.every_form():
+                for form in self.every_form():
+                    yield ()
+                    with torch.inference_mode(each.plan.mode == "inference mode"):
                         form._launched(each, of, inputs, None)
                         if each.is_unusual:
                             form._launched(each, of, inputs, each.out())
