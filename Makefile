@@ -35,7 +35,7 @@ TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q -c constraints-$*.txt torch triton numpy pluggy \
-		platformdirs filelock pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
+		platformdirs filelock pebble pytest pytest-timeout pytest-xdist hypothesis hatchling editables
 	.venv-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
