@@ -135,7 +135,9 @@ def without_records(root: Path) -> Dispatcher:
 def place(steps: Any) -> str:
     """The function and line at which a generator rests."""
     while frame := steps.gi_frame:
-        inner = steps.gi_yieldfrom or frame.f_locals.get("steps")  # which it resumes itself
+        inner = steps.gi_yieldfrom
+        if steps.__name__ == "_in_own_modes":  # it resumes its steps itself
+            inner = frame.f_locals["steps"]  # of other frames it would keep the tensors
         if not isinstance(inner, Generator):
             break
         steps = inner
