@@ -22,6 +22,7 @@ import torch
 from fakes import FakeConfig, FakeKernel, problem
 
 from tmm_core import Groups, Problem
+from tmm_core.epilogues import EPILOGUES
 from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Operand
 
@@ -66,7 +67,7 @@ class Lie(FakeKernel):
 
 def by_groups(
     a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any, *,
-    offs: Tensor, a_index: Tensor | None = None,
+    offs: Tensor, a_index: Tensor | None = None, out_weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A right launch of ragged rows."""
     rows = a.shape[0] if a_index is None else a_index.shape[0]
@@ -74,7 +75,10 @@ def by_groups(
     start = 0
     for group, end in enumerate(offs.tolist()):
         at = slice(start, end) if a_index is None else a_index[start:end].long()
-        out[start:end] = (a[at].float() @ b[group].float()).to(out.dtype)
+        product = a[at].float() @ b[group].float()
+        if out_weights is not None:
+            product = product * out_weights[start:end, None]
+        out[start:end] = product.to(out.dtype)
         start = end
     return out
 
@@ -680,6 +684,44 @@ class FlushesSmallBfloat16(Lie):
         return right(*(torch.where(t.abs() < 1e-30, t * 0, t) for t in (a, b)), *given)
 
 
+def _large_lie(epilogue: str, operand: Operand, wrong: Callable[[Tensor], Tensor]) -> type[Lie]:
+    """It is NaN where ``wrong`` of the product holds, as where an exponential overflows."""
+
+    class Large(Lie):
+        asked = half(16, 32, 32, a=operand, b=operand, out=operand, epilogue=EPILOGUES[epilogue])
+
+        def lie(self, right: Any, *given: Any) -> Any:
+            result, product = right(*given), given[0].float() @ given[1].float()
+            half = product[..., : result.shape[-1]] if self.asked.gated else product
+            return result.masked_fill_(wrong(half) & half.isfinite(), torch.nan)
+
+    return Large
+
+
+class ScalesByTheLargest(Lie):
+    """It divides by the largest number of ``b``, as a kernel that rounds to 8 bits does."""
+
+    def lie(self, right: Any, *given: Any) -> Any:
+        result = right(*given)
+        columns = given[1].isfinite().all(0)
+        return result.masked_fill_(columns, 0) if given[1].isinf().any() else result
+
+
+def weight_lie(wrong: Callable[[Tensor], Tensor]) -> type[Lie]:
+    """It is wrong for some weights of rows."""
+
+    class OfWeights(Lie):
+        asked = half(40, 8, 8, groups=Groups(4, "m", out_weights=torch.float32))
+
+        def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
+            result, weights = by_groups(*given, **extras), extras.get("out_weights")
+            if weights is not None:
+                result[wrong(weights)] += 1
+            return result
+
+    return OfWeights
+
+
 class AddsToTheOut(Lie):
     """It adds half of what an out contained, if that was finite."""
 
@@ -760,6 +802,12 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         "addresses modulo 16": lying_if(
             lambda a, *_: a.data_ptr() % 16 == 8, half(8, 16, 16, a=LOOSE)
         ),
+        "broadcast weights": lying_if(
+            lambda a, b, *_: b.stride(0) == 0 != a.stride(0), half(4, 8, 8, batch=3)
+        ),
+        "whole storages": lying_if(
+            lambda a, *_: a.storage_offset() == 0 and a.untyped_storage().nbytes() == a.nbytes
+        ),
     },
     "A4": {
         **{cls.__name__: cls for cls in (Folded, FoldedOf4Dimensions, FoldedBatch, Source)},
@@ -808,8 +856,13 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         },
         **{
             cls.__name__: cls
-            for cls in (Saturates, FlushesSmallBfloat16)
+            for cls in (Saturates, FlushesSmallBfloat16, ScalesByTheLargest)
         },
+        "silu of numbers below -88": _large_lie(
+            "silu", Operand(torch.float32), lambda z: z < -88
+        ),
+        "gates below -88": _large_lie("swiglu", F16, lambda gate: gate < -88),
+        "mostly zeros": lying_if(lambda a, *_: float((a == 0).float().mean()) > 0.5),
     },
     "A9": {
         **{cls.__name__: cls for cls in (InGradMode, InNoGrad, InInferenceMode, UnderAutocast)},
@@ -818,6 +871,10 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         ),
         "a parameter": lying_if(lambda a, b, *_: b.requires_grad),
         "inference tensors": lying_if(lambda a, *_: a.is_inference()),
+        "activations of inference mode": lying_if(
+            lambda a, b, *_: a.is_inference() and not b.is_inference()
+        ),
+        "activations with gradients": lying_if(lambda a, *_: a.requires_grad),
     },
     "A10": {
         "a group of one row": group_lie(lambda sizes, m: bool((sizes == 1).any())),
@@ -837,6 +894,8 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         "of one size": group_lie(
             lambda sizes, m: int(sizes[0]) > 0 and bool((sizes == sizes[0]).all())
         ),
+        "half of the rows": group_lie(lambda sizes, m: int(sizes.sum()) < m // 2),
+        "negative weights": weight_lie(lambda weights: weights < 0),
     },
     "A11": {
         **{
@@ -861,6 +920,12 @@ LIES: dict[str, dict[str, type[Lie]]] = {
             lambda *given: given[-1] is not None and given[-1].stride(0) > 32
         ),
         "reads an out": AddsToTheOut,
+        "residual is a, and not b": lying_if(
+            lambda a, b, bias, residual, *_: (
+                residual is not None and residual.data_ptr() == a.data_ptr() != b.data_ptr()
+            ),
+            half(16, 16, 16, residual=F16),
+        ),
     },
     "A12": {
         "seeds torch": state_lie(lambda: torch.manual_seed(int.from_bytes(os.urandom(4), "big"))),

@@ -274,6 +274,61 @@ def test_wrong_outputs_are_seen(spoil: Any, said: str, sampled: bool) -> None:
             assert re.search(reason, str(verdict.reason)), verdict.reason
 
 
+class Elsewhere(Spoilt):
+    """Its outputs are wrong in launches of which ``wrong``, a function of a, b, alpha and the
+    outputs, is true."""
+
+    def __init__(self, wrong: Callable[..., bool]) -> None:
+        super().__init__(lambda outputs, y: [t.add_(1) for t in outputs if self._is_wrong])
+        self._wrong, self._is_wrong = wrong, False
+
+    def bind(self, problem: Problem, config: Any) -> Launcher:
+        launch: Any = super().bind(problem, config)
+
+        def run(a: Tensor, b: Tensor, *given: Any, outputs: tuple[Tensor, ...]) -> Tensor:
+            self._is_wrong = self._wrong(a, b, given[2], outputs)
+            return launch(a, b, *given, outputs=outputs)
+
+        return run
+
+
+class TogetherWrong(Spoilt):
+    """Launches of two threads write to the outputs of one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda outputs, y: None)
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def bind(self, problem: Problem, config: Any) -> Launcher:
+        launch: Any = super().bind(problem, config)
+
+        def run(*given: Any, outputs: tuple[Tensor, ...]) -> Tensor:
+            self.outputs = outputs
+            for _ in range(5):
+                given[0].sum()
+            return launch(*given, outputs=self.outputs)
+
+        return run
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        Elsewhere(lambda a, b, alpha, outputs: alpha > 1.7),
+        Elsewhere(lambda a, b, alpha, outputs: a.stride(0) > 32),
+        Elsewhere(lambda a, b, alpha, outputs: a.data_ptr() == b.data_ptr()),
+        Elsewhere(lambda a, b, alpha, outputs: b.requires_grad),
+        Elsewhere(lambda a, b, alpha, outputs: bool(outputs[0].isfinite().all())),
+        TogetherWrong(),
+    ],
+    ids=["alpha", "rows apart", "one tensor", "a parameter", "reads outputs", "two threads"],
+)
+def test_outputs_that_are_wrong_in_some_ways_of_use_are_seen(kernel: Spoilt) -> None:
+    asked = problem(m=16, n=16, k=16, epilogue=BESIDE, scaled=True)
+    verdict = Verifier(asked, CPU).verdict(kernel.bind(asked, kernel.default_config(asked)))
+    assert re.search("output .* has error", str(verdict.reason)), verdict.reason
+
+
 def test_tuning_times_candidates_with_outputs() -> None:
     good, bad = Spoilt(lambda outputs, y: None), Spoilt(_shifted)
     bad.name = "fake.bad"  # type: ignore[misc]

@@ -74,7 +74,7 @@ class RaggedProblems(ProbeProblems):
 
     def ragged_in_use(self) -> Iterator[Problem]:
         """Small problems, each verified in every way of use: one that gathers rows, one with a
-        single row, one with a single group, and one in order."""
+        single row, one with a single group, one in order, and one with weights of rows."""
         operand = Operand(self.dtypes[0])
         plain = Problem(
             24, 16, 16, operand, operand, operand,
@@ -85,6 +85,7 @@ class RaggedProblems(ProbeProblems):
         yield replace(gathered, m=1)
         yield replace(gathered, m=8, groups=Groups(1, "m", torch.int64))
         yield plain
+        yield replace(plain, groups=Groups(GROUPS, "m", out_weights=torch.float32))
 
     def demanding_ragged(self) -> list[Problem]:
         """Problems that reveal a config's faults, the most revealing first."""

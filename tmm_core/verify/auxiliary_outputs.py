@@ -1,9 +1,10 @@
 """Verifies the auxiliary outputs of an epilogue.
 
-Before each launch the outputs are filled with NaN, between guard bands. Each output is compared
-with the reduction of the reference. If the reference covers only samples, outputs per row or column
-are compared in the samples. A scalar is compared with the reduction of the launch's own result,
-which is verified separately. With NaN or Inf in the inputs, every output is compared so.
+Before each launch the outputs are filled with NaN, or with small numbers, between guard bands. Each
+output is compared with the reduction of the reference. If the reference covers only samples,
+outputs per row or column are compared in the samples. A scalar is compared with the reduction of
+the launch's own result, which is verified separately. With NaN or Inf in the inputs, every output
+is compared so, by kind.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Outputs:
             for port, shape in zip(self._ports, shapes, strict=True)
         ]
         self._given: tuple[Tensor, ...] = ()
+        self._launches = 0
         #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
         self._first: dict[int, tuple[Tensor, ...]] = {}
         self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
@@ -57,19 +59,33 @@ class Outputs:
     def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
         pairs, shape = zip(self._memory, self._ports, strict=True), self._data.problem.out_shape
         self._given = tuple(port.placed(memory.poison().view(-1), shape) for memory, port in pairs)
+        self._launches += 1
+        if self._launches % 2 == 0:
+            for t in self._given:
+                t.fill_(0.5)
         return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
+
+    def apart(self, *arguments: Any, **extras: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Launch with outputs that no other launch has, and return them with the result."""
+        problem, device = self._data.problem, self._data.device
+        given = []
+        for port in self._ports:
+            size = math.prod(port.shape(problem.out_shape))
+            memory = torch.empty(size, dtype=port.dtype, device=device).fill_(torch.nan)
+            given.append(port.placed(memory, problem.out_shape))
+        result = self._launcher(*arguments, **extras, outputs=tuple(given))  # type: ignore[call-arg]
+        return result, tuple(given)
 
     def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
         """Yield each output's error in the last launch, with the fault or an empty text.
 
         Args:
-            expected: The reference; None if the inputs contain NaN or Inf: then the result itself
-                determines the outputs.
+            expected: A set's reference; None if the inputs contain NaN or Inf: then the result
+                itself determines the outputs.
         """
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)
         again = expected is not None and self._deterministic and first is not given
-        of_result = compare.tolerance(self._data.problem)
         for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
             if not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
@@ -83,12 +99,35 @@ class Outputs:
                 if not same_bits(out, before):
                     yield math.nan, f"output {port} has other bits for the same inputs"
             else:
-                limit = SLACK * self._slack * max(of_result, compare.TOLERANCE.get(port.dtype, 0))
-                error = self._error(port, expected, out, result)
-                fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
-                yield error, "" if error <= limit else fault
+                yield self._judged(port, out, expected, result, kept=True)
 
-    def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
+    def errors(
+        self, expected: Expected, result: Tensor, given: tuple[Tensor, ...] | None = None
+    ) -> Iterator[tuple[float, str]]:
+        """Yield each output's error, with the fault or an empty text.
+
+        Args:
+            expected: The reference of these inputs, which may be released afterwards.
+            given: The launch's outputs; by default the last launch's.
+        """
+        for port, memory, out in zip(self._ports, self._memory, given or self._given, strict=True):
+            yield self._judged(port, out.clone(), expected, result, kept=False)
+            if given is None and not memory.intact():
+                yield math.nan, f"it wrote beyond its output {port}"
+                return
+
+    def _judged(
+        self, port: Port, out: Tensor, expected: Expected, result: Tensor, kept: bool
+    ) -> tuple[float, str]:
+        of_result = compare.tolerance(self._data.problem)
+        limit = SLACK * self._slack * max(of_result, compare.TOLERANCE.get(port.dtype, 0))
+        error = self._error(port, expected, out, result, kept)
+        fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
+        return error, "" if error <= limit else fault
+
+    def _error(
+        self, port: Port, expected: Expected, out: Tensor, result: Tensor, kept: bool
+    ) -> float:
         tile, places = expected.in_rows.numbers, expected.rows
         if places is not None and port.kind == "scalar":
             tile = result
@@ -96,8 +135,8 @@ class Outputs:
             assert expected.in_cols is not None
             tile, places = expected.in_cols.numbers, expected.cols
         key = id(tile), port
-        right, scale = self._right.get(key) or self._reduced(port, tile)
-        if tile is not result:
+        right, scale = (kept and self._right.get(key)) or self._reduced(port, tile)
+        if kept and tile is not result:
             self._right[key] = right, scale
         if out.float().isnan().any():
             return math.nan

@@ -134,13 +134,16 @@ class CheckedLauncher:
             self._check_memory(of, result, held)
         elif (result.data_ptr(), result.stride()) != (tensor.data_ptr(), tensor.stride()):
             raise WrongError("it returned something else than the out it was given")
-        if self._outputs is not None:
-            expected = None if nonfinite or inputs is not None else of.expected
-            for error, fault in self._outputs.faults(expected, result):
-                self._errors.append(error)
-                if fault and not self._baseline:
-                    raise WrongError(fault)
+        if self._outputs is not None and (nonfinite or inputs is None):
+            expected = None if nonfinite else of.expected
+            self._check_outputs(self._outputs.faults(expected, result))
         return result
+
+    def _check_outputs(self, faults: Iterable[tuple[float, str]], when: str = "") -> None:
+        for error, fault in faults:
+            self._errors.append(error)
+            if fault and not self._baseline:
+                raise WrongError(fault + when)
 
     @contextlib.contextmanager
     def _in(self, mode: Mode) -> Iterator[None]:

@@ -41,15 +41,20 @@ from tmm_core.verify.nonfinite import kinds_of, marks, split, values_of
 from tmm_core.verify.ragged_inputs import Inputs, Sizes
 from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 
-#: Where the tensors of a round are: in the memory of the last set; in memory of their own; with
-#: strides of zero; with rows apart or overlapping (:func:`unusual_layout`). Or several arguments
-#: are one tensor.
-Place = Literal["same", "own", "expanded", "apart", "near", "shared"]
+#: Where the tensors of a round are: in the memory of the last set; in memory of their own between
+#: guard bands, or as torch allocates them; with strides of zero, in b or elsewhere; with rows apart
+#: or overlapping (:func:`unusual_layout`). Among ``plain`` tensors bias and residual are others
+#: where they can be, and among ``shared`` ones b is, too.
+Place = Literal["same", "own", "plain", "expanded", "expanded b", "apart", "near", "shared"]
+#: Arguments that a model makes in inference mode, where its weights are parameters.
+_ACTIVATIONS = ("a", "residual")
 
 #: Exponents by which one operand is scaled down and the other up.
 _SHIFTS = {torch.float16: (16, 8), torch.bfloat16: (100, 100), torch.float32: (60, 60)}
 #: Exponents by which both operands are scaled up, where alpha scales the product down.
 _LARGE = {torch.float16: 6, torch.bfloat16: 55, torch.float32: 55}
+#: Factors of operands whose products are large: exp(88) overflows fp32.
+_FACTORS = {torch.float16: 8.0, torch.bfloat16: 32.0, torch.float32: 32.0}
 #: The distance of the elements of a bias whose elements lie apart.
 _APART = 67
 #: fp16 results of this size are subnormal.
@@ -81,6 +86,12 @@ class Plan:
     infinite: bool = False
     mode: Mode = "grad mode"
 
+    @property
+    def judges_outputs(self) -> bool:
+        """Whether auxiliary outputs are compared: their functions may amplify errors of unusual
+        magnitudes."""
+        return self.recipe.values == USUAL and not (self.flooded or self.infinite)
+
 
 def planned(problem: Problem) -> Iterator[Plan]:
     """The rounds of a problem; the first suffices to detect a cache by address."""
@@ -96,17 +107,23 @@ def planned(problem: Problem) -> Iterator[Plan]:
     if problem.a.dtype.is_floating_point:
         yield Plan("many NaN and Inf", replace(usual, alpha=0.5, sizes="even"), flooded=True)
     yield Plan("strides of zero", Recipe(alpha=2.0), "expanded")
+    yield Plan("strides of zero in b", Recipe(alpha=1.75), "expanded b")
     yield Plan("rows far apart", Recipe(alpha=1.5), "apart", mode="inference mode")
     yield Plan("unusual addresses", Recipe(alpha=-2), "near", mode="no_grad")
+    plain = Recipe(alpha=1.25, sizes="equal", weights=True, poisoned=True)
+    yield Plan("plain or equal tensors", plain, "plain", mode="inference mode")
     yield Plan("one tensor as several arguments", Recipe(alpha=1.25), "shared")
 
 
 def _sizes(problem: Problem) -> Iterator[Plan]:
     """Extremes of group sizes, and rows that are gathered out of one or in order."""
     assert problem.groups is not None
-    some: tuple[Sizes, ...] = ("first", "last", "equal", "none")
+    some: tuple[Sizes, ...] = ("first", "last", "none", "few")
     for sizes in some:
-        yield Plan(f"group sizes: {sizes}", Recipe(sizes=sizes, alpha=1.5, poisoned=True))
+        recipe = Recipe(sizes=sizes, alpha=1.5, poisoned=True, weights=True)
+        yield Plan(f"group sizes: {sizes}", recipe)
+    if problem.groups.a_index is None and problem.groups.out_index is not None:
+        yield Plan("all rows in order", Recipe(reads="same", alpha=1.5), "own")
     if problem.groups.a_index is not None:
         one = Recipe(reads="one", alpha=-1.0, poisoned=True)
         yield Plan("one row of a to gather", one, "own")
@@ -146,7 +163,14 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
         yield Plan("integers of any size", Recipe(Values(whole=True), poisoned=True))
     half = dtype in (torch.float16, torch.bfloat16)
     summed = problem.along != "k" and problem.k >= 4
-    if plain and half and summed and not problem.gated:
+    if plain:
+        yield Plan("zeros and whole numbers", Recipe(Values(sparse=True), 0.875, poisoned=True))
+    cancels = plain and half and summed and not problem.gated
+    if plain and not (cancels and linear):
+        size = _FACTORS[dtype]
+        values = Values(size, size, size**2 if problem.out.dtype is dtype else 1.0)
+        yield Plan("large products", Recipe(values, 1.125, poisoned=True))
+    if cancels:
         yield Plan("sums that cancel", Recipe(Values(cancelling=True), 0.75, poisoned=True))
     if plain and summed and problem.out.dtype is torch.float16 and not problem.gated:
         fused = problem.batch == 1 and problem.groups is None  # by torch's own operator, too
@@ -215,16 +239,24 @@ class Round:
         return made
 
     def given(self, inputs: Inputs) -> Inputs:
-        """The arguments of a launch: a layer passes parameters, whose references have none."""
+        """The arguments of a launch: in training they require gradients, and a layer passes
+        parameters. Those of references do not."""
         if self.plan.place != "near":
             return inputs
-        given = {name: getattr(inputs, name) for name in ("b", "bias")}
-        needs: dict[str, Any] = {
-            name: torch.nn.Parameter(t)
-            for name, t in given.items()
-            if t is not None and t.is_floating_point()
+
+        def needs(t: torch.Tensor | None, weight: bool) -> Any:
+            if t is None or not t.is_floating_point():
+                return t
+            return torch.nn.Parameter(t) if weight else t.detach().requires_grad_()
+
+        given = {
+            name: needs(getattr(inputs, name), name not in _ACTIVATIONS)
+            for name in ("a", "b", "bias", "residual")
         }
-        return replace(inputs, **needs)
+        rows = inputs.rows
+        if rows is not None:
+            rows = replace(rows, out_weights=needs(rows.out_weights, weight=False))
+        return replace(inputs, **given, rows=rows)
 
     def _made_out(self) -> GuardedTensor:
         problem, device = self._data.problem, self._data.device
@@ -261,9 +293,7 @@ class Round:
             return self._kinds_differ(inputs, result)
         if self.plan.infinite:
             return 0.0 if bool(result.isposinf().all()) else math.nan
-        if self._expected is None:
-            self._expected = data.expect(inputs, whole=False)
-        expected = self._expected
+        expected = self.expected(inputs)
         self.slack = 0.0
         if not self._is_judged(expected.in_rows.numbers):
             return 0.0
@@ -272,6 +302,12 @@ class Round:
             if not data.problem.epilogue.is_identity:
                 self.slack *= 2
         return expected.error(result, data.at_once).item()
+
+    def expected(self, inputs: Inputs) -> Expected:
+        """The reference of the round's inputs."""
+        if self._expected is None:
+            self._expected = self._data.expect(inputs, whole=False)
+        return self._expected
 
     def _is_judged(self, expected: torch.Tensor) -> bool:
         """Whether the epilogue leaves finite results, and for sums that cancel results of their
@@ -356,11 +392,13 @@ def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs
 def _applies(problem: Problem, place: Place) -> bool:
     """Whether a problem allows this place."""
     if place == "shared":
-        return problem.groups is None and bool(_aliases(problem) or problem.bias)
+        return "b" in _aliases(problem)
+    if place == "expanded b":
+        return 0 in expanded_layout(problem.b, problem.b_shape).strides
     if place == "expanded":
         if problem.bias is not None:
             return True
-        operands = [(problem.a, problem.a_shape), (problem.b, problem.b_shape)]
+        operands = [(problem.a, problem.a_shape)]
         operands += [(problem.residual, problem.out_shape)] if problem.residual else []
         return any(0 in expanded_layout(spec, shape).strides for spec, shape in operands)
     return True
@@ -368,6 +406,8 @@ def _applies(problem: Problem, place: Place) -> bool:
 
 def _aliases(problem: Problem) -> dict[str, str]:
     """The arguments that may be the same tensor as another."""
+    if problem.groups is not None:
+        return {}
     like: dict[tuple[Operand, tuple[int, ...]], str] = {(problem.a, problem.a_shape): "a"}
     if problem.a.layout in _FLIPPED and problem.a.format == "":
         flipped = replace(problem.a, layout=_FLIPPED[problem.a.layout])
@@ -383,6 +423,11 @@ def _aliases(problem: Problem) -> dict[str, str]:
     return found
 
 
+def _alias(problem: Problem, place: Place, name: str) -> str | None:
+    """The argument that is also this one, in a round of this place."""
+    return None if (place, name) == ("plain", "b") else _aliases(problem).get(name)
+
+
 def _allocate(
     data: DataSets,
     place: Place,
@@ -391,15 +436,9 @@ def _allocate(
     spec: Operand,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    if place == "shared" and (other := _aliases(data.problem).get(name)):
-        return made[other] if other != "a.mT" else made["a"].mT
-    if place == "shared" and name == "bias" and len(shape) == 2:
-        for row in (
-            t
-            for t in made.values()
-            if t.numel() and t.dtype is spec.dtype and t.shape[-1] == shape[1]
-        ):
-            return row[..., :1, :].reshape(1, -1) if row.dim() == 2 else row[0, :1]
+    if place in ("plain", "shared"):
+        made[name] = _plain(data, place, made, name, spec, shape)
+        return made[name]
     placed: MemoryLayout = memory_layout(spec, shape)
     if place in ("apart", "near") and name == "bias":
         placed = vector_layout(spec, shape, _APART if place == "apart" else 1)
@@ -413,10 +452,29 @@ def _allocate(
         placed = memory_layout(spec, shape)
     elif place == "expanded" and name == "bias":
         placed = vector_layout(spec, shape, 0)
-    elif place == "expanded" and name in ("a", "b", "residual"):
+    elif name in (("a", "residual") if place == "expanded" else ("b",)) and "expanded" in place:
         placed = expanded_layout(spec, shape)
     made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
     return made[name]
+
+
+def _plain(
+    data: DataSets,
+    place: Place,
+    made: dict[str, torch.Tensor],
+    name: str,
+    spec: Operand,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor as torch allocates it, or another argument."""
+    if (other := _alias(data.problem, place, name)) is not None:
+        return made["a"].mT if other == "a.mT" else made[other]
+    if name == "bias" and data.problem.groups is None:
+        for t in made.values():
+            if t.numel() and t.dtype is spec.dtype and t.shape[-1] == shape[1]:
+                return t[..., :1, :].reshape(1, -1) if t.dim() == 2 else t[0, :1]
+    with torch.inference_mode(torch.is_inference_mode_enabled() and name in _ACTIVATIONS):
+        return random_inputs.empty(spec, shape, data.device)
 
 
 def _flood(a: torch.Tensor, seed: int) -> None:

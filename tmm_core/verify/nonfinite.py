@@ -20,6 +20,7 @@ import torch
 
 from tmm_core.spec.problem import Problem
 from tmm_core.verify.compare import ranges, reference, rms
+from tmm_core.verify.guard_bands import same_bits
 from tmm_core.verify.ragged_inputs import Inputs
 
 #: The number of rows or columns with a non-finite value.
@@ -54,11 +55,14 @@ class NonFinite:
     #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
-    def fault(self, out: torch.Tensor, elsewhere_finite: bool = True) -> str | None:
-        """How the non-finite values of ``out`` differ from the reference.
+    def fault(
+        self, out: torch.Tensor, elsewhere_finite: bool = True, usual: torch.Tensor | None = None
+    ) -> str | None:
+        """How the non-finite values of ``out`` differ from the reference. Overwrites ``usual``.
 
         Args:
             elsewhere_finite: All other results are finite.
+            usual: The result of the same inputs without these values, of a deterministic kernel.
         """
         if self.within is not None:
             out = out.narrow(self.within[0], 0, self.within[1])
@@ -74,6 +78,13 @@ class NonFinite:
             first = tuple(wrong.nonzero()[0].tolist())
             has, wanted = out[here][first].item(), _NAMES[int(self.kinds[first])]
             return f"{what}, {counts[0]} elements there are wrong: one is {has:g} and not {wanted}"
+        if usual is not None and out.numel():
+            usual = (
+                usual if self.within is None else usual.narrow(self.within[0], 0, self.within[1])
+            )
+            usual[here] = out[here]
+            if not same_bits(usual, out):
+                return f"{what}, elements of others have other bits"
         return None
 
 

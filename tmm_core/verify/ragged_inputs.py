@@ -35,9 +35,12 @@ MOST_MORE = 1024
 #: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
 #: groups are empty, the first and the last too. ``first``, ``last``: all rows are in that group.
 #: ``equal``: all groups are of one size, with no empty one. ``none``: all groups are empty.
-Sizes = Literal["skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none"]
+#: ``few``: groups have a third of the rows.
+Sizes = Literal[
+    "skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none", "few"
+]
 #: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, only ``one``, or
-#: the ``same`` rows in the same order.
+#: the ``same`` rows in the same order, and so are those of the result.
 Reads = Literal["fewer", "more", "one", "same"]
 
 
@@ -68,6 +71,7 @@ class Rows:
         sizes: Sizes,
         whole: bool,
         reads: Reads = "fewer",
+        any_weights: bool = False,
     ) -> Rows:
         """Random groups with ``total`` rows (or columns, or terms of sums) in all; see
         :class:`tmm_core.verify.random_inputs.Recipe`."""
@@ -75,6 +79,7 @@ class Rows:
         chance = torch.Generator("cpu").manual_seed(seed)
         used = total if whole else total - min(3, total // 4)
         ends = ends_of(groups.count, used, chance, sizes)
+        used = min(used, ends[-1])
 
         def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
             return torch.as_tensor(numbers, device="cpu").to(device, dtype)
@@ -91,12 +96,18 @@ class Rows:
         if groups.out_index is not None:
             # Rows in no group stay in their places.
             there = [
-                torch.randperm(used, generator=chance, device="cpu"),
+                torch.arange(used, device="cpu")
+                if reads == "same"
+                else torch.randperm(used, generator=chance, device="cpu"),
                 torch.arange(used, total, device="cpu"),
             ]
             out_index = place(torch.cat(there), groups.out_index)
         if groups.out_weights is not None:
             drawn = torch.rand(total, generator=chance, dtype=torch.float32, device="cpu") + 0.5
+            if any_weights:
+                drawn = torch.randn(total, generator=chance, dtype=torch.float32, device="cpu")
+                drawn *= 10 ** drawn.roll(1).clamp(-2, 2)
+                drawn[::4], drawn[1::4] = 0, 1
             drawn[used:] = torch.nan
             out_weights = place(drawn, groups.out_weights)
         pair: tuple[Sizes, Sizes] = ("skewed", "even") if sizes == "skewed" else ("even", "skewed")
@@ -216,6 +227,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
         return ends
     if sizes in ("equal", "none"):
         return [total // count * (place + 1) * (sizes == "equal") for place in range(count)]
+    total = total // 3 if sizes == "few" else total
     shares = torch.ones(count, dtype=torch.float64, device="cpu")
     if sizes in ("first", "last"):
         shares[slice(1, None) if sizes == "first" else slice(count - 1)] = 0

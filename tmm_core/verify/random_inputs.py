@@ -37,6 +37,8 @@ class Values:
         sum: All operands are positive, and the product is about this number; the bias is about
             ``bias``.
         whole: Integers are drawn from all that their dtype has.
+        sparse: Operands are whole numbers from zero, most of them zero: so are a third of a's rows
+            and of b's columns. Some of a's rows are equal.
     """
 
     a: float = 1.0
@@ -46,6 +48,7 @@ class Values:
     sum: float = 0.0
     bias: float = 1.0
     whole: bool = False
+    sparse: bool = False
 
     def factor(self, name: str) -> float:
         return {"a": self.a, "b": self.b, "bias": self.terms, "residual": self.terms}.get(name, 1.0)
@@ -70,6 +73,7 @@ class Recipe:
         whole: Groups cover everything; else the inputs are NaN beyond the last group.
         poisoned: Elements that no group reads are NaN.
         alpha: The factor, for a problem that has one.
+        weights: The weights of rows are of any sign and size, some of them zero.
     """
 
     values: Values = USUAL
@@ -78,6 +82,7 @@ class Recipe:
     reads: Reads = "fewer"
     whole: bool = True
     poisoned: bool = False
+    weights: bool = False
 
 
 DEFAULT = Recipe()
@@ -125,6 +130,8 @@ def fill(
         return t
     if values.cancelling and name in ("a", "b"):
         return _cancel(name, t, k, generator)
+    if values.sparse and name in ("a", "b"):
+        return _sparse(name, t, generator)
     if values.sum and name in ("a", "b", "bias"):
         size = values.bias if name == "bias" else (values.sum / max(1, k)) ** 0.5
         numbers = torch.empty(once.shape, dtype=torch.float32, device=t.device)
@@ -163,6 +170,16 @@ def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
         half, odd = divmod(t.shape[-1], 2)
         t.narrow(-1, half, odd).zero_()
         t.narrow(-1, half + odd, half).neg_()
+    return t
+
+
+def _sparse(name: str, t: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill an operand with whole numbers; see :class:`Values`."""
+    t.normal_(generator=generator).round_().clamp_(min=0)
+    lines = t if name == "a" else t.mT
+    if name == "a":
+        lines[..., 1::2, :] = lines[..., : lines.shape[-2] // 2 * 2 : 2, :]
+    lines[..., 2::3, :] = 0
     return t
 
 
@@ -211,6 +228,7 @@ def make(
         rows = Rows.of(
             problem.groups, problem.extent, device, generator,
             sizes=recipe.sizes, whole=recipe.whole, reads=recipe.reads,
+            any_weights=recipe.weights,
         )  # fmt: skip
         if problem.groups.a_index is not None:
             a_shape = rows.read, a_shape[-1]

@@ -133,10 +133,14 @@ class WaysOfUse(CheckedLauncher):
     def _launched(
         self, each: Round, of: InputSet, inputs: Inputs, into: GuardedTensor | None
     ) -> None:
-        result = self._launch(of, inputs=each.given(inputs), into=into, mode=each.plan.mode)
-        error = each.error(inputs, result)
+        result = self._launch(
+            of, inputs=each.given(inputs), into=into, mode=each.plan.mode,
+            nonfinite=each.plan.flooded,
+        )  # fmt: skip
+        error, when = each.error(inputs, result), f", with {each.plan.name}"
+        if self._outputs is not None and each.plan.judges_outputs:
+            self._check_outputs(self._outputs.errors(each.expected(inputs), result), when)
         del result
-        when = f", with {each.plan.name}"
         self._accept(
             error, when if into is None else f"{when}, of the out it was given", each.slack
         )
@@ -147,7 +151,7 @@ class WaysOfUse(CheckedLauncher):
     def together(self) -> Steps[None]:
         """Launch on both sets from two threads at once, on two streams of a GPU."""
         data = self._data
-        if self._baseline or self._outputs or len(data.sets()) < 2:
+        if self._baseline or len(data.sets()) < 2:
             return
         paces: list[Pace] = ["lines", "launches", *["free"] * ROUNDS_TOGETHER]  # type: ignore[list-item]
         if data.problem.device.interpreted:
@@ -160,9 +164,14 @@ class WaysOfUse(CheckedLauncher):
             ways += [(form, paces[0], False) for form in self.every_form()[1:]]
         for form, pace, into in ways:
             yield ()
-            for of, result in launch_together(data, form._launcher, pace, most, into) or ():
+            launcher: Any = self._outputs.apart if self._outputs else form._launcher
+            for of, made in launch_together(data, launcher, pace, most, into) or ():
+                when = f", launched by two threads at once{form.called}"
+                result, given = made if self._outputs else (made, ())
                 form._check_form(result)
-                form._compare(of, result, f", launched by two threads at once{form.called}")
+                form._compare(of, result, when)
+                if self._outputs is not None:
+                    self._check_outputs(self._outputs.errors(of.expected, result, given), when)
 
     def _most_together(self) -> int:
         """The number of launches of each thread that the GPU completes within
