@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tmm_cache import TuningRecord
 
+from tmm_core.epilogues import parse
 from tmm_core.errors import error_text
 from tmm_core.settings import Settings
 from tmm_core.spec.device import current_device, fingerprint
@@ -44,6 +45,9 @@ from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
 from tmm_core.tuning.untried import unmeasured
 from tmm_core.verify.environment_faults import verdicts
 from tmm_core.verify.verifier import Verifier
+
+#: The epilogues of the products of :meth:`Tuner.preload`.
+PRELOADED = (None, "silu", "gelu")
 
 
 @dataclass(eq=False)
@@ -195,17 +199,22 @@ class Tuner:
                 tuning.release(timer=self.timer is None)
 
     def preload(self, blas: Kernel[Any], device: torch.device) -> None:
-        """Verify and time BLAS for a small product. This loads the functions of torch's libraries
+        """Verify and time BLAS for small products. This loads the functions of torch's libraries
         that a tuning uses; the first steps of a tuning would take up to 0.15 s."""
         row = Operand(torch.bfloat16)
         column = replace(row, layout="col")
-        problem = Problem(m=48, n=64, k=64, a=row, b=column, out=row, device=fingerprint(device))
-        verifier, timer = Verifier(problem, device), timer_for(device)
-        launcher = blas.bind(problem, blas.default_config(problem))
-        verifier.verdict(launcher)
-        verifier.release()
-        runner = Copies(problem, device, None).runner(launcher)
-        timer.measure([runner], 1, copies=len(runner.inputs), burst_us=1.0)
+        timer = timer_for(device)
+        for name in PRELOADED:
+            problem = Problem(
+                m=48, n=64, k=64, a=row, b=column, out=row,
+                epilogue=parse(name), device=fingerprint(device),
+            )  # fmt: skip
+            verifier = Verifier(problem, device)
+            launcher = blas.bind(problem, blas.default_config(problem))
+            verifier.verdict(launcher)
+            verifier.release()
+            runner = Copies(problem, device, None).runner(launcher)
+            timer.measure([runner], 1, copies=len(runner.inputs), burst_us=1.0)
         timer.release()
 
     def prepare(
