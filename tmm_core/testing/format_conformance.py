@@ -25,7 +25,7 @@ from tmm_core.formats import Format, grids
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.testing.probe_problems import contiguous, whole_k
+from tmm_core.testing.probe_problems import contiguous, stored
 from tmm_core.verify import compare, random_inputs
 from tmm_core.verify.guard_bands import same_bits
 
@@ -200,11 +200,7 @@ class FormatConformance:
         return -(-k // form.pack) * form.pack
 
     def _problem(self, dtype: torch.dtype, scale: Scale, m: int, n: int, k: int) -> Problem:
-        form, k = self.format, self._k(k, scale.block)
-        weight = Operand(
-            form.storage[0], "col", format="" if form.implied else form.name, scale=scale
-        )
-        a = replace(weight, layout="row") if form.implied else Operand(dtype)
-        out = Operand(form.result if form.implied else dtype)
-        device = fingerprint(torch.device(self._device()))
-        return contiguous(whole_k(Problem(m, n, k, a, weight, out, device)))
+        operand, device = Operand(dtype), fingerprint(torch.device(self._device()))
+        k = self._k(k, scale.block)
+        plain = Problem(m, n, k, operand, operand, operand, device)
+        return contiguous(stored(plain, self.format, scale))

@@ -118,6 +118,18 @@ def whole_k(problem: Problem) -> Problem:
     return replace(problem, k=-(-problem.k // unit) * unit)
 
 
+def stored(plain: Problem, form: Format, scale: Scale | None = None) -> Problem:
+    """The problem with a weight of this format: beside another operand of the format if the dtype
+    implies it, else beside the plain one."""
+    weight = Operand(
+        form.storage[0], "col",
+        format="" if form.implied else form.name, scale=scale or usual_scale(form),
+    )  # fmt: skip
+    if form.implied:
+        plain = replace(plain, a=replace(weight, layout="row"), out=Operand(form.result))
+    return whole_k(replace(plain, b=weight))
+
+
 class ProbeProblems:
     """The problems of a conformance suite; subclasses set the attributes.
 
@@ -208,21 +220,10 @@ class ProbeProblems:
         for form in FORMATS.values():
             yield from map(whole_k, self._probes_of(form))
 
-    def stored(self, form: Format, scale: Scale | None = None, **fields: Any) -> Problem:
-        """A problem of a weight of this format: beside another operand of the format if the dtype
-        implies it, else beside a plain one."""
-        name, scale = "" if form.implied else form.name, scale or usual_scale(form)
-        weight = Operand(form.storage[0], "col", format=name, scale=scale)
-        base = replace(self._probe(), b=weight, **fields)
-        if form.implied:
-            a = replace(weight, layout="row")
-            base = replace(base, a=a, out=Operand(form.result))
-        return whole_k(base)
-
     def _probes_of(self, form: Format) -> Iterator[Problem]:
         own, grids = usual_scale(form), [each for each in scales_of(form) if each.grid]
         first, wide = scales_of(form)[0], form.storage[-1]
-        base = self.stored(form)
+        base = stored(self._probe(), form)
         a, b = base.a, base.b
         # A weight beside plain activations.
         plain = self._probe()
@@ -301,7 +302,7 @@ class ProbeProblems:
         yield contiguous(replace(plain, **odd, **terms, epilogue=parse("swiglu")))
         yield replace(plain, **terms, epilogue=parse("silu"), batch=3)
         for form in FORMATS.values():
-            yield self.stored(form, m=plain.m)
+            yield stored(plain, form)
             for scale in scales_of(form):
                 if scale.grid and scale != usual_scale(form):
                     weight = Operand(form.storage[0], "col", format=form.name, scale=scale)
@@ -375,8 +376,7 @@ class ProbeProblems:
 
     def demanding_scales(self) -> Sequence[Problem]:
         """:meth:`demanding`, for operands with formats."""
-        m, _, k = self._long_size()
-        of_each = [self.stored(form, m=m, k=k) for form in FORMATS.values()]
+        of_each = [stored(self._long(), form) for form in FORMATS.values()]
         return [each for plain in of_each for each in (_with_terms(plain), plain)]
 
     def fine_grained(self) -> Sequence[Problem]:
