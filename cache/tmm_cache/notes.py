@@ -64,7 +64,8 @@ class Notes:
             return
         assert self._read is not None
         self._read[about] = value
-        if not self._kept:
+        # Asked each time: others may have got the right to write since.
+        if not self._kept or foreign(self._root) is not None:
             return
         line = canonical([about, value]).encode("ascii")
         make_folder(self.path.parent)

@@ -141,6 +141,19 @@ def test_a_root_of_somebody_else_is_read_as_a_layer_and_not_written(
     assert not CacheStore().is_verified(GPU, ENVIRONMENT, "theirs")
 
 
+def test_a_root_that_becomes_somebody_elses_is_not_written_any_more(store: CacheStore) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    store.log_miss(GPU, ENVIRONMENT, problem(m=3))
+    store.mark_verified(GPU, ENVIRONMENT, "key")
+    store.root.chmod(0o777)
+    before = {path: path.stat().st_mtime_ns for path in store.root.rglob("*")}
+    with warned("can be written by others.*TMM_CACHE_SHARED=1"):
+        store.log_miss(GPU, ENVIRONMENT, problem(m=4))
+    assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
+    store.mark_verified(GPU, ENVIRONMENT, "another")
+    assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
+
+
 def test_a_root_that_is_shared_on_purpose_is_ones_own(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
