@@ -16,7 +16,6 @@ torch's messages, so that code written around ``torch.matmul`` keeps working::
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -145,14 +144,15 @@ class Origin(Protocol):
     def distribution(self) -> str: ...
 
 
-#: Faults of each distribution, or of each plugin without one, in this process.
-_faults: Counter[str] = Counter()
+#: The distributions, and the plugins without one, whose fault this process has reported.
+_faults: set[str] = set()
 
 
 def warn_of_plugin(
     source: Origin, message: str, error: BaseException | None = None, more: int = 0
 ) -> None:
-    """Issue the one warning of this process about a distribution; its later faults are counted.
+    """Issue the one warning of this process about a distribution; its later faults are not
+    reported.
 
     Change all state before calling: under ``-W error`` this raises, once per distribution.
 
@@ -163,10 +163,9 @@ def warn_of_plugin(
         more: Further faults of the same distribution, known already.
     """
     key = source.distribution or source.plugin
-    first = key not in _faults
-    _faults[key] += 1 + more
-    if not first:
+    if key in _faults:
         return
+    _faults.add(key)
     place = raised_at(error)
     place = f" ({place})" if place and place not in message else ""
     origin = "" if str(source) in message else f"{source}: "

@@ -135,9 +135,9 @@ SAMPLED = [
            ("tests/core/test_packed_layers.py::"
             "test_a_layer_with_some_of_the_buffers_is_none_of_these",)),
     Mutant("sampled-first-reason", "registry/query.py",
-           "            first = self.fault is None\n",
-           "            first = True\n",
-           "the last reason is reported, and each of them",
+           "            if self.fault is None:\n                self.fault = f\"{self._title}",
+           "            if True:\n                self.fault = f\"{self._title}",
+           "the last reason is reported",
            ("tests/core/test_asking.py::test_the_first_reason_is_the_one_that_stays",)),
     Mutant("interpreter-overflow", "triton/interpreted.py",
            "dataclasses.replace(options, sanitize_overflow=False)",

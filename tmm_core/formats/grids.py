@@ -137,7 +137,7 @@ def combined(
     for size, dimension in zip(block, (-3 - along, along), strict=True):
         if size <= 1 or values.dim() < -dimension:
             continue
-        if along == dimension and shape[dimension] % size == 0 and block[0] == 1:
+        if along == dimension and shape[dimension] % size == 0:
             # Without a copy of the scales.
             apart = values.unflatten(dimension, (-1, size))
             return function(apart, part.unsqueeze(dimension)).view(shape)

@@ -82,7 +82,7 @@ class Hooks:
             BaseException: Whatever the plugin's own function raised.
             TypeError: It did not return a list.
         """
-        wrappers = self._wrappers(hook, plugin)
+        wrappers = self._wrappers(hook)
         try:
             return self._call(hook, plugin, wrappers), []
         except BaseException as error:
@@ -119,15 +119,15 @@ class Hooks:
             raise TypeError(f"{hook} returned more than {MOST_BROUGHT} objects")
         return things
 
-    def _wrappers(self, hook: str, plugin: object) -> list[object]:
-        """Other plugins that have only wrappers of ``hook``."""
+    def _wrappers(self, hook: str) -> list[object]:
+        """The plugins that have only wrappers of ``hook``."""
         implementations = self._implementations(hook)
         plugins = {id(impl.plugin): impl.plugin for impl in implementations}
         answering = {id(impl.plugin) for impl in implementations if not _wraps(impl)}
         return [
             each
             for key, each in plugins.items()
-            if key not in answering and each is not plugin and (hook, key) not in self._left_out
+            if key not in answering and (hook, key) not in self._left_out
         ]
 
     def _implementations(self, hook: str) -> list[Any]:

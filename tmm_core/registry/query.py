@@ -268,12 +268,9 @@ class CheckedKernel(Kernel[Any]):
     def set_aside(self, why: str) -> PluginError:
         """Decline every problem from now on; the first reason is kept and reported."""
         with self._lock:
-            first = self.fault is None
-            if first:
+            if self.fault is None:
                 self.fault = f"{self._title} is set aside: {why}"
-        assert self.fault is not None
-        if first:
-            warn_of_plugin(self.source, self.fault)
+        warn_of_plugin(self.source, self.fault)
         return PluginError(self.fault)
 
     @contextmanager

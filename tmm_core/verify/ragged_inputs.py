@@ -206,10 +206,10 @@ class Inputs:
 
 def divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
     """Return the inputs with the first dimension of the tensors in ``names``, and of their parts,
-    divided into ``lead``. A scale of one number is left as it is."""
+    divided into ``lead``. What has no rows, as a scale of one number, is left as it is."""
 
     def part(t: torch.Tensor | None) -> torch.Tensor | None:
-        return t.unflatten(0, lead) if t is not None and t.numel() > 1 and t.dim() > 1 else t
+        return t.unflatten(0, lead) if t is not None and t.dim() > 1 else t
 
     given: dict[str, Any] = {name: part(getattr(inputs, name)) for name in names}
     parts: Any = {n: part(t) if n[0] in names else t for n, t in inputs.parts.items()}
