@@ -172,6 +172,17 @@ def test_clear_never_touches_layers_or_files_of_others(
     }
 
 
+def test_clear_removes_what_is_under_a_root_that_is_a_link(
+    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(filled.root)
+    monkeypatch.setenv("TMM_CACHE_DIR", str(link))
+    assert names(filled)
+    assert main(["clear", "-y"]) == 0
+    assert names(filled) == []
+
+
 def test_clear_says_what_it_could_not_remove(
     filled: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -17,6 +17,7 @@ from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Groups, TmmWarning
+from tmm_core.dispatch import deferring
 from tmm_core.dispatch.explanation import _measurements
 from tmm_core.dispatch.invariant import LADDER, _at, _place, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
@@ -445,3 +446,15 @@ def test_a_warning_is_given_once(tmp_path: Path) -> None:
     evidence.warn_once("odd")  # a second warning would be an error
     with pytest.warns(TmmWarning, match="even"):
         evidence.warn_once("even")
+
+
+def test_so_many_answers_are_kept_while_their_tunings_are_unfinished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deferring, "MOST_ANSWERS", 3)
+    d, _ = dispatcher(FakeBlas())
+    mine, found = settings(), d.bound(problem(m=1), settings())
+    for m in range(1, 9):
+        d.keep(problem(m=m), mine, found)
+        assert (problem(m=m), mine) in d.answers
+        assert len(d.answers) == (m - 1) % 3 + 1

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.epilogues import parse
-from tmm_core.interop import epilogue_kernels, flops, grouped_operator
+from tmm_core.interop import aten_calls, epilogue_kernels, flops, grouped_operator
 from tmm_core.interop.fallbacks import needs_fallback
 
 Tensor = torch.Tensor
@@ -451,3 +451,49 @@ def test_torch_answers_for_operands_without_strides_where_blas_is_forced() -> No
     rows = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
     y = tmm_core.matmul(rows, b, alpha=-2.0, bias=torch.ones(6))
     torch.testing.assert_close(y.values(), -2.0 * (rows.values() @ b) + 1)
+
+
+# -- torch's own calls under enable() -------------------------------------------------------
+
+ENDS = torch.tensor([3, 8], dtype=torch.int32)
+SUMMED = (torch.randn(8, 16, dtype=BF16), torch.randn(2, 16, 8, dtype=BF16), ENDS)
+E4M3, ONE = torch.float8_e4m3fn, torch.ones(())
+EIGHT = (torch.ones(8, 16, dtype=E4M3), torch.ones(16, 16, dtype=E4M3).t(), ONE, ONE)
+BY_ROW = (*EIGHT[:2], torch.ones(8, 1), torch.ones(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "answered"),
+    [
+        (SUMMED, {}, True), (SUMMED, {"out_dtype": BF16}, True), (SUMMED[:2], {}, False),
+        (SUMMED, {"out_dtype": torch.float32}, False), (SUMMED, {"bias": torch.ones(8)}, False),
+        ((SUMMED[0].half(), *SUMMED[1:]), {}, False),
+        ((SUMMED[0].double(), SUMMED[1].double(), ENDS), {}, False),
+    ],
+)  # fmt: skip
+def test_grouped_products_that_torch_has(given: Any, more: Any, answered: bool) -> None:
+    """All others are left to torch, which refuses them."""
+    assert (aten_calls.grouped_call(*given, **more) is not None) is answered
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "answered"),
+    [
+        (EIGHT, {"out_dtype": BF16}, True), (BY_ROW, {"out_dtype": BF16}, True),
+        (BY_ROW, {"out_dtype": BF16, "bias": torch.ones(16, dtype=BF16)}, True),
+        (EIGHT, {}, False), (EIGHT, {"out_dtype": E4M3}, False),
+        (EIGHT, {"out_dtype": BF16, "scale_result": ONE}, False),
+        ((*EIGHT[:2], ONE, BY_ROW[3]), {"out_dtype": BF16}, False),
+        ((*EIGHT[:2], BY_ROW[2], ONE), {"out_dtype": BF16}, False),
+        ((*EIGHT[:2], BY_ROW[2].t(), BY_ROW[3].t()), {"out_dtype": BF16}, False),
+        ((*EIGHT[:2], ONE.double(), ONE), {"out_dtype": BF16}, False),
+        ((EIGHT[0].bfloat16(), *EIGHT[1:]), {"out_dtype": BF16}, False),
+        ((EIGHT[0], EIGHT[1].bfloat16(), ONE, ONE), {"out_dtype": BF16}, False),
+    ],
+)  # fmt: skip
+def test_scaled_products_that_tmm_answers(given: Any, more: Any, answered: bool) -> None:
+    call = aten_calls.scaled_call(*given, **more)
+    assert (call is not None) is answered
+    if call is not None:
+        assert (call.bias, call.out_dtype) == (more.get("bias"), BF16)
+        assert (call.scale_a, call.scale_b) == given[2:]

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import tmm_core
-from tmm_core.nn import Experts, SwiGLU, experts
+from tmm_core.nn import Experts, Linear, SwiGLU, experts, sharded
 from tmm_core.nn.gated_product import gated_linear, joint_operands
 from tmm_core.nn.joint_storage import joined, seen_alone, stack, stackable
+from tmm_core.nn.together import do_no_more
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -213,3 +215,53 @@ def test_experts_of_two_dtypes_under_autocast_are_rounded_once() -> None:
     assert y.dtype is FP32
     torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
     assert not torch.equal(y, expected)
+
+
+HOOKS = (
+    "register_full_backward_hook", "register_full_backward_pre_hook",
+    "register_forward_hook", "register_forward_pre_hook",
+)  # fmt: skip
+
+
+# -- layers side by side -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_layers_that_do_more_than_multiply_are_called(hook: str) -> None:
+    layer, x = Linear(6, 4), torch.randn(2, 6)
+    assert do_no_more([Linear(6, 4), layer], x)
+    handle = getattr(layer, hook)(lambda *_: None)
+    assert not do_no_more([Linear(6, 4), layer], x)
+    handle.remove()
+    assert do_no_more([layer], x)
+    # Under FullyShardedDataParallel parameters are plain attributes.
+    layer.__dict__["bias"] = layer._parameters.pop("bias")
+    assert not do_no_more([layer], x)
+    assert do_no_more([Linear(6, 4, bias=False)], x)
+    assert not do_no_more([Linear(6, 4, dtype=BF16)], x)
+
+
+# -- sharded layers -----------------------------------------------------------------------
+
+
+class Sharded(nn.Parameter):
+    """What tells a parameter that is sharded by columns."""
+
+    placements = (Shard(0),)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_sharded_layer_with_hooks_that_a_joint_product_skips_is_left(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "DTensor", Sharded)
+    layer = Linear(6, 4)
+    layer.weight, layer.bias = Sharded(torch.randn(4, 6)), Sharded(torch.randn(4))
+    assert sharded._column_sharded(layer)
+    more = {"with_kwargs": True} if "forward" in hook else {}
+    handle = getattr(layer, hook)(lambda *_: None, **more)
+    assert not sharded._column_sharded(layer)
+    handle.remove()
+    assert sharded._column_sharded(layer)
+    layer.bias = nn.Parameter(torch.randn(4))
+    assert not sharded._column_sharded(layer)

@@ -3,6 +3,7 @@ state that a context puts back."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from fakes import DEVICE, problem
 import tmm_core
 from tmm_core import Epilogue, Groups, Machine, Operand, Port, Supports, UnsupportedProblemError
 from tmm_core.epilogues import parse
+from tmm_core.spec.bucket import between, bucket_edge, probes
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.operand import Scale
 from tmm_core.spec.precision import precision, require_precision
@@ -272,3 +274,28 @@ def test_autocast_rounds_what_is_added_too() -> None:
             y = tmm_core.matmul(a, b, out_dtype=FP32, **term)  # type: ignore[arg-type]
             assert torch.equal(y, torch.ones(4, 6))
     assert torch.equal(tmm_core.matmul(a, b, residual=fine), fine)
+
+
+# -- buckets of M -------------------------------------------------------------------------
+
+
+def test_buckets_divide_all_sizes_and_are_measured_inside() -> None:
+    """Also at powers of two, where the width of buckets changes, and at nothing."""
+    assert (bucket_edge(0), bucket_edge(1), probes(1), between(1)) == (1, 1, (), ())
+    below, last = 1, 5 * 2**12
+    for m in range(2, last + 1):
+        edge = bucket_edge(m)
+        assert m <= edge == bucket_edge(edge) <= max(64, 1.25 * m)
+        if m < edge:
+            continue
+        width, inside = edge - below, probes(edge)
+        first = below + 1 + below % 2
+        assert all(below < each < edge and each % 2 for each in inside)
+        assert inside[:1] == ((first,) if first < edge else ())
+        if edge > 16:
+            assert len(inside) == (4 if width > 256 else 2)
+            gaps = [b - a for a, b in itertools.pairwise((*inside, edge))]
+            assert max(gaps) - min(gaps) <= 3
+        assert all(below < each < edge for each in between(edge))
+        below = edge
+    assert below == last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.machinery
 import math
 import subprocess
 import sys
@@ -37,10 +38,12 @@ from tmm_core.registry.query import place_of
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Candidate
-from tmm_core.tuning import cold_operands, findings, progress, ranking, untried
+from tmm_core.tuning import cold_operands, compile_pool, findings, progress, ranking, untried
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
+from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import copies, rotated, rotating
 from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.search import estimate_us
 from tmm_core.tuning.untried import Left, Noted, Untried, unmeasured
 from tmm_core.verify.environment_faults import (
     alike,
@@ -760,3 +763,85 @@ def test_where_no_kernel_serves_blas_does_unless_its_declaration_excludes_it() -
     d, _ = dispatcher(excluded)
     with pytest.raises(UnsupportedProblemError, match=r"no kernel serves .*; blas: .*operands"):
         d._fallback(problem(), "it always can")
+
+
+def test_variables_that_would_keep_a_python_process_are_not_passed_to_compilers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With PYTHONINSPECT a process reads its input when its program has ended."""
+    passed: dict[str, str] = {}
+
+    def start(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        passed.update(env)
+        raise OSError("enough")
+
+    monkeypatch.setattr(compile_pool.subprocess, "Popen", start)
+    kept = {"HOME": "/here", "PYTHONHASHSEED": "3", "TRITON_CACHE_DIR": "/there"}
+    left = dict.fromkeys(("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE"), "1")
+    with pytest.raises(OSError, match="enough"):
+        compile_pool._Host(compile_pool._COMPILE, 1, kept | left, lambda fault: None)
+    assert {name: passed.get(name) for name in kept} == kept
+    assert not passed.keys() & left.keys()
+
+
+def test_an_estimate_is_of_the_config_that_is_asked_for() -> None:
+    class Estimating(FakeKernel):
+        def estimate_us(self, problem: Any, config: FakeConfig) -> float:
+            return 10.0 * config.tile
+
+    kernel = Estimating("k", tiles=(2, 1, 3))
+    estimates = [estimate_us(problem(), kernel, c) for c in (None, *kernel.configs(problem()))]
+    assert estimates == [20.0, 20.0, 10.0, 30.0]
+
+
+@pytest.mark.parametrize("reason", ["No space left on device", "it returned NaN"])
+def test_a_wrong_answer_is_a_verdict_whatever_its_reason_says(reason: str) -> None:
+    """Of a failure the reason tells whether the environment failed."""
+    kernel = FakeKernel("k")
+    for status in ("wrong", "failed"):
+        run = CandidateRun(Candidate(kernel, kernel.default_config(problem())))
+        run.fail(reason, status)
+        excused = status == "failed" and cause_of_text(reason) is not None
+        assert (run.status, run.cause is not None) == ("untried" if excused else status, excused)
+    run.fail("x" * 501)
+    assert run.reason == "x" * 500
+
+
+# -- the toolchain ------------------------------------------------------------------------
+
+
+def test_the_assembler_is_the_given_one_if_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, top = tmp_path / "given", tmp_path / "triton"
+    own = top / "backends" / "nvidia" / "bin" / "ptxas"
+    monkeypatch.setattr(toolchain, "_triton", lambda: top)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(given))
+    assert toolchain.ptxas() is None
+    own.parent.mkdir(parents=True)
+    own.write_text("")
+    assert toolchain.ptxas() == own
+    given.write_text("")
+    assert toolchain.ptxas() == given
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assert toolchain.ptxas() == own
+
+
+def test_a_module_in_the_place_of_triton_has_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests and libraries put one there that looks like it."""
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    for spec in (None, importlib.machinery.ModuleSpec("triton", None)):
+        module = types.ModuleType("triton")
+        module.__spec__ = spec
+        monkeypatch.setitem(sys.modules, "triton", module)
+        assert toolchain.ptxas() is None
+        assert toolchain._triton_files() == []
+
+
+@pytest.mark.parametrize("name", ["site-packages", "dist-packages", "lib"])
+def test_packages_are_installed_into_folders_of_either_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's is dist-packages."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / name)])
+    assert (str(tmp_path / name) in toolchain._site_packages()) is (name != "lib")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import problem
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tmm_core import Groups, Operand
 from tmm_core.epilogues import parse
@@ -23,6 +25,7 @@ from tmm_core.verify import (
     ragged_inputs,
     random_inputs,
 )
+from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.compare import Sample, error, reference, rms, tolerance
 from tmm_core.verify.data_sets import DataSets, Expected, default_limit
 from tmm_core.verify.guard_bands import MemoryLayout, memory_layout
@@ -662,3 +665,33 @@ def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:
     numpy = pytest.importorskip("numpy")
     _, changed = process_state.watched(lambda: numpy.random.rand(), CPU)
     assert changed == ["NumPy's random generator"]
+
+
+# -- results that are let go ---------------------------------------------------------------
+
+
+class Cycle:
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result, self.own = result, self
+
+
+@pytest.mark.parametrize("generation", [0, 1, 2])
+def test_a_cycle_of_any_age_keeps_no_result(generation: int) -> None:
+    launches = CheckedLauncher.__new__(CheckedLauncher)
+    launches._baseline = False
+    cycle = Cycle(torch.zeros(8))
+    for young in range(generation):
+        gc.collect(young)
+    launches._returned = [memory] = [StorageWeakRef(cycle.result.untyped_storage())]
+    del cycle
+    launches._check_released()
+    assert memory.expired()
+
+
+def test_what_a_kernel_keeps_is_no_garbage() -> None:
+    launches = CheckedLauncher.__new__(CheckedLauncher)
+    launches._baseline = False
+    kept = Cycle(torch.zeros(8))
+    launches._returned = [StorageWeakRef(kept.result.untyped_storage())]
+    with pytest.raises(WrongError, match="keeps the memory of a result"):
+        launches._check_released()

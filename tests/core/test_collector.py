@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tmm_core.launch import warm
 from tmm_core.launch.collector import garbage_kept
 
 
@@ -65,3 +68,16 @@ def test_a_disabled_collector_stays_disabled() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_a_plan_that_is_made_during_a_capture_keeps_garbage(
+    cuda: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(warm, "_built", lambda *_: collects.append(gc.isenabled()))
+    call: Any = SimpleNamespace(a=SimpleNamespace(is_cuda=cuda))
+    warm._build((), call, lambda *_: (call, None))
+    assert collects == [not (cuda and capturing)]

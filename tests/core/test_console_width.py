@@ -109,6 +109,8 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
 def test_reprs_are_short(explained: Any) -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 6)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    for line in explained.text(60).splitlines():
+        assert not line.rstrip().endswith(";"), line
     for thing in (explained, tmm_core.explain(x, w), convert(model)):
         assert len(repr(thing)) <= 200, repr(thing)
         assert repr(thing).startswith(f"<{type(thing).__name__}")

@@ -14,6 +14,7 @@ from tmm_core import dispatch
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import fingerprint
+from tmm_core.spec.kernel import Candidate
 from tmm_core.tuning.background import Background
 from tmm_core.tuning.ranking import MOST_RACED
 from tmm_core.tuning.tuner import Tuner
@@ -176,6 +177,21 @@ def test_a_race_that_fails_is_not_repeated(tmp_path: Path) -> None:
         assert name(d.choose(problem(m=300), mine)) == "p"
     assert name(d.choose(problem(m=300), mine)) == "p"
     assert len(calls) == 1
+
+
+def test_a_kernel_that_is_wrong_in_a_race_counts_as_never_verified_there(tmp_path: Path) -> None:
+    """Though it is right at all sizes of the record."""
+    d, _ = dispatcher(*kernels(), times=TIMES, root=tmp_path)
+    d.choose(problem(m=320), settings())
+    p, q = FakeKernel("p"), FakeKernel("q", spoil=lambda y: y + float(y.shape[-2] == 300))
+    d, _ = dispatcher(FakeBlas(), p, q, times=times_at(300, q=10.0), root=tmp_path)
+    asked = problem(m=300)
+    assert name(d.choose(asked, settings())) == "p"
+    verified = [
+        d.first_use.is_verified(asked, Candidate(kernel, kernel.default_config(asked)))
+        for kernel in (p, q)
+    ]
+    assert verified == [True, False]
 
 
 def test_in_the_background_it_is_raced_by_later_calls(tmp_path: Path) -> None:

@@ -235,6 +235,22 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interface")
+@pytest.mark.parametrize("name", ["has_gate", "is_transposed"])
+def test_a_layer_that_their_decorator_did_not_describe_is_none(name: str) -> None:
+    described = {"has_gate": True, "is_transposed": False}
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    layer = Layer()
+    layer.__dict__.update(described)
+    assert experts.is_theirs(layer)
+    del layer.__dict__[name]
+    assert not experts.is_theirs(layer)
+
+
+@pytest.mark.usefixtures("interface")
 @pytest.mark.parametrize("kind", [Theirs, Clamped, Apart, Ungated, Normed])
 def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
     layer = kind()

@@ -3,6 +3,7 @@ there is another, which BLAS serves and verification checks."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -129,3 +130,32 @@ def test_operands_of_two_formats_have_a_result_if_both_are_named() -> None:
         assert formats.pair(*dtypes, names).result is None, names
     named = f"int8,{of[eight].name}"
     assert formats.pair(torch.int8, eight, named).result is formats.named("int8").result
+
+
+@pytest.mark.parametrize("form", formats.FORMATS.values(), ids=lambda form: form.name)
+def test_the_shape_of_scales_tells_their_block(form: formats.Format) -> None:
+    """Or several blocks have that shape, and the caller has to name one. A group may be longer than
+    K, but the last of many may be short only where the format says so."""
+    for outer, k in itertools.product((1, 5, 64, 128, 300), (16, 32, 48, 64, 96, 128, 256, 384)):
+        blocks: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for rows, width in form.grids:
+            if form.short or not width or k % width == 0 or k < width:
+                shape = (-(-outer // (rows or outer)), -(-k // (width or k)))
+                block = formats.grids.simplest((rows, width), outer, k)
+                blocks.setdefault(shape, set()).add(block)
+        for shape, found in blocks.items():
+            if len(found) == 1:
+                assert form.block_of(shape, outer, k) == found.pop(), (shape, outer, k)
+            else:
+                with pytest.raises(ValueError, match="several of them"):
+                    form.block_of(shape, outer, k)
+        with pytest.raises(ValueError, match="none of them"):
+            form.block_of((outer + 1, k + 1), outer, k)
+
+
+def test_a_name_spells_the_blocks_that_no_shape_tells() -> None:
+    for block in ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128)):
+        text = formats.spelled("int4", block)
+        expected = None if block in ((0, 0), (1, 0)) else block
+        assert formats.read(f"{text},") == (("int4", expected), ("", None))
+        assert (text == "int4") is (expected is None)

@@ -49,10 +49,12 @@ def scales(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def test_scaled_products(a_dtype: torch.dtype, b_dtype: torch.dtype, kind: str) -> None:
     a, b = eight_bit(33, 48, dtype=a_dtype), eight_bit(48, 20, dtype=b_dtype)
     scale_a, scale_b = scales(kind, 33, 20)
-    expected = exact(a, b, scale_a, scale_b)
-    close(tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b), expected)
-    close(tmm_core.matmul(a, b, scale_b=scale_b), exact(a, b, 1.0, scale_b))
-    close(tmm_core.matmul(a, b), exact(a, b))
+    weight = b.t().contiguous()
+    both: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b}
+    for given in (both, {"scale_b": scale_b}, {"scale_a": scale_a}, {}):
+        expected = exact(a, b, **given)
+        close(tmm_core.matmul(a, b, **given), expected)
+        close(tmm_core.linear(a, weight, **given), expected)
 
 
 def test_the_whole_expression() -> None:

@@ -113,6 +113,17 @@ def test_what_is_wrong_by_two_percent_is_refused_with_every_epilogue(name: str) 
     assert "exceeds 0.002" in str(Verifier(asked, CPU).verdict(spoiled, extent="brief").reason)
 
 
+@pytest.mark.parametrize("scale", ["0.000001", "0.0001"])
+def test_small_results_of_fp16_are_compared_to_its_smallest_numbers(scale: str) -> None:
+    """Many results are subnormal, and all are below 0.001."""
+    asked = of(torch.float16, 8, 8, 8, epilogue=parse(f"scale({scale})"))
+    assert verified(asked, CORES).reason is None
+    least = torch.finfo(torch.float16).smallest_normal
+    for spoil in (lambda y: y.where(y.abs() >= least, 0.0), lambda y: y * 1.5):
+        kernel = FakeKernel("k", spoil=spoil).bind(asked, ANY)
+        assert not Verifier(asked, CPU).verdict(kernel, extent="brief").ok
+
+
 def test_a_result_beyond_the_range_has_to_have_its_sign() -> None:
     asked = of(torch.float16, 8, 8, 8, epilogue=parse("scale(1000000)"))
     assert verified(asked, CORES).reason is None

@@ -218,6 +218,17 @@ def test_a_load_that_fails_leaves_the_layer_as_it_was() -> None:
         layer.load_state_dict({**state, "qweight": state["qweight"][:4]})
     assert torch.equal(layer(x), expected)
 
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = layer.register_load_state_dict_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        layer.load_state_dict(state)
+    assert torch.equal(layer(x), expected)
+    hook.remove()
+    layer.load_state_dict(state)
+    assert torch.equal(layer(x), expected)
+
 
 def test_other_layers_are_named_with_the_reason() -> None:
     uneven = TorchLinear()

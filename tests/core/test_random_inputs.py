@@ -17,7 +17,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.testing.probe_problems import laid
 from tmm_core.verify import ragged_inputs, random_inputs
 from tmm_core.verify.data_sets import DataSets
-from tmm_core.verify.further_inputs import planned
+from tmm_core.verify.further_inputs import Round, planned
 from tmm_core.verify.guard_bands import memory_layout, unusual_layout
 
 CPU = torch.device("cpu")
@@ -143,3 +143,20 @@ def test_subnormal_results_are_of_plain_fp16_products() -> None:
     ):  # fmt: skip
         names = {plan.name for plan in planned(asked)}
         assert ("subnormal results" in names) is has
+
+
+def test_kernels_are_launched_with_parameters_too() -> None:
+    """As by a layer. References have none."""
+    single = Operand(torch.float32)
+    problem = Problem(8, 8, 8, single, single, single, fingerprint(CPU), bias=torch.float32)
+    launched = set()
+    for plan in planned(problem):
+        drawn = Round(DataSets(problem, CPU, 1 << 20), plan)
+        inputs = drawn.inputs()
+        given = drawn.given(inputs)
+        pairs = {name: (getattr(inputs, name), getattr(given, name)) for name in ("b", "bias")}
+        assert all(torch.equal(*pair) for pair in pairs.values())
+        assert not any(isinstance(of, torch.nn.Parameter) for of, _ in pairs.values())
+        names = [name for name, (_, to) in pairs.items() if isinstance(to, torch.nn.Parameter)]
+        launched.add(tuple(names))
+    assert launched == {(), ("b", "bias")}

@@ -338,6 +338,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tmm_core.matmul(ones(5, 24), _int4(ones(24, 2))), ValueError,
         "b is quantised along its other dimension: transpose it",
     ),
+    "direction of two codes in a byte": (  # whose scale alone would serve both
+        lambda: tmm_core.matmul(
+            ones(5, 1), Quantized(BYTES[:1, :64], ones(1, 1), format="int4")
+        ), ValueError,
+        "b is quantised along its other dimension: transpose it",
+    ),
     "transposed": (
         lambda: Quantized(BYTES[None], ones(1, 24, 2), format="int4").transpose(0, 1),
         NotImplementedError, "last two dimensions",

@@ -12,7 +12,7 @@ from fakes import FakeBlas, FakeKernel, installed
 from tmm_cache import CacheStore, CacheWarning, cache_errors
 
 import tmm_core
-from tmm_core import TmmWarning, dispatch
+from tmm_core import TmmWarning, dispatch, errors
 from tmm_core.nn import Linear
 from tmm_core.spec.device import fingerprint
 from tmm_core.tuning import stages
@@ -141,3 +141,21 @@ def test_it_points_at_the_call(
     for warning in caught:
         assert warning.filename == __file__
         assert f'"{how}": lambda: ' in lines[warning.lineno - 1]
+
+
+def test_what_strangers_give_is_cut_to_a_length() -> None:
+    """200 characters of a repr, 2000 of an exception, and a mark where there were more."""
+
+    class Long:
+        def __repr__(self) -> str:
+            return "r" * self.length
+
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+    for length in (199, 200):
+        assert errors.shown(Long(length)) == "r" * length
+    assert errors.shown(Long(201)) == "r" * 200 + "…"
+    assert errors.error_message(ValueError("t" * 2000)) == "t" * 2000
+    assert errors.error_message(ValueError("t" * 2001)) == "t" * 2000 + "…"
+    assert errors.error_text(ValueError("\x1b[1m")) == "ValueError: \\x1b[1m"

@@ -335,7 +335,7 @@ ENVIRON = [
         reraise(error)
         return Fault(path.parent""",
         "a handler's FileNotFoundError is taken for an absent record",
-        (LAYOUT, SIGNALS),
+        (f"{LAYOUT}::test_no_handler_swallows_what_a_signal_raised", SIGNALS),
     ),
     Mutant(
         "signal-no-record",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tmm_blas import blas, grouped_mm
+import torch.nn.functional as F
+from tmm_blas import blas, cublaslt_blocks, grouped_mm
 from tmm_blas.blas import Blas, BlasConfig
 
 import tmm_core
@@ -133,6 +134,81 @@ def test_a_torch_without_a_grouped_8_bit_product(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(torch, "_scaled_grouped_mm", raising=False)
     asked = replace(EIGHT, groups=Groups(8, "m"))
     assert list(grouped_mm.reasons_against(asked)) == ["this torch has no scaled grouped product"]
+
+
+BLOCKS = replace(
+    EIGHT,
+    a=Operand(E4M3, scale=Scale.parse("1x128")),
+    b=Operand(E4M3, "col", scale=Scale.parse("128x128")),
+    device=replace(H100, cuda="12.9"),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True), ({"m": 1}, True), ({"b": Operand(E4M3, "col", scale=BLOCKS.a.scale)}, True),
+        ({"device": replace(H100, cuda="13.0")}, True), ({"device": replace(H100, cuda="")}, False),
+        ({"device": replace(H100, cuda="12.8")}, False), ({"m": 0}, False), ({"k": 4160}, False),
+        ({"device": replace(BLOCKS.device, capability=(10, 0))}, False), ({"n": 4160}, False),
+        ({"device": replace(BLOCKS.device, type="cpu")}, False), ({"k": 0}, False),
+        ({"device": replace(H100, cuda="hip-6.4")}, False), ({"n": 0}, False),
+        ({"batch": 2}, False), ({"out": Operand(FP32)}, False),
+        ({"n": 4160, "epilogue": parse("swiglu")}, True),  # of twice as many columns
+        ({"n": 4128, "epilogue": parse("swiglu")}, False),
+        ({"a": replace(BLOCKS.a, dtype=E5M2)}, False),
+        ({"b": replace(BLOCKS.b, dtype=E5M2)}, False),
+        ({"a": replace(BLOCKS.a, layout="col")}, False),
+        ({"b": replace(BLOCKS.b, layout="row")}, False),
+        ({"a": replace(BLOCKS.a, aligned=False)}, False),
+        ({"b": replace(BLOCKS.b, aligned=False)}, False),
+        ({"a": replace(BLOCKS.a, scale=Scale.parse("1x64"))}, False),
+        ({"a": replace(BLOCKS.a, scale=Scale.parse("row"))}, False),
+        ({"b": replace(BLOCKS.b, scale=Scale.parse("64x128"))}, False),
+        ({"groups": Groups(2, "m")}, False),
+    ],
+)  # fmt: skip
+def test_scales_of_blocks_are_for_cublaslt_within_its_limits(
+    change: dict[str, Any], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("scaled_mm", "ScalingType"):
+        monkeypatch.setattr(F, name, getattr(F, name, None), raising=False)
+    asked = replace(BLOCKS, **change)
+    assert ("blocks" in ways(asked)) is served
+    if not served and asked.groups is None:
+        with pytest.raises(ValueError, match="blocks are of e4m3 in groups of 128"):
+            Blas().bind(asked, BlasConfig(blocks=True))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("columns", [1, 4, 6])
+def test_scales_are_column_major_without_gaps(rows: int, columns: int) -> None:
+    """Torch takes other strides, and cuBLASLt reads what is between."""
+    memory = torch.rand(8, 8)
+    by_row, by_column = memory[:rows, :columns], memory[:columns, :rows].t()
+    for given in (by_row, by_row.contiguous(), by_column, by_row[:1].expand(rows, -1)):
+        groups, blocks = cublaslt_blocks.of_groups(given), cublaslt_blocks.of_blocks(given)
+        assert torch.equal(groups, given)
+        assert torch.equal(blocks[:rows], given)
+        assert blocks.shape == (-(-rows // 4) * 4, columns)
+        assert groups.t().is_contiguous()
+        assert blocks.t().is_contiguous()
+    dense = by_row.t().contiguous().t()
+    assert cublaslt_blocks.of_groups(dense).data_ptr() == dense.data_ptr() or rows == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (2, 1, 5), (2, 5, 1)], ids=str)
+def test_a_single_row_or_column_has_a_stride_that_torch_accepts(shape: tuple[int, ...]) -> None:
+    """Torch's grouped product checks strides of dimensions of one as well."""
+    *batch, rows, columns = shape
+    for by_column in (False, True):
+        apart = columns if by_column else rows
+        strides = [64] * len(batch) + [3 if apart == 1 else 8, 1][:: -1 if by_column else 1]
+        given = torch.randn(128).bfloat16().as_strided(shape, strides)
+        found = grouped_mm._with_strides(given)
+        assert torch.equal(found, given)
+        assert 1 in found.stride()[-2:]
+        assert all(stride == 1 or stride % 8 == 0 for stride in found.stride())
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])

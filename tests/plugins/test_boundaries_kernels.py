@@ -14,9 +14,12 @@ pytest.importorskip("triton")
 
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of, run
+from tmm_triton.hopper.config import Constants
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
+from tmm_triton.operands import TileConfig
 from tmm_triton.partials import MOST_WORKSPACE
+from tmm_triton.persistent import PersistentConfig
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
@@ -24,7 +27,7 @@ from tmm_triton.split_k import SplitK, SplitKConfig
 from triton.runtime import interpreter
 
 import tmm_core
-from tmm_core import Machine, Operand
+from tmm_core import Machine, Operand, Port
 from tmm_core.triton.interpreted import _mend
 
 FP16 = torch.float16
@@ -148,6 +151,17 @@ def test_partial_sums_are_traffic_from_two_splits_on() -> None:
     sums = Machine.of(asked.device).moving_us(asked.bytes + 8 * 2 * asked.m * asked.n)
     assert moving[2] == pytest.approx(sums)
     assert moving[3] > moving[2] > moving[1]
+
+
+def test_registers_hold_parts_from_two_parts_on() -> None:
+    """Addresses of parts that a program stores, and the sum over the parts before."""
+    problem, tile = ask(), TILE | {"BLOCK_N": 64}
+    plain = TileConfig(**tile).registers(problem)
+    split = [SplitKConfig(**tile, SPLIT_K=n, SWAP=False).registers(problem) for n in (1, 2, 3)]
+    assert plain == split[0] < split[1] == split[2]
+    more: dict[str, Any] = {**tile, "GROUP_M": 1, "SUBTILE": 1, "FLATTEN": False}
+    summed = [PersistentConfig(**more, PARTS=n).registers(problem) for n in (1, 2, 3)]
+    assert plain == summed[0] < summed[1] == summed[2]
 
 
 def test_rows_of_a_box_that_are_not_there_take_time() -> None:
@@ -288,6 +302,39 @@ def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:
     for m in (1, 200, 1000):
         for config in hopper_configs(ask(m, 8192, 8192)):
             assert max(1, -(-m // config.BLOCK_M)) >= config.GROUP_M
+
+
+@pytest.mark.parametrize("n", [1000, 1024, 1032])
+def test_every_strip_of_a_row_has_a_place_in_the_workspace(n: int) -> None:
+    """Also of the last tile, which lies half beyond the result; and no place more."""
+    plain = ask(4096, n, 4096)
+    row = Port("most", "row", reduce="max", of=torch.abs)
+    reduced = replace(plain, epilogue=replace(plain.epilogue, outputs=(row,)))
+    for config in hopper_configs(reduced):
+        before, after = (WarpSpecialized().workspace_bytes(p, config) for p in (plain, reduced))
+        strips, rest = divmod(after - before, 4 * plain.m)
+        assert rest == 0
+        assert 0 <= strips * (config.BLOCK_N // config.subtiles) - n < config.BLOCK_N
+
+
+def test_all_registers_of_a_block_fit_an_sm() -> None:
+    """Triton gives a block's threads equal shares in whole warpgroups, which then exchange them.
+    ptxas refuses a wgmma of more than 128 columns if the shares are 128 registers."""
+    asked = [ask(4096, 4096), ask(333, 4096), ask(16, 4096), ask(4096, 4096, epilogue="swiglu")]
+    asked += [ask(4096, 4095, aligned=False), ask(16, 4096, 4095, aligned=False)]
+    seen = set()
+    for problem in asked:
+        for config in hopper_configs(problem):
+            constants = Constants.of(problem, config)
+            warps = [constants.num_warps, *constants.worker_warps]
+            threads = -(-32 * sum(warps) // 128) * 128
+            share = 65536 // threads // 8 * 8
+            roles = zip(constants.worker_warps, constants.worker_registers, strict=True)
+            spent = sum(32 * count * registers for count, registers in roles)
+            assert spent + 32 * constants.num_warps * 24 <= share * threads <= 65536
+            assert constants.mma_n <= (128 if share <= 128 else 256)
+            seen.add((len(warps), share))
+    assert len(seen) > 2
 
 
 @pytest.mark.parametrize(("m", "tiles"), [(1, 1), (64, 1), (65, 2), (256, 4)])

@@ -18,7 +18,7 @@ from tmm_triton.tiled import FusedEpilogue, Grouped
 
 from tmm_core import Groups, Operand, Problem, Scale
 from tmm_core.epilogues import parse
-from tmm_core.spec.device import fingerprint, interpreting
+from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.verify import compare, random_inputs
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -65,7 +65,7 @@ def posed(of: str, **changes: Any) -> Problem:
     a, b = OPERANDS[of]
     out = Operand(BF16 if a.dtype is E4M3 else a.dtype)
     k = 300 if of == "blocks" else 256
-    return Problem(19, 35, k, a, b, out, fingerprint(DEVICE), **changes)
+    return replace(Problem(19, 35, k, a, b, out, fingerprint(DEVICE)), **changes)
 
 
 @pytest.mark.skipif(not interpreting() and DEVICE.type == "cpu", reason="needs the interpreter")
@@ -104,6 +104,34 @@ def test_what_is_declined(change: dict[str, Any], text: str) -> None:
     problem = replace(posed("row-major"), **change)
     for kernel in (Naive(), Grouped()):
         assert any(text in reason for reason in kernel.reasons_against(problem))
+
+
+@pytest.mark.parametrize("out", [torch.float32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("a", [torch.float32, BF16, FP16], ids=str)
+def test_zero_points_of_floats_are_too_coarse_only_where_values_are_rounded(
+    a: torch.dtype, out: torch.dtype
+) -> None:
+    """Values have the dtype of ``a``: in 16 bits a finer result would show their rounding."""
+    zeros = posed("row-major", a=Operand(a), out=Operand(out), b=replace(INT4, zero=BF16))
+    finer = a is not torch.float32 and out not in (a, BF16)
+    assert any("too coarse" in each for each in Naive().reasons_against(zeros)) is finer
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "able"),
+    [
+        ((8, 6), "12.8", False), ((8, 9), "12.8", True), ((9, 0), "12.8", True),
+        ((12, 0), "13.0", True), ((9, 4), "hip-6.4", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("narrow", ["a", "b", "ab", ""])
+def test_8_bit_floats_need_a_gpu_that_has_them(
+    narrow: str, capability: tuple[int, int], cuda: str, able: bool
+) -> None:
+    device = DeviceFingerprint("cuda", "GPU", capability, 100, 99 * 1024, cuda=cuda)
+    a, b = (Operand(E4M3 if name in narrow else BF16, scale=None) for name in "ab")
+    reasons = list(Naive().declines(replace(posed("row-major"), a=a, b=b, device=device)))
+    assert any("8-bit floats need" in each for each in reasons) is (bool(narrow) and not able)
 
 
 def test_a_step_lies_inside_a_group() -> None:
