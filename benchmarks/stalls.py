@@ -136,7 +136,7 @@ def place(steps: Any) -> str:
     """The function and line at which a generator rests."""
     while frame := steps.gi_frame:
         inner = steps.gi_yieldfrom
-        if steps.__name__ == "_in_own_modes":  # it resumes its steps itself
+        if steps.__name__ in ("_run", "_in_own_modes"):  # they resume their steps themselves
             inner = frame.f_locals["steps"]  # of other frames it would keep the tensors
         if not isinstance(inner, Generator):
             break

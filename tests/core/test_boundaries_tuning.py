@@ -46,6 +46,7 @@ from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.search import estimate_us
 from tmm_core.tuning.untried import Left, Noted, Untried, unmeasured
 from tmm_core.verify.environment_faults import (
+    BUDGET_ENDED,
     alike,
     cause_of,
     cause_of_text,
@@ -252,6 +253,8 @@ SAME = "'a' at /x/y.py:3 needs 0x1f of 12"
         ([failed("a", SAME), failed("b", SAME), failed("c", "its search space is empty")], True),
         ([failed("a", SAME), failed("b", SAME), failed("c", "not tried: x")], True),
         ([failed("a", SAME), failed("b", "not tried: x")], False),
+        ([failed("a", BUDGET_ENDED), failed("b", BUDGET_ENDED)], False),
+        ([failed("a", SAME), failed("b", SAME), failed("c", BUDGET_ENDED)], True),
         ([], False),
     ],
 )

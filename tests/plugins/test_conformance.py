@@ -84,8 +84,8 @@ if torch.cuda.is_available():
         size = (13, 208, 144)
 
         @classmethod
-        def _probe(cls, *given: Any) -> Problem:
-            made = super()._probe(*given)
+        def _probe(cls, *given: Any, **named: Any) -> Problem:
+            made = super()._probe(*given, **named)
             return contiguous(replace(made, b=laid(made.b, "col")))
 
     @pytest.mark.gpu

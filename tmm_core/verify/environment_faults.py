@@ -158,13 +158,19 @@ def alike(results: Iterable[CandidateResult]) -> bool:
     kernels, reasons = set(), set()
     for result in results:
         reason = result.reason or ""
-        if result.kernel == BASELINE or _NOT_TRIED.match(reason):
+        if result.kernel == BASELINE or not _is_tried(reason):
             continue
         if result.status != "failed":
             return False
         kernels.add(result.kernel)
         reasons.add(common(reason))
     return len(kernels) >= LEAST_ALIKE and len(reasons) == 1 and "" not in reasons
+
+
+def _is_tried(reason: str) -> bool:
+    """Whether a candidate with this reason was compiled: others were not expected to be faster, and
+    the budget had not ended."""
+    return not _NOT_TRIED.match(reason) and cause_of_text(reason) != "budget"
 
 
 def common(reason: str) -> str:
@@ -177,7 +183,7 @@ def verdicts(results: Sequence[CandidateResult]) -> list[CandidateResult]:
     """Return the results that are verdicts on their kernels. Older versions also recorded faults
     of the environment. The end of a budget counts as a verdict: calls do not tune again for it."""
     if alike(results):
-        return [r for r in results if r.kernel == BASELINE or _NOT_TRIED.match(r.reason or "")]
+        return [r for r in results if r.kernel == BASELINE or not _is_tried(r.reason or "")]
 
     def counts(result: CandidateResult) -> bool:
         return result.status != "failed" or cause_of_text(result.reason or "") in (None, "budget")

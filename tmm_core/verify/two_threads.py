@@ -37,8 +37,6 @@ Pace = Literal["lines", "launches", "free"]
 LEAST_TOGETHER, MOST_TOGETHER, TOGETHER_SECONDS = 2, 32, 0.006
 #: Maximum seconds for which a thread goes on while the other one makes its launches.
 LONGEST_TOGETHER = 0.2
-#: Launches of each thread that alternates line by line.
-_ALTERNATING = 2
 #: Threads stop alternating after this many lines, seconds of the process's CPU time, or seconds of
 #: wall time.
 _MOST_LINES, _TURNS_CPU, _TURNS_SECONDS = 2000, 0.5, 5.0
@@ -190,7 +188,7 @@ class Launches(threading.Thread):
                     return
                 self._launch(1 - self._place if turns.shared else self._place)
             return
-        for made in range(_ALTERNATING if self._pace == "lines" else 2):
+        for made in range(1 if self._pace == "lines" else 2):
             turns.shared = made > 0
             with turns.after_each_line(self._place):
                 self._launch()

@@ -153,10 +153,11 @@ class WaysOfUse(CheckedLauncher):
         data = self._data
         if self._baseline or len(data.sets()) < 2:
             return
-        paces: list[Pace] = ["lines", "launches", *["free"] * ROUNDS_TOGETHER]  # type: ignore[list-item]
+        paces: list[Pace] = ["free"] * ROUNDS_TOGETHER
         if data.problem.device.interpreted:
-            _interpret_one_at_a_time()
-            paces = paces[2:]  # a launch has too many lines
+            _interpret_one_at_a_time()  # a launch has too many lines
+        else:
+            paces = ["lines", "lines", "launches", *paces]
         most = self._most_together() if data.device.type == "cuda" else MOST_TOGETHER
         ways = [(self, pace, not data.allocates) for pace in paces]
         if data.allocates:
