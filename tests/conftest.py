@@ -109,9 +109,13 @@ def uninterpreted_amd(compiler_folder: Path) -> Iterator[Uninterpreted]:
     process.close()
 
 
-def stated(kernel: Any, version: str) -> str:
+def stated(kernel: Any, version: str, distribution: str = "") -> str:
     """A fake's version is what its test states: a test file is not the code of one kernel."""
-    return version if isinstance(kernel, FakeKernel) else code.version_of(kernel, version)
+    return (
+        version
+        if isinstance(kernel, FakeKernel)
+        else code.version_of(kernel, version, distribution)
+    )
 
 
 def forget() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import py_compile
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core.dispatch.first_use import FirstUse
-from tmm_core.registry.registry import Registry
+from tmm_core.registry.query import CheckedKernel
+from tmm_core.registry.registry import Registry, Source
 from tmm_core.spec import code
 from tmm_core.spec.code import version_of
 from tmm_core.spec.kernel import Candidate
@@ -222,6 +224,83 @@ def test_a_single_module_is_its_file(folder: str, site: Path) -> None:
     assert (version() != before) is bool(folder)
     (site / f"{name}.py").write_text(source.replace("GLOBAL = 1", "GLOBAL = 2"))
     assert version() != before
+
+
+MADE = """
+import types
+from tmm_core import Config, Kernel
+from stranger import helper
+
+def fill(names):
+    names.update(
+        name="stranger.own", config_type=Config, configs=lambda self, problem: [Config()],
+        default_config=lambda self, problem: Config(), bind=lambda *_: helper.FACTOR,
+    )
+Own = types.new_class("Own", (Kernel,), {}, fill)
+"""
+EXECUTED = """
+from pathlib import Path
+text = Path(__file__).with_name("data.json")
+names = {}
+exec(compile(Path(__file__).with_name("kernel.txt").read_text(), str(text), "exec"), names)
+Own = names["Own"]
+"""
+
+
+@pytest.mark.parametrize("way", ["made", "executed", "another module named", "other's method"])
+def test_a_class_whose_module_is_not_its_own_counts(way: str, site: Path) -> None:
+    (site / "stranger_more.py").write_text("def based(self, z): return z\n")
+    (site / "stranger/kernel.txt").write_text(KERNEL)
+    sources = {
+        "made": MADE,
+        "executed": EXECUTED,
+        "another module named": KERNEL + "\nOwn.__module__ = 'torch.nn'\n",
+        "other's method": KERNEL + "\nimport stranger_more\nOwn.based = stranger_more.based\n",
+    }
+    (site / KERNEL_FILE).write_text(sources[way])
+    before = own().version
+    assert (own().version == before) is (way != "executed")  # in no module: of one process
+    edited = "stranger_more.py" if way == "other's method" else "stranger/helper.py"
+    (site / edited).write_text("FACTOR = 2\ndef based(self, z): return z * 2\n")
+    assert own().version != before
+
+
+def test_a_compiled_module_without_source_and_a_linked_folder_count(site: Path) -> None:
+    helper = site / "stranger/helper.py"
+    (site / "linked").mkdir()
+    (site / "stranger/link").symlink_to(site / "linked")
+    (site / "stranger/self").symlink_to(site / "stranger")  # a cycle
+
+    def compiled(factor: int) -> str:
+        helper.write_text(f"FACTOR = {factor}\n")
+        py_compile.compile(str(helper), str(helper) + "c")
+        helper.unlink()
+        version: str = own().version
+        return version
+
+    before = compiled(1)
+    assert compiled(2) != before == compiled(1)
+    (site / "linked/table.bin").write_text("1")
+    assert own().version != before
+
+
+def test_what_a_distribution_installs_beside_its_package_counts(site: Path) -> None:
+    record = site / "stranger-1.0.dist-info/RECORD"
+    record.write_text("stranger/kernel.py,,\nstranger_cuda.so,,\nstranger-1.0.dist-info/RECORD,,\n")
+    plain = version_of(own(), "7")
+    assert version_of(own(), "7", "no such distribution") == plain
+
+    def version(compiled: str) -> str:
+        (site / "stranger_cuda.so").write_text(compiled)
+        importlib.invalidate_caches()
+        kernel = own()
+        of_registry = CheckedKernel(kernel, Source("any", "stranger")).version
+        assert of_registry == version_of(kernel, kernel.version, "stranger")
+        return version_of(kernel, "7", "stranger")
+
+    before = version("one")
+    assert before.startswith(plain)
+    assert version("two") != before == version("one")
 
 
 def test_files_of_the_interpreter_and_of_editors_are_no_part(site: Path) -> None:

@@ -90,6 +90,22 @@ VERIFICATION = [
         (LYING,),
     ),
     Mutant(
+        "files-beside-a-package",
+        "registry/query.py",
+        "kernel, self.version, source.distribution",
+        "kernel, self.version",
+        "a compiled module that was replaced is trusted on an old record",
+        ("tests/core/test_code.py",),
+    ),
+    Mutant(
+        "methods-of-others",
+        "spec/code.py",
+        "            files.append(package_digest(name))\n",
+        "            pass\n",
+        "a kernel whose method was edited is trusted on an old record",
+        ("tests/core/test_code.py",),
+    ),
+    Mutant(
         "set-aside-not",
         "registry/query.py",
         "            raise self.set_aside(why) from error\n",

@@ -123,7 +123,7 @@ class CheckedKernel(Kernel[Any]):
             try:
                 setattr(self, attribute, check(getattr(kernel, attribute, None)))
                 if attribute == "version":
-                    self.version = version_of(kernel, self.version)
+                    self.version = version_of(kernel, self.version, source.distribution)
             except BaseException as error:
                 reraise(error)
                 why = self._fault(attribute, error)

@@ -1,16 +1,18 @@
 """Identifies the files of third parties' packages, so that an edited plugin is measured again.
 
-All files of a package count, whatever their type; the packages that it imports do not.
+All files of a package count, whatever their type, and all that its distribution installs beside it;
+other packages that it imports do not.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType
@@ -30,21 +32,44 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | 
 _MOST_BYTES = 32 * 2**20
 #: A file counts as at least this many bytes: opening it takes as long as reading these.
 _LEAST_BYTES = 8192
+#: Hidden folders in which packages keep shared libraries.
+_LIBRARY_FOLDERS = (".dylibs", ".libs")
 #: A text that differs in every process.
 PROCESS = os.urandom(6).hex()
 _numbers = itertools.count()
 
 
-def version_of(kernel: Any, stated: str) -> str:
+def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
     """Return the version under which a kernel's measurements are stored. A third party's ``stated``
-    version is combined with a digest of files, since its author may forget to change it."""
+    version is combined with a digest of files, since its author may forget to change it.
+
+    Args:
+        distribution: The distribution that the kernel is from; empty if that is unknown.
+    """
     if is_own(type(kernel)):
         return stated
-    files = code_version(type(kernel), kernel.config_type)
-    if stated == files:
-        return stated
-    both = f"{stated}+{files}"
-    return both if len(both) <= NAME_MAX else _short(both)
+    kinds = type(kernel), kernel.config_type
+    files = code_version(*kinds, functions=vars(kernel).values())
+    parts = [stated, files, *_beside(distribution, {_top(kind.__module__) for kind in kinds})]
+    text = "+".join(dict.fromkeys(parts))
+    return text if len(text) <= NAME_MAX else _short(text)
+
+
+def _beside(distribution: str, counted: set[str]) -> list[str]:
+    """Return a digest of the files that a distribution installs outside of the packages that are
+    counted, such as a compiled module, or nothing if there are none."""
+    found = []
+    with suppress(BaseException):  # damaged metadata: the plugin may still load
+        installed = importlib.metadata.distribution(distribution) if distribution else None
+        for file in (installed.files if installed is not None else None) or ():
+            top = file.parts[0]
+            module = top.partition(".")[0]
+            if module in counted | {""} or top.endswith((".dist-info", ".egg-info", ".data")):
+                continue
+            if "__pycache__" not in file.parts:
+                found.append((str(file.locate()), str(file)))
+    stamps = tuple(_stamp(path, name) for path, name in sorted(found))
+    return [_digest(distribution, stamps)] if stamps else []
 
 
 def is_own(kind: type) -> bool:
@@ -52,14 +77,30 @@ def is_own(kind: type) -> bool:
     return _top(kind.__module__) in OWN
 
 
-def code_version(*kinds: type) -> str:
-    """Return twelve hexadecimal digits of the files of the packages that define these classes and
-    their base classes. If a class is in no file, as in a notebook, the digits are valid only in
-    this process."""
-    found = (base for kind in kinds for base in kind.__mro__)
-    bases = [base for base in found if _top(base.__module__) not in LIBRARIES]
-    files = [package_digest(module) for module in sorted({base.__module__ for base in bases})]
-    typed = any(is_typed(vars(base).get("bind")) for base in bases)
+def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
+    """Return twelve hexadecimal digits of the files of the packages that define these classes,
+    their base classes, and the functions among their attributes and among ``functions``. If one is
+    in no file, as in a notebook, the digits are valid only in this process."""
+    bases = [base for kind in kinds for base in kind.__mro__]
+    modules = {base.__module__ for base in bases if _top(base.__module__) not in LIBRARIES}
+    files = [package_digest(module) for module in sorted(modules)]
+    # A class may be made elsewhere (types.new_class), or have another package's methods.
+    given = [value for base in bases for value in vars(base).values()]
+    given = [getattr(each, "__func__", each) for each in (*given, *functions)]
+    written = [each for each in given if isinstance(each, FunctionType)]
+    names = {
+        name
+        for each in written
+        # attrs and namedtuple write methods without a module.
+        if (name := each.__globals__.get("__name__")) in sys.modules or each.__name__[:2] != "__"
+    }
+    packages = {_package(module) for module in modules}
+    for name in sorted(str(name) for name in names):
+        if _top(name) not in LIBRARIES and _package(name) not in packages:
+            packages.add(_package(name))
+            files.append(package_digest(name))
+    binds = [value for base in bases if isinstance(value := vars(base).get("bind"), FunctionType)]
+    typed = any(is_typed(bind) for bind in binds)
     return _of_process(kinds) if typed or None in files else _short(*map(str, files))
 
 
@@ -128,9 +169,20 @@ def _files(module: str) -> list[tuple[str, str]]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name != "__pycache__" and name[0] != "."]
-        yield from (os.path.join(place, name) for name in names if not name.endswith(".pyc"))
+    """The files below a folder, also below links to folders; each folder once."""
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(place))
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if name != "__pycache__"
+            and (name[0] != "." or name in _LIBRARY_FOLDERS)
+            and os.path.realpath(os.path.join(place, name)) not in seen
+        ]
+        # A module may be compiled alone; else its source counts.
+        sources = {f"{name}c" for name in names if name.endswith(".py")}
+        yield from (os.path.join(place, name) for name in names if name not in sources)
 
 
 class _Stamp(NamedTuple):
