@@ -186,6 +186,11 @@ def test_an_exact_record_goes_before_the_buckets(tmp_path: Path) -> None:
 EDGE = {"blas": 52.0, ("tiled", 1): 50.0, ("tiled", 2): 51.0}
 
 
+def tall(m: int, **fields: Any) -> Any:
+    """Thousands of rows, which are verified: of little else."""
+    return problem(m=m, n=4, k=2, **fields)
+
+
 @pytest.mark.parametrize(
     ("inside", "m", "wanted"),
     [
@@ -209,11 +214,11 @@ def test_inside_a_bucket_what_was_measured_there_answers(
     kernels = (FakeBlas(), FakeKernel("tiled", tiles=(1, 2)))
     d, _ = dispatcher(*kernels, times={**EDGE, **inside})
     for _ in range(2):  # tuned, then from the record
-        choice = d.choose(problem(m=m), settings())
+        choice = d.choose(tall(m), settings())
         found = choice.candidate.kernel.name, choice.candidate.config.to_json().get("tile")
         assert found == wanted
     assert ("BLAS is not beaten" in choice.reason) is (wanted[0] == "blas")
-    forced = d.choose(problem(m=m), settings(kernel="tiled"))
+    forced = d.choose(tall(m), settings(kernel="tiled"))
     assert forced.candidate.kernel.name == "tiled"
 
 
@@ -232,7 +237,7 @@ def test_blas_answers_inside_in_its_way_that_was_fastest_there(
     times = {"blas": 52.0, ("blas", 2): 52.1, ("tiled", 1): tiled, **inside}
     d, _ = dispatcher(FakeBlas(tiles=(1, 2)), FakeKernel("tiled"), times=times)
     for _ in range(2):  # tuned, then from the record
-        choice = d.choose(problem(m=4200), settings())
+        choice = d.choose(tall(4200), settings())
         assert choice.candidate.kernel.name == "blas"
         assert choice.candidate.config.to_json()["tile"] == wanted
 
@@ -240,20 +245,20 @@ def test_blas_answers_inside_in_its_way_that_was_fastest_there(
 def test_where_nothing_was_measured_inside_blas_answers() -> None:
     """A record holds where it was measured, and these were not: made by hand, or cut short."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("tiled"), times=EDGE)
-    record = d.tune(problem(m=5120), settings())
+    record = d.tune(tall(5120), settings())
     bare = replace(record, candidates=tuple(replace(c, inside_us={}) for c in record.candidates))
     d.adopt(DEVICE, bare)
-    assert d.choose(problem(m=5120), settings()).candidate.kernel.name == "tiled"
-    assert d.choose(problem(m=5119), settings()).candidate.kernel.name == "blas"
+    assert d.choose(tall(5120), settings()).candidate.kernel.name == "tiled"
+    assert d.choose(tall(5119), settings()).candidate.kernel.name == "blas"
 
 
 def test_inside_a_bucket_a_kernel_that_is_gone_is_passed_over(tmp_path: Path) -> None:
     times = {"blas": 52.0, "tiled": 50.0, "gone": 40.0}
     kernels = FakeBlas(), FakeKernel("tiled")
     d, _ = dispatcher(*kernels, FakeKernel("gone"), times=times, root=tmp_path)
-    assert d.choose(problem(m=4100), settings()).candidate.kernel.name == "gone"
+    assert d.choose(tall(4100), settings()).candidate.kernel.name == "gone"
     d, _ = dispatcher(*kernels, times=times, root=tmp_path)
-    choice = d.choose(problem(m=4100), settings())
+    choice = d.choose(tall(4100), settings())
     assert (choice.origin, choice.candidate.kernel.name) == ("cache", "tiled")
 
 
@@ -263,7 +268,7 @@ def test_what_must_not_depend_on_m_is_not_carried_over() -> None:
         FakeBlas(), FakeKernel("tiled", traits=traits),
         times={"tiled": 50.0, "blas": 52.0},
     )  # fmt: skip
-    asked = problem(m=4100, batch_invariant=True)
+    asked = tall(4100, batch_invariant=True)
     assert d.choose(asked, settings(batch_invariant=True)).candidate.kernel.name == "tiled"
 
 

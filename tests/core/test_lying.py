@@ -111,8 +111,8 @@ def failures(kernel: Lie) -> list[str]:
 
     Suite.kernel = kernel
     suite, found = Suite(), []
-    calls = [("every_tile", suite.test_every_tile), ("ragged", suite.test_use_of_ragged)]
-    calls += [(str(p), functools.partial(suite.test_use, p)) for p in suite.probes_of_use()]
+    calls = [(str(p), functools.partial(suite.test_use, p)) for p in suite.probes_of_use()]
+    calls += [("every_tile", suite.test_every_tile), ("ragged", suite.test_use_of_ragged)]
     for name, call in calls:
         with contextlib.suppress(pytest.skip.Exception):
             try:

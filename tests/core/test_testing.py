@@ -560,7 +560,11 @@ def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str = "", device: str = "cpu"
+    pytester: pytest.Pytester,
+    kernel: type[Kernel[Any]],
+    test: str = "",
+    device: str = "cpu",
+    *options: str,
 ) -> Any:
     """The suite on ``kernel``, as its author would run it; all tests or one."""
     pytester.makepyfile(
@@ -574,7 +578,8 @@ def run(
         """
     )
     name = f"test_it.py::TestIt::test_{test}" if test else "test_it.py"
-    return pytester.runpytest_inprocess(name, "-W", "error", "-p", "no:cacheprovider", "-rs")
+    options = ("-W", "error", "-p", "no:cacheprovider", "-rs", *options)
+    return pytester.runpytest_inprocess(name, *options)
 
 
 def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
@@ -591,7 +596,7 @@ def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
 def test_a_wrong_kernel_fails(
     pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str, message: str
 ) -> None:
-    result = run(pytester, kernel, test)
+    result = run(pytester, kernel, test, "cpu", "-x")
     assert result.parseoutcomes().get("failed", 0) >= 1
     result.stdout.fnmatch_lines([message])
 

@@ -30,6 +30,7 @@ from hopper_block import (
     run_block,
     workspace_order,
 )
+from pairwise import covering, every_case, share
 from tmm_triton import operands, triton_kernel
 from tmm_triton.hopper import config as hopper_config
 from tmm_triton.hopper import search_space, tile_shapes
@@ -1015,37 +1016,53 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
     return found
 
 
-# A compilation takes 1 s, so tiles × layouts × dtypes × fused work are covered in pairs: every tile
-# once plainly and once in the form that spills first, storing fp32 through pointers; every layout,
-# dtype and fused work with every schedule and number of consumers, which decide the structure of
-# the program and the registers of a thread. Operands loaded by words with every tile; cut and split
-# tiles of one such operand only, since what follows the main loop does not depend on which it is.
+# A compilation takes 1 s, so tiles × layouts × dtypes × fused work are covered in pairs. A tile of
+# one product is compiled plainly, and a large one once more in the form that spills first, storing
+# fp32 through pointers; three problems divide the tiles of two products. Every layout, dtype and
+# fused work is compiled with two of the structures that schedule and number of consumers decide.
+# Of what loads operands by words, of 8-bit floats and of stores by pointers, pairs of sizes,
+# schedules and consumers are compiled. Cut and split tiles are those of one problem, since what
+# follows the main loop does not depend on the operands.
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
-    """``"all"``: every tile there is, and of each schedule and number of consumers one that cuts
-    its tail and one that splits K; ``"tiles"``: the large tiles alone, which may not fit the
-    registers; ``"beside"``: those of two products; ``"largest"``: of each schedule and number of
-    consumers the largest; ``"some"``: the best guess of each; ``"first"``: the best guess."""
+    """``"all"``: every tile of one product that there is, and of each schedule and number of
+    consumers one that cuts its tail and one that splits K; ``"pairs"``: fewer of these;
+    ``"tiles"``: the large tiles alone, which may not fit the registers; ``"beside 0"`` to
+    ``"beside 2"``: shares of those of two products; ``"largest"``: of each schedule and number of
+    consumers the largest; ``"some"``: the best guess of each; ``"some 0"`` and ``"some 1"``: halves
+    of these; ``"first"``: the best guess."""
+    which, _, place = which.partition(" ")
     tiles = search_space._tiles(asked)
     fitted = [c for t in tiles for c in search_space._fitted(asked, t)]
     if which == "first":
         return [KERNEL.default_config(asked)]
     if which == "tiles":
-        return [config for config in fitted if config.BLOCK_M * config.BLOCK_N >= 128 * 128]
+        large = [config for config in fitted if config.BLOCK_M * config.BLOCK_N >= 128 * 128]
+        return covering(large, _structure)
     if which == "beside":
-        return [config for config in fitted if config.narrow]
+        return share([config for config in fitted if config.narrow], int(place), 3)
     if which == "largest":
         return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
-    if which == "all":
+    if which in ("all", "pairs"):
         whole = [c for c in fitted if c.consumers < 3 and not c.narrow]
         cut = [dataclasses.replace(c, tail_splits=2) for c in whole]
         part = unfinished(asked)
         sums = [c for t in search_space._tiles(part) for c in search_space._fitted(part, t)]
-        return fitted + _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
-    return _of_each(reversed(list(KERNEL.configs(asked))))
+        more = _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
+        if which == "pairs":
+            return covering(fitted + more, _structure)
+        return [c for c in fitted if every_case() or not c.narrow] + more
+    of_each = _of_each(reversed(list(KERNEL.configs(asked))))
+    return share(of_each, int(place), 2) if place else of_each
 
 
 def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedConfig]:
     return list({(c.schedule, c.consumers): c for c in configs}.values())
+
+
+def _structure(config: WarpSpecializedConfig) -> dict[str, Any]:
+    """What decides the program's structure and the registers of a thread."""
+    names = "BLOCK_M", "BLOCK_N", "schedule", "consumers", "tail_splits", "splits"
+    return {name: getattr(config, name) for name in names}
 
 
 @pytest.mark.slow
@@ -1053,13 +1070,13 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
     ("asked", "which"),
     [
         (problem(layout="nn"), "all"),
-        (problem(layout="nt", dtype=FP16), "some"),
-        (problem(layout="tn"), "some"),
-        (problem(layout="tt"), "some"),
-        (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside"),
-        (problem(300, 6144, layout="nt", residual=Operand(BF16)), "beside"),
-        (problem(dtype=E4M3, out=BF16, scales=("row", "row")), "all"),
-        (problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128")), "all"),
+        (problem(layout="nt", dtype=FP16), "some 0"),
+        (problem(layout="tn"), "some 1"),
+        (problem(layout="tt"), "some 0"),
+        (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside 0"),
+        (problem(300, 6144, layout="nt", residual=Operand(BF16)), "beside 1"),
+        (problem(dtype=E4M3, out=BF16, scales=("row", "row")), "pairs"),
+        (problem(dtype=E4M3, out=BF16, scales=("1x128", "128x128")), "pairs"),
         (problem(dtype=E4M3, out=BF16, scales=("1x128", "1x128")), "largest"),
     ],
     ids=str,
@@ -1079,7 +1096,7 @@ def test_every_config_compiles_for_hopper(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "layout", "which", "stack"),
-    [(BF16, "nn", "largest", 0), (FP32, "nn", "tiles", 8), (FP32, "nt", "beside", 0)],
+    [(BF16, "nn", "largest", 0), (FP32, "nn", "tiles", 8), (FP32, "nt", "beside 2", 0)],
     ids=str,
 )
 def test_storing_by_pointers_takes_no_more(
@@ -1101,17 +1118,19 @@ def test_storing_by_pointers_takes_no_more(
             problem(
                 127, 4093, b=Operand(BF16, "row", aligned=False), out=Operand(BF16, aligned=False)
             ),
-            "all",
+            "pairs",
         ),
-        (problem(127, k=4095, b=Operand(BF16, "col", aligned=False)), "tiles"),
-        (problem(4093, 64, 4095, "nn", a=Operand(BF16, aligned=False)), "tiles"),
+        (problem(127, k=4095, b=Operand(BF16, "col", aligned=False)), "largest"),
+        (problem(4093, 64, 4095, "nn", a=Operand(BF16, aligned=False)), "largest"),
     ],
     ids=str,
 )
 def test_loading_by_words_compiles_for_hopper(
     asked: Problem, which: str, uninterpreted: Uninterpreted
 ) -> None:
-    for result in uninterpreted(compiled, [asked], which):
+    results = uninterpreted(compiled, [asked], which)
+    assert len(results) > 1
+    for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         # Four registers that are kept for what follows the main loop, in one of the configs.
@@ -1142,7 +1161,7 @@ FUSED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", FUSED, ids=str)
 def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpreted) -> None:
-    for result in uninterpreted(compiled, [asked], "some"):
+    for result in uninterpreted(compiled, [asked], f"some {FUSED.index(asked) % 2}"):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         # Some registers of the epilogue may go to local memory, none of the accumulators'
