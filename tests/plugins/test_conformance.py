@@ -31,9 +31,9 @@ class TestBlas(KernelConformance):
 class Ours(KernelConformance):
     """A kernel of ours; interpreted, one launch takes 50 ms, and a verification 30 launches.
 
-    So two kernels divide the problems of formats, which the same device functions decode: without
-    a GPU each problem is multiplied by two of the four kernels of tiles. They divide the dtypes of
-    each size too.
+    So without a GPU two of the four kernels of tiles multiply each problem of a format, which the
+    same device functions decode, and of a layout or batch, whose strides one table passes. They
+    divide the dtypes of each size too.
     """
 
     #: Which half of these problems this kernel multiplies; None: all.
@@ -47,6 +47,12 @@ class Ours(KernelConformance):
         of_dtypes = itertools.groupby(super().probes_of_sizes(), lambda probe: probe.a.dtype)
         for turn, (_, probes) in enumerate(of_dtypes):
             yield from self._half(probes, turn)
+
+    def probes_of_layouts(self) -> Iterator[Problem]:
+        yield from self._half(super().probes_of_layouts())
+
+    def probes_of_batches(self) -> Iterator[Problem]:
+        yield from self._half(super().probes_of_batches())
 
     def probes_of_scales(self) -> Iterator[Problem]:
         yield from self._half(super().probes_of_scales())
