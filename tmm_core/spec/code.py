@@ -34,6 +34,8 @@ _MOST_BYTES = 32 * 2**20
 _LEAST_BYTES = 8192
 #: Hidden folders in which packages keep shared libraries.
 _LIBRARY_FOLDERS = (".dylibs", ".libs")
+#: Ends of what an installer writes itself.
+_INFORMATION = (".dist-info", ".egg-info", ".data", ".pth", "__pycache__")
 #: A text that differs in every process.
 PROCESS = os.urandom(6).hex()
 _numbers = itertools.count()
@@ -64,9 +66,8 @@ def _beside(distribution: str, counted: set[str]) -> list[str]:
         for file in (installed.files if installed is not None else None) or ():
             top = file.parts[0]
             module = top.partition(".")[0]
-            if module in counted | {""} or top.endswith((".dist-info", ".egg-info", ".data")):
-                continue
-            if "__pycache__" not in file.parts:
+            # Scripts lie above the folder. Files of an editable installation only name a place.
+            if module not in counted | {"", "__editable__"} and not top.endswith(_INFORMATION):
                 found.append((str(file.locate()), str(file)))
     stamps = tuple(_stamp(path, name) for path, name in sorted(found))
     return [_digest(distribution, stamps)] if stamps else []
