@@ -609,13 +609,15 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "examples" / "tensor_parallel_swiglu.py")
-    sizes = ["--tokens", "64", "--width", "16", "--hidden", "32", "--steps", "12"]
+    """As docs/shard.md runs it."""
+    page = (ROOT / "docs" / "shard.md").read_text("utf-8")
+    (command,) = re.findall(r"^torchrun (.* examples/tensor_parallel_swiglu\.py .*)$", page, re.M)
+    run = [sys.executable, "-m", "torch.distributed.run", *command.split()]
     numbers = tmp_path / "numbers.json"
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*run, script, *sizes, "--json", str(numbers)],
+        [*run, "--json", str(numbers)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=environ,
