@@ -848,3 +848,16 @@ def test_packages_are_installed_into_folders_of_either_name(
     """Debian's is dist-packages."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / name)])
     assert (str(tmp_path / name) in toolchain._site_packages()) is (name != "lib")
+
+
+def test_a_record_has_each_candidate_once_after_a_kernel_was_added(tmp_path: Path) -> None:
+    """BLAS and the winner are measured again beside the new kernel."""
+    before, _ = dispatcher(FakeBlas(), FakeKernel("a"), times={"a": 5.0}, root=tmp_path)
+    before.tune(problem(), settings())
+    kernels = FakeBlas(), FakeKernel("a"), FakeKernel("b")
+    after, timer = dispatcher(*kernels, times={"a": 5.0, "b": 4.0}, root=tmp_path)
+    after.tune(problem(), settings())
+    record = after.record_of(problem())
+    assert record is not None
+    assert {"blas", "b"} <= set(timer.measured)
+    assert sorted(each.kernel for each in record.candidates) == ["a", "b", "blas"]

@@ -346,6 +346,12 @@ def test_samples_that_are_wrong_or_not_finite_are_seen() -> None:
         assert (sampled.error(wrong, 3) > 0) == seen
         wrong[at] = INF
         assert not sampled.error(wrong, 3) < 1e30
+    # Where a sampled number has to be NaN, the others are not judged by a sum.
+    undefined = expected.clone()
+    undefined[0, 5] = NAN
+    known = Expected(rows, _sample(undefined[rows]), cols, _sample(undefined[:, cols]))
+    assert known.error(undefined, 3) == 0
+    assert known.error(undefined.index_fill(0, rows[1:], 2.0), 3) > 0
     some = replace(sampled, within=(0, 100))
     assert some.error(out, 1 << 12) == 0
     beyond = Expected(None, _sample(expected[:60]), None, None, within=(0, 60))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,3 +285,37 @@ def test_passes_that_are_set_run_first() -> None:
     assert seen.calls == [TOGETHER, DOWN]
     assert ran
     assert own.uuid() == Join("records", First()).uuid() != Join("records").uuid()
+
+
+def test_constants_are_parameters_that_torch_freezes(
+    frozen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients, where freezing is on, and those that the graph does not write."""
+    graph = torch.fx.Graph()
+    one, written, x = (graph.placeholder(name) for name in ("one", "written", "x"))
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (x, one))
+    graph.call_function(constants.WRITES, (written, product))
+    graph.output(product)
+    monkeypatch.setattr(compat, "freezable_inputs", lambda: {0, 1})
+    assert constants.frozen(graph) == set()
+    with torch.no_grad():
+        assert constants.frozen(graph) == {one}
+        with frozen.patch({"freezing": False}):
+            assert constants.frozen(graph) == set()
+
+
+def test_parameters_that_are_changed_or_returned_are_no_constants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where torch changes them after the graph."""
+    kinds = ("NOT_MUTATED", "MUTATED_IN_GRAPH", "MUTATED_OUT_GRAPH", "NOT_MUTATED", "NOT_MUTATED")
+    inputs = [SimpleNamespace(mutation_type=SimpleNamespace(name=kind)) for kind in kinds]
+    outputs = [SimpleNamespace(base_idx=None), SimpleNamespace(base_idx=3)]
+    context = SimpleNamespace(
+        params_flat_unwrap_subclasses=[None] * 4,  # the last input is no parameter
+        fw_metadata=SimpleNamespace(input_info=inputs, output_info=outputs),
+    )
+    monkeypatch.setattr(compat, "private", lambda *_: lambda: context)
+    assert compat.freezable_inputs() == {0}
+    context.fw_metadata = None
+    assert compat.freezable_inputs() == set()

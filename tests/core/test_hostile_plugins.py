@@ -397,7 +397,11 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "supports of a batch": {"supports": supporting("batch", "many")},
     "supports with a collection that raises": {"supports": supporting("devices", Untouchable())},
     "supports with an object": {"supports": supporting("devices", Nasty())},
-    "a config that judges promises": {"config_type": Promising},
+    "a config that judges promises": {
+        "config_type": Promising,
+        "configs": lambda _: [Promising()],
+        "default_config": lambda _: Promising(),
+    },
     "a config type that is an instance": {"config_type": FakeConfig()},
     "a config type that is none": {"config_type": int},
 }

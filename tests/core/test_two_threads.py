@@ -180,3 +180,27 @@ def test_a_tracer_of_the_thread_is_put_back() -> None:
     thread.start()
     thread.join()
     assert found == [tracer]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_machine_without_another_thread_is_told_from_other_faults(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without threads this part of the verification is left out; lack of memory leaves all of it
+    undecided."""
+    start, started = two_threads.Launches.start, []
+
+    def starting(thread: Any) -> None:
+        if started:
+            raise error
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(two_threads.Launches, "start", starting)
+    launcher = FakeKernel("k").bind(half(), FakeConfig())
+    if isinstance(error, RuntimeError):
+        assert launch_together(Verifier(half(), CPU), launcher, "lines", 4) is None
+    else:
+        with pytest.raises(MemoryError):
+            launch_together(Verifier(half(), CPU), launcher, "lines", 4)
+    assert not started[0].is_alive()

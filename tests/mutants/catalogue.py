@@ -7,6 +7,7 @@ from call import SKIPPED_ROWS, VALID_CALLS
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from convert import CONVERTED
+from drawn_at_random import DRAWN
 from edges import EDGES
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from environ import ENVIRON
@@ -56,4 +57,5 @@ MUTANTS: list[Mutant] = [
     *PATH,
     *POOL,
     *BENCH,
+    *DRAWN,
 ]

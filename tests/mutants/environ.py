@@ -335,7 +335,7 @@ ENVIRON = [
         reraise(error)
         return Fault(path.parent""",
         "a handler's FileNotFoundError is taken for an absent record",
-        (f"{LAYOUT}::test_no_handler_swallows_what_a_signal_raised", SIGNALS),
+        (f"{LAYOUT}::test_no_handler_swallows_what_a_signal_raised",),
     ),
     Mutant(
         "signal-no-record",
@@ -344,7 +344,7 @@ ENVIRON = [
         return Fault(path, f"is not a valid record""",
         """        return Fault(path, f"is not a valid record""",
         "a handler's ValueError is taken for a damaged record",
-        (SIGNALS,),
+        (f"{SIGNALS}::test_it_passes_from_the_cache",),
     ),
     Mutant(
         "signal-cycle",
@@ -352,7 +352,7 @@ ENVIRON = [
         "                del cause, error\n",
         "                pass\n",
         "an exception that passes keeps the interrupted frames' tensors and locks",
-        (SIGNALS,),
+        (f"{SIGNALS}::test_an_exception_that_passes_keeps_nothing_alive",),
     ),
     Mutant(
         "signal-cycle-suppress",
@@ -360,7 +360,7 @@ ENVIRON = [
         "            del error, trace  # as there",
         "            pass",
         "the same behind suppress",
-        (SIGNALS,),
+        (f"{SIGNALS}::test_an_exception_that_passes_keeps_nothing_alive",),
     ),
     Mutant(
         "signal-two-threads",
@@ -369,8 +369,11 @@ ENVIRON = [
                 raise
 """,
         "",
-        "a Ctrl-C while two threads start counts as a machine without threads",
-        (SIGNALS,),
+        "lack of memory while two threads start counts as a machine without threads",
+        (
+            "tests/core/test_two_threads.py::"
+            "test_a_machine_without_another_thread_is_told_from_other_faults",
+        ),
     ),
     Mutant(
         "plugin-supports-raise",
@@ -378,7 +381,7 @@ ENVIRON = [
         "return self._declared(problem) or self.declines(problem)",
         "return self.supports.reasons_against(problem) or self.declines(problem)",
         "a declaration that raises ends every call",
-        (HOSTILE,),
+        (f"{HOSTILE}::test_it_costs_itself_and_one_warning[supports that raise]",),
     ),
     Mutant(
         "plugin-promises",
@@ -386,7 +389,7 @@ ENVIRON = [
         "        and result.unmet_promises is Config.unmet_promises  # or a call would run a plugin's code\n",
         "",
         "a config's own judgement of promises runs in a call",
-        (HOSTILE,),
+        (f"{HOSTILE}::test_it_costs_itself_and_one_warning[a config that judges promises]",),
     ),
     Mutant(
         "plugin-warned-twice",
@@ -394,7 +397,7 @@ ENVIRON = [
         "            self.reported.add(name)",
         "            pass",
         "a kernel that is set aside is reported a second time, as the machine's fault",
-        (HOSTILE,),
+        (f"{HOSTILE}::test_it_costs_itself_and_one_warning[configs raises FileNotFoundError]",),
     ),
     Mutant(
         "untried-infinite-count",
@@ -410,7 +413,7 @@ ENVIRON = [
         "if type(value := getattr(self, name)) is not bool:",
         "if (value := getattr(self, name)) is None:",
         "a declaration of `alpha='no'` admits alpha",
-        (SUPPORTS,),
+        (f"{SUPPORTS}::test_a_declaration_of_a_wrong_type_is_refused",),
     ),
     Mutant(
         "plugin-hash-changes",
@@ -418,7 +421,7 @@ ENVIRON = [
         "if hash(config) != hash(config):",
         "if False:",
         "a config whose hash changes ends the tuning of all kernels",
-        (HOSTILE,),
+        (f"{HOSTILE}::test_it_costs_itself_and_one_warning[a config whose hash changes]",),
     ),
     Mutant(
         "plugin-config-text",
@@ -426,6 +429,6 @@ ENVIRON = [
         '{config_text(self.config.to_json())}".rstrip()',
         '{self.config}".rstrip()',
         "a config's own text ends explain",
-        (HOSTILE,),
+        (f"{HOSTILE}::test_a_config_without_a_text_is_explained",),
     ),
 ]

@@ -26,6 +26,7 @@ def fault(mutant: Mutant) -> str | None:
         return f"is no Python: {error}"
     for test in mutant.tests:
         file, _, name = test.partition("::")
+        name, _, _ = name.partition("[")
         text = (ROOT / file).read_text() if (ROOT / file).exists() else None
         if text is None or (f"def {name}" not in text and f"class {name}" not in text):
             return f"{test} does not exist"
