@@ -167,7 +167,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         get = row.stages.get
-        verifying = get("verifying candidates", 0.0) + get("verifying finalists", 0.0)
+        verifying = get("verifying candidates", 0.0) + get("verifying the winner", 0.0)
         timing = sum(get(s, 0.0) for s in ("screening", "second round", "deciding round"))
         cancelled = sum(job.get("how") == "cancelled" for job in row.jobs)
         lines.append(

@@ -115,7 +115,8 @@ def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> Non
         def spoil(out: torch.Tensor) -> torch.Tensor:
             exact = out.double()
             finite = exact.isfinite()  # NaN and Inf are verified apart
-            rms = exact[finite].square().mean().sqrt()
+            # A power of two, so that NaN in some rows does not change the bits of others.
+            rms = exact[finite].square().mean().sqrt().log2().round().exp2()
             off = exact + share * limit * (exact.abs() + rms)
             return torch.where(finite, off, exact).to(dtype)
 
@@ -123,7 +124,7 @@ def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> Non
 
     operand = Operand(dtype)
     asked = problem(a=operand, b=operand, out=operand, tf32=tf32)
-    kernels = FakeKernel("off", spoil=off_by(0.7)), FakeKernel("wrong", spoil=off_by(1.4))
+    kernels = FakeKernel("off", spoil=off_by(0.6)), FakeKernel("wrong", spoil=off_by(1.4))
     record, _ = tune(FakeBlas(), *kernels, problem=asked, times={"off": 5.0, "blas": 20.0})
     assert status(record) == {"blas": "ok", "off": "ok", "wrong": "wrong"}
     assert winner(record) == "off"
@@ -456,28 +457,21 @@ def test_what_can_no_longer_win_is_not_waited_for(
     assert (tile in compilers.cancelled) == (not waits)
 
 
-@pytest.mark.parametrize("mode", ["tune", "background"])
-def test_the_fastest_so_far_is_verified_while_others_compile(
-    mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each once, and not in the background, where this would delay calls."""
+def test_the_winner_alone_is_verified_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[Any] = []
     steps = stages.Verifier.steps
 
     def noted(self: Any, launcher: Any, **options: Any) -> Any:
-        if options["extent"] == "whole" and not options["baseline"]:
+        if options["extent"] == "whole":
             whole.append(launcher.cost)
         return steps(self, launcher, **options)
 
     monkeypatch.setattr(stages.Verifier, "steps", noted)
-    compilers = Pending(103, until=lambda: bool(whole))
-    times: dict[Any, float] = {"blas": 150.0, ("k", 100): 100.0, ("k", 103): 99.0}
-    kernels = [FakeBlas(estimate=100.0), Graded("k", tiles=(100, 103))]
-    mine = settings(tune_budget=2.0, on_cache_miss=mode)
-    record = Tuner(FakeTimer(times), compilers=compilers).tune(problem(), kernels, mine)
-    timed = [c.config["tile"] for c in record.candidates if c.kernel == "k" and c.samples_us]
-    assert timed == ([100, 103] if mode == "tune" else [100])
-    assert whole == [("k", tile) for tile in timed]
+    kernels = [FakeBlas(), FakeKernel("k", tiles=(1, 2, 3))]
+    tune(*kernels, times={"blas": 20.0, ("k", 1): 12.0, ("k", 2): 10.0, ("k", 3): 11.0})
+    assert whole == [("k", 2)]
+    tune(*kernels, times={"blas": 5.0, ("k", 1): 12.0, ("k", 2): 10.0, ("k", 3): 11.0})
+    assert whole == [("k", 2)]  # BLAS is the reference of the others
 
 
 def test_idle_processes_compile_what_may_follow_of_every_kernel(
