@@ -68,11 +68,15 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     from importlib.metadata import entry_points
     from importlib.util import find_spec
 
-    found = entry_points(group=SHIPPED_GROUP)
+    try:
+        found = {(each.name, each.value) for each in entry_points(group=SHIPPED_GROUP)}
+    except Exception as error:  # the metadata of any package is damaged; the registry reports it
+        reraise(error)
+        found = {("", OWN_PACKAGE)}
     folders: dict[Path, None] = {}
-    for entry in sorted(found, key=lambda entry: (entry.value == OWN_PACKAGE, entry.name)):
+    for _, package in sorted(found, key=lambda each: (each[1] == OWN_PACKAGE, each[0])):
         try:
-            spec = None if "." in entry.value else find_spec(entry.value)
+            spec = None if "." in package else find_spec(package)
         except (ImportError, ValueError) as error:
             reraise(error)
             continue

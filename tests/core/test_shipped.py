@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tmm_cache import CacheStore, shipped_layers
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.registry.registry import Registry
+from tmm_core.spec.device import version_of
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import record_check
 from tmm_core.verify.environment_faults import BUDGET_ENDED
@@ -53,6 +56,41 @@ def test_layers_of_packages_lie_below_the_others(
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
     assert shipped_layers() == ()
     assert CacheStore().layers == (Path("/site"),)
+
+
+@pytest.mark.parametrize("damaged", [b"[other]\nno value\n", b"[other]\na = \xff\n", None])
+def test_damaged_metadata_of_any_package_costs_what_others_ship(
+    damaged: bytes | None, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch may be imported before that package is installed, or finds no backends by metadata."""
+    if damaged is None:
+
+        def unreadable(**_: Any) -> Any:
+            raise OSError("stale file handle")
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", unreadable)
+    else:
+        info = package.parents[1] / "damaged-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: damaged\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_bytes(damaged)
+        importlib.invalidate_caches()
+    assert all("tmm_core" in str(layer) for layer in CacheStore().layers)
+    registry = Registry.from_environment({})
+    with pytest.warns(tmm_core.TmmWarning, match="installed plugins cannot be listed"):
+        assert "blas" in [kernel.name for kernel in registry.kernels()]
+
+
+@pytest.mark.parametrize("metadata", ["Name: damaged\n", "", None])
+def test_a_distribution_without_a_version_has_none(
+    metadata: str | None, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = package.parents[1] / "damaged-1.0.dist-info"
+    info.mkdir()
+    if metadata is not None:
+        (info / "METADATA").write_text(metadata)
+    importlib.invalidate_caches()
+    assert version_of("damaged") == ""
 
 
 def tuned() -> tuple[tmm_core.Problem, Any]:

@@ -14,6 +14,9 @@ EPILOGUES = "tests/core/test_epilogue_conformance.py"
 SUPPORTS = "tests/core/test_supports.py"
 
 CORNERS = [
+    Mutant("damaged-metadata", "tmm_cache/paths.py",
+           "    except Exception as error:  # the metadata", "    except ZeroDivisionError as error:  # the",
+           "damaged metadata of any package ends every call", ("tests/core/test_shipped.py",)),
     Mutant("listed-out-dtype", "problem_fields.py",
            'out = operand(problem, "out", "dtype")',
            'out = operand(problem, "a", "dtype")', "a result is listed in its operands' dtype",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tmm_core.errors import reraise
+
 if TYPE_CHECKING:
     from tmm_cache import JSON
 
@@ -73,9 +75,12 @@ def interpreting() -> bool:
 
 
 def version_of(distribution: str) -> str:
+    """Return the version of an installed distribution; empty if its metadata states none, or if
+    they are damaged."""
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(distribution) or ""
+    except Exception as error:
+        reraise(error)
         return ""
 
 
