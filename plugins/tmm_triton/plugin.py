@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tmm_core import Config, Kernel, Launcher, Problem, Supports, hookimpl
+from tmm_core.errors import reraise
 
 #: Module and class of each kernel.
 KERNELS = {
@@ -67,9 +68,6 @@ def load(name: str) -> Kernel[Any]:
         kernel: Kernel[Any] = getattr(importlib.import_module(f"tmm_triton.{module}"), class_name)()
     except (ImportError, AttributeError, TypeError) as error:
         # Gluon is experimental: if Triton lacks a feature, only the kernel that uses it is lost.
-        if not isinstance(error, ImportError):
-            from tmm_core.triton import reraise  # imports Triton
-
-            reraise(error)
+        reraise(error)
         return Missing(name, f"this Triton does not have what it needs: {error}")
     return kernel

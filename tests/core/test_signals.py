@@ -498,3 +498,25 @@ def test_sigterm_ends_a_loop_that_catches_exceptions() -> None:
         assert child.stdout.readline() == "ready\n"
         child.terminate()
         assert child.wait(timeout=20) == 143
+
+
+@pytest.mark.parametrize("kind", [ImportError, AttributeError, TypeError])
+def test_an_exception_of_a_handler_costs_no_kernel_of_triton(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin expects these types where a release of Triton lacks something."""
+    from tmm_triton import plugin
+
+    def handler(*_: Any) -> None:
+        raise kind("from a handler")
+
+    def interrupted(name: str) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        monkeypatch.setattr(plugin.importlib, "import_module", interrupted)
+        with pytest.raises(kind, match="from a handler"):
+            plugin.load(next(iter(plugin.KERNELS)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
