@@ -22,6 +22,7 @@ from tmm_core.errors import (
     TmmWarning,
     UnknownNameError,
     UnsupportedProblemError,
+    reraise,
 )
 from tmm_core.formats import Format
 from tmm_core.grouped import grouped_linear, grouped_matmul
@@ -119,6 +120,7 @@ __all__ = [
     "problem",
     "quantize",
     "quantize_rows",
+    "reraise",
     "tune",
 ]
 

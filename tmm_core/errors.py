@@ -78,8 +78,9 @@ _SHOWN, _TEXT = 200, 2000
 
 
 def reraise(error: BaseException) -> None:
-    """Raise ``error`` again unless the guarded code itself caused it: the first statement of every
-    handler that makes an exception a fault. See :func:`tmm_cache.cache_errors.reraise`."""
+    """Raise ``error`` again unless the guarded code itself caused it: a signal's handler may have
+    raised it meanwhile. It is the first statement of every handler that makes an exception a fault.
+    See :func:`tmm_cache.cache_errors.reraise`."""
     from tmm_cache import cache_errors
 
     try:

@@ -8,8 +8,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from tmm_core import Config, Kernel, Launcher, Problem, Supports, hookimpl
-from tmm_core.errors import reraise
+from tmm_core import Config, Kernel, Launcher, Problem, Supports, hookimpl, reraise
 
 #: Module and class of each kernel.
 KERNELS = {

@@ -492,7 +492,7 @@ def test_the_public_names() -> None:
         "Explanation", "Format", "Groups", "Kernel", "KernelInfo", "Launcher", "Machine", "Operand", "Plan", "PluginError", "Port", "Problem",
         "Quantized", "Resources", "Scale", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "disable", "enable", "enabled_report", "explain", "grouped_linear", "grouped_matmul", "hookimpl", "inductor_options", "kernels", "linear", "matmul",
-        "override", "plan", "preload", "problem", "quantize", "quantize_rows", "tune",
+        "override", "plan", "preload", "problem", "quantize", "quantize_rows", "reraise", "tune",
     }  # fmt: skip
     assert all(hasattr(tmm_core, name) for name in tmm_core.__all__)
 

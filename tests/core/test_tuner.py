@@ -457,7 +457,32 @@ def test_what_can_no_longer_win_is_not_waited_for(
     assert (tile in compilers.cancelled) == (not waits)
 
 
+@pytest.mark.parametrize("mode", ["tune", "background"])
+def test_the_fastest_so_far_is_verified_while_others_compile(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, and not in the background, where this would delay calls."""
+    whole: list[Any] = []
+    steps = stages.Verifier.steps
+
+    def noted(self: Any, launcher: Any, **options: Any) -> Any:
+        if options["extent"] == "whole" and not options["baseline"]:
+            whole.append(launcher.cost)
+        return steps(self, launcher, **options)
+
+    monkeypatch.setattr(stages.Verifier, "steps", noted)
+    compilers = Pending(103, until=lambda: bool(whole))
+    times: dict[Any, float] = {"blas": 150.0, ("k", 100): 100.0, ("k", 103): 99.0}
+    kernels = [FakeBlas(estimate=100.0), Graded("k", tiles=(100, 103))]
+    mine = settings(tune_budget=2.0, on_cache_miss=mode)
+    record = Tuner(FakeTimer(times), compilers=compilers).tune(problem(), kernels, mine)
+    timed = [c.config["tile"] for c in record.candidates if c.kernel == "k" and c.samples_us]
+    assert timed == ([100, 103] if mode == "tune" else [100])
+    assert whole == [("k", tile) for tile in timed]
+
+
 def test_the_winner_alone_is_verified_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the background, where nothing is verified while others compile."""
     whole: list[Any] = []
     steps = stages.Verifier.steps
 
@@ -468,10 +493,10 @@ def test_the_winner_alone_is_verified_in_every_way(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(stages.Verifier, "steps", noted)
     kernels = [FakeBlas(), FakeKernel("k", tiles=(1, 2, 3))]
-    tune(*kernels, times={"blas": 20.0, ("k", 1): 12.0, ("k", 2): 10.0, ("k", 3): 11.0})
-    assert whole == [("k", 2)]
-    tune(*kernels, times={"blas": 5.0, ("k", 1): 12.0, ("k", 2): 10.0, ("k", 3): 11.0})
-    assert whole == [("k", 2)]  # BLAS is the reference of the others
+    for blas in (20.0, 5.0):
+        times = {"blas": blas, ("k", 1): 12.0, ("k", 2): 10.0, ("k", 3): 11.0}
+        Tuner(FakeTimer(times)).tune(problem(), kernels, settings(on_cache_miss="background"))
+        assert whole == [("k", 2)]  # and BLAS never: it is the reference of the others
 
 
 def test_idle_processes_compile_what_may_follow_of_every_kernel(

@@ -62,6 +62,12 @@ class CandidateLaunchers:
         self.compilers.cancel_pending(begun.values())
         return [f for f in compiling.values() if not f.done()] or [*compiling.values()]
 
+    @property
+    def all_compile(self) -> bool:
+        """Whether :meth:`some` would wait for compilers."""
+        waiting = self._binding.waiting.values()
+        return bool(waiting) and not any(compiled.done() for compiled in waiting)
+
     def drop(self, jobs: Iterable[CompileJob]) -> list[CompileJob]:
         """Cancel the ``jobs`` that still compile, and return them."""
         waiting = self._binding.waiting

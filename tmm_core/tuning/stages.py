@@ -99,6 +99,9 @@ class Tuning:
         self._device = current_device(problem.device)
         self._timer, self._launchers = timer, launchers
         self._memory = settings.tune_memory
+        #: Whether the fastest candidate is verified while others compile. In the background some
+        #: of this would delay calls in vain.
+        self._eager = settings.on_cache_miss != "background"
         #: A third of the memory for each of three sets of tensors: the operands timed here, those
         #: timed at another M, and those for verification.
         self._share = None if self._memory is None else self._memory // 3
@@ -177,6 +180,8 @@ class Tuning:
             if not self.runs:
                 yield compiling  # before it takes memory
             self.runs += [trying[candidate] for candidate in batch]
+            while self._eager and self._launchers.all_compile and (run := self._leader()):
+                yield from self._verify_whole(run)
             self.stage = "compiling and loading"
             outcomes = yield from self._launchers.some()
             runs = [trying.pop(candidate) for _, candidate in outcomes]
@@ -225,13 +230,15 @@ class Tuning:
                 f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
             )
 
+    def _leader(self) -> CandidateRun | None:
+        """The fastest candidate so far, unless that needs no more verification."""
+        running = [run for run in self.runs if run.runner is not None and run.samples]
+        return _unverified(min(running, key=lambda run: run.time, default=None))
+
     def _winner(self) -> CandidateRun | None:
-        """The winner by the times so far, unless it is BLAS or verified in every way of use."""
+        """The winner by the times so far, unless that needs no more verification."""
         results = [run.result(self._problem) for run in self.runs]
-        if not finalists_of(results):
-            return None
-        run = self.runs[decide(results)]
-        return None if run.is_baseline or run.verified else run
+        return _unverified(self.runs[decide(results)] if finalists_of(results) else None)
 
     def _verify_whole(self, run: CandidateRun) -> Steps[None]:
         """Verify a candidate in every way in which it is used."""
@@ -478,6 +485,11 @@ class Tuning:
                 more = "; every kernel failed so" if run.cause == "alike" else ""
                 self._findings.blame(kernel, reason + more, run.raised)
         return [run.result(self._problem) for run in tried]
+
+
+def _unverified(run: CandidateRun | None) -> CandidateRun | None:
+    """The candidate, if it is to be verified in every way of use; BLAS is not."""
+    return None if run is None or run.is_baseline or run.verified else run
 
 
 def _repeats(us: float) -> int:
