@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 # What is imported is compiled then: compiling all of 14,000 modules takes a minute.
-PIP := -m pip install -q --no-compile
+PIP := -m pip install -q
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check oldest newest release-check mutants docs format clean
