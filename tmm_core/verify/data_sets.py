@@ -77,6 +77,12 @@ class Expected:
     #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of the expected numbers and their sizes."""
+        samples = [sample for sample in (self.in_rows, self.in_cols) if sample is not None]
+        return sum(t.nbytes for sample in samples for t in sample)
+
     def is_finite(self, dtype: torch.dtype) -> bool:
         """Whether all expected numbers are finite in this dtype: an epilogue may be undefined."""
         return all(

@@ -283,7 +283,7 @@ class Round:
     def end(self) -> None:
         """Release what the next launcher does not need."""
         self._out = None
-        if self._expected is not None and not self._is_kept(self._expected.in_rows.numbers):
+        if self._expected is not None and not self._is_kept(self._expected.nbytes):
             self._expected = None
 
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
@@ -322,9 +322,9 @@ class Round:
         largest = float(expected.abs().max())  # NaN compares false
         return least <= largest <= most
 
-    def _is_kept(self, reference: torch.Tensor) -> bool:
+    def _is_kept(self, nbytes: int) -> bool:
         """Whether a reference of that size is kept for the next launcher."""
-        return reference.nbytes <= self._data.limit // _KEPT
+        return nbytes <= self._data.limit // _KEPT
 
     def _kinds_differ(self, inputs: Inputs, result: torch.Tensor) -> float:
         problem = self._data.problem
@@ -335,7 +335,7 @@ class Round:
             kinds, free = split(reference(problem, inputs, rows, cols, room, of))
         else:
             rows, kinds, free = self._kinds
-        if self._is_kept(kinds):
+        if self._is_kept(kinds.nbytes):
             self._kinds = rows, kinds, free
         found = kinds_of(result[..., rows, :][..., cols])
         return math.nan if bool(((found != kinds) & ~free).any()) else 0.0
