@@ -167,6 +167,21 @@ def test_the_second_of_a_tuning_is_verified_when_it_answers(tmp_path: Path, wron
         assert second.launches == launches + FIRST + 1 + BRIEF + 1
 
 
+def test_an_equal_incumbent_is_verified_when_it_answers(tmp_path: Path) -> None:
+    """The tuning verified the other, which would have won without a record."""
+    shipped(tmp_path)
+    times = {**FAST, "equal": FAST["fast"]}
+    registry = Registry()
+    kernels = FakeBlas(estimate=100.0), Counting(), FakeKernel("equal")
+    registry.register(plugin(*kernels), "fakes")
+    d = Dispatcher(registry, Tuner(FakeTimer(times)), CacheStore(tmp_path, []))
+    choice = d.choose(problem(), settings())
+    assert choice.candidate.kernel.name == "fast"
+    assert not d.first_use.may_launch(problem(), choice)
+    assert name(d, problem(), settings()) == "fast"
+    assert d.first_use.may_launch(problem(), choice)
+
+
 @pytest.mark.parametrize("mode", ["tune", "background"])
 def test_a_wrong_winner_of_a_tuning_leaves_the_next(mode: Any) -> None:
     """Right in the launches that every candidate gets, wrong afterwards at the record's own M."""

@@ -91,6 +91,8 @@ TUNING = [
            "BLAS's time on record is of a few samples", (TUNER,)),
     Mutant("second-trusted", "dispatch/first_use.py", " and _is(found.record.best, choice.candidate)", "",
            "what did not win a tuning answers without verification", (f"{TRUST}::test_the_second_of_a_tuning_is_verified_when_it_answers",)),
+    Mutant("incumbent-trusted", "dispatch/measuring.py", "findings.verified and (", "(",
+           "an equal incumbent that was not verified counts as verified", (f"{TRUST}::test_an_equal_incumbent_is_verified_when_it_answers",)),
     Mutant("winner-brief", "tuning/stages.py", "            while (winner := self._winner()) is not None:\n                yield from self._verify_whole(winner)\n", "",
            "a winner is verified in one launch", (f"{TRUST}::test_a_wrong_winner_of_a_tuning_leaves_the_next",)),
     Mutant("new-winner-trusted", "dispatch/deferring.py", " and record.winner == before.winner", "",

@@ -177,7 +177,7 @@ class Measuring(Lookup):
             able = [kernel for kernel in able if kernel.name not in bad]
             record = yield from tuned()
         if record is not kept:
-            self._store(key, record, kept is None or self._is_trusted(key))
+            self._store(key, record, findings.verified and (kept is None or self._is_trusted(key)))
             self.untried.note(key, findings.tried, findings.left)
         findings.report(key)
         return record

@@ -38,7 +38,7 @@ from tmm_core.tuning.compile_pool import Compilers, compiling_threads
 from tmm_core.tuning.compile_pool import default as default_compilers
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.first_launch import FirstLaunches
-from tmm_core.tuning.ranking import decide
+from tmm_core.tuning.ranking import decide, identity
 from tmm_core.tuning.search import NO_HINTS, Hints, Search
 from tmm_core.tuning.stages import Tuning
 from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
@@ -125,9 +125,15 @@ class Tuner:
                 for c in verdicts(before.candidates)
                 if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
             ]
+        winner = decide(results, before.best if before else None)
+        # It may be the last record's: an equal incumbent, or a kernel that was not timed again.
+        findings.verified = results[winner].kernel == BASELINE or any(
+            run.verified and identity(run.result(problem)) == identity(results[winner])
+            for run in tuning.runs
+        )
         return TuningRecord(
             problem=problem.to_json(),
-            winner=decide(results, before.best if before else None),
+            winner=winner,
             candidates=tuple(results),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             tuning_seconds=round(time.monotonic() - started - deadline.rested, 3),
