@@ -40,10 +40,13 @@ def test_the_latest_name_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gluon_without_a_name_loses_only_the_kernels_that_use_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import tmm_triton.hopper.warp_specialized
     from tmm_triton import plugin
 
     place, _ = releases._GLUON["reinterpret"]
     monkeypatch.setitem(releases._GLUON, "reinterpret", (place, ("view_of_another_kind",)))
+    # The import below sets this attribute of the package, too.
+    monkeypatch.setattr(tmm_triton, "hopper", tmm_triton.hopper)
     for name in [name for name in sys.modules if name.startswith("tmm_triton.hopper")]:
         monkeypatch.delitem(sys.modules, name)
     lost = plugin.load("triton.warp_specialized")
