@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	@$(PY) -m tmm_core.tools.demo
 
+# LESS: further options of pytest; CI leaves out what `make check` ran.
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal $(LESS)
 

@@ -380,10 +380,11 @@ class Dispatcher(Deferring):
         """Return BLAS where every other kernel declines; warns if this machine cannot build Triton
         kernels."""
         choice = self._fallback(problem, _ALONE)
-        others = [each.name for each in self.registry.kernels() if each.name != BASELINE]
-        if problem.device.type == "cuda" and others and (lacking := toolchain.lacking()):
-            self.untried.watch()
-            self.warn_untried(problem, Noted({(others[0], ""): Left("toolchain", lacking)}))
+        if problem.device.type == "cuda" and (lacking := toolchain.lacking()):
+            names = (each.name for each in self.registry.kernels() if each.name != BASELINE)
+            if (other := next(names, None)) is not None:
+                self.untried.watch()
+                self.warn_untried(problem, Noted({(other, ""): Left("toolchain", lacking)}))
         return choice
 
     def _fallback(self, problem: Problem, why: str) -> Choice:

@@ -121,7 +121,7 @@ class FirstUse:
         memory_limit: int | None = None,
     ) -> Verdict:
         """Compare a few launches with samples of rows and columns, within a memory limit, and stamp
-        the candidate if it is right. For 8192³ in bf16 on an H100 this takes about 5 ms, most of it
+        the candidate if it is right. This takes about 5 ms for 8192³ in bf16 on an H100, most of it
         for the launches, and 0.5 GB. If the candidate was verified at another size of the bucket,
         two launches suffice.
 

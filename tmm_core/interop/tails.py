@@ -315,7 +315,7 @@ def _matches(
 
 
 def _closed(nodes: list[Node], root: Node) -> bool:
-    """Whether values of ``nodes``, except that of ``root``, are read only by ``nodes``."""
+    """Whether only ``nodes`` read the values of ``nodes``, except the value of ``root``."""
     own = set(nodes)
     return all(node is root or own.issuperset(node.users) for node in nodes)
 

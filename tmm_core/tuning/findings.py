@@ -43,12 +43,12 @@ class Findings:
     #: The kernels to be tried, and the ones that the environment left untried.
     tried: set[Able] = field(default_factory=set)
     left: dict[Able, Left] = field(default_factory=dict)
-    #: Whether the record's winner was verified in every way of use.
-    verified: bool = False
     #: The kernels among them that were set aside, with a warning.
     reported: set[Able] = field(default_factory=set)
     #: Faults by the kernels' sources, which warnings name.
     faults: dict[Any, list[Fault]] = field(default_factory=dict)
+    #: Whether the record's winner was verified in every way of use.
+    verified: bool = False
 
     def leave(self, kernel: Kernel[Any], left: Left) -> None:
         """Note a kernel if the environment left some or all of its candidates untried."""

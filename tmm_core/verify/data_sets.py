@@ -78,18 +78,17 @@ class Expected:
     within: tuple[int, int] | None = None
 
     @property
+    def samples(self) -> list[Sample]:
+        return [sample for sample in (self.in_rows, self.in_cols) if sample is not None]
+
+    @property
     def nbytes(self) -> int:
         """The memory of the expected numbers and their sizes."""
-        samples = [sample for sample in (self.in_rows, self.in_cols) if sample is not None]
-        return sum(t.nbytes for sample in samples for t in sample)
+        return sum(t.nbytes for sample in self.samples for t in sample)
 
     def is_finite(self, dtype: torch.dtype) -> bool:
         """Whether all expected numbers are finite in this dtype: an epilogue may be undefined."""
-        return all(
-            bool(sample.numbers.to(dtype).isfinite().all())
-            for sample in (self.in_rows, self.in_cols)
-            if sample is not None
-        )
+        return all(bool(s.numbers.to(dtype).isfinite().all()) for s in self.samples)
 
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
         """The largest error (:func:`compare.worst`), as a tensor on the device; NaN also if an

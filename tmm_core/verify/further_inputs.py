@@ -43,9 +43,11 @@ from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 
 #: Where the tensors of a round are: in the memory of the last set; in memory of their own between
 #: guard bands, or as torch allocates them; with strides of zero, in b or elsewhere; with rows apart
-#: or overlapping (:func:`unusual_layout`). Among ``plain`` tensors bias and residual are others
-#: where they can be, and among ``shared`` ones b is, too.
+#: or overlapping (:func:`unusual_layout`). In ``plain`` rounds the bias and the residual are the
+#: same tensors as other arguments, if their shapes allow it. In ``shared`` rounds b is one, too.
 Place = Literal["same", "own", "plain", "expanded", "expanded b", "apart", "near", "shared"]
+#: Operands with strides of zero.
+_EXPANDED: dict[str, tuple[str, ...]] = {"expanded": ("a", "residual"), "expanded b": ("b",)}
 #: Arguments that a model makes in inference mode, where its weights are parameters.
 _ACTIVATIONS = ("a", "residual")
 
@@ -240,7 +242,7 @@ class Round:
 
     def given(self, inputs: Inputs) -> Inputs:
         """The arguments of a launch: in training they require gradients, and a layer passes
-        parameters. Those of references do not."""
+        parameters. A reference's arguments do not require gradients."""
         if self.plan.place != "near":
             return inputs
 
@@ -452,7 +454,7 @@ def _allocate(
         placed = memory_layout(spec, shape)
     elif place == "expanded" and name == "bias":
         placed = vector_layout(spec, shape, 0)
-    elif name in (("a", "residual") if place == "expanded" else ("b",)) and "expanded" in place:
+    elif name in _EXPANDED.get(place, ()):
         placed = expanded_layout(spec, shape)
     made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
     return made[name]

@@ -40,7 +40,7 @@ Sizes = Literal[
     "skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none", "few"
 ]
 #: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, only ``one``, or
-#: the ``same`` rows in the same order, and so are those of the result.
+#: the ``same`` rows in the same order. In the last case the result's rows are in order, too.
 Reads = Literal["fewer", "more", "one", "same"]
 
 
@@ -206,7 +206,7 @@ class Inputs:
 
 def divided(inputs: Inputs, lead: tuple[int, ...], names: Iterable[str]) -> Inputs:
     """Return the inputs with the first dimension of the tensors in ``names``, and of their parts,
-    divided into ``lead``. What has no rows, as a scale of one number, is left as it is."""
+    divided into ``lead``. A part without rows, such as a scale of one number, stays as it is."""
 
     def part(t: torch.Tensor | None) -> torch.Tensor | None:
         return t.unflatten(0, lead) if t is not None and t.dim() > 1 else t
