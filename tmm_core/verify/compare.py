@@ -263,14 +263,18 @@ def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
     # Product, its multiple by alpha, sum with a bias and result are each off by half of the least.
     error += least * (abs(piece.alpha) + 3) / 2
     values, errors = epilogue.inputs(z), epilogue.inputs(error)
-    for stage in () if epilogue.is_identity else epilogue.stages or (epilogue,):
+    stages = () if epilogue.is_identity else epilogue.stages or (epilogue,)
+    # Torch's own operators make Inf of what is beyond the range, and compute further with it.
+    further = problem.residual is not None or isinstance(piece.weights, torch.Tensor)
+    for number, stage in enumerate(stages, 1):
         y = _applied(stage, values)
         error = STAGE * limit * y.abs() + SMALLER * least
         for place, off in enumerate(errors):
             error += torch.maximum(
                 _change(stage, values, place, off, y), _change(stage, values, place, -off, y)
             )
-        error.masked_fill_(y.abs() > most, math.inf)  # torch's own operators would overflow
+        if further or number < len(stages):
+            error.masked_fill_(y.abs() > most, math.inf)
         values, errors = (y,), (error,)
     return error * piece.weights
 
