@@ -81,8 +81,7 @@ def _parser() -> Parser:
     listing.flag("--all", text="list the records of the layers too")
 
     removal = add("clear", clear.clear, "remove own records, all or one", _add_record)
-    removal.flag("-y", "--yes", text="remove without asking")
-    removal.flag("--dry-run", text="list, and remove nothing")
+    removal.flag("-y", "--yes", text="remove them; without it they are listed")
 
     add("verify", show.verify, "read every file and print each fault", Parser.add_json)
 

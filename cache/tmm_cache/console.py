@@ -188,19 +188,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def can_ask() -> bool:
-    """Whether there is a terminal to ask at."""
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-def confirmed(question: str) -> bool:
-    """Ask at the terminal; anything but yes is no."""
-    # `input` would put the question among the data on stdout.
-    sys.stdout.flush()
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 # -- tables ------------------------------------------------------------------------------
 
 

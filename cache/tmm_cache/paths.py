@@ -21,8 +21,6 @@ from tmm_cache.ownership import foreign
 from tmm_cache.record import SCHEMA
 
 ENVIRONMENT: Final = "environment.json"
-#: The log of problems of older versions, beside the records.
-MISSES: Final = re.compile(r"misses\.jsonl")
 NOTES: Final = "notes"
 LOCK_SUFFIX: Final = ".lock"
 VERSION: Final = f"v{SCHEMA}"

@@ -7,7 +7,6 @@ and the command still lists the record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from functools import lru_cache
 
 from tmm_cache.cache_errors import reraise
@@ -115,12 +114,3 @@ def config(values: Document) -> str:
     return " ".join(
         [f"{printable(name)}={text_of(value)}" for name, value in values.items() if value != ""]
     )
-
-
-def age(created_at: datetime) -> str:
-    """How long ago a time was, in the largest unit: `3d`."""
-    seconds = max(0, int((datetime.now(timezone.utc) - created_at).total_seconds()))
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= length:
-            return f"{seconds // length}{unit}"
-    return f"{seconds}s"

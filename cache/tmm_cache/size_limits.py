@@ -1,4 +1,4 @@
-"""Keeps the cache within its limits of size and age, and removes left-over temporary files.
+"""Keeps the cache within its limit of size, and removes left-over temporary files.
 
 A save cleans its own folder and, now and then, the whole root. Only the least recently used records
 and notes of the root are removed: never a layer, a record that this process holds, or one that
@@ -14,16 +14,13 @@ import stat
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from tmm_cache.cache_errors import reraise, suppress, warn_once
 from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.keys import SLUG
 from tmm_cache.paths import DIGEST, NOTE_FILE, NOTES, RECORD, TEMPORARY
-
-T = TypeVar("T")
 
 DEFAULT_SIZE: Final = 256 * 2**20
 #: Eviction goes down to this fraction of the limit, so that the next save does not evict again.
@@ -41,20 +38,7 @@ _CLOCK_SKEW_SECONDS: Final = 86400.0
 _FIRST_USE: Final = 365 * 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
-_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", re.ASCII)
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SCHEMA, _GPU = re.compile(r"v[0-9]+"), re.compile(SLUG)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The maximum size of the root in bytes, and the seconds a record may stay unused.
-
-    None means no limit.
-    """
-
-    size: int | None = DEFAULT_SIZE
-    age: float | None = None
 
 
 def parse_size(text: str) -> int | None:
@@ -65,44 +49,26 @@ def parse_size(text: str) -> int | None:
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " ")) or None
 
 
-def parse_age(text: str) -> timedelta:
-    """`30d`, `12h`, `1.5w` as a span. Raises ValueError."""
-    match = _AGE.fullmatch(text)
-    if match:
-        with suppress(OverflowError):
-            return timedelta(**{_UNITS[match[2]]: float(match[1])})
-    raise ValueError(f"found {text!r}, accepted is a number and a unit of s m h d w, like 30d")
-
-
-def limits(environ: Mapping[str, str] = os.environ) -> Limits:
-    """`TMM_CACHE_MAX_SIZE` and `TMM_CACHE_MAX_AGE`; the default, with one warning, for an invalid
-    value."""
-    return Limits(
-        _variable(environ, "TMM_CACHE_MAX_SIZE", parse_size, DEFAULT_SIZE),
-        _variable(environ, "TMM_CACHE_MAX_AGE", lambda text: parse_age(text).total_seconds(), None),
-    )
-
-
-def _variable(
-    environ: Mapping[str, str], name: str, parse: Callable[[str], T | None], default: T | None
-) -> T | None:
-    text = environ.get(name)
+def size_limit(environ: Mapping[str, str] = os.environ) -> int | None:
+    """`TMM_CACHE_MAX_SIZE` in bytes, None for no limit; the default, with one warning, for an
+    invalid value."""
+    text = environ.get("TMM_CACHE_MAX_SIZE")
     if not text:
-        return default
+        return DEFAULT_SIZE
     try:
-        return parse(text)
+        return parse_size(text)
     except ValueError as error:
         reraise(error)
-        warn_once(Path(name), f"{error}; passed over")
-        return default
+        warn_once(Path("TMM_CACHE_MAX_SIZE"), f"{error}; passed over")
+        return DEFAULT_SIZE
 
 
 class SizeLimiter:
-    """Keeps a root within its limits, in a process that saves."""
+    """Keeps a root within its limit, in a process that saves."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._limits = limits()
+        self._limit = size_limit()
         self._swept: set[Path] = set()
         self._saves = 0
         self._bytes = 0
@@ -120,11 +86,11 @@ class SizeLimiter:
         due = self._saves % _EVERY == 0
         self._saves += 1
         self._bytes += size
-        if self._limits.size is not None and self._bytes > (1 - _ROOM) * self._limits.size:
+        if self._limit is not None and self._bytes > (1 - _ROOM) * self._limit:
             due = True
         if due:
             self._bytes = 0
-            evict(self._root, self._limits, lambda file: file == path or file in held)
+            evict(self._root, self._limit, lambda file: file == path or file in held)
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -152,22 +118,22 @@ class _File:
     changed_ns: int
 
 
-def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
-    """Remove the least recently used files until the root is within its limits; returns how many.
+def evict(root: Path, limit: int | None, keep: Callable[[Path], bool]) -> int:
+    """Remove the least recently used files until the root is within its limit; returns how many.
 
     Never raises OSError: files that can't be removed stay.
     """
-    if bounds.size is None and bounds.age is None:
+    if limit is None:
         return 0
     now = time.time()
     files = sorted(_evictable(root, now))
     total = sum(file.size for file in files)
-    most = total if bounds.size is None or total <= bounds.size else _ROOM * bounds.size
+    if total <= limit:
+        return 0
     removed = 0
     touched = set()
     for file in files:
-        outdated = bounds.age is not None and now - file.used > bounds.age
-        if not (outdated or total > most):
+        if total <= _ROOM * limit:
             break
         if now - file.used > _RECENT_SECONDS and not keep(file.path) and _drop(file):
             total -= file.size

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,6 @@ from tmm_cache import (
     fields,
     files,
     problem_fields,
-    size_limits,
 )
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.notes import stamp
@@ -258,20 +255,6 @@ def test_a_found_value_is_shown_in_60_letters(value: Any, text: str) -> None:
 # -- what the command reads -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("1s", 1), ("2m", 120), ("12h", 43200), ("30d", 2592000), ("1.5w", 907200), ("0s", 0)],
-)
-def test_ages_have_five_units(text: str, seconds: float) -> None:
-    assert size_limits.parse_age(text).total_seconds() == seconds
-
-
-@pytest.mark.parametrize("text", ["", "1", "d", "-1d", "1D", "1 d", "1y", ".5d", "9" * 20 + "w"])
-def test_what_is_no_age_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="accepted is a number and a unit"):
-        size_limits.parse_age(text)
-
-
 # -- texts ----------------------------------------------------------------------------------
 
 
@@ -372,18 +355,6 @@ def test_an_interrupted_command_ends_like_one_of_a_shell() -> None:
     assert console.guarded("tmm", stopped) == 130
 
 
-@pytest.mark.parametrize(
-    ("answer", "yes"),
-    [("y\n", True), (" YES \n", True), ("n\n", False), ("", False), ("yep\n", False)],
-)
-def test_only_yes_is_yes(
-    answer: str, yes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-    assert console.confirmed("Remove? ") is yes
-    assert capsys.readouterr() == ("", "Remove? ")
-
-
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_json({"a": float("inf"), "b": float("nan"), "c": -float("inf"), "µ": 1.5})
     assert capsys.readouterr().out == '{\n  "a": null,\n  "b": null,\n  "c": null,\n  "µ": 1.5\n}\n'
@@ -414,6 +385,3 @@ def test_a_paragraph_has_20_letters_beside_its_indentation() -> None:
         "aaaaaaaaaa",
         "   bbbbbbbbbb",
     ]
-
-
-# -- variables ----------------------------------------------------------------------------------

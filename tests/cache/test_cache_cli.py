@@ -153,7 +153,6 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
         str(path),
         "torch=2.13.0",
         'a={"aligned":true,"dtype":"bfloat16","layout":"row"}',
-        "(3d ago)",
         "3.2 s",
         "1.83x over blas",
         "9.0e-04",

@@ -25,7 +25,7 @@ from tmm_cache import (
 )
 from tmm_cache.cli import main
 from tmm_cache.paths import LOCK_NAME
-from tmm_cache.size_limits import Limits, evict
+from tmm_cache.size_limits import evict
 from tmm_cache.transport import Transport
 
 Acknowledge: TypeAlias = Callable[[object], None]
@@ -97,7 +97,7 @@ def clear(root: Path, acknowledge: Acknowledge) -> None:
 
 def eviction(root: Path, acknowledge: Acknowledge) -> None:
     size = len(files.record_bytes(record(problem(m=1), mark="before")))
-    evict(root, Limits(int(2.6 * size)), lambda path: False)  # of four, two fit
+    evict(root, int(2.6 * size), lambda path: False)  # of four, two fit
     for m in (8, 1, 2):  # in this order, the third where one of the others can't be removed
         acknowledge(f"{m}=gone")
 

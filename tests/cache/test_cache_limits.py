@@ -7,9 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cache_builders import (
@@ -20,7 +18,7 @@ from cache_builders import (
     record,
     warned,
 )
-from tmm_cache import CacheStore, Notes, disk, notes, paths, problem_fields
+from tmm_cache import CacheStore, Notes, disk, notes, paths
 from tmm_cache.cli import main
 from tmm_cache.header import HEADER_BYTES, Best, read_header
 from tmm_cache.locks import acquire
@@ -50,32 +48,6 @@ def test_a_use_is_noted_when_the_last_is_a_day_away_on_either_side(
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
     assert (abs(path.stat().st_mtime - time.time()) < 60) == noted
     assert (path.stat().st_mtime == pytest.approx(before, abs=1e-3)) != noted
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-5, "0s"),
-        (59, "59s"),
-        (60, "1m"),
-        (3599, "59m"),
-        (3600, "1h"),
-        (86399, "23h"),
-        (86400, "1d"),
-    ],
-)
-def test_an_age_is_in_the_largest_unit(
-    monkeypatch: pytest.MonkeyPatch, seconds: int, text: str
-) -> None:
-    now = datetime(2026, 1, 31, 12, tzinfo=timezone.utc)
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return now
-
-    monkeypatch.setattr(problem_fields, "datetime", Clock)
-    assert problem_fields.age(now - timedelta(seconds=seconds)) == text
 
 
 # -- locks ---------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from tmm_cache import (
     CacheStore,
     CandidateResult,
     TuningRecord,
-    console,
     disk,
     problem_fields,
     tmm,
@@ -256,9 +255,3 @@ def test_tmm_starts_at_once() -> None:
 def test_tmm_with_a_closed_stdout_is_silent() -> None:
     for arguments in ("--version", "--help"):
         assert run_closed(">&-", arguments, module="tmm_cache.tmm") == (0, "")
-
-
-def test_without_an_input_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a service, or under pythonw."""
-    monkeypatch.setattr(sys, "stdin", None)
-    assert console.can_ask() is False

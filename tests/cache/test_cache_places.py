@@ -270,7 +270,7 @@ def test_the_command_does_not_hang_on_what_is_no_file(
     store.save(GPU, ENVIRONMENT, record())
     folder = store.path(GPU, ENVIRONMENT, problem()).parent
     (folder / "environment.json").unlink()
-    for name in (f"{'0' * 16}.json", f"{'1' * 16}.json.lock", "misses.jsonl", "environment.json"):
+    for name in (f"{'0' * 16}.json", f"{'1' * 16}.json.lock", "environment.json"):
         make(folder / name)
     make(tmp_path / "records.json")
     for command, status in (

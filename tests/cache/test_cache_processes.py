@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, mark_of, problem, record, warned
-from tmm_cache import CacheStore, locks
+from tmm_cache import CacheStore
 from tmm_cache import store as store_module
 from tmm_cache.locks import acquire
 
@@ -66,20 +67,19 @@ for turn in range(20):
 """
 
 
-@pytest.mark.parametrize("timeout", [0.0, 2.0])
 def test_a_lock_that_an_exception_interrupts_is_free(
-    timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while the exception is held, as an interactive Python does."""
-    acquired = locks._acquired
+    acquired = filelock.FileLock.acquire
 
-    def interrupted(lock: Any, seconds: float) -> bool:
-        acquired(lock, seconds)
+    def interrupted(lock: filelock.FileLock, timeout: float) -> None:
+        acquired(lock, timeout)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(locks, "_acquired", interrupted)
+    monkeypatch.setattr(filelock.FileLock, "acquire", interrupted)
     with pytest.raises(KeyboardInterrupt) as held:
-        acquire(tmp_path / "lock", timeout)
+        acquire(tmp_path / "lock")
     monkeypatch.undo()
     assert held.value is not None
     lock = acquire(tmp_path / "lock")
@@ -287,24 +287,6 @@ def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
         store.lock(GPU, ENVIRONMENT, problem(), timeout=0),
     ):
         assert store.save(GPU, ENVIRONMENT, record()) is None
-
-
-def test_long_waits_are_told_in_one_line(
-    store: CacheStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "_logged", -locks._LOG_INTERVAL_SECONDS)
-    holder = child("-c", HOLDER)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "True\n"
-    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0.5) as mine:
-        assert mine is False
-    assert caplog.messages == []  # a short wait is nobody's business
-    for _ in range(2):
-        with store.lock(GPU, ENVIRONMENT, problem(), timeout=1.2) as mine:
-            assert mine is False
-    (message,) = caplog.messages
-    assert message == "waiting for another process that tunes the same problem, at most 1 s"
-    holder.communicate("\n")
 
 
 def test_a_lock_whose_file_was_removed_is_another_lock(store: CacheStore) -> None:

@@ -1,4 +1,4 @@
-"""The cache limits itself: it removes left-over files, and records by size and age, but never what
+"""The cache limits itself: it removes left-over files, and records beyond its size, but never what
 is in use."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
 from tmm_cache import CacheStore, Notes, size_limits
 from tmm_cache.cli import main
 from tmm_cache.paths import VERSION
-from tmm_cache.size_limits import DEFAULT_SIZE, Limits, evict, leftovers, limits, parse_size
+from tmm_cache.size_limits import DEFAULT_SIZE, evict, leftovers, parse_size, size_limit
 
 Captured = pytest.CaptureFixture[str]
 
@@ -71,14 +71,15 @@ def test_what_is_no_size_costs_a_warning_and_the_default(text: str) -> None:
     with pytest.raises(ValueError, match="accepted is a size like 64M"):
         parse_size(text)
     with warned("TMM_CACHE_MAX_SIZE: found"):
-        assert limits({"TMM_CACHE_MAX_SIZE": text + "?"}) == Limits(DEFAULT_SIZE, None)
+        assert size_limit({"TMM_CACHE_MAX_SIZE": text + "?"}) == DEFAULT_SIZE
 
 
-def test_limits_come_from_the_environment() -> None:
-    assert limits({}) == Limits(256 * 2**20, None)
-    assert limits({"TMM_CACHE_MAX_SIZE": "0", "TMM_CACHE_MAX_AGE": "30d"}) == Limits(None, 30 * DAY)
-    with warned("TMM_CACHE_MAX_AGE: found 'a month'"):
-        assert limits({"TMM_CACHE_MAX_AGE": "a month"}) == Limits()
+def test_the_limit_comes_from_the_environment(store: CacheStore) -> None:
+    assert size_limit({}) == 256 * 2**20
+    assert size_limit({"TMM_CACHE_MAX_SIZE": "2k"}) == 2048
+    assert size_limit({"TMM_CACHE_MAX_SIZE": "0"}) is None
+    saved(store, 1, days=999)
+    assert evict(store.root, None, nothing) == 0
 
 
 def test_a_use_is_noted_once_a_day(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,28 +110,25 @@ def test_what_was_used_longest_ago_goes_first(store: CacheStore) -> None:
         saved(store, m, days=11 - m)
     assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None  # used again
     size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
-    assert evict(store.root, Limits(10 * size + size // 2), nothing) == 0
+    assert evict(store.root, 10 * size + size // 2, nothing) == 0
     # Down to nine tenths: five records fit into 6.0 x 0.9.
-    assert evict(store.root, Limits(6 * size), nothing) == 5
+    assert evict(store.root, 6 * size, nothing) == 5
     assert kept(store) == [1, 7, 8, 9, 10]
-    assert evict(store.root, Limits(6 * size), nothing) == 0
-
-
-def test_what_lies_unused_for_too_long_goes(store: CacheStore) -> None:
-    for m, days in ((1, 31), (2, 29), (3, 0.5)):
-        saved(store, m, days)
-    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 1
-    assert kept(store) == [2, 3]
-    assert evict(store.root, Limits(None, None), nothing) == 0
+    assert evict(store.root, 6 * size, nothing) == 0
 
 
 def test_a_file_dated_before_1971_was_last_used_when_it_was_put_here(store: CacheStore) -> None:
     """Archives and image layers set such dates."""
     path = saved(store, 1, days=0)
+    limit = int(1.9 * path.stat().st_size)
     os.utime(path, (0, 0))
-    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 0
+    saved(store, 2, days=9)
+    assert evict(store.root, limit, nothing) == 1
+    assert kept(store) == [1]
     os.utime(path, (366 * DAY, 366 * DAY))
-    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 1
+    saved(store, 2, days=9)
+    assert evict(store.root, limit, nothing) == 1
+    assert kept(store) == [2]
 
 
 def test_what_was_just_written_or_is_kept_stays(store: CacheStore) -> None:
@@ -142,7 +140,7 @@ def test_what_was_just_written_or_is_kept_stays(store: CacheStore) -> None:
         pass
     lock = Path(f"{store.path(GPU, ENVIRONMENT, problem(m=3))}.lock")
     assert lock.exists()
-    assert evict(store.root, Limits(1), held.__eq__) == 1
+    assert evict(store.root, 1, held.__eq__) == 1
     assert not lock.exists()
     assert kept(store) == [1, 2]
 
@@ -159,7 +157,7 @@ def test_what_is_used_between_the_look_and_the_removal_stays(
         return files
 
     monkeypatch.setattr(size_limits, "_evictable", used_since)
-    assert evict(store.root, Limits(1), nothing) == 0
+    assert evict(store.root, 1, nothing) == 0
     assert kept(store) == [1]
 
 
@@ -173,7 +171,7 @@ def test_nothing_of_others_is_evicted(store: CacheStore, tmp_path: Path) -> None
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
         aged(path, 99 * DAY)
-    assert evict(store.root, Limits(1), nothing) == 1
+    assert evict(store.root, 1, nothing) == 1
     assert all(path.read_text() == "mine" for path in mine)
     assert kept(below) == [1]
 
@@ -187,7 +185,7 @@ def test_records_of_an_older_schema_and_old_notes_are_counted_and_go(store: Cach
     for path in (older, notes):
         aged(path, 99 * DAY)
     saved(store, 1, days=1)
-    assert evict(store.root, Limits(1500), nothing) >= 2
+    assert evict(store.root, 1500, nothing) >= 2
     assert not older.exists()
     assert not (store.root / "v0").exists()
     assert not notes.exists()
@@ -197,7 +195,7 @@ def test_a_time_that_is_yet_to_come_is_no_use(store: CacheStore) -> None:
     ahead = saved(store, 1, days=-400)
     saved(store, 2, days=9)
     size = ahead.stat().st_size
-    assert evict(store.root, Limits(int(1.9 * size)), nothing) == 1
+    assert evict(store.root, int(1.9 * size), nothing) == 1
     assert kept(store) == [2]
 
 

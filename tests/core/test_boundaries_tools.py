@@ -300,7 +300,6 @@ def test_a_kernel_is_forced_among_kernels_alone() -> None:
     [
         ("TMM_CACHE_DIR", ["", "/x", "~/x"], ["~nobody-of-that-name/x"]),
         ("TMM_CACHE_PATH", ["", "/x:/y"], ["/x:~nobody-of-that-name/x"]),
-        ("TMM_CACHE_MAX_AGE", ["", "30d"], ["30", "x"]),
         ("TMM_CACHE_MAX_SIZE", ["", "0", "2G"], ["x", "-1"]),
         ("TMM_CACHE_SHARED", ["", "0", "1"], ["yes", "true", "2"]),
         ("TMM_SHIPPED_RECORDS", ["", "0", "1"], ["no", "2"]),

@@ -473,7 +473,6 @@ def test_doctor_names_a_bad_setting(
     [
         ("TMM_CACHE_MAX_SIZE", "lots", "accepted is a size like 64M"),
         ("TMM_CACHE_MAX_SIZE", "-1", "accepted is a size like 64M"),
-        ("TMM_CACHE_MAX_AGE", "3", "accepted is a number and a unit"),
         ("TMM_CACHE_SHARED", "yes", "accepted is '1' or '0'"),
         ("TMM_SHIPPED_RECORDS", "no", "accepted is '1' or '0'"),
         ("TMM_CACHE_PATH", "~nobody-here/records", "unknown user"),
@@ -510,7 +509,7 @@ def test_doctor_names_a_variable_with_a_bad_value(
 def test_doctor_names_every_bad_variable_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("TMM_ARITHMETIC", "TMM_CACHE_MAX_AGE", "TMM_PROGRESS", "TMM_REQUIRE_LOCKED")
+    names = ("TMM_ARITHMETIC", "TMM_CACHE_SHARED", "TMM_PROGRESS", "TMM_REQUIRE_LOCKED")
     for name in (*names, "TMM_UNHEARD_OF", "TMM_TUNE_BUDGET"):
         monkeypatch.setenv(name, "bogus")
     monkeypatch.setenv("TMM_CACHE_MAX_SIZE", "2G")

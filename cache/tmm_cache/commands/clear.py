@@ -1,7 +1,7 @@
 """The command that removes records: of the user's own root, and nothing else.
 
 A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone. So removal works on a list of
-single files whose names match the layout. It is summed up and confirmed first.
+single files whose names match the layout, which it prints unless `-y` is given.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from tmm_cache.cache_errors import UsageError, reraise
+from tmm_cache.cache_errors import reraise
 from tmm_cache.commands.show import selected
-from tmm_cache.console import DONE, FOUND, Noted, can_ask, confirmed, counted, note
+from tmm_cache.console import DONE, FOUND, Noted, counted, note
 from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.files import Report
-from tmm_cache.paths import LOCK, MISSES, NOTE_FILE, NOTES, RECORD
+from tmm_cache.paths import LOCK, NOTE_FILE, NOTES, RECORD
 from tmm_cache.problem_fields import printable
 from tmm_cache.scan import folders
 from tmm_cache.size_limits import files, leftovers
@@ -38,15 +38,10 @@ def clear(store: CacheStore, options: Namespace) -> int:
     what = counted(records, "record")
     if len(found) > records:
         what += f" and {counted(len(found) - records, 'other file')}"
-    if options.dry_run:
+    if not options.yes:
         for path in found:
             print(printable(str(path)))
-        note(f"would remove {what} from {store.root}")
-        return DONE
-    if not options.yes and not can_ask():
-        raise UsageError(f"-y is needed to remove {what} from {store.root} without a terminal")
-    if not options.yes and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
-        note("nothing removed")
+        note(f"nothing removed; -y removes {what} from {store.root}")
         return FOUND
     removed = sum(_remove(store.root, path) for path in found)
     for folder in {path.parent for path in found}:
@@ -58,7 +53,6 @@ def clear(store: CacheStore, options: Namespace) -> int:
 def _every_file(root: Path, report: Report) -> Iterator[Path]:
     for folder in folders(root, report):
         yield from files(folder, RECORD)
-        yield from files(folder, MISSES)
         # A record's lock goes with the record.
         locks = files(folder, LOCK)
         yield from (path for path in locks if not path.with_suffix("").exists())

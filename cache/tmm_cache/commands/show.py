@@ -152,7 +152,7 @@ def _print_record(summary: Summary, record: TuningRecord, store: CacheStore) -> 
         ("environment", summary.environment_digest),
         ("", problem_fields.config(summary.environment or {})),
         ("problem", problem_fields.config(record.problem)),
-        ("created", f"{record.created} ({problem_fields.age(record.created_at)} ago)"),
+        ("created", record.created),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
         ("speedup", f"{_cell(Best.of(record).speedup, '.2f', 'x')} over blas"),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tmm_cache.cache_errors import UsageError
 from tmm_cache.paths import absolute
-from tmm_cache.size_limits import parse_age, parse_size
+from tmm_cache.size_limits import parse_size
 from tmm_cache.store import NO, requires_lock
 
 from tmm_core.errors import SettingsError, TmmError
@@ -58,7 +58,6 @@ def _lock_file(text: str) -> None:
 CHECKS: dict[str, Callable[[str], object]] = {
     "TMM_ENABLE": flag,
     "TMM_CACHE_DIR": _folders,
-    "TMM_CACHE_MAX_AGE": lambda text: text and parse_age(text),
     "TMM_CACHE_MAX_SIZE": lambda text: text and parse_size(text),
     "TMM_CACHE_PATH": _folders,
     "TMM_CACHE_SHARED": _one_of("1", "0", ""),
