@@ -257,14 +257,6 @@ ENVIRON = [
         (BUSY,),
     ),
     Mutant(
-        "waiting-talks",
-        "cache/tmm_cache/locks.py",
-        "if time.monotonic() - _logged >= _LOG_INTERVAL_SECONDS:",
-        "if True:",
-        "a line for each problem waited for",
-        ("tests/cache/test_cache_processes.py",),
-    ),
-    Mutant(
         "budget-of-queries",
         "tuning/search.py",
         "if time.monotonic() > deadline and fresh and",
