@@ -134,6 +134,9 @@ class Plan(_Callable):
         """Where the choice came from."""
         return self.choice.origin
 
+    def __repr__(self) -> str:
+        return f"<Plan {self.problem}: {self.choice.candidate}, {self.origin}>"
+
     def ready(self, call: Arguments, read: Callable[[Arguments], Arguments] | None = None) -> Plan:
         """Make this plan callable for the arguments it was made of, and return it.
 
