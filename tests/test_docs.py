@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import itertools
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).parent.parent
 #: Pages that are run. The pages of a line are one program: a process costs 3 s.
@@ -44,6 +46,27 @@ def blocks(page: str) -> list[tuple[str, str]]:
     """The language and the text of each block, in order; one without a language is not run."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+SOURCES = sorted(
+    path for folder in ("tmm_core", "cache", "plugins") for path in (ROOT / folder).rglob("*.py")
+)
+#: Modules whose docstrings have examples that are not skipped.
+EXAMPLES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    .removeprefix("plugins.")
+    .removeprefix("cache.")
+    .removesuffix(".__init__")
+    for path in SOURCES
+    if re.search(r"^ *>>> (?!.*doctest: \+SKIP)", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_in_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), extraglobs={"nn": nn})
+    assert result.attempted
+    assert not result.failed
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 import io
 import pickle
 import subprocess
@@ -1209,14 +1207,6 @@ def test_convert_wants_a_module() -> None:
 def test_import_tmm_core_does_not_import_nn() -> None:
     code = "import sys, tmm_core; assert not any(n.startswith('tmm_core.nn') for n in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("name", ["", ".linear", ".gated_layers", ".convert"])
-def test_examples_in_docstrings(name: str) -> None:
-    module = importlib.import_module(f"tmm_core.nn{name}")
-    result = doctest.testmod(module, extraglobs={"nn": nn})
-    assert result.attempted
-    assert not result.failed
 
 
 WITHOUT = """
