@@ -4,24 +4,47 @@ state that a context puts back."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, problem
+from fakes import DEVICE, FakeKernel, problem
 
 import tmm_core
-from tmm_core import Epilogue, Groups, Machine, Operand, Port, Supports, UnsupportedProblemError
+from tmm_core import (
+    Config,
+    ConfigError,
+    Epilogue,
+    Groups,
+    Kernel,
+    Machine,
+    Operand,
+    Port,
+    Problem,
+    Supports,
+    Traits,
+    UnsupportedProblemError,
+)
 from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped_swiglu import CLAMPED
+from tmm_core.spec import device
+from tmm_core.spec.anatomy import Anatomy
 from tmm_core.spec.bucket import between, bucket_edge, probes
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.operand import Scale
+from tmm_core.spec.epilogue import IDENTITY, INTERNED
+from tmm_core.spec.launcher import Bound
+from tmm_core.spec.operand import Scale, grouped_strides
 from tmm_core.spec.precision import precision, require_precision
+from tmm_core.spec.steps import drained
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
 WIDE = Operand(FP32, wide=True)
+INT8 = Operand(torch.int8, format="int8")
 
 
 # -- operands -----------------------------------------------------------------------------
@@ -93,6 +116,58 @@ def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
     assert empty.has_default_strides(torch.empty(2, 60)[:, :0])
 
 
+def test_shapes_of_scales_are_those_of_their_blocks() -> None:
+    """Of 100 rows, 60 columns, or 120 of a gated b, and K of 70 in blocks of 2 by 32."""
+    blocks = replace(INT8, scale=Scale((2, 32)))
+    rows = replace(INT8, scale=Scale.parse("row"))
+    dense = problem(m=100, n=60, k=70, a=blocks, b=blocks)
+    assert (dense.shape("a_scale"), dense.shape("b_scale")) == ((50, 3), (3, 30))
+    assert replace(dense, epilogue=parse("swiglu")).shape("b_scale") == (3, 60)
+    assert replace(dense, batch=5).shape("a_zero") == (5, 50, 3)
+    assert replace(dense, groups=Groups(4, "m")).shape("b_zero") == (4, 3, 30)
+    assert replace(dense, groups=Groups(4, "m")).shape("a_scale") == (50, 3)
+    by_row = replace(dense, a=rows, b=rows)
+    assert (by_row.shape("a_scale"), by_row.shape("b_scale")) == ((100, 1), (1, 60))
+    assert replace(by_row, batch=5).shape("a_scale") == (5, 100, 1)
+    assert replace(by_row, groups=Groups(4, "m")).shape("a_scale") == (100,)
+    assert replace(by_row, groups=Groups(4, "m")).shape("b_scale") == (4, 60)
+    assert replace(by_row, groups=Groups(4, "k")).shape("b_scale") == (4, 60)
+    assert replace(by_row, groups=Groups(4, "n")).shape("out") == (100, 60)
+    assert replace(dense, batch=5).shape("bias") == (60,)
+
+
+def test_operands_are_multiplied_as_the_plain_one_or_as_the_format_says() -> None:
+    plain = Operand(BF16)
+    for a, b, value, stored in (
+        (plain, plain, BF16, False), (plain, INT8, BF16, True), (INT8, plain, BF16, True),
+        (Operand(FP16), INT8, FP16, True), (INT8, Operand(FP16), FP16, True),
+        (INT8, INT8, INT8.form.result, True),  # type: ignore[union-attr]
+    ):  # fmt: skip
+        found = problem(a=a, b=b)
+        assert (found.value, found.stored, found.plain) == (value, stored, not stored)
+
+
+def test_a_problem_is_that_of_its_tensors() -> None:
+    a, b, out = torch.empty(4, 8), torch.empty(8, 6), torch.empty(4, 6)
+    found = Problem.of(a, b, out, DEVICE)
+    assert found == problem(m=4, n=6, k=8, b=Operand(FP32, aligned=False), out=found.out)
+    found = Problem.of(a, b, out, DEVICE, bias=torch.empty(6, dtype=BF16), residual=out.half())
+    assert (found.bias, found.residual) == (BF16, Operand(FP16, aligned=False))
+    stack = Problem.of(a.expand(3, 4, 8), b.expand(3, 8, 6), torch.empty(3, 4, 6), DEVICE)
+    assert stack.batch == 3
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.int8, 16), (BF16, 8), (FP32, 4)])
+def test_rows_of_a_grouped_result_start_at_16_bytes(
+    dtype: torch.dtype, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in (unit - 1, unit):
+        assert grouped_strides((3, width), dtype) == (unit, 1)
+    assert grouped_strides((5, 3, unit + 1), dtype) == (6 * unit, 2 * unit, 1)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert grouped_strides((5, 3, unit + 1), dtype) == (3 * (unit + 1), unit + 1, 1)
+
+
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [((), "tensor"), ((1,), "tensor"), ((1, 1), "tensor"), ((2, 1), "row"), ((0, 1), "row")],
@@ -106,6 +181,20 @@ def test_there_is_at_least_one_group() -> None:
     for count in (0, -1):
         with pytest.raises(ValueError, match="at least one group"):
             Groups(count, "m")
+
+
+@pytest.mark.parametrize("name", ["a_index", "out_index", "out_weights"])
+@pytest.mark.parametrize("ragged", ["n", "k"])
+def test_only_rows_are_gathered_scattered_and_weighted(name: str, ragged: Any) -> None:
+    with pytest.raises(ValueError, match=f"only rows have {name}, not {ragged}"):
+        Groups(2, ragged, **{name: torch.int32})  # type: ignore[arg-type]
+
+
+def test_what_a_record_says_of_groups() -> None:
+    assert Groups(3, "k").to_json() == {"count": 3, "ragged": "k"}
+    assert Groups(3, "m", torch.int64, zeroed=True).to_json() == {
+        "count": 3, "ragged": "m", "a_index": "int64", "zeroed": True,
+    }  # fmt: skip
 
 
 def test_groups_are_read_as_they_were_written() -> None:
@@ -138,6 +227,85 @@ def test_interpreted_kernels_have_a_folder_of_their_own() -> None:
     assert replace(cpu, interpreted=True).gpu == f"{cpu.gpu}-interpreted"
 
 
+@pytest.mark.parametrize(
+    ("change", "folder"),
+    [
+        ({}, "nvidia-h100-sm90-132"), ({"sm_count": 78}, "nvidia-h100-sm90-78"),
+        ({"capability": (12, 1)}, "nvidia-h100-sm121-132"),
+        ({"interpreted": True}, "nvidia-h100-sm90-132-interpreted"),
+        ({"type": "cpu", "name": "cpu"}, "cpu"),
+    ],
+)  # fmt: skip
+def test_a_folder_is_named_by_the_gpu(change: dict[str, Any], folder: str) -> None:
+    assert replace(H100, **change).gpu == folder
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, False), ("", False), ("0", False), ("off", False), ("2", False), ("1", True),
+        ("on", True), ("True", True), ("yes", True), ("Y", True),
+    ],
+)  # fmt: skip
+def test_triton_interprets_where_its_variable_says_so(
+    text: str | None, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if text is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", text)
+    assert device.interpreting() is found
+    of = device.fingerprint.__wrapped__(torch.device("cpu"))
+    assert (of.type, of.name, of.interpreted) == ("cpu", "cpu", found)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not device.fingerprint.__wrapped__(torch.device("cpu")).interpreted
+
+
+def test_a_gpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        name="GPU", major=9, minor=4, multi_processor_count=7, gcnArchName="gfx942:xnack-",
+        shared_memory_per_block_optin=99, L2_cache_size=88,
+    )  # fmt: skip
+    versions = {"triton": "3", "pytorch-triton-rocm": "4", "nvidia-cublas-cu12": "12.8"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(device, "version_of", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(torch, "__version__", "2")
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.version, "hip", None)
+
+    def found() -> DeviceFingerprint:
+        of: DeviceFingerprint = device.fingerprint.__wrapped__(torch.device("cuda", 0))
+        return of
+
+    nvidia = DeviceFingerprint(
+        "cuda", "GPU", (9, 4), 7, 99, 88, torch="2", triton="3", cuda="12.9", cublas="12.8"
+    )
+    assert found() == nvidia
+    del properties.shared_memory_per_block_optin, properties.L2_cache_size
+    assert found() == replace(nvidia, shared_memory=48 * 1024, l2=0)
+    versions |= {"nvidia-cublas-cu13": "13.1", "triton": ""}
+    assert (found().cublas, found().triton) == ("13.1", "4")
+    versions |= {"nvidia-cublas": "13.2"}
+    assert found().cublas == "13.2"
+    versions.clear()
+    assert found().cublas == "torch-cuda-12.9"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert (found().cuda, found().arch) == ("hip-6.4", "gfx942")
+
+
+def test_a_package_without_a_version_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.version_of("no such distribution") == ""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: None)
+    assert device.version_of("torch") == ""
+
+
+def test_memory_that_torch_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert device.free_memory(torch.device("cuda", 0)) == 10 + 500 - 200
+
+
 def test_a_device_without_numbers_has_rates() -> None:
     """Every estimate divides by them."""
     machine = Machine.of(DeviceFingerprint("cpu", "cpu"))
@@ -145,6 +313,21 @@ def test_a_device_without_numbers_has_rates() -> None:
     for dtype in (FP32, BF16, torch.float64):
         assert machine.flops(problem(a=Operand(dtype), b=Operand(dtype))) > 0
     assert machine.memory > 0
+
+
+def test_rates_are_those_of_the_gpu_and_of_its_operands() -> None:
+    listed, other = Machine.of(H100), Machine.of(replace(H100, name="T4", capability=(7, 5)))
+    assert (listed.sms, listed.memory) == (132, 3.35e6)
+    assert (other.sms, other.memory) == (132, 132 * 8e3)
+    assert listed.tensor > other.tensor
+
+    def rate(dtype: torch.dtype, **fields: Any) -> float:
+        return listed.flops(problem(a=Operand(dtype), b=Operand(dtype), **fields)) / listed.tensor
+
+    assert (rate(BF16), rate(FP16), rate(torch.float8_e4m3fn)) == (1, 1, 2)
+    assert rate(FP32, tf32=True) == 1 / 2
+    assert rate(torch.float64) < rate(FP32) < 1 / 10
+    assert listed.flops(problem(a=Operand(BF16), b=INT8)) == listed.tensor
 
 
 def test_fewer_bytes_displace_no_more_than_themselves() -> None:
@@ -165,6 +348,13 @@ def test_fp32_without_tensor_cores_is_no_faster_than_a_gpu_has_any() -> None:
     assert slow.flops(problem(tf32=True)) == 5e4
     fast = Machine(sms=1, tensor=1e7, memory=1.0)
     assert fast.flops(problem()) < 1e7 / 2 == fast.flops(problem(tf32=True))
+
+
+def test_waves_are_whole_and_the_last_may_not_be_full() -> None:
+    for tiles, at_once, waves, fill in ((1, 4, 1, 1 / 4), (4, 4, 1, 1), (5, 4, 2, 5 / 8)):
+        of = Anatomy(block_m=1, block_n=1, block_k=1, tiles=tiles, at_once=at_once, steps=1,
+                     shared_memory=0)  # fmt: skip
+        assert (of.waves, of.fill, of.model_us) == (waves, fill, {})
 
 
 # -- outputs ------------------------------------------------------------------------------
@@ -246,6 +436,8 @@ def test_the_precision_is_afterwards_what_it_was(before: str, matmul: Any) -> No
             raise KeyError
 
     matmul.fp32_precision = before
+    with precision(before == "tf32"):
+        assert matmul.fp32_precision == before
     for tf32 in (True, False):
         with pytest.raises(KeyError):
             failing(tf32)
@@ -256,7 +448,9 @@ def test_nothing_is_measured_under_another_precision_either_way(matmul: Any) -> 
     for setting, other in (("ieee", True), ("tf32", False)):
         matmul.fp32_precision = setting
         require_precision(replace(ON_GPU, tf32=not other))
-        with pytest.raises(UnsupportedProblemError, match="needs another precision than is set"):
+        wanted = "tf32" if other else "ieee"
+        said = f"needs another precision than is set .*fp32_precision = '{wanted}'"
+        with pytest.raises(UnsupportedProblemError, match=said):
             require_precision(replace(ON_GPU, tf32=other))
         # 16 bits have none, nor has a CPU.
         require_precision(replace(ON_GPU, a=Operand(BF16), b=Operand(BF16), tf32=other))
@@ -299,3 +493,254 @@ def test_buckets_divide_all_sizes_and_are_measured_inside() -> None:
         assert all(below < each < edge for each in between(edge))
         below = edge
     assert below == last
+
+
+# -- configs and kernels -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile(Config):
+    BLOCK: int
+    share: float = 0.5
+    on: bool = False
+    early: str = ""
+
+    def __post_init__(self) -> None:
+        if self.BLOCK < 1:
+            raise ValueError("BLOCK is positive")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {}, {"BLOCK": 0}, {"BLOCK": 2.0}, {"BLOCK": True}, {"BLOCK": "2"}, {"BLOCK": None},
+        {"BLOCK": 2, "share": True}, {"BLOCK": 2, "share": "1"}, {"BLOCK": 2, "on": 1},
+        {"BLOCK": 2, "early": 1}, {"BLOCK": 2, "other": 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_config_has_values_of_its_types(document: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Tile"):
+        Tile.from_json(document)
+
+
+def test_a_config_is_read_as_it_was_written() -> None:
+    for tile in (Tile(BLOCK=2), Tile(BLOCK=3, share=2.0, on=True, early="x")):
+        assert Tile.from_json(tile.to_json()) == tile
+    assert Tile.from_json({"BLOCK": 2, "share": 1}) == Tile(BLOCK=2, share=1.0)
+    assert str(Tile(BLOCK=2)) == "BLOCK=2 share=0.5 on=False"
+
+
+class Promising(Config):
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",)
+
+
+def test_a_config_is_used_where_the_caller_made_its_promises() -> None:
+    assert Promising().unmet_promises(problem()) == ["static_weights"]
+    assert Promising().unmet_promises(problem(static_weights=True)) == []
+    assert Config().unmet_promises(problem()) == []
+
+
+def test_a_kernel_declines_by_its_declaration_and_then_by_itself() -> None:
+    kernel = FakeKernel("k")
+    kernel.supports = LEAST  # type: ignore[misc]
+    kernel.declines = lambda problem: ["not today"]  # type: ignore[method-assign]
+    assert kernel.reasons_against(ON_GPU) == ["not today"]
+    assert kernel.reasons_against(replace(ON_GPU, batch=2)) == ["batch 2 exceeds 1"]
+
+
+def test_a_kernel_promises_nothing_by_default() -> None:
+    kernel = FakeKernel("k")
+    assert Kernel.arithmetic(kernel, ON_GPU, Config()) is None
+    kernel.traits = Traits(batch_invariant=True)  # type: ignore[misc]
+    name = f"k@{kernel.version}(BLOCK=2 share=0.5 on=False)"
+    assert Kernel.arithmetic(kernel, ON_GPU, Tile(BLOCK=2)) == f"sm90-{name}"
+    assert Kernel.arithmetic(kernel, problem(), Tile(BLOCK=2)) == f"cpu-{name}"
+    assert Kernel.workspace_bytes(kernel, ON_GPU, Config()) == 0
+    assert Kernel.estimate_us(kernel, ON_GPU, Config()) is None
+    assert Kernel.anatomy(kernel, ON_GPU, Config()) is None
+
+
+def test_a_launcher_is_bound_once() -> None:
+    bound = Bound.of(problem)  # type: ignore[arg-type]
+    assert bound.run is problem
+    assert Bound.of(bound) is bound
+
+
+def test_work_is_resumed_when_what_it_waits_for_is_done() -> None:
+    futures: list[Future[int]] = [Future(), Future()]
+    log: list[str] = []
+
+    def work() -> Any:
+        yield ()
+        thread = threading.Timer(0.01, lambda: futures[1].set_result(1))
+        thread.start()
+        while not futures[1].done():
+            log.append("wait")
+            yield futures
+        thread.join()
+        return "result"
+
+    assert drained(work(), lambda: log.append("tick")) == "result"
+    # The first of two that is done ends a wait; a wait may end before.
+    assert log[:3] == ["tick", "wait", "tick"]
+    assert len(log) < 20
+
+
+# -- what an epilogue may be --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "a-b"}, {"name": ""}, {"parameters": (float("nan"),)},
+        {"parameters": (float("inf"), 1.0)}, {"parameters": (1.0, 0.0), "positive": True},
+        {"parameters": (-1.0,), "positive": True}, {"parameters": (1e-39,), "positive": True},
+        {"interleaved": True}, {"interleaved": True, "gated": True, "derivative": torch.relu},
+        {"interleaved": True, "gated": True, "device_derivative": torch.relu},
+        {"outputs": (Port("p", "tile"), Port("p", "row", reduce="max"))},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_epilogue_is_described_without_contradiction(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="epilogue"):
+        Epilogue(**{"name": "f", "reference": torch.relu, **fields})
+
+
+def test_the_least_parameter_is_the_least_normal_number() -> None:
+    assert Epilogue("f", torch.relu, parameters=(2.0**-126,), positive=True).parameters
+    for name in ("device", "device_derivative"):
+        with pytest.raises(TypeError, match="is no device function"):
+            Epilogue("f", torch.relu, **{name: 2})  # type: ignore[arg-type]
+
+
+def parameters_of(function: Any, gated: bool = False, **fields: Any) -> tuple[float, ...]:
+    return Epilogue("f", function, gated=gated, **fields).parameters
+
+
+def test_parameters_are_the_numbers_that_follow_the_operands() -> None:
+    def all_kinds(z: Any, a: float = 1, b: float = 2.5, c: Any = "x", d: float = 3) -> Any:
+        return z
+
+    assert parameters_of(all_kinds) == (1.0, 2.5)
+    assert parameters_of(all_kinds, gated=True) == (2.5,)
+    assert parameters_of(lambda z, flag=True: z) == ()
+    assert parameters_of(lambda z, *, a=1.0: z) == ()
+    assert parameters_of(lambda *z, a=1.0: z) == ()
+    assert parameters_of(torch.relu) == ()  # written in C
+    # A kernel takes no more than its device function does.
+    assert parameters_of(all_kinds, device=lambda z, a: z) == (1.0,)
+    assert parameters_of(all_kinds, device=lambda z: z) == ()
+    assert parameters_of(all_kinds, device=lambda: None) == ()
+    assert parameters_of(all_kinds, gated=True, device=lambda g, u, a: g) == (2.5,)
+
+
+def test_a_chain_is_its_stages() -> None:
+    first = Epilogue("first", torch.relu, linear=True, outputs=(Port("p", "tile"),))
+    last = Epilogue("last", torch.tanh, linear=True, outputs=(Port("q", "tile"),))
+    chain = first.then(last)
+    assert (chain.name, chain.linear, chain.gated) == ("first+last", True, False)
+    assert [port.name for port in chain.outputs] == ["p", "q"]
+    assert chain.then(first.bare).name == "first+last+first"
+    assert not first.then(replace(last, linear=False)).linear
+    assert CLAMPED.then(last).interleaved
+    assert CLAMPED.then(last).gated
+    assert first.then(IDENTITY) is first
+    assert IDENTITY.then(first) is first
+    with pytest.raises(ValueError, match="can only come first"):
+        first.then(parse("swiglu"))
+
+
+def test_values_are_given_to_the_first_parameters() -> None:
+    epilogue = Epilogue("f", torch.relu, parameters=(1.0, 2.0))
+    for given, found in (((), (1.0, 2.0)), ((3,), (3.0, 2.0)), ((3, 4), (3.0, 4.0))):
+        assert epilogue.with_parameters(*given).parameters == found
+    with pytest.raises(ValueError, match="takes 2 parameters, got 3"):
+        epilogue.with_parameters(1, 2, 3)
+
+
+def test_one_function_of_the_product_is_an_activation() -> None:
+    plain = Epilogue("f", torch.tanh)
+    assert plain.activation is torch.tanh
+    others = (
+        IDENTITY, plain.then(plain), replace(plain, gated=True), parse("swiglu"),
+        replace(plain, parameters=(1.0,)), replace(plain, outputs=(Port("p", "tile"),)),
+    )  # fmt: skip
+    assert [other.activation for other in others] == [None] * len(others)
+
+
+def test_all_outputs_at_once_are_of_narrow_results_alone() -> None:
+    port = Port("p", "tile", of=torch.neg)
+    together = Epilogue(
+        "f", torch.relu, outputs=(port,), outputs_of=lambda y: (torch.full_like(y, 7),)
+    )
+    y = torch.ones(2, 3)
+    for dtype in (BF16, FP16, FP32):
+        assert together.auxiliary(y.to(dtype))[0].eq(7).all()
+    assert together.auxiliary(y.double())[0].eq(-1).all()
+    assert together.bare.auxiliary(y) == ()
+    other = Epilogue("g", torch.relu, outputs=(Port("q", "tile"),))
+    assert not together.then(other).auxiliary(y.requires_grad_())[1].requires_grad
+
+
+def test_an_output_keeps_the_closure_variables_of_its_call() -> None:
+    factor = 2.0
+
+    def times(z: torch.Tensor) -> torch.Tensor:
+        return z * factor
+
+    epilogue = Epilogue("f", torch.relu, outputs=(Port("p", "tile", of=times, device=times),))
+    kept = INTERNED[epilogue.interned()]
+    factor = 3.0
+    assert kept.auxiliary(torch.ones(1, 1))[0].item() == 2
+    assert kept.outputs[0].device(1.0) == 2
+    assert epilogue.auxiliary(torch.ones(1, 1))[0].item() == 3
+    assert epilogue.interned() != kept.interned()
+
+
+# -- outputs and what they may be ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "1"}, {"kind": "rows"}, {"dtype": torch.float64}, {"dtype": torch.int32},
+        {"dtype": torch.float8_e4m3fn}, {"reduce": None}, {"reduce": "min"}, {"group": 4},
+        {"kind": "tile"}, {"kind": "tile", "reduce": None, "group": -4, "of": torch.abs},
+        {"kind": "tile", "reduce": None, "group": 3, "of": torch.abs},
+        {"kind": "tile", "reduce": None, "group": 4},
+        {"kind": "group", "reduce": None, "of": torch.abs},
+        {"kind": "group", "reduce": None, "group": 4},
+        {"kind": "group", "reduce": None, "group": 4, "of": torch.abs,
+         "dtype": torch.float8_e5m2},
+        {"device": torch.abs},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_output_is_described_without_contradiction(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="output"):
+        Port(**{"name": "p", "kind": "row", "reduce": "max", **fields})
+
+
+def test_outputs_that_are_possible() -> None:
+    for dtype in (BF16, FP16, FP32, torch.float8_e4m3fn, torch.float8_e5m2):
+        assert Port("p", "tile", dtype, of=torch.abs, group=4).fusable is False
+    assert Port("p", "tile").fusable
+    assert Port("p", "group", of=torch.abs, group=1, device=torch.abs).fusable
+    with pytest.raises(TypeError, match="is no device function"):
+        Port("p", "tile", of=torch.abs, device=2)
+
+
+def test_groups_of_an_output_are_filled_up_and_lie_side_by_side() -> None:
+    amax = Port("p", "group", of=lambda y: y.abs().amax(-1), group=4)
+    y = torch.arange(12.0).view(2, 6) - 20
+    assert amax.shape((2, 6)) == (2, 2)
+    assert amax.apply(y).tolist() == [[20, 16], [14, 10]]
+    placed = amax.placed(torch.arange(4.0), (2, 6))
+    assert placed.tolist() == [[0, 2], [1, 3]]
+    assert amax.placed(torch.arange(12.0), (3, 2, 6)).shape == (3, 2, 2)
+    assert Port("q", "row", reduce="max").placed(torch.arange(2.0), (2, 6)).tolist() == [0, 1]
+    tile = Port("t", "tile", of=lambda y: y - y.amax(-1, keepdim=True), group=4)
+    assert tile.apply(y).tolist() == [[-3, -2, -1, 0, -16, -15], [-3, -2, -1, 0, -10, -9]]

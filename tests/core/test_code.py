@@ -8,6 +8,7 @@ import py_compile
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from fakes import plugin
 from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
+from tmm_cache.fields import NAME_MAX
 
 import tmm_core
 from tmm_core.dispatch.first_use import FirstUse
@@ -85,6 +87,7 @@ FILES = {
     "class Base(Kernel):\n    def based(self, z): return z * 1\n",
     "stranger/helper.py": "FACTOR = 1\n",
     "stranger/data.json": '{"c": 1}',
+    "stranger/data.jsonc": "1",  # not what data.json was compiled to
     "stranger/fast.so": "\x7fELF one",
 }
 KERNEL_FILE = "stranger/kernel.py"
@@ -95,6 +98,7 @@ EDITS = {
     "a module-level object": (KERNEL_FILE, "OBJECT = Settings(1)", "OBJECT = Settings(2)"),
     "a helper module": ("stranger/helper.py", "1", "2"),
     "a data file": ("stranger/data.json", "1", "2"),
+    "a file named by another and a c": ("stranger/data.jsonc", "1", "2"),
     "a shared library": ("stranger/fast.so", "one", "two"),
     "a default argument": (KERNEL_FILE, "by=1", "by=2"),
     "a closure cell": (KERNEL_FILE, "closure = make(1)", "closure = make(2)"),
@@ -301,6 +305,68 @@ def test_what_a_distribution_installs_beside_its_package_counts(site: Path) -> N
     before = version("one")
     assert before.startswith(plain)
     assert version("two") != before == version("one")
+
+
+def test_what_installers_write_and_what_is_counted_already_is_not_beside(site: Path) -> None:
+    (site / "stranger-1.0.dist-info/RECORD").write_text(
+        "".join(
+            f"{name},,\n"
+            for name in ("stranger/kernel.py", "../../bin/stranger", "__editable__.stranger-1.pth",
+                         "stranger.pth", "stranger-1.0.dist-info/RECORD", "__pycache__/x.pyc")
+        )
+    )  # fmt: skip
+    assert version_of(own(), "7", "stranger") == version_of(own(), "7")
+
+
+def test_a_function_that_is_set_on_the_instance_counts(site: Path) -> None:
+    (site / "stranger_more.py").write_text("def based(z): return z\n")
+    kernel = own()
+    kernel.based = importlib.import_module("stranger_more").based
+    before = version_of(kernel, "7")
+    assert before != version_of(own(), "7")
+    kernel.based = importlib.import_module("stranger_more").based
+    (site / "stranger_more.py").write_text("def based(z): return z * 2\n")
+    assert version_of(kernel, "7") != before
+
+
+def test_packages_of_one_namespace_are_apart(site: Path) -> None:
+    names = [f"stranger_namespace.{name}" for name in ("one", "other")]
+    for name in names:
+        folder = site / name.replace(".", "/")
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("X = 1")
+        importlib.invalidate_caches()
+        importlib.import_module(name)
+    one, other = map(code.package_digest, names)
+    assert one != other
+    (site / "stranger_namespace/one/more.py").write_text("X = 2")
+    assert code.package_digest(names[0]) != one
+    assert code.package_digest(names[1]) == other
+
+
+def test_a_module_whose_file_is_gone_is_in_no_file(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("stranger_gone")
+    monkeypatch.setitem(sys.modules, "stranger_gone", module)
+    assert code.package_digest("stranger_gone") is None
+    module.__file__ = str(site / "gone" / "gone.py")
+    assert code.package_digest("stranger_gone") is None
+    archive = site / "stranger.zip"
+    archive.write_text("one")
+    module.__file__ = str(archive / "gone.py")
+    before = code.package_digest("stranger_gone")
+    archive.write_text("two")
+    assert before != code.package_digest("stranger_gone") is not None
+
+
+def test_a_version_that_fits_in_a_record_is_written_out(site: Path) -> None:
+    kernel = own()
+    files = len(version_of(kernel, "")) - 1
+    fitting = "7" * (NAME_MAX - files - 1)
+    assert version_of(kernel, fitting).startswith(fitting + "+")
+    assert len(version_of(kernel, fitting)) == NAME_MAX
+    assert len(version_of(kernel, fitting + "7")) == 12
 
 
 def test_files_of_the_interpreter_and_of_editors_are_no_part(site: Path) -> None:

@@ -4,6 +4,7 @@ Keys of functions without a closure, in modules with files, are the same in ever
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ from torch import nn
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.spec.epilogue import INTERNED
+from tmm_core.spec.identity import lasting_text
 
 Function = Callable[..., torch.Tensor]
 
@@ -442,6 +444,47 @@ def test_keys_of_functions_with_files_are_the_same_in_every_process(tmp_path: Pa
     (tmp_path / "shared.py").write_text(SHARED + "\nMORE = 1\n")
     edited = set(re.findall("@[0-9a-f]{12}", keys("1")[0]))
     assert len(edited & set(re.findall("@[0-9a-f]{12}", one))) == 2  # torch's functions
+
+
+def test_texts_of_functions_with_files_tell_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process; the test above compares processes."""
+    (tmp_path / "lasting_a.py").write_text(
+        "def f(z, by=2.0, *, c=1): return z * by\n"
+        "def other_default(z, by=3.0, *, c=1): return z * by\n"
+        "def other_keyword(z, by=2.0, *, c=2): return z * by\n"
+        "def other_code(z, by=2.0, *, c=1): return z - by\n"
+        "def other_name(z, by=2.0, *, c=1): return z.abs * by\n"
+        "def other_set(z, by=2.0, *, c=1): return z in {4, 5}\n"
+        "def object_default(z, by=[2.0]): return z\n"
+        "def over(c): return lambda z: z * c\n"
+        "closure = over(2)\n"
+        "executed = type(f)(f.__code__, {'__name__': __name__}, 'f')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("lasting_a")
+    named = ("f", "other_default", "other_keyword", "other_code", "other_name", "other_set")
+    functions = [getattr(module, name) for name in named]
+    try:
+        for each in functions:
+            each.__qualname__ = "f"
+        texts = [lasting_text(each) for each in functions]
+        assert None not in texts
+        assert len(set(texts)) == len(texts)
+        assert [lasting_text(each) for each in functions] == texts
+        for name in ("object_default", "closure", "executed"):
+            assert lasting_text(getattr(module, name)) is None
+        (tmp_path / "lasting_a.py").write_text("")
+        assert not {lasting_text(each) for each in functions} & set(texts)
+    finally:
+        del sys.modules["lasting_a"]
+    assert lasting_text(functions[0]) is None
+    assert lasting_text(None) == ""
+    assert lasting_text(torch.relu) == "torch.relu"
+    assert lasting_text(len) is None
+    # A library's version is of the environment: no file of it is read.
+    assert str(lasting_text(nn.functional.silu)).startswith("torch.nn.functional.silu  (")
 
 
 def test_no_record_of_an_epilogue_of_one_process_is_saved(tmp_path: Path) -> None:

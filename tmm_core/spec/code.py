@@ -105,9 +105,9 @@ def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:
     return _of_process(kinds) if typed or None in files else _short(*map(str, files))
 
 
-def is_typed(function: Any) -> bool:
+def is_typed(function: FunctionType) -> bool:
     """Whether a function's code is from a prompt or ``exec``."""
-    return isinstance(function, FunctionType) and function.__code__.co_filename.startswith("<")
+    return function.__code__.co_filename.startswith("<")
 
 
 @functools.cache

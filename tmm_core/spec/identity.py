@@ -59,7 +59,7 @@ def is_frozen(function: Any) -> bool:
 @functools.cache
 def _writes(code: CodeType) -> bool:
     inner = any(_writes(each) for each in code.co_consts if isinstance(each, CodeType))
-    operations = {dis.opname[operation] for operation in code.co_code[::2]}
+    operations = {each.opname for each in dis.get_instructions(code)}
     return inner or bool({"STORE_DEREF", "DELETE_DEREF"} & operations)
 
 
