@@ -10,7 +10,6 @@ It depends on neither torch nor the kernels: problems, environments and configs 
 """
 
 from tmm_cache.cache_errors import CacheWarning, RecordError
-from tmm_cache.files import Located
 from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.paths import default_root, layer_paths, shipped_layers
@@ -25,7 +24,6 @@ __all__ = [
     "CacheStore",
     "CacheWarning",
     "CandidateResult",
-    "Located",
     "Miss",
     "Notes",
     "RecordError",

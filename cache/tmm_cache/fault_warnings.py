@@ -8,7 +8,7 @@ from typing import Final
 
 from tmm_cache.cache_errors import has_warned, warn_once
 from tmm_cache.files import Fault
-from tmm_cache.ownership import REPLACED, UNCHECKED, foreign
+from tmm_cache.ownership import foreign
 from tmm_cache.paths import VERSION, is_nowhere
 
 # Errors of the whole root rather than of one file: the next attempt would fail the same way.
@@ -53,14 +53,13 @@ class FaultWarnings:
         return False
 
     def untrusted(self, reason: str) -> None:
-        """Warn of a record in the user's own root that others may have written; once per root."""
-        if reason not in (REPLACED, UNCHECKED):
-            warn_once(
-                self._root,
-                f"{reason}; such records are verified once before their first use "
-                f"(TMM_CACHE_SHARED=1 if they are shared on purpose)",
-                about="untrusted",
-            )
+        """Warn that others may have written what was verified under the root; once per root."""
+        warn_once(
+            self._root,
+            f"{reason}; records are verified again before their first use in each process "
+            f"(TMM_CACHE_SHARED=1 if all its users are trusted)",
+            about="untrusted",
+        )
 
     def unwritable(self, error: OSError) -> None:
         """Warn that records of this process stay in memory."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,10 +23,9 @@ from tmm_cache.disk import (
     require_regular,
     write_atomically,
 )
-from tmm_cache.fields import at, flag, parse
+from tmm_cache.fields import parse
 from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
-from tmm_cache.ownership import REPLACED, foreign_file, is_shared
 from tmm_cache.paths import ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
@@ -35,10 +34,6 @@ MAX_BYTES = 16 * 2**20
 
 #: Digits of the SHA-256 in a record's file: it detects damage, not forgery.
 CHECKSUM_DIGITS = 16
-
-
-#: Attempts to read a file that other processes keep replacing.
-_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +63,26 @@ def json_lines(data: bytes) -> Iterator[object]:
             yield parse(line)
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A record and its origin.
-
-    `path` is None if it is held only in memory. `sealed`: its file has the checksum that the store
-    writes; a file made or changed by hand has none. `own`: it was not imported and, if found by
-    `CacheStore.locate`, it was saved by this process or in the user's own root. `foreign`: why
-    others than this user may have written its file, if that was checked.
-    """
-
-    record: TuningRecord
-    path: Path | None
-    sealed: bool
-    own: bool
-    foreign: str | None = None
-
-    @property
-    def trusted(self) -> bool:
-        """Whether its winner may be used without verifying it on this machine first."""
-        return self.own and self.sealed
-
-
-def parse_stored(data: bytes, name: str) -> Located:
-    """The record of a file called `<name>.json`.
+def parse_stored(data: bytes, name: str) -> TuningRecord:
+    """The record of a file called `<name>.json`. A file made by hand may lack a checksum.
 
     Raises ValueError for bytes that are not JSON, and RecordError for JSON that is not a record or
     has a wrong checksum. RecordError is also raised if the file's name is not the digest of its
     problem: the file was edited, or copied under a wrong name.
     """
     document = parse(data)
-    sealed = imported = False
     if isinstance(document, dict):
-        sealed = "checksum" in document
-        found = document.pop("checksum", None)
-        if sealed and not has_checksum(data, document, found):
-            raise RecordError("checksum: found another than the content's; the file has changed")
-        imported = at(".imported", flag, document.pop("imported", False))
+        if "checksum" in document:
+            found = document.pop("checksum")
+            if not has_checksum(data, document, found):
+                raise RecordError("checksum: found another than the content's; the file changed")
+        document.pop("imported", None)  # of older versions
         document.pop("best", None)  # repeats what the candidates hold
     record = TuningRecord.from_json(document)
     actual = digest(record.problem)
     if actual != name:
         raise RecordError(f"problem: found the problem of {actual}.json, accepted is {name}'s own")
-    return Located(record, None, sealed, own=not imported)
+    return record
 
 
 def _checksum(text: str) -> str:
@@ -152,21 +124,8 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The content of a file, and why others than this user may have written it. None: they can't
-    have written it, or that was not checked."""
-
-    data: bytes
-    foreign: str | None
-
-
-def read_file(
-    path: Path, root: Path | None = None, *, most: int = MAX_BYTES
-) -> Read | Fault | None:
-    """A regular file's content; None if it is absent. With a `root`, also whether nobody else may
-    write the file, the root, or a folder between them."""
-    root = None if is_shared() else root
+def read_file(path: Path, *, most: int = MAX_BYTES) -> bytes | Fault | None:
+    """A regular file's content; None if it is absent."""
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
@@ -177,12 +136,8 @@ def read_file(
         return Fault(path.parent, f"cannot be read: {error}", place=True)
     try:
         require_regular(status)
-        for _ in range(_TRIES):
-            with closing(opened(path, os.O_RDONLY)) as handle:
-                data = read_all(handle, most)
-                foreign = None if root is None else foreign_file(root, path, handle)
-            if foreign != REPLACED:
-                break
+        with closing(opened(path, os.O_RDONLY)) as handle:
+            data = read_all(handle, most)
     except FileNotFoundError as error:
         reraise(error)
         return None
@@ -193,7 +148,7 @@ def read_file(
         return Fault(path, f"cannot be read: {error.strerror or error}")
     if len(data) > most:
         return Fault(path, f"is larger than {most} bytes", damaged=True)
-    return Read(data, foreign)
+    return data
 
 
 def read_record(path: Path, report: Report) -> TuningRecord | None:
@@ -201,17 +156,17 @@ def read_record(path: Path, report: Report) -> TuningRecord | None:
     stored = read_stored(path)
     if isinstance(stored, Fault):
         report(stored)
-    return stored.record if isinstance(stored, Located) else None
+        return None
+    return stored
 
 
-def read_stored(path: Path, root: Path | None = None) -> Located | Fault | None:
-    """The record in a file with its origin; None if the file is absent. With `root`, which is the
-    user's own, it is also checked whether others may have written the file."""
-    read = read_file(path, root)
-    if not isinstance(read, Read):
+def read_stored(path: Path) -> TuningRecord | Fault | None:
+    """The record in a file; None if the file is absent."""
+    read = read_file(path)
+    if not isinstance(read, bytes):
         return read
     try:
-        return replace(parse_stored(read.data, path.stem), path=path, foreign=read.foreign)
+        return parse_stored(read, path.stem)
     except ValueError as error:
         reraise(error)
         return Fault(path, f"is not a valid record: {error}", damaged=True)
@@ -223,8 +178,8 @@ def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
     path = folder / ENVIRONMENT
     read = read_file(path)
     try:
-        if isinstance(read, Read):
-            return parse_environment(read.data, folder.name)
+        if isinstance(read, bytes):
+            return parse_environment(read, folder.name)
     except ValueError as error:
         reraise(error)
         read = Fault(path, f"is not a valid environment: {error}", damaged=True)
@@ -233,10 +188,9 @@ def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
     return None
 
 
-def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = False) -> bytes:
-    """The content of a record's file, sealed. `imported`: it was measured on another machine.
-
-    `checked`: the record was just read, so it is not checked again.
+def record_bytes(record: TuningRecord, checked: bool = False) -> bytes:
+    """The content of a record's file, sealed. `checked`: the record was just read, so it is not
+    checked again.
 
     Raises RecordError for a record that would not read back: a bug, better reported now than as a
     warning in every later process.
@@ -244,10 +198,7 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     document = record.to_json()
     if not checked:
         TuningRecord.from_json(document)
-    document = with_header(document, record)
-    if imported:
-        document["imported"] = True
-    return sealed(document)
+    return sealed(with_header(document, record))
 
 
 def write_record(path: Path, data: bytes, environment: Document) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.cache_errors import reraise, suppress
-from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import Read, json_lines, read_file
+from tmm_cache.disk import append_line, closing, make_folder, open_regular, read_all
+from tmm_cache.files import json_lines
 from tmm_cache.keys import JSON, canonical
-from tmm_cache.ownership import foreign
+from tmm_cache.ownership import foreign, foreign_file, is_shared
 from tmm_cache.paths import NOTES, default_root
 
 #: A larger file gets no more notes: about a thousand problems, read at every start.
@@ -38,20 +38,20 @@ class Notes:
         root = default_root() if root is None else root
         self._root = root
         self.path = root / NOTES / f"{name}-{digest}.jsonl"
-        self._kept = foreign(root) is None
-        self._read: dict[str, JSON] | None = None if self._kept else {}
+        #: Why the file may be others', which is empty if it cannot be checked; None if it is not.
+        self.foreign = foreign(root)
+        self._notes: dict[str, JSON] = {}
+        if self.foreign is None:
+            with suppress(OSError):
+                self._read()
 
     def get(self, about: str) -> JSON:
         """The latest note about this; None if there is none."""
-        if self._read is None:
-            self._read = self._lines()
-        return self._read.get(about)
+        return self._notes.get(about)
 
     def values(self) -> list[JSON]:
         """The latest note about each thing."""
-        if self._read is None:
-            self._read = self._lines()
-        return list(self._read.values())
+        return list(self._notes.values())
 
     def add(self, about: str, value: JSON) -> None:
         """Add a note, if a file can be written."""
@@ -62,28 +62,23 @@ class Notes:
         """Like `add`; raises OSError if the file cannot be written."""
         if self.get(about) == value:
             return
-        assert self._read is not None
-        self._read[about] = value
+        self._notes[about] = value
         # Asked each time: others may have got the right to write since.
-        if not self._kept or foreign(self._root) is not None:
+        if self.foreign is not None or foreign(self._root) is not None:
             return
         line = canonical([about, value]).encode("ascii")
         make_folder(self.path.parent)
         if not append_line(self.path, line, MAX_BYTES):
             raise OSError("it is full")
 
-    def _lines(self) -> dict[str, JSON]:
-        read = read_file(self.path, self._root)
-        notes: dict[str, JSON] = {}
-        if not isinstance(read, Read):
-            return notes
-        if read.foreign is not None:
-            self._kept = False
-            return notes
-        for line in json_lines(read.data):
+    def _read(self) -> None:
+        with closing(open_regular(self.path, os.O_RDONLY)) as handle:
+            if not is_shared():
+                self.foreign = foreign_file(self._root, self.path, handle)
+            data = read_all(handle, MAX_BYTES) if self.foreign is None else b""
+        for line in json_lines(data):
             if isinstance(line, list) and len(line) == 2 and isinstance(line[0], str):
-                notes[line[0]] = line[1]
-        return notes
+                self._notes[line[0]] = line[1]
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:

@@ -1,4 +1,4 @@
-"""Checks who owns files: a record that another user may have written has to be verified.
+"""Checks who owns files: a note of what was verified counts if only this user may have written it.
 
 Ownership is checked on the opened file and on each folder from the root down to it. All checks are
 by descriptor, so that nobody can exchange a folder between the check and the read. An ACL that lets
@@ -20,10 +20,6 @@ _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER: Final = (
     getattr(os, "O_PATH", 0) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 )
-#: Results of `foreign_file` that are nobody's mistake: the file was replaced or removed since it
-#: was opened, or a folder could not be examined.
-REPLACED: Final = "replaced while it was read"
-UNCHECKED: Final = "its folders could not be checked"
 _NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -36,7 +32,7 @@ def is_shared() -> bool:
 def foreign_status(status: os.stat_result) -> str | None:
     """Why others may have written a file or folder of this status; None if only this user can.
 
-    Files of root are foreign to other users: a record that root saved was verified for root.
+    Files of root are foreign to other users: what root verified was verified for root.
     """
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"
@@ -58,15 +54,14 @@ def foreign(root: Path) -> str | None:
     return foreign_status(status)
 
 
-def foreign_below(root: Path) -> list[str]:
-    """Paths below a root that others may have written, each with the reason that `foreign_file`
-    would give. Empty if the root is shared on purpose or cannot be listed."""
+def foreign_below(top: Path) -> list[str]:
+    """A folder and files in it that others may have written, each with the reason that
+    `foreign_file` would give. Empty if the cache is shared on purpose or it cannot be listed."""
     found: list[str] = []
     if is_shared():
         return found
-    for folder, folders, names in os.walk(root):
-        for name in (*folders, *names):
-            path = os.path.join(folder, name)
+    for folder, _, names in os.walk(top):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
             with suppress(OSError):  # gone by now
                 status = os.lstat(path)
                 reason = "is a link" if stat.S_ISLNK(status.st_mode) else foreign_status(status)
@@ -78,9 +73,9 @@ def foreign_file(root: Path, path: Path, handle: int) -> str | None:
     """Why others than this user may have written the file at `path` below `root`, opened as
     `handle`; None if nobody else can have.
 
-    `REPLACED` and `UNCHECKED` mean that others may have. Other reasons begin with the path at
-    fault. A link below the root is at fault: the folders above its target are not checked. The
-    root itself may be a link.
+    A reason begins with the path at fault. It is empty if the file was replaced since it was
+    opened, or if a folder cannot be examined. A link below the root is at fault: the folders above
+    its target are not checked. The root itself may be a link.
     """
     opened = os.fstat(handle)
     if (reason := foreign_status(opened)) is not None:
@@ -100,8 +95,8 @@ def foreign_file(root: Path, path: Path, handle: int) -> str | None:
                 os.close(above)
     except OSError as error:
         reraise(error)
-        return REPLACED if isinstance(error, FileNotFoundError) else UNCHECKED
+        return ""
     finally:
         if folder is not None:
             os.close(folder)
-    return None if os.path.samestat(found, opened) else REPLACED
+    return None if os.path.samestat(found, opened) else ""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
 from tmm_cache.fault_warnings import FaultWarnings, passed_over
-from tmm_cache.files import Fault, Located, read_stored, record_bytes, write_record
+from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.locks import acquire
@@ -85,8 +84,6 @@ class CacheStore:
         self._limiter: SizeLimiter | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary] = {}
-        #: Records with candidates that were not verified on this machine.
-        self._unverified: set[Path] = set()
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -95,17 +92,20 @@ class CacheStore:
     def load(self, gpu: str, environment: Document, problem: Document) -> TuningRecord | None:
         """The problem's record: held, from the root, or from the first layer with it; None: a
         miss."""
-        located = self.locate(gpu, environment, problem)
-        if located is None:
-            return None
-        path = located.path
-        mine = self._warnings.is_own and not self.locked
-        if mine and path is not None and self.root in path.parents:
+        record, path = self._locate(gpu, environment, problem)
+        own = path is not None and self.root in path.parents and not self.locked
+        if path is not None and own and self._warnings.may_write():
             touch(path)
-        return located.record
+        return record
 
-    def locate(self, gpu: str, environment: Document, problem: Document) -> Located | None:
-        """The problem's record as `load` finds it, and its origin.
+    def found(self, gpu: str, environment: Document, problem: Document) -> Path | None:
+        """The file that `load` would answer from, or that a held record was written to."""
+        return self._locate(gpu, environment, problem)[1]
+
+    def _locate(
+        self, gpu: str, environment: Document, problem: Document
+    ) -> tuple[TuningRecord | None, Path | None]:
+        """The problem's record, and its file if it has one.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
         skipped with a `CacheWarning`.
@@ -114,25 +114,20 @@ class CacheStore:
             return self._locate_locked(gpu, environment, problem)
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
-            here = path if os.path.isfile(path) else None
-            return Located(held.record, here, sealed=True, own=path not in self._unverified)
+            return held.record, path if os.path.isfile(path) else None
         asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
-            stored = read_stored(path, root if root == self.root else None)
+            stored = read_stored(path)
             if isinstance(stored, Fault):
                 passed_over(stored)
             elif stored is None:
                 continue
-            elif canonical(stored.record.problem) == asked:
-                mine = root == self.root and self._warnings.may_write()
-                if mine and stored.foreign is not None:
-                    mine = False
-                    self._warnings.untrusted(stored.foreign)
-                return replace(stored, own=stored.own and mine)
+            elif canonical(stored.problem) == asked:
+                return stored, path
             else:
                 passed_over(Fault(path, "records another problem of the same digest"))
-        return None
+        return None, None
 
     def is_verified(self, gpu: str, environment: Document, key: str) -> bool:
         """Whether `mark_verified` was called with this key under this root. Never raises
@@ -144,35 +139,26 @@ class CacheStore:
         writable, otherwise for this process. Never raises OSError."""
         self._stamps(gpu, environment).add(key, True)
 
-    def found(self, gpu: str, environment: Document, problem: Document) -> Path | None:
-        """The file that `load` would answer from, or that a held record was written to."""
-        located = self.locate(gpu, environment, problem)
-        return None if located is None else located.path
-
-    def save(
-        self, gpu: str, environment: Document, record: TuningRecord, *, verified: bool = True
-    ) -> Path | None:
+    def save(self, gpu: str, environment: Document, record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
-        `verified`: every candidate was verified on this machine; otherwise the record is marked as
-        imported, so that its winner is verified before its first use. A record that could not be
-        written is held in memory. Raises RecordError for a record that would not read back, never
-        OSError.
+        A record that could not be written is held in memory. Raises RecordError for a record that
+        would not read back, never OSError.
         """
-        data = record_bytes(record, imported=not verified)
+        data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
         if not self._warnings.may_write():
-            self.hold(gpu, environment, record, verified=verified)
+            self.hold(gpu, environment, record)
             return None
         try:
             write_record(path, data, environment)
         except OSError as error:
             reraise(error)
             self._warnings.unwritable(error)
-            self.hold(gpu, environment, record, verified=verified)
+            self.hold(gpu, environment, record)
             return None
         if path in self._held:
-            self.hold(gpu, environment, record, verified=verified)
+            self.hold(gpu, environment, record)
         if self._limiter is None:
             from tmm_cache.size_limits import SizeLimiter  # not needed for replay
 
@@ -180,14 +166,10 @@ class CacheStore:
         self._limiter.saved(path, len(data), self._held)
         return path
 
-    def hold(
-        self, gpu: str, environment: Document, record: TuningRecord, *, verified: bool = True
-    ) -> None:
-        """Answer with this record as long as the store lives, regardless of the disk. `verified` as
-        in `save`."""
+    def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:
+        """Answer with this record as long as the store lives, regardless of the disk."""
         held = self.summary(gpu, environment, record)
         self._held[held.path] = held
-        (self._unverified.discard if verified else self._unverified.add)(held.path)
 
     def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
@@ -280,16 +262,17 @@ class CacheStore:
             Notes("misses", None, self.root).path.unlink()
         return count
 
-    def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
+    def _locate_locked(
+        self, gpu: str, environment: Document, problem: Document
+    ) -> tuple[TuningRecord | None, Path | None]:
         lock = self._locked_file()
         key = gpu, digest(environment), digest(problem)
         record = None if lock is None else lock.record(key)
         if isinstance(record, Fault):
             passed_over(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
-            return None
-        # It may have been verified where it was frozen, but not here.
-        return Located(record, self.lock_path, sealed=True, own=False)
+            return None, None
+        return record, self.lock_path
 
     def _locked_file(self) -> Transport | None:
         """The lock file that alone answers; None, with a warning, if there is none."""
@@ -311,4 +294,6 @@ class CacheStore:
         if (found := self._verified.get(of)) is None:
             # If two threads make them, both keep to the first.
             found = self._verified.setdefault(of, Notes("verified", list(of), self.root))
+            if found.foreign and self._warnings.is_own:
+                self._warnings.untrusted(found.foreign)
         return found

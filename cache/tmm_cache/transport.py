@@ -23,8 +23,6 @@ from tmm_cache.disk import write_for_all
 from tmm_cache.fields import parse
 from tmm_cache.files import (
     Fault,
-    Located,
-    Read,
     has_checksum,
     read_file,
     read_stored,
@@ -80,10 +78,10 @@ class Transport:
     def __init__(self, path: Path) -> None:
         self.path = path
         read = read_file(path, most=MAX_BYTES)
-        if not isinstance(read, Read):
+        if not isinstance(read, bytes):
             raise UsageError(f"{path}: {read.reason if read else 'there is no such file'}")
         try:
-            self._items = dict(_items(_unpacked(read.data)))
+            self._items = dict(_items(_unpacked(read)))
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"{path}: is not a file of records: {error}") from error
 
@@ -173,9 +171,9 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
                 if present.place:
                     raise OSError(f"{present.path} {present.reason}")
                 imported.faults.append(f"{key[2]}: {present.path} {present.reason}")
-            elif isinstance(present, Located) and present.record.created_at >= record.created_at:
+            elif isinstance(present, TuningRecord) and present.created_at >= record.created_at:
                 imported.kept += 1
             else:
-                write_record(path, record_bytes(record, imported=True, checked=True), environment)
+                write_record(path, record_bytes(record, checked=True), environment)
                 imported.written += 1
     return imported

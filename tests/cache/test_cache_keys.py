@@ -21,7 +21,6 @@ def test_the_public_names_are_these() -> None:
         "CacheWarning",
         "CandidateResult",
         "JSON",
-        "Located",
         "Miss",
         "Notes",
         "RecordError",

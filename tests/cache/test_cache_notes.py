@@ -64,11 +64,6 @@ def test_a_stamp_tells_a_change_whose_size_and_time_are_restored(tmp_path: Path)
     assert stamp([path]) != before
 
 
-def test_all_notes_are_read_before_any_is_asked_for(tmp_path: Path) -> None:
-    Notes("kind", "state", tmp_path).add("one", 1)
-    assert Notes("kind", "state", tmp_path).values() == [1]
-
-
 @pytest.mark.parametrize(("room", "fits"), [(-1, False), (0, True), (1, True)])
 def test_a_line_may_fill_a_file_to_its_limit(tmp_path: Path, room: int, fits: bool) -> None:
     path, line = tmp_path / "lines", b"a line"

@@ -1,5 +1,4 @@
-"""A record that others may have written is not this user's own: it is verified before its first
-use."""
+"""A note of what was verified counts if nobody else may have written it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, problem, record, warned
-from tmm_cache import CacheStore, Notes, files
+from tmm_cache import CacheStore, Notes, disk, notes
 
 #: A user that is neither root nor, most likely, the one who runs the tests.
 STRANGER = 54321
@@ -21,49 +20,44 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 
 def trusted(store: CacheStore | None = None) -> bool:
-    found = (store or CacheStore()).locate(GPU, ENVIRONMENT, problem())
-    assert found is not None
-    assert found.record == record()
-    assert found.sealed
-    assert found.own == found.trusted
-    return found.trusted
+    return (store or CacheStore()).is_verified(GPU, ENVIRONMENT, "key")
 
 
 @pytest.fixture
 def path(store: CacheStore) -> Path:
-    path = store.save(GPU, ENVIRONMENT, record())
-    assert path is not None
+    store.mark_verified(GPU, ENVIRONMENT, "key")
     assert trusted()
+    [path] = (store.root / "notes").iterdir()
     return path
 
 
 def place(path: Path, level: int) -> Path:
-    """The record itself, or a folder above it: its environment's, its GPU's, its schema's."""
+    """The note's file, or the folder of notes."""
     return [path, *path.parents][level]
 
 
-@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("level", range(2))
 @pytest.mark.parametrize("bits", [0o002, 0o020, 0o1022])
-def test_a_record_that_others_can_write_is_not_own(path: Path, level: int, bits: int) -> None:
+def test_a_note_that_others_can_write_is_not_own(path: Path, level: int, bits: int) -> None:
     at = place(path, level)
     at.chmod(at.stat().st_mode | bits)
-    with warned(f"{at} can be written by others; .* verified once .*TMM_CACHE_SHARED=1"):
+    with warned(f"{at} can be written by others; .* verified again .*TMM_CACHE_SHARED=1"):
         assert not trusted()
         assert not trusted()  # silently
 
 
-@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("level", range(2))
 @as_root
-def test_a_record_of_another_user_is_not_own(path: Path, level: int) -> None:
+def test_a_note_of_another_user_is_not_own(path: Path, level: int) -> None:
     os.chown(place(path, level), STRANGER, -1)
     with warned(f"{place(path, level)} belongs to user {STRANGER}; "):
         assert not trusted()
 
 
-@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("level", range(2))
 @as_root
 def test_root_is_another_user_too(path: Path, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (path, *path.parents[:4]):
+    for each in (path, *path.parents[:2]):
         os.chown(each, STRANGER, -1)
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
     assert trusted()
@@ -73,14 +67,14 @@ def test_root_is_another_user_too(path: Path, level: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o644, 0o755])
-def test_permissions_to_read_leave_a_record_own(path: Path, mode: int) -> None:
+def test_permissions_to_read_leave_a_note_own(path: Path, mode: int) -> None:
     path.chmod(mode)
-    for folder in path.parents[:4]:
+    for folder in path.parents[:2]:
         folder.chmod(mode | 0o700)
     assert trusted()
 
 
-@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("level", range(2))
 def test_a_link_below_the_root_is_not_own(path: Path, level: int, tmp_path: Path) -> None:
     at = place(path, level)
     at.rename(tmp_path / "elsewhere")
@@ -113,24 +107,18 @@ def test_what_is_shared_on_purpose_is_own(path: Path, monkeypatch: pytest.Monkey
         assert not trusted()
 
 
-def test_a_record_saved_in_a_shared_folder_is_not_own_in_the_next_process(path: Path) -> None:
-    path.parent.chmod(0o777)
-    store = CacheStore()
-    assert store.save(GPU, ENVIRONMENT, record()) == path
-    with warned("can be written by others"):
-        assert not trusted()
-
-
 @as_root
 def test_a_root_that_another_user_made_meanwhile_is_not_own(tmp_path: Path) -> None:
     """In `/tmp` anybody may make the folder that `TMM_CACHE_DIR` names."""
     theirs = CacheStore(tmp_path / "theirs", [])
+    theirs.mark_verified(GPU, ENVIRONMENT, "key")
     theirs.save(GPU, ENVIRONMENT, record())
     store = CacheStore(tmp_path / "later", [])
     assert store.load(GPU, ENVIRONMENT, problem()) is None
     theirs.root.rename(store.root)
     os.chown(store.root, STRANGER, -1)
     with warned(f"later: belongs to user {STRANGER}; it is read as untrusted and not written"):
+        assert store.load(GPU, ENVIRONMENT, problem()) == record()
         assert not trusted(store)
         assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
 
@@ -140,8 +128,8 @@ def test_a_root_exchanged_during_the_read_is_not_own(
 ) -> None:
     """Its folders are checked by descriptor, and the file opened must be the one in them."""
     own, forged = store.root, CacheStore(tmp_path / "forged", []).root
-    CacheStore(forged, []).save(GPU, ENVIRONMENT, record())
-    opened = files.opened
+    CacheStore(forged, []).mark_verified(GPU, ENVIRONMENT, "key")
+    opened = disk.opened
 
     def exchange() -> None:
         own.rename(tmp_path / "aside")
@@ -155,44 +143,28 @@ def test_a_root_exchanged_during_the_read_is_not_own(
         finally:
             exchange()
 
-    monkeypatch.setattr(files, "opened", meanwhile)
+    monkeypatch.setattr(disk, "opened", meanwhile)
     assert not trusted()
 
 
-def test_a_record_that_another_process_replaces_during_the_read_is_own(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("again", [False, True])
+def test_notes_removed_during_the_read_are_not_believed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    check = files.foreign_file
-    times: list[int] = []
+    check = notes.foreign_file
 
     def meanwhile(root: Path, at: Path, handle: int) -> str | None:
-        if len(times) < 3:
-            times.append(1)
-            fresh = path.with_suffix(".fresh")
-            fresh.write_bytes(path.read_bytes())
-            fresh.chmod(0o600)
-            fresh.replace(path)
+        data = path.read_bytes()
+        path.unlink()
+        if again:
+            path.write_bytes(data)
         return check(root, at, handle)
 
-    monkeypatch.setattr(files, "foreign_file", meanwhile)
-    assert trusted()
-    assert len(times) == 3
+    monkeypatch.setattr(notes, "foreign_file", meanwhile)
+    assert not trusted()
 
 
-def test_a_record_removed_during_the_read_is_a_miss(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = files.foreign_file
-
-    def meanwhile(root: Path, at: Path, handle: int) -> str | None:
-        path.unlink(missing_ok=True)
-        return check(root, at, handle)
-
-    monkeypatch.setattr(files, "foreign_file", meanwhile)
-    assert CacheStore().locate(GPU, ENVIRONMENT, problem()) is None
-
-
-def test_folders_that_cannot_be_checked_make_a_record_untrusted_silently(
+def test_folders_that_cannot_be_checked_make_notes_untrusted_silently(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is at fault, and other calls report that."""
@@ -213,7 +185,7 @@ def test_no_descriptor_is_left_open(path: Path) -> None:
         path.parent.chmod(bits)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            CacheStore().locate(GPU, ENVIRONMENT, problem())
+            trusted()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -237,7 +209,8 @@ def test_notes_that_others_may_have_written_are_neither_read_nor_written(
     make(file.parent if whole_folder else file)
     before = file.read_bytes()
     later = CacheStore()
-    assert not later.is_verified(GPU, ENVIRONMENT, "key")
+    with warned("records are verified again before their first use"):
+        assert not later.is_verified(GPU, ENVIRONMENT, "key")
     later.mark_verified(GPU, ENVIRONMENT, "another")
     assert later.is_verified(GPU, ENVIRONMENT, "another")  # in this process
     assert file.read_bytes() == before

@@ -54,10 +54,8 @@ def test_what_is_frozen_answers_alone(
     below.save(GPU, ENVIRONMENT, record(problem(m=4)))
     deployed = locked(monkeypatch)
     assert deployed.locked
-    found = deployed.locate(GPU, ENVIRONMENT, problem())
-    assert found is not None
-    assert found.record == record(mark="own").thinned()
-    assert (found.path, found.own, found.sealed) == (store.root / "tmm.lock.json", False, True)
+    assert deployed.load(GPU, ENVIRONMENT, problem()) == record(mark="own").thinned()
+    assert deployed.found(GPU, ENVIRONMENT, problem()) == store.root / "tmm.lock.json"
     assert deployed.load(GPU, ENVIRONMENT, problem(m=2)) is not None
     # Neither what was added since, nor what this process holds.
     deployed.hold(GPU, ENVIRONMENT, record(problem(m=5)))
@@ -218,9 +216,6 @@ def test_round_trip_keeps_records_and_environments(
     assert [entry.environment for entry in ours] == [entry.environment for entry in theirs]
     relative = [entry.path.relative_to(store.root) for entry in ours]
     assert relative == [entry.path.relative_to(target.root) for entry in theirs]
-    found = target.locate(GPU, ENVIRONMENT, problem(m=2))
-    assert found is not None
-    assert (found.own, found.sealed) == (False, True)  # verified here before its first use
 
 
 def test_export_and_freeze_write_one_document(store: CacheStore, tmp_path: Path) -> None:

@@ -168,6 +168,14 @@ def test_an_adopted_record_goes_before_what_was_chosen(m: int) -> None:
     assert timer.measured == []
 
 
+def test_an_adopted_record_answers_under_capture() -> None:
+    """As on the rank that measured it, which verified the winner."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
+    d.adopt(DEVICE, record(problem(), 1, result("blas", 20.0), result("fast", 12.0)))
+    choice, _ = d.bound(problem(capturing=True), settings())
+    assert name(choice) == "fast"
+
+
 def test_an_adopted_record_is_a_neighbour_at_once() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     guess = settings(on_cache_miss="heuristic")

@@ -155,11 +155,10 @@ def test_the_record_of_a_layer_is_kept_with_its_times(tmp_path: Path) -> None:
     d.first_use._store = store
     asked = problem(m=320)
     assert name(d.choose(problem(m=300), settings())) == "q"
-    found = store.locate(asked.device.gpu, asked.device.environment, asked.to_json())
-    assert found is not None
-    assert not found.trusted
-    assert found.path is not None
-    assert tmp_path / "own" in found.path.parents
+    path = store.found(asked.device.gpu, asked.device.environment, asked.to_json())
+    assert path is not None
+    assert tmp_path / "own" in path.parents
+    assert not d.first_use.may_launch(asked, d.choose(asked, settings()))
 
 
 def test_a_race_that_fails_is_not_repeated(tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from tmm_core.registry.registry import Registry
 from tmm_core.tuning.tuner import Tuner
 
 
-def writable_record(path: Path) -> None:
+def test_a_record_that_somebody_else_wrote_names_a_kernel_to_verify(tmp_path: Path) -> None:
+    """In the user's own root, with a checksum, for a problem that this user tuned."""
+    store = CacheStore(forged(tmp_path, wins=True), [])
+    d = dispatcher(Counting("second", wrong=True), store)
+    with pytest.warns(TmmWarning, match="second was wrong at its first use"):
+        assert name(d, problem(), settings()) == "blas"
+
+
+def writable_note(path: Path) -> None:
     path.chmod(0o666)
 
 
@@ -27,11 +35,11 @@ def writable_folder(path: Path) -> None:
     path.parent.chmod(0o777)
 
 
-def writable_folder_of_the_gpu(path: Path) -> None:
+def writable_root(path: Path) -> None:
     path.parent.parent.chmod(0o775)
 
 
-def record_of_another(path: Path) -> None:
+def note_of_another(path: Path) -> None:
     os.chown(path, 54321, -1)
 
 
@@ -45,17 +53,15 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 @pytest.mark.parametrize(
     "make",
     [
-        writable_record,
+        writable_note,
         writable_folder,
-        writable_folder_of_the_gpu,
-        pytest.param(record_of_another, marks=as_root),
+        writable_root,
+        pytest.param(note_of_another, marks=as_root),
         pytest.param(folder_of_another, marks=as_root),
     ],
 )
-def test_a_wrong_kernel_on_a_forged_record_is_never_used(
-    tmp_path: Path, make: Callable[[Path], None]
-) -> None:
-    [path] = shipped(tmp_path).rglob("????????????????.json")
+def test_a_forged_note_passes_no_wrong_kernel(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    [path] = (shipped(tmp_path) / "notes").glob("verified-*")
     make(path)
     d = dispatcher(Counting(wrong=True), CacheStore(tmp_path, []))
     with pytest.warns() as caught:
@@ -64,13 +70,15 @@ def test_a_wrong_kernel_on_a_forged_record_is_never_used(
     assert [warning.category for warning in caught] == [CacheWarning, TmmWarning]
 
 
-def forged(root: Path) -> Path:
-    """A layer's record in which one wrong kernel won, and another was second."""
+def forged(root: Path, wins: bool = False) -> Path:
+    """A record in which one wrong kernel won, and another was second or, if ``wins``, won."""
     store = CacheStore(root, [])
     record = dispatcher(FakeKernel("fast"), store).tune(problem(), settings())
     [winner] = [c for c in record.candidates if c.kernel == "fast"]
-    second = replace(winner, kernel="second", samples_us=(10.5,) * len(winner.samples_us))
-    record = replace(record, candidates=(*record.candidates, second))
+    time = 9.5 if wins else 10.5
+    second = replace(winner, kernel="second", samples_us=(time,) * len(winner.samples_us))
+    best = len(record.candidates) if wins else record.winner
+    record = replace(record, candidates=(*record.candidates, second), winner=best)
     store.save(problem().device.gpu, problem().device.environment, record)
     return root
 

@@ -169,12 +169,12 @@ def test_the_second_of_a_tuning_is_verified_when_it_answers(tmp_path: Path, wron
 
 def test_an_equal_incumbent_is_verified_when_it_answers(tmp_path: Path) -> None:
     """The tuning verified the other, which would have won without a record."""
-    shipped(tmp_path)
+    layer = shipped(tmp_path / "layer")
     times = {**FAST, "equal": FAST["fast"]}
     registry = Registry()
     kernels = FakeBlas(estimate=100.0), Counting(), FakeKernel("equal")
     registry.register(plugin(*kernels), "fakes")
-    d = Dispatcher(registry, Tuner(FakeTimer(times)), CacheStore(tmp_path, []))
+    d = Dispatcher(registry, Tuner(FakeTimer(times)), CacheStore(tmp_path / "own", [layer]))
     choice = d.choose(problem(), settings())
     assert choice.candidate.kernel.name == "fast"
     assert not d.first_use.may_launch(problem(), choice)
@@ -340,7 +340,7 @@ def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
         problem=asked.to_json(), winner=0, created="2026-01-01T00:00:00+00:00",
         candidates=(CandidateResult("fast", "1", {"tile": 1}, "ok", (1.0,)),), tuning_seconds=1.0,
     )  # fmt: skip
-    store.save(DEVICE.gpu, DEVICE.environment, record)
+    first_use.FirstUse(store).stamp_winner(DEVICE, record)
     invariant = replace(asked, batch_invariant=True)
     choice = Choice(candidate, "cache", evidence=asked)
     assert first_use.FirstUse(store).may_launch(invariant, choice)

@@ -11,7 +11,6 @@ import torch
 from tmm_cache import CacheStore, TuningRecord
 from tmm_cache.cache_errors import suppress
 
-from tmm_core.dispatch.first_use import FirstUse
 from tmm_core.dispatch.measuring import Measuring
 from tmm_core.errors import error_text, reraise
 from tmm_core.launch.plan import Choice
@@ -56,7 +55,6 @@ class Deferring(Measuring):
 
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         super().__init__(registry, tuner, store)
-        self.first_use = FirstUse(store)
         #: Answers for problems with an unfinished tuning or race, so that they are chosen only
         #: once; with the names of these measurements.
         self.answers: dict[Name, tuple[tuple[Name, Name], tuple[Choice, Launcher]]] = {}
@@ -185,7 +183,7 @@ class Deferring(Measuring):
             return
         record = yield from self.tuner.race_at(key, before, m, candidates, query.settings)
         # A tuning verifies its winner in every way of use; another winner is verified when used.
-        self._store(key, record, self._is_trusted(key) and record.winner == before.winner)
+        self._store(key, record)
         for index, candidate in candidates.items():
             if m in record.candidates[index].inside_us:  # it was verified there
                 self.first_use.stamp(query.problem, candidate)

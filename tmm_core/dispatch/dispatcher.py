@@ -443,6 +443,7 @@ class Dispatcher(Deferring):
                 if self.store.load(gpu, environment, record.problem) != record:
                     self.store.save(gpu, environment, record)
             self.store.hold(gpu, environment, record)
+            self.first_use.stamp_winner(device, record)
             self._forget()
             self._neighbours.add(device, record)
 

@@ -1,10 +1,10 @@
 """Decides which choices were verified on this machine, and verifies all others at their first use.
 
-A tuning verifies its winner at the edge of a bucket, and a record is evidence only on the machine
-that measured it. So any other kernel is compared with samples of a reference before its first
-result is used: if it is forced or untuned; if another one won its tuning; if its record came with a
-package, an image or an archive; and at every size (:func:`size_class`) at which it was not verified
-before. Stamps in the cache keep this for later processes of the same version of tmm.
+A tuning verifies its winner at the edge of a bucket. Any other kernel is compared with samples of
+a reference before its first result is used: if it is forced or untuned; if another one won its
+tuning; if its record came with a package, an image or an archive; and at every size
+(:func:`size_class`) at which it was not verified before. Stamps in the cache keep what was verified
+for later processes. A record says nothing about it: anybody may have written one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
-from tmm_cache import JSON, CacheStore, CandidateResult, digest
+from tmm_cache import JSON, CacheStore, TuningRecord, digest
 
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.device import current_device
+from tmm_core.spec.device import DeviceFingerprint, current_device
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -92,10 +92,18 @@ class FirstUse:
             # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
             evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
             device = evidence.device
-            found = self._store.locate(device.gpu, device.environment, evidence.to_json())
-            if found is not None and found.trusted and _is(found.record.best, choice.candidate):
+            key = _won(evidence.to_json(), _identity(choice.candidate))
+            if self._store.is_verified(device.gpu, device.environment, key):
                 return evidence.extent
         return None
+
+    def stamp_winner(self, device: DeviceFingerprint, record: TuningRecord) -> None:
+        """Record that the winner was verified in every way of use, at the record's size."""
+        best = record.best
+        key = _won(
+            record.problem, {"kernel": best.kernel, "version": best.version, "config": best.config}
+        )
+        self._store.mark_verified(device.gpu, device.environment, key)
 
     def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether this candidate was verified for a size of this problem's class."""
@@ -146,23 +154,22 @@ class FirstUse:
         return verdict
 
 
-def _is(result: CandidateResult, candidate: Candidate) -> bool:
-    """Whether a result on record is this candidate's."""
-    of = result.kernel, result.version, result.config
-    return of == (candidate.kernel.name, candidate.kernel.version, candidate.config.to_json())
+def _identity(candidate: Candidate) -> dict[str, JSON]:
+    kernel = candidate.kernel
+    config = candidate.config.to_json()
+    return {"kernel": kernel.name, "version": kernel.version, "config": config}
+
+
+def _won(problem: Mapping[str, JSON], identity: Mapping[str, JSON]) -> str:
+    """Return the key of a stamp for the winner of a problem's record."""
+    return digest({**identity, "won": problem})
 
 
 def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
     """Return the key of a stamp. It covers the kernel's version, its config, the bucket's problem
     and, if ``sized``, the class of the size."""
-    kernel = candidate.kernel
-    document: dict[str, JSON] = {
-        "kernel": kernel.name,
-        "version": kernel.version,
-        "config": candidate.config.to_json(),
-        "problem": bucketed(problem.bare()).to_json(),
-        "tmm": __version__,
-    }
+    document = _identity(candidate)
+    document |= {"problem": bucketed(problem.bare()).to_json(), "tmm": __version__}
     if sized:
         document["size"] = size_class(problem.extent, candidate.config.to_json())
     return digest(document)

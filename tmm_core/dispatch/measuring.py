@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tmm_cache import CacheStore, TuningRecord
 
+from tmm_core.dispatch.first_use import FirstUse
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.errors import error_text, reraise
 from tmm_core.registry.registry import Registry
@@ -50,6 +51,7 @@ class Measuring(Lookup):
         super().__init__(registry, store)
         if tuner is not None:
             self.tuner = tuner
+        self.first_use = FirstUse(store)
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
 
@@ -177,21 +179,18 @@ class Measuring(Lookup):
             able = [kernel for kernel in able if kernel.name not in bad]
             record = yield from tuned()
         if record is not kept:
-            self._store(key, record, findings.verified and (kept is None or self._is_trusted(key)))
+            self._store(key, record)
+            if findings.verified:
+                self.first_use.stamp_winner(key.device, record)
             self.untried.note(key, findings.tried, findings.left)
         findings.report(key)
         return record
 
-    def _is_trusted(self, key: Problem) -> bool:
-        """Whether the record's candidates were verified on this machine."""
-        found = self.store.locate(key.device.gpu, key.device.environment, key.to_json())
-        return found is not None and found.trusted
-
-    def _store(self, key: Problem, record: TuningRecord, verified: bool) -> None:
+    def _store(self, key: Problem, record: TuningRecord) -> None:
         device = key.device
         # Another process cannot have an epilogue that does not last.
         store = self.store.save if key.epilogue.lasting else self.store.hold
-        store(device.gpu, device.environment, record, verified=verified)
+        store(device.gpu, device.environment, record)
         self._neighbours.add(device, record)
 
     @contextlib.contextmanager

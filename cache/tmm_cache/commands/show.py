@@ -15,8 +15,6 @@ from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.files import Fault, Report
 from tmm_cache.header import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON
-from tmm_cache.ownership import foreign_below
-from tmm_cache.paths import VERSION
 from tmm_cache.problem_fields import printable
 from tmm_cache.record import CandidateResult, TuningRecord
 from tmm_cache.scan import Summary, folders, summaries, summaries_of
@@ -87,9 +85,6 @@ def verify(store: CacheStore, options: Namespace) -> int:
             print(printable(f"{fault.path}: {fault.reason}"))
     for path in left:
         note(f"{path}: left by a process that was killed; a save there removes it")
-    if others := foreign_below(store.root / VERSION):
-        more = f", and {len(others) - 1} more" if len(others) > 1 else ""
-        note(f"{others[0]}{more}; such records are verified before their first use")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
 

@@ -21,7 +21,7 @@ import torch
 from tmm_cache import console
 from tmm_cache.console import DONE, FOUND, print_json
 from tmm_cache.ownership import foreign, foreign_below
-from tmm_cache.paths import VERSION
+from tmm_cache.paths import NOTES
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -214,10 +214,10 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         else:
             yield Finding("cache", "ok", f"{store.root}, {size}")
     reason = foreign(store.root)
-    others = [f"{store.root} {reason}"] if reason else foreign_below(store.root / VERSION)
+    others = [f"{store.root} {reason}"] if reason else foreign_below(store.root / NOTES)
     if others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        text = f"{others[0]}{more}: such records are verified before their first use"
+        text = f"{others[0]}{more}: records are verified again in each process"
         advice = "chown or chmod them, or set TMM_CACHE_SHARED=1 if all its users are trusted"
         yield Finding("cache", "problem", text, advice)
     for layer in store.layers:
