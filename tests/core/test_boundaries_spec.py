@@ -58,6 +58,10 @@ def test_the_largest_offset_that_32_bits_hold_is_not_wide(columns: bool) -> None
 
     assert not of(2**31 - 1 - 8).wide
     assert of(2**31 - 8).wide
+    # An index may address a single row by its stride.
+    for stride in (2**31 - 1, 2**31):
+        lone = torch.empty_strided((1, 9), (stride, 1), dtype=torch.int8, device="meta")
+        assert Operand.of(lone).wide is (stride == 2**31)
 
 
 def test_a_lone_row_is_aligned_whatever_its_stride_and_overlapping_rows_are_not() -> None:

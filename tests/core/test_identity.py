@@ -242,10 +242,21 @@ AGAIN = ("closure", "keyword default", "default", "int or float", "class method"
 
 @pytest.mark.parametrize("maker", AGAIN)
 def test_functions_of_equal_constants_share_a_key(maker: str) -> None:
-    one, other = (Epilogue("f", MAKERS[maker](2.0)) for _ in range(2))
+    # Numbers of one value, and not one object.
+    one, other = (Epilogue("f", MAKERS[maker](float("2"))) for _ in range(2))
     assert one.key == other.key
     assert one == other
     assert one.interned() == other.interned()
+
+
+def test_a_function_whose_closure_is_not_filled_yet_stands_for_itself() -> None:
+    def function(z: torch.Tensor) -> torch.Tensor:
+        return later(z)
+
+    epilogue = Epilogue("f", function)
+    text = epilogue.interned()
+    later = torch.relu
+    assert INTERNED[text].apply(A @ B).eq(later(A @ B)).all()
 
 
 def test_methods_of_one_object_share_a_key() -> None:

@@ -113,8 +113,9 @@ def factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def exponents(scale: Tensor) -> Tensor:
     """The largest exponents whose powers of two do not exceed these positive numbers. NaN gives the
     exponent that stands for NaN."""
-    powers = (scale.float().log2().floor() + 127).clamp(0, 254)
-    return torch.where(powers.isnan(), 255, powers).to(EXPONENT)
+    # The exponent's bits: log2 rounds up what is just below a power.
+    bits = (scale.float().view(torch.int32) >> 23).clamp(0, 254)
+    return torch.where(scale.isnan(), 255, bits).to(EXPONENT)
 
 
 def combined(

@@ -29,5 +29,4 @@ def drained(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
             result: T = end.value
             return result
         tick()
-        if pending:
-            wait(pending, LOOK, FIRST_COMPLETED)
+        wait(pending, LOOK, FIRST_COMPLETED)  # returns at once if it waits for nothing
