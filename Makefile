@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check oldest newest release-check mutants docs format clean
 
 demo: $(STAMP)
-	@$(PY) -m tmm_core.tools.demo
+	@$(PY) examples/demo.py
 
 # LESS: further options of pytest; CI leaves out what `make check` ran.
 test: $(STAMP)

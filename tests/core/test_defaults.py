@@ -24,8 +24,6 @@ FACTORIES = {
     "rand": True, "randint": False, "randn": True, "randperm": False, "scalar_tensor": True,
     "tensor": False, "zeros": True, "Generator": False, "from_numpy": False,
 }  # fmt: skip
-#: Modules that run as programs of their own, where defaults are torch's.
-PROGRAMS = ("tools/demo.py",)
 
 
 def factories(path: Path) -> Iterator[tuple[ast.Call, str]]:
@@ -40,8 +38,7 @@ def factories(path: Path) -> Iterator[tuple[ast.Call, str]]:
 
 def sources() -> list[Path]:
     """Every module of the package and of the built-in plugins."""
-    found = [*(ROOT / "tmm_core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
-    return [path for path in found if not path.as_posix().endswith(PROGRAMS)]
+    return [*(ROOT / "tmm_core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
 
 
 def test_every_tensor_names_its_device_and_dtype() -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes import FakeKernel, plugin
 
 from tmm_core import dispatch
-from tmm_core.tools import demo
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("demo")
 
 
 def run(folder: Path) -> tuple[int, str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TMPDIR"] = str(folder)
-    command = [sys.executable, "-m", "tmm_core.tools.demo"]
+    command = [sys.executable, str(EXAMPLES / "demo.py")]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -49,7 +58,7 @@ def test_on_a_cpu_the_interpreted_kernels_are_run_verified_and_tuned(tmp_path: P
     assert not [each for each in (tmp_path / "temporary").iterdir() if "tmm" in each.name]
 
 
-def test_the_users_records_are_untouched_also_after_an_error(tmp_path: Path) -> None:
+def test_the_users_records_are_untouched_also_after_an_error(demo: Any) -> None:
     own = os.environ["TMM_CACHE_DIR"]
     context = demo.temporary_records()
     context.__enter__()
@@ -63,7 +72,7 @@ def test_the_users_records_are_untouched_also_after_an_error(tmp_path: Path) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a CPU does")
 def test_without_triton_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     real = demo.importlib.util.find_spec
@@ -77,7 +86,7 @@ def test_without_triton_it_says_so(
 
 
 def test_a_wrong_kernel_is_called_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -90,7 +99,7 @@ def test_a_wrong_kernel_is_called_wrong(
 
 
 def test_on_a_gpu_torch_is_compared_with_in_temporary_records(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs on small problems of a CPU."""
     monkeypatch.setenv("TMM_PLUGINS", "blas")

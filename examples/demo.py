@@ -1,4 +1,4 @@
-"""``python -m tmm_core.tools.demo``: a matmul, the kernel that ran, and why.
+"""``make demo``: a matmul, the kernel that ran, and why.
 
 On a GPU it is ``tmm bench --quick``. On a CPU BLAS answers everything, so the Triton kernels run
 under Triton's interpreter, in a separate process because Triton reads ``TRITON_INTERPRET`` when it
@@ -31,6 +31,8 @@ from tmm_core.verify import compare
 
 #: A tail in every dimension, and few programs: each costs the interpreter some 7 ms.
 INTERPRETED_CASE = Case(m=50, n=72, k=40, layout="nt", epilogue="silu", bias=True)
+#: The argument of the process under the interpreter.
+INTERPRETED = "interpreted"
 
 
 def main() -> int:
@@ -77,8 +79,7 @@ def on_cpu() -> int:
     sys.stdout.flush()
     # One thread: for matrices this small, waking threads costs BLAS more than it gains.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    program = "from tmm_core.tools import demo; raise SystemExit(demo.interpreted())"
-    child = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    child = subprocess.run([sys.executable, __file__, INTERPRETED], env=environment, check=False)
     return DONE if right and child.returncode == DONE else FOUND
 
 
@@ -128,4 +129,4 @@ def on_gpu() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(interpreted() if INTERPRETED in sys.argv else main())
