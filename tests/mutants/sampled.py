@@ -116,7 +116,7 @@ SAMPLED = [
            "tmm_core.tune(_posed(task, device), budget",
            "tmm_core.tune(_posed(task, device), force=True, budget",
            "a benchmark measures what it has measured",
-           (f"{BENCH}::test_a_record_answers_for_its_problem_and_without_records_none_does",)),
+           (f"{BENCH}::test_a_record_answers_for_its_problem",)),
     Mutant("sampled-residual-dtype", "bench/case.py",
            "residual=out if self.residual",
            "residual=Operand(plain) if self.residual",
