@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +15,22 @@ from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem,
 from test_invariant import Summing, asked, chosen
 from test_invariant import timed as timed_by_m
 from test_tuner import result
-from tmm_cache import CacheStore, TuningRecord
+from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 
-from tmm_core import Groups, TmmWarning
-from tmm_core.dispatch import deferring
+from tmm_core import Groups, PluginError, TmmWarning, Traits
+from tmm_core.dispatch import deferring, invariant, lookup
+from tmm_core.dispatch import dispatcher as answers
+from tmm_core.dispatch.dry_run import dry_run
 from tmm_core.dispatch.explanation import _measurements
-from tmm_core.dispatch.invariant import LADDER, _at, _place, ladder, weight
+from tmm_core.dispatch.first_use import size_class
+from tmm_core.dispatch.invariant import LADDER, _at, _place, _us_of_last_round, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.neighbour import Neighbours
+from tmm_core.dispatch.saving import saving_us
+from tmm_core.launch.plan import Choice
 from tmm_core.registry.registry import Registry
-from tmm_core.spec.bucket import inside, probes
+from tmm_core.spec import toolchain
+from tmm_core.spec.bucket import bucketed, inside, probes
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.operand import Operand, Scale
 from tmm_core.spec.problem import Problem
@@ -37,7 +44,7 @@ from tmm_core.tuning.ranking import (
     times_around,
 )
 from tmm_core.tuning.search import MOST_HINTS, Hints, Search
-from tmm_core.tuning.untried import unmeasured
+from tmm_core.tuning.untried import Left, unmeasured
 
 FP32 = torch.float32
 COLUMN = Operand(FP32, "col")
@@ -91,6 +98,7 @@ def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
     row, tensor = (replace(eight, scale=Scale.parse(kind)) for kind in ("row", "tensor"))  # type: ignore[arg-type]
     scaled = asked(16, a=row, b=tensor)
     assert weight(scaled) == weight(replace(scaled, m=1, a=tensor))
+    assert weight(scaled) == weight(replace(scaled, b=row))
     assert weight(scaled) != weight(replace(scaled, a=eight, b=eight))
 
 
@@ -107,6 +115,101 @@ def test_tuning_an_m_measures_its_bucket_once(tmp_path: Path) -> None:
     timer = timed_by_m(d, {("blas", 1): 9.0, ("k", 1): 5.0})
     assert chosen(d, 100)[0] == "k"
     assert timer.tuned == [*LADDER, 112]
+
+
+def test_each_weight_has_an_arithmetic_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariant, "LADDER", (16,))
+    kernel = Summing("k", {1: "one", 2: "two"})
+    d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
+    timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
+    assert chosen(d, 16) == ("k", 1, "one")
+    timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
+    mine = settings()
+    for n, name in ((48, "two"), (32, "one"), (48, "two")):
+        assert d.choose(asked(16, n=n), mine).arithmetic == name
+
+
+def test_an_arithmetic_that_was_used_stays_when_another_is_measured_to_be_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that was captured holds its bits. Another process has the faster one."""
+    monkeypatch.setattr(invariant, "LADDER", (16,))
+    times = {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0}
+    kernels = FakeBlas(), Summing("k", {1: "one", 2: "two"}, estimate=1.0)
+    d, _ = dispatcher(*kernels, root=tmp_path)
+    timed_by_m(d, times)
+    mine = settings()
+    for capturing, origin in ((True, "heuristic"), (False, "cache")):
+        choice = d.choose(replace(asked(16), capturing=capturing), mine)
+        assert (choice.origin, choice.arithmetic) == (origin, "one")
+    d, _ = dispatcher(*kernels, root=tmp_path)
+    timed_by_m(d, times)
+    assert chosen(d, 16) == ("k", 2, "two")
+
+
+def test_an_arithmetic_is_expected_to_take_as_long_as_its_best_config(tmp_path: Path) -> None:
+    class Estimating(Summing):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            return {1: 9.0, 2: 1.0, 3: 5.0}[config.tile]
+
+    d, _ = dispatcher(FakeBlas(), Estimating("k", {1: "one", 2: "one", 3: "two"}), root=tmp_path)
+    choice = d.choose(asked(16), settings(on_cache_miss="heuristic"))
+    assert (choice.arithmetic, choice.candidate.config.to_json()) == ("one", {"tile": 2})
+
+
+def test_early_rounds_are_scaled_to_the_last() -> None:
+    """600 µs in the first rounds are 660 in the last, when the clock has settled."""
+    fastest = replace(result("k", 1.0), samples_us=(5.0, 5.0, 6.0, 6.0, 6.0))
+    early = replace(result("k", 1.0), samples_us=(10.0, 12.0))
+    assert _us_of_last_round(early, fastest) == pytest.approx(11.0 * 6 / 5)
+    assert _us_of_last_round(fastest, fastest) == 6.0
+
+
+def test_explaining_compiles_nothing_ahead_and_knows_what_was_chosen(tmp_path: Path) -> None:
+    kernel = Summing("k", {1: "one", 2: "two"}, estimate=1.0)
+    d, _ = dispatcher(FakeBlas(estimate=9.0), kernel, root=tmp_path)
+    tuner = d.tuner = Preparing()  # type: ignore[assignment]
+    mine, guessing = settings(), settings(on_cache_miss="heuristic")
+    _, miss = dry_run(d, asked(16), mine)
+    assert miss is not None
+    assert miss.action == "tune"
+    assert tuner.prepared == {}
+    d._invariance._arithmetics[digest(weight(asked(16))), guessing] = "two"
+    choice, miss = dry_run(d, asked(16), guessing)
+    assert (choice.arithmetic, miss) == ("two", None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "action", "end"),
+    [
+        ("tune", "tune", "blas, fast, for up to 7 s"), ("error", "error", ""),
+        ("background", "tune", "blas, fast, for up to 7 s, by later calls"),
+        ("heuristic", None, ""),
+    ],
+)  # fmt: skip
+def test_what_a_call_would_do(mode: Any, action: str | None, end: str, tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    choice, miss = dry_run(d, problem(), settings(on_cache_miss=mode, tune_budget=7.0))
+    assert choice.candidate.kernel.name == "blas"
+    assert (miss and miss.action) == action
+    assert (miss.reason if miss else "").endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("extent", "config", "found"),
+    [
+        (1024, {}, "1024"), (1025, {}, "1 of 1024"), (2047, {}, "1023 of 1024"),
+        (4096, {"BLOCK_M": 128}, "0 of 1024"), (4096, {"BLOCK_M": 192}, "1024 of 3072"),
+        (4096, {"BLOCK_M": 130, "x": 160}, "0 of 1024"), (5000, {"BLOCK_M": 320}, "5000 of 5120"),
+        (4099, {"BLOCK_M": 512}, "3 of 4096"), (5000, {"BLOCK_M": 576}, "904 of 1024"),
+        (4096, {"warp": True, "s": "192"}, "0 of 1024"),
+        (9000, {"BLOCK_M": 192, "BLOCK_N": 256}, "2856 of 6144"),
+    ],
+)  # fmt: skip
+def test_sizes_that_fill_the_last_tile_alike(extent: int, config: Any, found: str) -> None:
+    assert size_class(extent, config) == found
 
 
 def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
@@ -152,6 +255,51 @@ def test_four_times_the_size_is_near_and_more_is_not(tmp_path: Path) -> None:
     store = CacheStore(tmp_path, [])
     tuned = [problem(m=m) for m in (15, 16, 256, 257)]
     assert sorted(near(store, problem(m=64), *tuned)) == [16, 256]
+
+
+@pytest.mark.parametrize("size", ["m", "n", "k", "batch"])
+def test_each_size_makes_a_distance(size: str, tmp_path: Path) -> None:
+    store, asked = CacheStore(tmp_path, []), problem(batch=64)
+    tuned = [replace(asked, **{size: getattr(asked, size) * by}) for by in (4, 2)]
+    near(store, asked, *tuned, replace(asked, **{size: getattr(asked, size) * 5}))
+    found = [(each.record.problem[size], each.octaves) for each in Neighbours(store).nearest(asked)]
+    assert found == [(tuned[1].to_json()[size], 1.0), (tuned[0].to_json()[size], 2.0)]
+
+
+def test_the_order_of_a_documents_fields_says_nothing(tmp_path: Path) -> None:
+    store, tuned = CacheStore(tmp_path, []), problem(m=32)
+    neighbours = Neighbours(store)
+    assert neighbours.families() == {}
+    document = dict(reversed(tuned.to_json().items()))
+    record = replace(recorded(tuned, result("fast", 9.0)), problem=document)
+    store.save(DEVICE.gpu, DEVICE.environment, record)
+    for us in (9.0, 5.0):  # the second takes the place of the first
+        neighbours.add(DEVICE, replace(record, candidates=(result("fast", us),)))
+    assert [each.record.problem["m"] for each in neighbours.nearest(problem())] == [32]
+
+
+@pytest.mark.parametrize(
+    ("estimate", "origin"), [(None, "neighbour"), (6.0, "neighbour"), (6.01, "heuristic")]
+)
+def test_a_near_winner_may_be_expected_to_take_a_fifth_longer(
+    estimate: float | None, origin: str, tmp_path: Path
+) -> None:
+    """It is taken whatever the version that was timed, if its config is one of this problem's."""
+
+    class Estimating(FakeKernel):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
+            return estimate if config.tile == 2 else 5.0
+
+    fast = Estimating("fast", tiles=(1, 2), version="2")
+    d, _ = dispatcher(FakeBlas(estimate=10.0), fast, root=tmp_path)
+    mine = settings(on_cache_miss="heuristic")
+    assert d.choose(problem(), mine).origin == "heuristic"
+    other = [result("fast", 1.0, config={"tile": 3}), result("gone", 2.0)]
+    d.adopt(DEVICE, recorded(problem(m=128), *other, result("fast", 3.0, config={"tile": 2})))
+    choice = d.choose(problem(), mine)
+    assert choice.origin == origin
+    assert choice.candidate.config.to_json() == {"tile": 2 if origin == "neighbour" else 1}
+    assert choice.candidate.kernel.version == "2"
 
 
 def test_a_problem_of_no_size_has_neighbours(tmp_path: Path) -> None:
@@ -458,3 +606,351 @@ def test_so_many_answers_are_kept_while_their_tunings_are_unfinished(
         d.keep(problem(m=m), mine, found)
         assert (problem(m=m), mine) in d.answers
         assert len(d.answers) == (m - 1) % 3 + 1
+
+
+# -- what a call without a record does ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"on_cache_miss": "background"}, None),
+        ({}, {"batch_invariant": True}, None),
+        ({}, {"arithmetic": "one"}, None),
+        ({}, {"on_cache_miss": "background", "batch_invariant": True}, "batch-invariant mode"),
+        ({}, {"on_cache_miss": "background", "arithmetic": "one"}, "batch-invariant mode"),
+        ({}, {"on_cache_miss": "heuristic"}, "on_cache_miss='heuristic'"),
+        ({}, {"on_cache_miss": "error"}, "on_cache_miss='error'"),
+        ({"capturing": True}, {}, "a CUDA graph is being captured"),
+        ({"capturing": True}, {"on_cache_miss": "background"}, "a CUDA graph is being captured"),
+        ({"deterministic": True}, {}, "deterministic mode"),
+        ({"device": replace(DEVICE, interpreted=True)}, {}, "interpreted kernels' times"),
+    ],
+)
+def test_why_nothing_is_measured(
+    fields: dict[str, Any], given: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    found = d.forbids_tuning(problem(**fields), settings(**given))
+    assert (found or "").startswith(reason or "")
+    assert (found is None) is (reason is None)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_several_ranks_do_not_tune_in_the_background(
+    world: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lookup, "_ranks", lambda: world)
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    background = d.forbids_tuning(problem(), settings(on_cache_miss="background"))
+    assert (background is not None) is (world > 1)
+    assert d.forbids_tuning(problem(), settings()) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "noted"),
+    [
+        ("tune", {}, False), ("tune", {"capturing": True}, True),
+        ("tune", {"deterministic": True}, True), ("heuristic", {}, False),
+        ("heuristic", {"capturing": True}, True), ("heuristic", {"deterministic": True}, False),
+    ],
+)  # fmt: skip
+def test_what_a_later_tuning_is_to_measure_is_noted(
+    mode: Any, fields: dict[str, bool], noted: bool, tmp_path: Path
+) -> None:
+    """Who asks for heuristics wants no measurement, but a capture may become a graph that stays."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    d.choose(problem(m=50, **fields), settings(on_cache_miss=mode))
+    assert [miss.problem["m"] for miss in d.store.misses()] == ([64] if noted else [])
+
+
+@pytest.mark.parametrize("own_mode", [False, True])
+def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
+    """Its own mode's comes first, and of one mode that of the exact M."""
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    asked = problem(m=50, batch_invariant=own_mode)
+    modes = [False, True] if own_mode else [False]
+    order = [replace(asked.at(m), batch_invariant=mode) for mode in modes for m in (64, 50)]
+    for other in (49, 65):
+        d.store.save(DEVICE.gpu, DEVICE.environment, recorded(asked.at(other), result("blas", 1.0)))
+    if not own_mode:  # a call of the plain mode has no use for these
+        for place in (replace(asked.at(m), batch_invariant=True) for m in (64, 50)):
+            d.store.save(DEVICE.gpu, DEVICE.environment, recorded(place, result("blas", 1.0)))
+    assert d.record(asked) is None
+    for place in order:
+        mine = recorded(place, result("blas", 2.0))
+        d.store.save(DEVICE.gpu, DEVICE.environment, mine)
+        assert d.record(asked) == (place, mine)
+
+
+def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    candidate = Candidate(FakeBlas(), FakeConfig())
+    asked, edge = problem(m=50), problem(m=56)
+    assert d.chosen_by(candidate, asked, asked) == Choice(candidate, "cache", "not stored")
+    d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, result("blas", 1.0)))
+    found = d.chosen_by(candidate, edge, asked, "tuned", "one")
+    assert Path(found.reason).is_relative_to(tmp_path)
+    assert found == Choice(candidate, "tuned", found.reason, edge, "one")
+    assert d.chosen_by(candidate, edge, edge).evidence is None
+
+
+@pytest.mark.parametrize("error", [RecordError("x"), TypeError("x"), ValueError("x")])
+def test_a_result_that_no_file_holds_costs_its_kernel(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blas is always needed: its result must not vanish."""
+
+    def read(document: Any) -> Any:
+        if document["kernel"] in bad:
+            raise error
+
+    monkeypatch.setattr(lookup.CandidateResult, "from_json", staticmethod(read))
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("odd"), root=tmp_path)
+    record = recorded(problem(), *(result(name, 1.0) for name in ("blas", "fast", "odd", "odd")))
+    bad = ["odd"]
+    with pytest.warns(TmmWarning, match="'odd' .* gave a result that no record can hold: .*: x"):
+        assert d.unstorable(record) == {"odd"}
+    assert [k.name for k in d.able(problem(), settings())] == ["blas", "fast"]
+    bad.append("blas")
+    with pytest.raises(type(error)):
+        d.unstorable(record)
+
+
+def test_a_kernel_that_cannot_be_used_is_reported_once_by_what_it_did(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("odd"), FakeKernel("wild"), root=tmp_path)
+    odd, wild = (d.registry.kernel(name) for name in ("odd", "wild"))
+    with pytest.warns(TmmWarning, match="^kernel odd: tile is too large$"):
+        d.warn_kernel_once(odd, "tile is too large")
+    d.warn_kernel_once(odd, "tile is too large")  # a second warning would be an error
+    d.warn_kernel_once(wild, PluginError("it was set aside, with a warning"))
+    with pytest.warns(TmmWarning, match="plugin 'fakes'.*kernel wild ValueError: tile is odd"):
+        d.warn_kernel_once(wild, ValueError("tile is odd"))
+
+
+# -- what is forgotten, and what is said -----------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["quarantine", "adopt", "tune", "try again"])
+def test_what_changes_the_choices_forgets_all_of_them(what: str, tmp_path: Path) -> None:
+    d, _ = dispatcher(
+        FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 9.0}, root=tmp_path
+    )
+    mine, asked = settings(), problem()
+    found = d.bound(asked, mine)
+    d.keep(asked, mine, found)
+    d.ended[asked, mine] = "tuning gave no usable winner"
+    d._invariance._choices[asked, (0, True), mine, "one"] = found[0]
+    if what == "quarantine":
+        with pytest.warns(TmmWarning, match="boom"):
+            d.quarantine(asked, found[0], RuntimeError("boom"))
+    elif what == "adopt":
+        d.adopt(DEVICE, recorded(problem(m=8), result("fast", 5.0)))
+    elif what == "tune":
+        d.tune(asked, mine)
+    else:
+        d._try_again()
+    assert d.answers == d.ended == d._choices == d._invariance._choices == {}
+    assert d.choose(asked, mine).candidate.kernel.name == (
+        "blas" if what == "quarantine" else "fast"
+    )
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_compilers_that_know_an_old_toolchain_end(used: bool, tmp_path: Path) -> None:
+    """A process that tuned nothing has none, and makes none now."""
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    closed: list[bool] = []
+    tuner = SimpleNamespace(compilers=SimpleNamespace(close=lambda: closed.append(True)))
+    del d.__dict__["tuner"]
+    if used:
+        d.tuner = tuner  # type: ignore[assignment]
+    d._try_again()
+    assert closed == [True] * used
+    assert ("tuner" in d.__dict__) is used
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacks", "other", "warned"),
+    [
+        ("cuda", "no C compiler", True, True), ("cuda", "no C compiler", False, False),
+        ("cuda", None, True, False), ("cpu", "no C compiler", True, False),
+    ],
+)  # fmt: skip
+def test_a_machine_that_cannot_compile_says_so_where_blas_is_alone(
+    kind: str, lacks: str | None, other: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(toolchain, "lacking", lambda: lacks)
+    monkeypatch.setattr(lookup, "warn_of_environment", lambda left, *_: told.append(left))
+    kernels = [FakeKernel("k", against=lambda p: ["no"])] if other else []
+    d, _ = dispatcher(FakeBlas(), *kernels)
+    choice = d.choose(problem(device=replace(DEVICE, type=kind)), settings())
+    assert (choice.origin, choice.candidate.kernel.name) == ("fallback", "blas")
+    assert told == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
+    assert bool(d.untried) is warned
+
+
+def test_another_process_that_tunes_is_logged_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now))
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    asked = problem()
+    query = deferring.Query(asked, asked, settings(), d.able(asked, settings()), 0.0, None)
+    for now, count in ((0.0, 1), (59.0, 1), (60.0, 2), (119.0, 2), (121.0, 3)):  # noqa: B007
+        choice = d._meanwhile(query)
+        assert (choice.reason, choice.lasting) == ("another process is tuning it", False)
+        assert len(caplog.records) == count
+
+
+def test_a_tuning_in_the_background_that_ended_without_a_winner_is_not_begun_again(
+    tmp_path: Path,
+) -> None:
+    fast = FakeKernel("fast", estimate=1.0)
+    d, _ = dispatcher(FakeBlas(estimate=9.0), fast, root=tmp_path)
+    mine, asked = settings(on_cache_miss="background"), problem()
+    first = d.choose(asked, mine)
+    assert (first.origin, first.lasting) == ("fallback", False)
+    assert len(d.background) == 1
+    d.abandon()
+    d.ended[asked, mine] = "tuning failed: no memory"
+    choice = d.choose(asked, mine)
+    assert (choice.origin, choice.lasting) == ("heuristic", True)
+    assert choice.reason.startswith("tuning failed: no memory; estimated")
+    assert not d.background
+
+
+@pytest.mark.parametrize("along", ["m", "k"])
+def test_groups_have_the_config_of_64_rows_each_in_batch_invariant_mode(
+    along: Any, tmp_path: Path
+) -> None:
+    """A sum of a ragged K belongs to one call."""
+    fast = FakeKernel("fast", estimate=1.0, traits=Traits(batch_invariant=True))
+    d, _ = dispatcher(FakeBlas(estimate=9.0), fast, root=tmp_path)
+    asked = problem(m=40, groups=Groups(5, along), batch_invariant=True)
+    choice = d.choose(asked, settings(on_cache_miss="heuristic"))
+    assert (choice.candidate.kernel.name, choice.origin) == ("fast", "heuristic")
+    assert choice.evidence == (bucketed(asked.at(320)) if along == "m" else None)
+    assert bucketed(asked.at(320)) != bucketed(asked.at(325))
+
+
+@pytest.mark.parametrize(
+    ("verify", "note"), [(True, ""), (False, ", never verified (verify=False)")]
+)
+@pytest.mark.parametrize("config", [None, '{"tile": 2}'])
+def test_a_forced_kernel_that_is_not_verified_says_so(
+    verify: bool, note: str, config: str | None, tmp_path: Path
+) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)), root=tmp_path)
+    mine = settings(kernel="fast", config=config, verify=verify)
+    about = "config given" if config else "default config"
+    assert d.choose(problem(), mine).reason == about + note
+    if config is None:
+        d.adopt(DEVICE, recorded(problem(), result("fast", 5.0, config={"tile": 2})))
+        assert d.choose(problem(), mine).reason == "its best config on record" + note
+
+
+def test_an_adopted_record_that_is_stored_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    record = recorded(problem(), result("fast", 5.0))
+    d.adopt(DEVICE, record)
+    assert d.record_of(problem()) == record
+    monkeypatch.setattr(d.store, "save", lambda *_, **__: pytest.fail("written again"))
+    d.adopt(DEVICE, record)
+
+
+class Preparing:
+    """A tuner that notes what it is to compile ahead."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[Problem, list[str]] = {}
+        self.compilers, self.preloaded = object(), list[Any]()
+
+    def prepare(self, asked: Problem, able: Sequence[Any], hints: Hints) -> None:
+        assert [kernel for kernel, _ in hints.candidates] == ["fast"] * bool(hints.candidates)
+        self.prepared[asked] = [kernel.name for kernel in able]
+
+    def preload(self, *given: Any) -> None:
+        self.preloaded.append(given)
+        raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    device = replace(DEVICE, interpreted=interpreted)
+    asked, idle = problem(device=device), interpreted or stored
+    if stored:
+        d.store.save(device.gpu, device.environment, recorded(asked, result("fast", 5.0)))
+    else:
+        d.store.save(device.gpu, device.environment, recorded(asked.at(128), result("fast", 5.0)))
+    fast = [d.registry.kernel("fast")]
+    tuner = d.tuner = Preparing()  # type: ignore[assignment]
+    d.prepare(replace(asked, capturing=True), settings())
+    assert tuner.prepared == ({} if idle else {asked: ["blas", "fast"]})  # type: ignore[comparison-overlap]
+    tuner.prepared.clear()
+    d.prepare(asked, settings(), force=True)
+    assert list(tuner.prepared) == ([] if interpreted else [asked])
+    tuner.prepared.clear()
+    d.prepare_record(asked, fast)
+    assert tuner.prepared == ({} if idle else {asked: ["fast", "blas"]})  # type: ignore[comparison-overlap]
+    d.prepare_record(asked, [])  # its candidates compile already
+    assert list(tuner.prepared.values()) == ([] if idle else [["fast", "blas"]])  # type: ignore[comparison-overlap]
+    tuner.prepared.clear()
+    d.prepare_record(asked, d.able(asked, settings()))
+    assert list(tuner.prepared.values()) == ([] if idle else [["blas", "fast"]])  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
+    cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails there, a tuning reports."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(deferring, "gc", SimpleNamespace(collect=list, freeze=list))
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    tuner = d.tuner = Preparing()  # type: ignore[assignment]
+    d.preload()
+    assert d._neighbours._families == {}
+    assert "background" in d.__dict__
+    on = [(d.registry.kernel("blas"), torch.device("cuda", 1))]
+    assert tuner.preloaded == (on if cuda else [])  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize(
+    ("origin", "extent", "blas", "own", "saved"),
+    [
+        ("tuned", 64, 9.0, 5.0, 4.0), ("cache", 64, 9.0, 5.0, 4.0), ("cache", 64, 5.0, 9.0, 0.0),
+        ("cache", 40, 9.0, 5.0, 3.0), ("cache", 33, 9.0, 5.0, 3.0), ("cache", 60, 9.0, 5.0, 4.0),
+        ("heuristic", 64, 8.0, 6.0, 2.0), ("heuristic", 64, 6.0, 8.0, 0.0),
+        ("neighbour", 64, 8.0, None, 0.0), ("forced", 64, None, 6.0, 0.0),
+        ("tuned", 64, None, 5.0, 0.0), ("tuned", 64, 9.0, None, 0.0),
+    ],
+)  # fmt: skip
+def test_what_a_choice_saves(
+    origin: Any, extent: int, blas: float | None, own: float | None, saved: float, tmp_path: Path
+) -> None:
+    """By the record, at the measured M nearest to the call's; else by estimates."""
+    ours = FakeKernel("fast", estimate=own, tiles=(1, 2))
+    d, _ = dispatcher(FakeBlas(estimate=blas), ours, root=tmp_path)
+    choice = Choice(Candidate(ours, FakeConfig(tile=2)), origin, "")
+    asked = problem(m=extent)
+    if origin in ("tuned", "cache"):
+        assert saving_us(d, asked, choice) == 0.0  # there is no record
+        timed = [result("blas", 50.0, config={"tile": 3})] * (blas is not None)
+        if blas is not None:
+            timed.append(result("blas", blas, config={"tile": 1}, inside_us={33: blas}))
+        timed.append(result("fast", 1.0, config={"tile": 1}))
+        if own is not None:
+            timed.append(result("fast", own, config={"tile": 2}, inside_us={33: own + 1}))
+        edge = problem(m=64)
+        d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, *timed))
+    assert saving_us(d, asked, choice) == pytest.approx(saved)
+    assert saving_us(d, asked, replace(choice, candidate=Candidate(FakeBlas(), FakeConfig()))) == 0

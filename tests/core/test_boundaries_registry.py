@@ -3,29 +3,47 @@ limits."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import math
+import re
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import FakeBlas, FakeKernel, plugin, problem, settings
+from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, plugin, problem, settings
 from test_registry import EntryPoint, names, registry
+from tmm_cache.fields import TEXT_MAX
 from torch import nn
 
-from tmm_core import Epilogue, PluginError, Port, UnknownNameError, compat, hookimpl
+from tmm_core import (
+    Epilogue,
+    PluginError,
+    Port,
+    TmmWarning,
+    UnknownNameError,
+    compat,
+    formats,
+    hookimpl,
+)
 from tmm_core.epilogues import EPILOGUES, parse, text_of
 from tmm_core.interop import flops
-from tmm_core.registry import hooks
-from tmm_core.registry.registry import Registry, Source
+from tmm_core.registry import hooks, query
+from tmm_core.registry.registry import Fault, Registry, Source
 from tmm_core.spec import epilogue as epilogues
+from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.epilogue import IDENTITY
 
 BF16, F32 = torch.bfloat16, torch.float32
+INT8 = formats.named("int8")
+RESOURCES = Resources("k", 1, 1, 1, 1)
 
 
 class Brings:
@@ -47,9 +65,9 @@ class Brings:
         return self.brought.get("formats", [])
 
 
-def named(epilogue: Epilogue, name: Any) -> Epilogue:
-    object.__setattr__(epilogue, "name", name)
-    return epilogue
+def named(thing: Any, name: Any) -> Any:
+    object.__setattr__(thing, "name", name)
+    return thing
 
 
 # -- what a plugin brings ------------------------------------------------------------------
@@ -72,6 +90,11 @@ def named(epilogue: Epilogue, name: Any) -> Epilogue:
             r"epilogue 'silu' is already registered by plugin 'tmm_core'$",
         ),
         ({"formats": [3]}, "tmm_formats must return Format objects, got 3"),
+        (
+            {"formats": [named(replace(INT8), "a\nb")]},
+            r"a format's name is 'a\\nb', not a printable text",
+        ),
+        ({"formats": [replace(INT8)]}, "two formats are named .int8.$"),
         ({"kernels": [3]}, "tmm_kernels must return Kernel objects, got 3"),
         ({"kernels": [FakeKernel]}, r"\(the class; return an instance\)"),
         ({"kernels": None}, "tmm_kernels must return a list, got None"),
@@ -100,6 +123,143 @@ def test_a_refused_plugin_leaves_what_was_registered_before() -> None:
     with pytest.raises(PluginError, match="kernel 'one' is already registered by plugin 'one'"):
         r.register(plugin(FakeKernel("one")), "two")
     assert names(r) == ["one"]
+
+
+def test_a_load_that_is_interrupted_leaves_what_was_registered_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    r = registry(EntryPoint("mine", plugin(FakeKernel("mine"))))
+    one = plugin(FakeKernel("one"))
+    r.register(one, "one")
+    faults = r.faults()
+
+    def interrupted(plugins: Any) -> None:
+        r._kernels.clear()
+        r._epilogues["x"] = r._epilogues["silu"]
+        r._faults.append(Fault(Source("p"), "x"))
+        r.load()  # as where the import of a plugin computes a product
+        raise KeyboardInterrupt
+
+    two = plugin(FakeKernel("two"))
+    with monkeypatch.context() as patch:
+        patch.setattr(r, "_call_hooks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            r.register(two, "two")
+    assert (names(r), r.faults()) == (["mine", "one"], faults)
+    assert "x" not in r.epilogues()
+    assert not r.hooks.manager.is_registered(two)
+    assert r.hooks.manager.is_registered(one)
+    r.register(two, "two")
+    assert names(r) == ["mine", "one", "two"]
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_plugin_of_which_a_part_works_is_partly_used(works: bool) -> None:
+    kernels = [*([FakeKernel("fine")] if works else []), FakeKernel("")]
+    r = registry(EntryPoint("mine", plugin(*kernels)), EntryPoint("other", plugin(FakeKernel("o"))))
+    used = "partly" if works else "not"
+    with pytest.warns(TmmWarning, match=rf"plugin 'mine' \(stranger 1.2\) is {used} used: kernel"):
+        r.load()
+    assert names(r) == ["fine"] * works + ["o"]
+
+
+# -- what a kernel returns -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (
+            query._bytes, (0, 1, 2**40 - 1, np.int64(8)),
+            (-1, 2**40, True, 1.0, "1", None, np.float64(1.0)),
+        ),
+        (
+            query._microseconds, (None, 0, 0.0, 1.5, 10**6, np.float32(2.0)),
+            (-0.5, math.inf, math.nan, True, "1", 1j),
+        ),
+        (
+            query._arithmetic, (None, "a", "a b", "x" * TEXT_MAX),
+            ("", "a\nb", "x" * (TEXT_MAX + 1), 3),
+        ),
+        (query._anatomy, (None,), (3, object)),
+        (query._resources, ([], (), [RESOURCES]), (None, [3], [RESOURCES, None], "x", 3)),
+        (query._reasons, ([], (), ["a"], ["a"] * 100), (None, "a", [3], ["a", None], ["a"] * 101)),
+        (query._launcher, (len, print), (3, None, ValueError("x"))),
+    ],
+)  # fmt: skip
+def test_results_at_their_limits(check: Any, good: Any, bad: Any) -> None:
+    for result in good:
+        found = check(result)
+        assert found == (list(result) if isinstance(result, list | tuple) else result)
+    for result in bad:
+        with pytest.raises(query.InvalidResultError):
+            check(result)
+
+
+def test_an_endless_sequence_is_read_to_its_limit() -> None:
+    given = itertools.count()
+    with pytest.raises(query.InvalidResultError, match="yielded more than 3 items, not reasons"):
+        query._items(given, 3, "reasons")
+    assert next(given) == 4
+    assert query._items(iter(range(3)), 3, "reasons") == [0, 1, 2]
+
+
+class Misbehaving(FakeKernel):
+    """A kernel each of whose methods does what ``does`` says."""
+
+    does: Any = None
+
+    def bind(self, problem: Any, config: Any) -> Any:
+        return self.does()
+
+    compile = arithmetic = estimate_us = workspace_bytes = anatomy = resources = bind
+
+
+#: Methods, their default result (None: the failure raises) and the seconds without a warning.
+METHODS = {
+    "bind": (None, query.COMPILE_PATIENCE), "resources": (None, query.COMPILE_PATIENCE),
+    "compile": (None, query.COMPILE_PATIENCE), "arithmetic": ([None], None),
+    "estimate_us": ([None], None), "workspace_bytes": ([0], None), "anatomy": ([None], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_a_misbehaving_method_costs(
+    method: str, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a method that compiles it costs the candidate, of another one the kernel."""
+    default, patience = METHODS[method]
+    waited: list[float | None] = []
+
+    def watched(what: Any, seconds: Any = None) -> Any:
+        waited.append(seconds)
+        assert f"{method} of kernel 'k' of plugin 'fakes' does not return" in what()
+        assert "TMM_DISABLE_PLUGINS=fakes" in what()
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(query, "watched", watched)
+    kernel = Misbehaving("k")
+    kernel.does = (lambda: 1 / 0) if raises else (lambda: "nonsense\n")
+    d, _ = dispatcher(FakeBlas(), kernel)
+    checked: Any = d.registry.kernel("k")
+    call = getattr(checked, method)
+    if method == "compile":
+        with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
+            call(problem(), FakeConfig())
+    elif default is None:
+        own = ZeroDivisionError if raises else query.InvalidResultError
+        with pytest.raises(own if method == "resources" else PluginError):
+            call(problem(), FakeConfig())
+    else:
+        did = "raised ZeroDivisionError: division by zero" if raises else "returned 'nonsense"
+        why = f"kernel 'k' of plugin 'fakes' is set aside: {method} {did}"
+        with pytest.warns(TmmWarning, match=f"{why}.* \\({re.escape(__file__)}:"):
+            assert [call(problem(), FakeConfig())] == default
+        assert checked.reasons_against(problem())[0].startswith(why)
+        assert [call(problem(), FakeConfig())] == default  # it is not asked any more
+    assert (checked.fault is not None) is (default is not None)
+    assert waited == [patience]
 
 
 def test_sources_are_told_by_plugin_and_distribution() -> None:

@@ -26,6 +26,7 @@ from packed import PACKED
 from path import PATH
 from pool import POOL
 from sampled import SAMPLED
+from systematic_core import SYSTEMATIC_CORE
 from verification import VERIFICATION
 
 MUTANTS: list[Mutant] = [
@@ -58,4 +59,5 @@ MUTANTS: list[Mutant] = [
     *POOL,
     *BENCH,
     *DRAWN,
+    *SYSTEMATIC_CORE,
 ]
