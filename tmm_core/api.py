@@ -163,15 +163,27 @@ def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     if call.epilogue and has_outputs(call.epilogue):
         return outputs_operator.matmul(call)  # type: ignore[return-value]  # as documented
     if fallbacks.needs_fallback(call.a, call.b, call.bias, call.residual):
-        with compat.uncast(call.out):
-            return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
+        return _fallback(call, epilogue)
     if type(call.a) is not Tensor:
         prepare_for(type(call.a))
     if call.out is not None:
         return operator.matmul_out(*call[:-1], out=call.out)  # type: ignore[no-any-return]
     if compat.transforms_active():
-        return cast_first(operator.matmul, call)  # type: ignore[no-any-return]
+        return cast_first(_operator, call)  # type: ignore[no-any-return]
     return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
+
+
+def _operator(call: Arguments) -> Tensor:
+    return operator.matmul(*call[:-1])  # type: ignore[no-any-return]
+
+
+def _fallback(call: Arguments, epilogue: EpilogueLike) -> Tensor:
+    """:func:`matmul`, for calls that no kernel can serve directly."""
+    call = call._replace(epilogue=interned_text(epilogue))
+    if call.out is not None:
+        with compat.uncast(call.out):
+            return fallbacks.answer(_answer, call)
+    return cast_first(lambda call: fallbacks.answer(_answer, call), call)  # type: ignore[no-any-return]
 
 
 def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
@@ -189,8 +201,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         raise TypeError(f"matmul(): argument 'alpha' must be Number or 0-d Tensor, not {shape}")
     a, b, bias, residual = call[:4]
     if fallbacks.needs_fallback(a, b, bias, residual):
-        with compat.uncast(out):
-            return fallbacks.answer(_answer, call._replace(epilogue=interned_text(epilogue)))
+        return _fallback(call, epilogue)
     if isinstance(alpha, Tensor):
         differentiated = torch.compiler.is_compiling() or autograd_state.differentiated(alpha)
         if out is not None and differentiated:
@@ -198,12 +209,18 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         if out is not None or (alpha.device.type == "cpu" and not differentiated):
             read = number("matmul", alpha.detach(), a)
             return _answer(call._replace(alpha=read), epilogue)
+    if out is not None:  # of a complex number
+        with compat.uncast(out):
+            return fallbacks.copied_to(_scaled_by_torch(call, epilogue), out, *call.given)
+    return cast_first(lambda call: _scaled_by_torch(call, epilogue), call)  # type: ignore[no-any-return]
+
+
+def _scaled_by_torch(call: Arguments, epilogue: EpilogueLike) -> Tensor:
+    """A product to which torch applies ``alpha`` and everything after it."""
     parsed = warm.epilogue_of(interned_text(epilogue))
     check(call, parsed)
     product = _answer(call._replace(alpha=1.0, bias=None, residual=None, out=None), None)
-    y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
-    if out is not None:
-        return fallbacks.copied_to(y, out, *call.given)
+    y = parsed.expression(call.alpha * product, call.bias, call.residual).to(product.dtype)
     return (y, *parsed.auxiliary(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 

@@ -8,6 +8,7 @@ from tmm_core import compat, foreign, settings
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, fallbacks, grouped_operator, operator
 from tmm_core.interop.calls import interned_text, prepare_for, text_of
+from tmm_core.interop.declaration import cast_first
 from tmm_core.launch.check import addressable, check_tensors, number, strided
 from tmm_core.launch.grouped_call import check, fast_path_allowed, run
 from tmm_core.launch.warm import epilogue_of
@@ -144,6 +145,10 @@ def _batched(call: GroupedArguments) -> Tensor:
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
     check_tensors("grouped_matmul", **named)
     call = _unpacked(call)
+    return _batch(call) if call.out is not None else cast_first(_batch, call)
+
+
+def _batch(call: GroupedArguments) -> Tensor:
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
     text = interned_text(call.epilogue) if torch.compiler.is_compiling() else call.epilogue
     shape = torch.Size(check(call, epilogue_of(text)))

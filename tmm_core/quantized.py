@@ -204,6 +204,12 @@ class Quantized(torch.Tensor):
         how = self.format, dtype or self.dtype, self.block, along or self.along
         return type(self)._of(*parts, how)
 
+    def _show_parts(self) -> None:
+        """Make nodes of the parts in the graph that torch.export traces. Torch does so where they
+        are read, but not inside of ``__torch_function__``."""
+        for name in self.__tensor_flatten__()[0]:
+            torch.ops.export.access_subclass_inner_tensor.default(self, name)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["stored", "scale"] + ([] if self.zero is None else ["zero"])
         return names, self._how
@@ -393,6 +399,8 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
                 f"{operand} is quantised, for which a product has no gradient, but requires one: "
                 "use requires_grad_(False) or torch.no_grad()"
             )
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            t._show_parts()
         parts = {"scale": t.scale, "zero": t.zero}
         for part, value in parts.items():
             role = PART[operand, part]

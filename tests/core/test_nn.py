@@ -7,7 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -561,6 +561,26 @@ def test_gated_mlp_in_inference_mode_and_on_meta() -> None:
     meta = GatedMLP(12, 20, device="meta")
     with torch.no_grad():
         assert meta(x.to("meta")).shape == (5, 12)
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize("later", [False, True])
+def test_one_weight_of_inference_mode_stays_apart(name: str, later: bool) -> None:
+    """Beside one of another mode: neither can become the other kind of tensor."""
+    mlp, x = LlamaMLP().requires_grad_(False), randn(5, 12)
+
+    def replace() -> None:
+        layer = mlp.get_submodule(name)
+        with torch.inference_mode():
+            layer.weight = nn.Parameter(torch.randn(20, 12), requires_grad=False)
+
+    for step in (convert, lambda _: replace()) if later else (lambda _: replace(), convert):
+        step(mlp)  # type: ignore[operator]
+    if isinstance(mlp, GatedMLP):
+        assert not mlp.merge()
+    z = F.silu(x @ mlp.gate_proj.weight.mT) * (x @ mlp.up_proj.weight.mT)
+    assert_close(mlp(x), z @ mlp.down_proj.weight.mT)
+    assert {n for n, p in mlp.named_parameters() if p.is_inference()} == {f"{name}.weight"}
 
 
 def test_gated_mlp_of_a_weight_per_sample() -> None:
@@ -1140,6 +1160,48 @@ def test_converted_layers_are_leaves_of_a_trace() -> None:
     assert isinstance(traced.get_submodule("0"), GatedMLP)
     assert_close(traced(x), expected)
     assert_close(copy.deepcopy(traced)(x), expected)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: Linear(12, 12, epilogue="silu"),
+    "GatedMLP": lambda: GatedMLP(12, 20),
+    "a converted Linear": lambda: convert(nn.Linear(12, 8)).model,
+    "a converted gated MLP": lambda: convert(LlamaMLP()).model,
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_by_itself_is_traced(layer: str) -> None:
+    """A leaf is called by its name, and the root of a trace has none."""
+    module, x = LAYERS[layer](), torch.randn(3, 12)
+    traced = torch.fx.symbolic_trace(module)
+    assert "" not in {node.target for node in traced.graph.nodes if node.op == "call_module"}
+    assert_close(traced(x), module(x))
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "after": lambda layer: layer.register_forward_hook(lambda _, given, y: y + 1),
+    "before": lambda layer: layer.register_forward_pre_hook(lambda _, given: (given[0] + 1,)),
+    "of all modules": lambda _: nn.modules.module.register_module_forward_hook(
+        lambda module, given, y: y + 1 if isinstance(module, nn.Linear) else None
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_trace_calls_a_hook_once(layer: str, hook: str) -> None:
+    """It runs the hooks of every module that torch's tracer does not know as a leaf."""
+    model, x = nn.Sequential(LAYERS[layer](), nn.Tanh()), torch.randn(3, 12)
+    if hook == "of all modules" and layer == "GatedMLP":
+        pytest.skip("traced as one module, whose layers have the hook")
+    handle = HOOKS[hook](model[0])
+    try:
+        traced, expected = torch.fx.symbolic_trace(model), model(x)
+    finally:
+        if hook == "of all modules":
+            handle.remove()
+    assert_close(traced(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -522,3 +522,31 @@ def test_small_weights_keep_their_digits() -> None:
         values = tmm_core.quantize(weight, name).dequantize()
         assert ((values - weight).norm() / weight.norm()) < 0.2
     assert tmm_core.quantize(weight[:, :0], group=0).shape == (24, 0)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Quantized], Tensor]] = {
+    "F.linear": F.linear,
+    "@": lambda x, w: x @ w.t(),
+    "torch.matmul": lambda x, w: torch.matmul(x, w.mT),
+    "linear": tmm_core.linear,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_torchs_products_are_exported(name: str, product: str) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return PRODUCTS[product](x, self.weight)  # type: ignore[arg-type]
+
+    weight, values = made(name, 16, 128)
+    x = torch.randn(3, 128, dtype=weight.dtype)
+    graph = torch.export.export(Layer(), (x,))
+    assert "dequantize" not in graph.graph_module.code
+    torch.testing.assert_close(
+        graph.module()(x).double(), x.double() @ values.t(), atol=0.2, rtol=5e-2
+    )

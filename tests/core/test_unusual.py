@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,39 @@ def test_mkldnn_operands() -> None:
     y = tmm_core.linear(A.to_mkldnn(), B.t().contiguous().to_mkldnn(), torch.ones(3).to_mkldnn())
     assert y.is_mkldnn
     torch.testing.assert_close(y.to_dense(), A @ B + 1)
+
+
+ONE = torch.ones((), requires_grad=True)
+UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a bias of one number": lambda x, w, b: tmm_core.linear(x, w, b[:1]),
+    "a bias for each row": lambda x, w, b: tmm_core.linear(x, w, b.expand(4, 3)),
+    "a sparse operand": lambda x, w, b: tmm_core.matmul(x.to_sparse(), w.t(), bias=b),
+    "a batch": lambda x, w, b: tmm_core.grouped_matmul(x[None], w.t()[None], bias=b[None])[0],
+    "an alpha with a gradient": lambda x, w, b: tmm_core.linear(x, w, b, alpha=ONE).detach(),
+}
+
+
+@pytest.mark.parametrize("case", UNDER_AUTOCAST)
+@pytest.mark.parametrize("dtypes", [*itertools.product((torch.float32, torch.bfloat16), repeat=3)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operands_of_several_dtypes_under_autocast(
+    case: str, dtypes: tuple[torch.dtype, ...], compiled: bool
+) -> None:
+    """Torch computes a part of these calls, before its dispatcher casts anything."""
+    if compiled and case == "a sparse operand":
+        pytest.skip("torch compiles no sparse tensor")
+    given = [t.to(d) for t, d in zip((A, B.t(), torch.randn(3)), dtypes, strict=True)]
+    x, w, b = (t.bfloat16() for t in given)
+    bias = b[:1] if case == "a bias of one number" else b
+    torch.compiler.reset()
+    call = UNDER_AUTOCAST[case]
+    if compiled:
+        call = torch.compile(call, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(*given)
+    assert y.dtype is torch.bfloat16
+    wanted = (x.double() @ w.double().t() + bias.double()).bfloat16()
+    torch.testing.assert_close(y, wanted, atol=5e-2, rtol=2e-2)
 
 
 def test_what_cannot_be_asked_of_sparse_operands() -> None:

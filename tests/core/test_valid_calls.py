@@ -391,6 +391,34 @@ def test_alpha_of_compiled_calls(alpha: Any) -> None:
     torch.testing.assert_close(function(a, alpha), float(alpha) * (a @ b))
 
 
+SYMBOLIC: dict[str, Callable[[Tensor, Any], Any]] = {
+    "an integer": lambda a, s: s,
+    "a size": lambda a, s: a.shape[0],
+    "a product": lambda a, s: a.shape[0] * s,
+    "a comparison": lambda a, s: a.shape[0] > s,
+}
+
+
+@pytest.mark.parametrize("kind", SYMBOLIC)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_alpha_is_a_symbol_of_a_compiled_graph(kind: str, grouped: bool) -> None:
+    b, of = randn(2, 8, 6, dtype=FP32), SYMBOLIC[kind]
+    offs = torch.tensor([2, 9], dtype=torch.int32)
+
+    def call(a: Tensor, s: int) -> Tensor:
+        if grouped:
+            return tmm_core.grouped_matmul(a, b, offs=offs, alpha=of(a, s))
+        return tmm_core.matmul(a, b[0], alpha=of(a, s))
+
+    torch.compiler.reset()
+    function = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for m, s in ((4, 3), (5, 7), (9, 2)):
+        a = randn(m, 8, dtype=FP32)
+        torch.testing.assert_close(function(a, s), call(a, s))
+        if not grouped:
+            torch.testing.assert_close(function(a, s), of(a, s) * (a @ b[0]))
+
+
 @pytest.mark.parametrize(
     "alpha",
     [

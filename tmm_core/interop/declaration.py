@@ -121,15 +121,18 @@ def _autocast(
     return rule
 
 
-def cast_first(operator: Callable[..., Any], call: Any) -> Any:
-    """Call an operator under a transform as its rule of autocast does. Torch calls the rules of
-    transforms first, which would check operands that are not cast yet, and whose own calls of
-    torch's functions would be cast."""
+def cast_first(function: Callable[[Any], Any], call: Any) -> Any:
+    """Call ``function`` with the call as the operators' rule of autocast casts it, and nothing cast
+    in it. For calls that are checked before torch calls that rule: under a transform, and where
+    torch's functions compute a part of them."""
     device = call.a.device.type
     if device not in AUTOCAST or not compat.autocasts_on(device):
-        return operator(*call[:-1])
+        return function(call)
+    taken = type(call)(*_cast(device, type(call), call[:-1]), out=call.out)
     with torch.autocast(device, enabled=False):  # torch.compile traces it
-        return operator(*_cast(device, type(call), call[:-1]))
+        if taken.b is call.b or torch.compiler.is_dynamo_compiling():
+            return function(taken)
+        return within(overridden(), function, taken)  # as in the rule
 
 
 def _cast(

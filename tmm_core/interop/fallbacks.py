@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.formats import Pair, pair
+from tmm_core.interop.declaration import cast_first
 from tmm_core.launch.check import (
     broadcasts,
     check,
@@ -97,7 +98,8 @@ def linear(call: Arguments) -> Tensor:
     _refuse_what_torch_cannot(call, f"a weight of type {type(call.b).__name__}")
     parsed = epilogue_of(call.epilogue)
     # Only the weight's type knows which dtypes it multiplies.
-    _checked(call._replace(b=call.a.new_empty(()).expand(call.b.shape).t()), parsed)
+    formed = call._replace(b=call.a.new_empty(()).expand(call.b.shape).t())
+    cast_first(lambda formed: _checked(formed, parsed), formed)
     y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
     return copied_to(y, call.out, call.a, call.bias, call.residual)
 

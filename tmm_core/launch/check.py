@@ -149,7 +149,7 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
     """
     if isinstance(alpha, torch.Tensor) and not alpha.dim() and not alpha.requires_grad:
         alpha = alpha.item()
-    elif torch.compiler.is_dynamo_compiling() and getattr(alpha, "ndim", None) == 0:
+    elif torch.compiler.is_dynamo_compiling() and _is_numpys(alpha):
         # In a graph, numpy's numbers are tensors; tmm's matmul takes these too.
         alpha = torch.as_tensor(alpha, device="cpu")
         return alpha if function == "matmul" else alpha.item()
@@ -167,9 +167,14 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
             return alpha.real
         if not (isinstance(operand, torch.Tensor) and operand.is_complex()):
             raise RuntimeError("value cannot be converted to type float without overflow")
-    elif isinstance(alpha, int) and not -(2**63) <= alpha < 2**64:
+    elif isinstance(alpha, int) and type(alpha) is not bool and not -(2**63) <= alpha < 2**64:
         raise OverflowError("int too big to convert")
     return alpha
+
+
+def _is_numpys(alpha: Any) -> bool:
+    """Whether a graph's ``alpha`` is a number of numpy. Dynamo asks a symbol for no attribute."""
+    return type(alpha) not in (int, bool, float) and getattr(alpha, "ndim", None) == 0
 
 
 def addressable(*tensors: torch.Tensor | None) -> None:

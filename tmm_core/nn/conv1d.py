@@ -6,12 +6,12 @@ import sys
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from tmm_core import api
 from tmm_core.interop import fallbacks
 from tmm_core.nn.classes import subclass
-from tmm_core.nn.linear import leaf
+from tmm_core.nn.linear import is_leaf, leaf
 from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ class _Product(nn.Module):
         return _matmul(x, of["weight"], of["bias"], epilogue)
 
     def forward(self, x: Tensor) -> Any:
-        if type(x) is not Tensor and isinstance(x, fx.Proxy):
+        if type(x) is not Tensor and is_leaf(self, x):
             return leaf(self, x)
         weight: Any = self.weight
         if fallbacks.foreign(weight):

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from tmm_core import compat, dispatch
 from tmm_core.epilogues import GATED_BY
 from tmm_core.interop import autograd_state
 from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
 from tmm_core.nn.joint_storage import move_together, whole
-from tmm_core.nn.linear import Linear, leaf
+from tmm_core.nn.linear import Linear, is_leaf, leaf
 from tmm_core.nn.together import Together, do_no_more
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
@@ -135,8 +135,8 @@ class GatedMLP(Together):
         return self._layers()[:2]
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor and isinstance(x, fx.Proxy):
-            return leaf(self, x)
+        if type(x) is not Tensor and is_leaf(self, x):
+            return leaf(self, x)  # type: ignore[no-any-return]
         gate, up, down = self._layers()
         between = None
         if do_no_more((gate, up), x):

@@ -95,6 +95,8 @@ def stackable(parts: Sequence[Tensor]) -> bool:
         return False
     if any(t.shape[1:] != start.shape[1:] or t.device != start.device for t in parts):
         return False
+    if len({t.is_inference() for t in parts}) > 1:  # no tensor can become the other kind
+        return False
     if any(isinstance(t, Quantized) for t in parts):
         return _alike(parts)
     return all(t.dtype is start.dtype and _alone(t) for t in parts)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from tmm_core import api, dispatch
+from tmm_core import api, compat, dispatch
 from tmm_core.interop import fallbacks
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import EpilogueLike
@@ -87,8 +87,8 @@ class Linear(nn.Linear):
         self.epilogue = self._epilogue
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if type(input) is not torch.Tensor and isinstance(input, fx.Proxy):
-            return leaf(self, input)
+        if type(input) is not torch.Tensor and is_leaf(self, input):
+            return leaf(self, input)  # type: ignore[no-any-return]
         if self._once is not None and (y := self._once.of(self, input)) is not None:
             return y  # type: ignore[no-any-return]
         weight = self.weight
@@ -129,8 +129,16 @@ def _linear(
     return api.linear(input, weight, bias, epilogue=epilogue)
 
 
-def leaf(module: nn.Module, input: fx.Proxy) -> Any:
+def is_leaf(module: nn.Module, input: Any) -> bool:
+    """Whether ``input`` is a symbol of ``torch.fx``, in whose graph ``module`` is called: a part of
+    the traced module, whose hooks the trace has not run already."""
+    if not isinstance(input, fx.Proxy) or getattr(input.tracer, "root", None) is module:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or compat.global_hooks())
+
+
+def leaf(module: nn.Module, input: Any) -> Any:
     """The ``torch.fx`` node that calls ``module`` on ``input``. Tracers recognise leaf modules by
     torch's package name, and would trace into these."""
-    path = input.tracer.path_of_module(module)  # type: ignore[attr-defined]
+    path = input.tracer.path_of_module(module)
     return input.tracer.create_proxy("call_module", path, (input,), {})
