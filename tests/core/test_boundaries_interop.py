@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tmm_core
 from tmm_core import Epilogue, Port
 from tmm_core.epilogues import parse
-from tmm_core.interop import aten_calls, epilogue_kernels, flops, grouped_operator
+from tmm_core.interop import (
+    aten_calls,
+    autograd_state,
+    epilogue_kernels,
+    flops,
+    gradients,
+    grouped_operator,
+)
 from tmm_core.interop.fallbacks import needs_fallback
+from tmm_core.interop.tails import Tail, pairs, tails, terms_of
 
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -267,6 +277,15 @@ def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None
 
 
 @pytest.mark.usefixtures("by_blas")
+def test_residuals_of_rows_of_no_group_learn_nothing() -> None:
+    a, b, residual = double(12, 5), double(3, 5, 4), double(12, 4, requires_grad=True)
+    y = tmm_core.grouped_matmul(a, b, offs=OFFS, residual=residual)
+    (grad,) = torch.autograd.grad(y.sum(), residual)
+    assert grad[:10].eq(1).all()
+    assert not grad[10:].any()
+
+
+@pytest.mark.usefixtures("by_blas")
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
 def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: bool) -> None:
@@ -367,6 +386,30 @@ def test_kernels_that_fail_are_left_and_no_others() -> None:
     assert epilogue_kernels.kernels(parse("gelu"), 8, FP32, z) is good is not None
 
 
+def test_kernels_after_a_product_are_of_gpus_and_of_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = SimpleNamespace(interpreted=True, triton="3")
+    monkeypatch.setattr(epilogue_kernels, "fingerprint", lambda device: found)
+    cpu, silu = torch.device("cpu"), parse("silu")
+
+    def serves(device: Any = cpu, width: int = 8, dtype: torch.dtype = BF16) -> bool:
+        return epilogue_kernels._serves(silu, width, dtype, device)
+
+    assert serves()
+    assert serves(width=1)
+    assert not serves(width=0)
+    assert not serves(dtype=FP64)
+    assert not serves(torch.device("meta"))
+    with tmm_core.override(disable=[epilogue_kernels.NAME]):
+        assert not serves()
+    found.interpreted = False
+    assert not serves()
+    assert serves(torch.device("cuda", 0))
+    found.triton = ""
+    assert not serves(torch.device("cuda", 0))
+
+
 def test_kernels_after_a_product_take_dense_rows_on_16_bytes() -> None:
     z = torch.randn(4, 8)
     assert epilogue_kernels.takes(z)
@@ -439,6 +482,14 @@ def test_a_bias_of_several_rows_beside_everything_else() -> None:
         out = torch.empty(4, 6)
         assert tmm_core.matmul(a, b, residual=residual, out=out, **given) is out
         torch.testing.assert_close(out, y + residual)
+        room = torch.randn(5, 6)
+        for term, out in (
+            (room[:4], room[1:]),
+            (residual, a[:, :6]),
+            (residual, column.expand(4, 6)),
+        ):
+            with pytest.raises(RuntimeError, match=r"overlap|memory"):
+                tmm_core.matmul(a, b, residual=term, out=out, **given)
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*(Sparse|prototype|nested)")
@@ -497,3 +548,298 @@ def test_scaled_products_that_tmm_answers(given: Any, more: Any, answered: bool)
     if call is not None:
         assert (call.bias, call.out_dtype) == (more.get("bias"), BF16)
         assert (call.scale_a, call.scale_b) == given[2:]
+
+
+def test_plain_products_that_tmm_answers() -> None:
+    """All others are left to torch: those that it refuses, and those without values."""
+    a, b = torch.zeros(4, 8), torch.zeros(8, 6)
+    stack = torch.zeros(3, 4, 8), torch.zeros(3, 8, 6)
+    for given, answered in (
+        ((0, a, b), True), ((0, *stack), True), ((0, a, b, torch.empty(4, 6)), True),
+        ((0, a.half(), b.half()), True), ((4, a, b), False), ((0, a.double(), b.double()), False),
+        ((0, a, b.half()), False), ((0, a, b[:7]), False), ((0, a[:0], b), False),
+        ((0, a, b[:, :0]), False), ((0, a[:, :0], b[:0]), False), ((0, a, stack[1]), False),
+        ((0, stack[0], b), False), ((0, stack[0][:2], stack[1]), False),
+        ((0, a, b.to("meta")), False), ((0, a, b, torch.empty(4, 6, dtype=FP16)), False),
+        ((0, a, b, torch.empty(6, 4)), False), ((0, a, b, torch.empty(1, 6).expand(4, 6)), False),
+        ((0, a, b, torch.empty(4, 6, device="meta")), False),
+    ):  # fmt: skip
+        call = aten_calls.plain_call(*given)
+        assert (call is not None) is answered, given
+        if call is not None:
+            assert call[:2] == given[1:3]
+            assert call.out is (given[3] if len(given) > 3 else None)
+
+
+def test_summands_are_biases_or_residuals() -> None:
+    a, b, row, whole = (torch.zeros(shape) for shape in ((4, 8), (8, 6), (6,), (4, 6)))
+    stack = torch.zeros(6, 4, 8), torch.zeros(6, 8, 6)
+    for given, bias in (
+        ((a, b, row, 2), True), ((a, b, whole, 0.5), False), ((a, b, row[None], 1), False),
+        ((*stack, torch.zeros(6), 1), False),
+    ):  # fmt: skip
+        call, nothing, is_bias = aten_calls.call_with_summand(0, *given)
+        assert call is not None
+        assert (nothing, is_bias, call.alpha) == (None, bias, float(given[3]))
+        assert (call.bias, call.residual)[not bias] is given[2]
+        assert (call.bias, call.residual)[bias] is None
+    for given in ((a, b, row, True), (a, b, row, 1j), (a, b, row.half(), 1),
+                  (a, b, row.to("meta"), 1), (a, b.half(), row, 1)):  # fmt: skip
+        assert aten_calls.call_with_summand(0, *given) == (None, None, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(BF16, 8), (FP32, 4), (torch.int8, 16)])
+def test_strides_that_torch_asks_of_groups(dtype: torch.dtype, unit: int) -> None:
+    def able(rows: int, cols: int, down: int, along: int, offset: int = 0) -> bool:
+        room = offset + (rows - 1) * down + (cols - 1) * along + 1
+        t = torch.zeros(room, dtype=dtype).as_strided((rows, cols), (down, along), offset)
+        return aten_calls._lies_as_torch_asks(t)
+
+    assert able(3, unit, unit, 1)
+    assert able(3, unit - 1, unit, 1)
+    assert not able(3, unit + 1, unit, 1)
+    assert not able(3, unit, unit + 1, 1)
+    assert not able(3, unit, unit, 1, offset=1)
+    assert able(3, unit, unit, 1, offset=unit)
+    assert able(unit, 3, 1, unit)
+    assert not able(unit + 1, 3, 1, unit)
+    assert not able(unit, 3, 1, unit + 1)
+    assert not able(2, 2, 2 * unit, 2)
+    assert able(1, unit, unit, 1)
+    assert not able(3, 1, 0, 1)
+
+
+# -- the state of autograd ----------------------------------------------------------------
+
+
+def test_a_gradient_is_real_where_its_tensor_is() -> None:
+    real, both = torch.tensor([1.5, -2.0]), torch.tensor([1.5 + 2j, -2.0 + 0j])
+    assert autograd_state.as_gradient(real, FP32) is real
+    assert autograd_state.as_gradient(both, torch.complex64) is both
+    assert torch.equal(autograd_state.as_gradient(real, FP64), real.double())
+    assert torch.equal(autograd_state.as_gradient(both, FP64), real.double())
+    assert torch.equal(autograd_state.as_gradient(real, torch.complex64), real + 0j)
+    assert torch.equal(
+        autograd_state.as_gradient(both, torch.complex128), both.to(torch.complex128)
+    )
+
+
+def test_a_column_major_matrix_has_columns_of_neighbours() -> None:
+    for strides, columns in (((1, 4), True), ((4, 1), False), ((1, 1), False), ((2, 4), False),
+                             ((9, 1, 4), True), ((9, 4, 1), False)):  # fmt: skip
+        t = torch.empty_strided((2,) * len(strides), strides)
+        assert autograd_state.is_column_major(t) is columns
+    assert not autograd_state.is_column_major(torch.empty(3))
+
+
+def test_what_is_recorded() -> None:
+    plain, learns = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    assert not autograd_state.recorded(plain, None)
+    assert autograd_state.recorded(None, plain, learns)
+    with torch.no_grad():
+        assert not autograd_state.recorded(learns)
+        assert not autograd_state.differentiated(learns)
+        with torch.autograd.forward_ad.dual_level():
+            assert autograd_state.transformed()
+            assert autograd_state.differentiated(plain)
+    assert not autograd_state.transformed()
+    assert torch.vmap(lambda t: t * autograd_state.transformed())(torch.ones(2)).all()
+
+
+def test_a_gradient_is_summed_to_sizes_known_and_unknown() -> None:
+    t = torch.randn(3, 4, 5)
+    for shape in ((3, 4, 5), (4, 5), (1, 5), (3, 1, 5), (5,), (1, 1, 1), ()):
+        assert torch.equal(gradients._summed_to(t, shape), t.sum_to_size(shape))
+
+    class Unknown(int):
+        """A size whose value must not be read, as of a tensor of unknown rows."""
+
+    assert gradients._summed_to(t[..., :1], (Unknown(4), 1)).shape == (4, 1)
+    assert torch.equal(gradients._summed_to(t, (Unknown(4), 1)), t.sum_to_size((4, 1)))
+    assert torch.equal(gradients._summed_to(t, (3, 1, Unknown(5))), t.sum_to_size((3, 1, 5)))
+    assert torch.equal(gradients._summed_to(t, (3, Unknown(4), 5)), t)
+
+
+# -- products and what follows them, in graphs of torch's compiler ------------------------
+
+A, B, B2, R = (torch.randn(shape) / 2 for shape in ((4, 8), (8, 6), (8, 6), (4, 6)))
+X, V = torch.randn(2, 2, 8), torch.randn(6)
+F = torch.nn.functional
+
+
+def graph_of(function: Callable[..., Any], dtype: torch.dtype, *given: Tensor) -> Any:
+    """The graph of a function as Inductor's passes get it, and the value of each of its nodes."""
+    inputs = [t.to(dtype) for t in given]
+    module = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)
+    values: dict[Any, Any] = {}
+
+    class Values(torch.fx.Interpreter):
+        def run_node(self, node: Any) -> Any:
+            values[node] = super().run_node(node)
+            return values[node]
+
+    Values(module).run(*inputs)
+    return module.graph, values
+
+
+def value_of(tail: Tail, values: dict[Any, Any]) -> Tensor:
+    """What a call that replaces the tail computes, in fp64."""
+    terms = terms_of(tail.product)
+    assert terms is not None
+    a, b, bias, residual, alpha = (values.get(t, t) if t is not None else None for t in terms)
+    z = alpha * (a.double() @ b.double())  # type: ignore[operator, union-attr]
+    for term in (bias, residual):
+        z = z if term is None else z + term.double()  # type: ignore[union-attr]
+    y = parse(tail.epilogue or None).apply(z)
+    assert list(y.shape) == tail.result_shape
+    last = values[tail.last]
+    y = y.reshape(last.shape)
+    return y if tail.residual is None else y + values[tail.residual].double().reshape(last.shape)
+
+
+def halves(z: Tensor) -> Any:
+    return z.chunk(2, dim=-1)
+
+
+def gelu_of(half: float, root: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda a, b: (a @ b) * half * (torch.erf((a @ b) * root) + 1)
+
+
+#: A function, its arguments, and of each product the epilogue with "+" for a residual and "x" for
+#: one that is reshaped.
+TAILS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
+    "plain": (lambda a, b: a @ b, (A, B), [""]),
+    "relu": (lambda a, b: F.relu(a @ b), (A, B), ["relu"]),
+    "tanh": (lambda a, b: torch.tanh(a @ b), (A, B), ["tanh"]),
+    "sigmoid": (lambda a, b: torch.sigmoid(a @ b), (A, B), ["sigmoid"]),
+    "silu": (lambda a, b: F.silu(a @ b), (A, B), ["silu"]),
+    "gelu": (lambda a, b: F.gelu(a @ b), (A, B), ["gelu"]),
+    "gelu_tanh": (lambda a, b: F.gelu(a @ b, approximate="tanh"), (A, B), ["gelu_tanh"]),
+    "cap": (lambda a, b: 30 * torch.tanh((a @ b) / 30), (A, B), ["softcap(30.0)"]),
+    "cap, turned": (lambda a, b: torch.tanh((a @ b) / 2.5) * 2.5, (A, B), ["softcap(2.5)"]),
+    "two caps": (lambda a, b: 30 * torch.tanh((a @ b) / 20), (A, B), [""]),
+    "negative cap": (lambda a, b: -3 * torch.tanh((a @ b) / -3), (A, B), [""]),
+    "product is read": (lambda a, b: (F.silu(z := a @ b), z), (A, B), [""]),
+    "inner value is read": (lambda a, b: (1 + (e := torch.exp(-(a @ b))), e), (A, B), [""]),
+    "of exp(z)": (lambda a, b: (z := a @ b) / (1 + torch.exp(z)), (A, B), [""]),
+    "of another": (lambda a, b, r: r / (1 + torch.exp(-(a @ b))), (A, B, R), [""]),
+    "other halves": (gelu_of(0.25, 0.7071067811865476), (A, B), ["", ""]),
+    "other root": (lambda a, b: gelu_of(0.5, 0.7)(a, b), (A, B), ["", ""]),
+    "relu of silu": (lambda a, b: F.relu(F.silu(a @ b)), (A, B), ["silu"]),
+    "residual": (lambda a, b, r: a @ b + r, (A, B, R), ["+"]),
+    "residual first": (lambda a, b, r: r + F.relu(a @ b), (A, B, R), ["relu+"]),
+    "relu of a sum": (lambda a, b, r: F.relu(a @ b + r), (A, B, R), ["+"]),
+    "row as residual": (lambda a, b, v: a @ b + v, (A, B, V), [""]),
+    "number as residual": (lambda a, b: a @ b + 1.0, (A, B), [""]),
+    "itself": (lambda a, b: (z := a @ b) + z, (A, B), [""]),
+    "difference": (lambda a, b, r: a @ b - r, (A, B, R), [""]),
+    "twice": (lambda a, b, r: torch.add(a @ b, r, alpha=2), (A, B, R), [""]),
+    "two residuals": (lambda a, b, r: a @ b + r + r, (A, B, R), ["+"]),
+    "residual of a wider dtype": (lambda a, b, r: a @ b + r.double(), (A, B, R), [""]),
+    "bias": (lambda a, b, v: F.relu(torch.addmm(v, a, b)), (A, B, V), ["relu"]),
+    "scaled": (lambda a, b, v: torch.addmm(v, a, b, alpha=0.5), (A, B, V), [""]),
+    "summand": (lambda a, b, r: F.relu(torch.addmm(r, a, b)), (A, B, R), ["relu"]),
+    "summand and residual": (lambda a, b, r: torch.addmm(r, a, b) + r, (A, B, R), [""]),
+    "batch": (lambda a, b: F.silu(torch.bmm(a, b)), (X, X.mT.contiguous()), ["silu"]),
+    "rows": (lambda x, b: F.silu(x @ b), (X, B), ["silux"]),
+    "rows with a residual": (
+        lambda x, b, r: F.silu(x @ b) + r.view(2, 2, 6), (X, B, R), ["silux+"],
+    ),
+    "swiglu": (lambda a, b: F.silu((h := halves(a @ b))[0]) * h[1], (A, B), ["swiglu"]),
+    "swiglu, turned": (lambda a, b: (h := halves(a @ b))[1] * F.silu(h[0]), (A, B), ["swiglu"]),
+    "swiglu, split": (
+        lambda a, b: F.silu((h := (a @ b).split([3, 3], -1))[0]) * h[1], (A, B), ["swiglu"],
+    ),
+    "swiglu, cut": (lambda a, b: F.silu((z := a @ b)[:, :3]) * z[:, 3:], (A, B), ["swiglu"]),
+    "swiglu, rows": (lambda x, b: F.silu((h := halves(x @ b))[0]) * h[1], (X, B), ["swiglux"]),
+    "swiglu, residual": (
+        lambda a, b, r: F.silu((h := halves(a @ b))[0]) * h[1] + r[:, :3], (A, B, R), ["swiglu+"],
+    ),
+    "reglu": (lambda a, b: F.relu((h := halves(a @ b))[0]) * h[1], (A, B), ["reglu"]),
+    "geglu": (lambda a, b: F.gelu((h := halves(a @ b))[0]) * h[1], (A, B), ["geglu"]),
+    "gate on the right": (lambda a, b: F.silu((h := halves(a @ b))[1]) * h[0], (A, B), [""]),
+    "gate is up": (lambda a, b: F.silu((h := halves(a @ b))[0]) * h[0], (A, B), [""]),
+    "no gate": (lambda a, b: torch.tanh((h := halves(a @ b))[0]) * h[1], (A, B), [""]),
+    "halves of rows": (
+        lambda a, b: F.silu((h := (a @ b).chunk(2, dim=0))[0]) * h[1], (A, B), [""],
+    ),
+    "unequal parts": (lambda a, b: F.silu((z := a @ b)[:, :2]) * z[:, 4:], (A, B), [""]),
+    "up is read": (
+        lambda a, b: (F.silu((h := halves(a @ b))[0]) * h[1], h[1] + 1), (A, B), [""],
+    ),
+    "sum of halves": (lambda a, b: F.silu((h := halves(a @ b))[0]) + h[1], (A, B), [""]),
+    "product of products": (lambda a, b, c: (a @ b) * (a @ c), (A, B, B2), ["", ""]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("name", TAILS)
+def test_a_tail_is_what_one_call_computes(name: str, dtype: torch.dtype) -> None:
+    function, given, expected = TAILS[name]
+    graph, values = graph_of(function, dtype, *given)
+    found = list(tails(graph))
+    assert [
+        tail.epilogue + "x" * (tail.shape is not None) + "+" * (tail.residual is not None)
+        for tail in found
+    ] == expected
+    for tail in found:
+        assert tail.nodes[0] is tail.product
+        assert tail.nodes[-1] is tail.last
+        assert len(set(tail.nodes)) == len(tail.nodes)
+        inner = set(tail.nodes) - {tail.last}
+        assert all(set(tail.nodes).issuperset(node.users) for node in inner)
+        own = values[tail.last]
+        assert own.dtype is dtype
+        torch.testing.assert_close(
+            own.double(), value_of(tail, values), rtol=2e-2, atol=2e-2 if dtype is BF16 else 1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["beta", "alpha of a node"])
+def test_a_product_that_no_call_computes_has_no_terms(name: str) -> None:
+    graph, _ = graph_of(lambda a, b, v: torch.addmm(v, a, b, beta=0.5), FP32, A, B, V)
+    (tail,) = tails(graph)
+    if name == "beta":
+        assert terms_of(tail.product) is None
+        return
+    tail.product.kwargs = {"alpha": next(iter(graph.nodes))}
+    assert terms_of(tail.product) is None
+
+
+#: Gate and up of two weights.
+PAIRS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
+    "swiglu": (lambda a, b, c: F.silu(a @ b) * (a @ c), (A, B, B2), 1),
+    "turned": (lambda a, b, c: (a @ c) * F.silu(a @ b), (A, B, B2), 1),
+    "rows": (lambda x, b, c: F.silu(x @ b) * (x @ c), (X, B, B2), 1),
+    "biases": (
+        lambda a, b, c, v: F.silu(torch.addmm(v, a, b)) * torch.addmm(v, a, c), (A, B, B2, V), 1,
+    ),
+    "one bias": (lambda a, b, c, v: F.silu(torch.addmm(v, a, b)) * (a @ c), (A, B, B2, V), 0),
+    "scaled": (
+        lambda a, b, c, v: F.silu(torch.addmm(v, a, b, alpha=2)) * torch.addmm(v, a, c),
+        (A, B, B2, V), 0,
+    ),
+    "no gate": (lambda a, b, c: torch.tanh(a @ b) * (a @ c), (A, B, B2), 0),
+    "sum": (lambda a, b, c: F.silu(a @ b) + (a @ c), (A, B, B2), 0),
+    "other rows": (lambda a, b, c: F.silu(a @ b) * ((a + 1) @ c), (A, B, B2), 0),
+    "up is read": (lambda a, b, c: (F.silu(a @ b) * (z := a @ c), z), (A, B, B2), 0),
+    "gate is read": (lambda a, b, c: ((g := F.silu(a @ b)) * (a @ c), g), (A, B, B2), 0),
+    "itself": (lambda a, b: F.silu(z := a @ b) * z, (A, B), 0),
+    "other columns": (
+        lambda a, b, c: F.silu(a @ b) * (a @ c).expand(4, 6), (A, B, B2[:, :1].contiguous()), 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gate_and_up_of_two_weights_share_their_rows(name: str) -> None:
+    function, given, count = PAIRS[name]
+    graph, values = graph_of(function, BF16, *given)
+    found = list(pairs(graph))
+    assert len(found) == count
+    for gate, up in found:
+        assert (gate.shape is not None) is (up.shape is not None) is (name == "rows")
+        assert gate.product is not up.product
+        y = F.silu(values[gate.last].double()) * values[up.last].double()
+        output = next(node for node in graph.nodes if node.op == "output").args[0]
+        torch.testing.assert_close(values[output].double(), y, rtol=2e-2, atol=2e-2)

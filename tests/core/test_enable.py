@@ -810,6 +810,9 @@ def test_an_operator_that_pays_stays(limits: Any) -> None:
             LARGE @ B
         assert not tmm_core.enabled_report().operators["mm"].left
         assert calls("mm") == {"sums": 1, "torch": 40}
+        for _ in range(20):  # counted once, at whichever sample
+            SMALL @ B
+        assert tmm_core.enabled_report().saved_us == pytest.approx(21 * 90.0)
 
 
 def test_gpu_time_is_saved_only_where_the_gpu_is_the_limit(limits: Any) -> None:
@@ -932,6 +935,29 @@ def test_a_sample_asks_whether_the_gpu_reached_the_last_call(
     assert len(reviews) > before
 
 
+def test_the_cost_of_passing_is_that_of_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one that takes 100 µs, and passes on."""
+    made = aten_report.entry_of
+
+    def entry_of(op: Any) -> Any:
+        entry = made(op)
+
+        def slow(keys: Any, *given: Any, **named: Any) -> Any:
+            end = time.perf_counter() + 1e-4
+            while time.perf_counter() < end:
+                pass
+            return entry(keys, *given, **named)
+
+        return slow
+
+    monkeypatch.setattr(aten_report, "entry_of", entry_of)
+    monkeypatch.setattr(aten_report, "_BATCHES", 3)
+    aten_report._measured_us.cache_clear()
+    for name in ("mm", "baddbmm.out"):
+        assert 80 < aten_report.overhead_us(name) < 10_000
+    aten_report._measured_us.cache_clear()
+
+
 def test_two_threads_measure_the_cost_of_passing_once() -> None:
     aten_report._measured_us.cache_clear()
     costs: list[float] = []
@@ -977,6 +1003,14 @@ def test_the_environment_enables() -> None:
     assert _run("1").stdout == "True False\n"
     assert _run("0").stdout == "False False\n"
     assert "TMM_ENABLE='maybe'" in _run("maybe").stderr
+
+
+def test_operators_are_named_alone_or_together() -> None:
+    for ops, found in (("mm", ("mm",)), (["mm", "bmm"], ("mm", "bmm")), (None, aten.NAMES)):
+        with tmm_core.enable(ops=ops, _key="CPU") as enabled:
+            assert tuple(enabled.ops) == tuple(found)
+    with pytest.raises(tmm_core.UnknownNameError, match="operator"):
+        tmm_core.enable(ops="mmm")
 
 
 def test_without_cuda_nothing_is_answered() -> None:

@@ -26,6 +26,7 @@ from packed import PACKED
 from path import PATH
 from pool import POOL
 from sampled import SAMPLED
+from swept import SWEPT
 from systematic_core import SYSTEMATIC_CORE
 from verification import VERIFICATION
 
@@ -59,5 +60,6 @@ MUTANTS: list[Mutant] = [
     *POOL,
     *BENCH,
     *DRAWN,
+    *SWEPT,
     *SYSTEMATIC_CORE,
 ]
