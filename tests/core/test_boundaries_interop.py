@@ -483,12 +483,8 @@ def test_a_bias_of_several_rows_beside_everything_else() -> None:
         assert tmm_core.matmul(a, b, residual=residual, out=out, **given) is out
         torch.testing.assert_close(out, y + residual)
         room = torch.randn(5, 6)
-        for term, out in (
-            (room[:4], room[1:]),
-            (residual, a[:, :6]),
-            (residual, column.expand(4, 6)),
-        ):
-            with pytest.raises(RuntimeError, match=r"overlap|memory"):
+        for term, out in ((room[:4], room[1:]), (residual, residual)):
+            with pytest.raises(RuntimeError, match="a single memory location"):
                 tmm_core.matmul(a, b, residual=term, out=out, **given)
 
 
