@@ -70,7 +70,7 @@ VALID_CALLS = [
            "what is added to a nested product is not checked",
            (f"{UNUSUAL}::test_what_dense_calls_refuse_is_refused",)),
     Mutant("foreign-unchecked", "interop/fallbacks.py",
-           "    _checked(call._replace(b=", "    (call._replace(b=",
+           "    cast_first(lambda formed: _checked(formed, parsed), formed)\n", "",
            "what is added to a product of another library is not checked",
            (f"{UNUSUAL}::test_what_dense_weights_refuse_a_weight_of_another_type_does",)),
     Mutant("sparse-result", "interop/fallbacks.py",
