@@ -66,7 +66,7 @@ class Summary:
 
     @property
     def record(self) -> TuningRecord:
-        """The record, of a summary that was made from all of it, as `entries` makes them."""
+        """The record, of a summary that was made from all of it (`full`)."""
         assert self._record is not None
         return self._record
 

@@ -176,15 +176,12 @@ class CacheStore:
         path, header = self.path(gpu, environment, record.problem), Header.of(record)
         return Summary(path, self.root, environment, header, record)
 
-    def entries(self, gpu: str | None = None) -> Iterator[Summary]:
-        """Like `summaries`, with every file read in full: `Summary.record` is its record."""
-        return self.summaries(gpu, full=True)
-
     def summaries(self, gpu: str | None = None, *, full: bool = False) -> Iterator[Summary]:
         """A summary of every record: those held, then the root's, then each layer's, by path.
 
-        Records hidden by a nearer layer are included. Only the header of each file is read, unless
-        `full`; `Summary.load` reads the record. Faults are skipped with a warning.
+        Records hidden by a nearer layer are included. Only the header of each file is read, and
+        `Summary.load` reads the record. With `full` every file is read, and `Summary.record` is its
+        record. Faults are skipped with a warning.
         """
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
@@ -244,23 +241,17 @@ class CacheStore:
             self._warnings.beside(notes.path, error, "written", told)
 
     def misses(self) -> list[Miss]:
-        """The problems noted under the user's own root, each once per GPU and environment."""
+        """The problems noted under the user's own root that have no record yet, each once per GPU
+        and environment."""
         found: list[Any] = Notes("misses", None, self.root).values()
         kinds = {"gpu": str, "environment": dict, "problem": dict}
         misses = []
         for each in found:
             if isinstance(each, dict) and {name: type(of) for name, of in each.items()} == kinds:
                 with suppress(ValueError, RecursionError):  # a damaged note
-                    self.path(**each)
-                    misses.append(Miss(**each))
+                    if self._locate(**each)[0] is None:
+                        misses.append(Miss(**each))
         return misses
-
-    def clear_misses(self) -> int:
-        """Forget the problems; returns how many there were."""
-        count, self._miss_notes = len(self.misses()), None
-        with suppress(OSError):
-            Notes("misses", None, self.root).path.unlink()
-        return count
 
     def _locate_locked(
         self, gpu: str, environment: Document, problem: Document

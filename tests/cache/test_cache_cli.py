@@ -225,7 +225,7 @@ def test_problems_of_another_make_are_listed_all_the_same(
     assert {"groups", "along", "odd[red].kernel", "7*1x2x3"} <= {*words}
     assert " silu " in text
     assert "int8 -> int32" in text
-    for entry in store.entries():
+    for entry in store.summaries(full=True):
         assert main(["show", entry.digest]) == 0
     # Lists read heads unchecked: a stranger's record gives the terminal no orders.
     capsys.readouterr()

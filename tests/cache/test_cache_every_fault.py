@@ -148,7 +148,7 @@ def check(name: str, root: Path, said: list[str]) -> None:
             found = fresh.load(GPU, ENVIRONMENT, problem(m=int(m)))
             assert found is not None, f"{m} was acknowledged and is lost"
             assert mark_of(found) == what
-        for entry in fresh.entries():
+        for entry in fresh.summaries(full=True):
             mine = record(mark=mark_of(entry.record))
             theirs = replace(mine, candidates=(*mine.candidates, THEIRS)).thinned()
             assert entry.record.candidates in (mine.candidates, theirs.candidates)

@@ -82,7 +82,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(
     assert not text.replace(f"tmm-cache: 2 records written to {target}\n", "")
     elsewhere = CacheStore(tmp_path / "elsewhere", [])
     assert main(["--cache-dir", str(elsewhere.root), "import", str(target)]) == 0
-    assert len(list(elsewhere.entries())) == 2
+    assert len(list(elsewhere.summaries(full=True))) == 2
     assert run_closed("2>&-", "verify") == (0, "")
 
 

@@ -25,7 +25,7 @@ def files_under(root: Path) -> set[str]:
 
 
 def names(store: CacheStore) -> list[Any]:
-    return sorted(str(entry.record.problem["m"]) for entry in store.entries())
+    return sorted(str(entry.record.problem["m"]) for entry in store.summaries(full=True))
 
 
 @pytest.fixture

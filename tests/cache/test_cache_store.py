@@ -50,9 +50,8 @@ def test_a_root_may_be_below_the_home_folder(
 def test_nothing_is_made_before_the_first_save(store: CacheStore) -> None:
     assert store.load(GPU, ENVIRONMENT, problem()) is None
     assert store.found(GPU, ENVIRONMENT, problem()) is None
-    assert list(store.entries()) == []
+    assert list(store.summaries(full=True)) == []
     assert store.misses() == []
-    assert store.clear_misses() == 0
     assert not store.root.exists()
 
 
@@ -139,9 +138,11 @@ def test_entries_are_of_all_layers_in_a_stable_order(
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
     near.save(GPU, ENVIRONMENT, record(problem(m=1), mark="near"))
     far.save("nvidia-a100", OLDER_ENVIRONMENT, record(problem(m=9)))
-    entries = list(store.entries())
-    assert entries == list(store.entries())
-    assert [entry.record for entry in entries] == [entry.record for entry in store.entries()]
+    entries = list(store.summaries(full=True))
+    assert entries == list(store.summaries(full=True))
+    assert [entry.record for entry in entries] == [
+        entry.record for entry in store.summaries(full=True)
+    ]
     assert [entry.root for entry in entries] == [store.root] * 3 + [near.root, far.root]
     assert sorted(entry.record.problem["m"] for entry in entries[:3]) == [1, 2, 3]  # type: ignore[type-var]
     assert [entry.path for entry in entries[:3]] == sorted(entry.path for entry in entries[:3])
@@ -153,8 +154,8 @@ def test_entries_are_of_all_layers_in_a_stable_order(
     )
     assert (entries[3].gpu, entries[3].environment_digest) == (GPU, digest(ENVIRONMENT))
     assert entries[3].record == record(problem(m=1), mark="near")
-    assert [entry.gpu for entry in store.entries("nvidia-a100")] == ["nvidia-a100"]
-    assert list(store.entries("nvidia-b200")) == []
+    assert [entry.gpu for entry in store.summaries("nvidia-a100", full=True)] == ["nvidia-a100"]
+    assert list(store.summaries("nvidia-b200", full=True)) == []
 
 
 def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: CacheStore) -> None:
@@ -172,7 +173,7 @@ def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: Cac
     ):
         other.parent.mkdir(parents=True, exist_ok=True)
         other.write_text("not a record")
-    assert [entry.path for entry in store.entries()] == [path]
+    assert [entry.path for entry in store.summaries(full=True)] == [path]
 
 
 def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None:
@@ -184,9 +185,9 @@ def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None
     path = CacheStore(store.root).save(GPU, ENVIRONMENT, record(mark="written"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) == path
-    (entry,) = store.entries(GPU)
+    (entry,) = store.summaries(GPU, full=True)
     assert (entry.path, entry.environment, mark_of(entry.record)) == (path, ENVIRONMENT, "held")
-    assert list(store.entries("another-gpu")) == []
+    assert list(store.summaries("another-gpu", full=True)) == []
 
 
 def test_a_save_ends_what_was_held(store: CacheStore) -> None:

@@ -23,7 +23,7 @@ def test_summaries_say_in_brief_what_entries_say(
     below.save("nvidia-a100", ENVIRONMENT, record(problem(m=9)))
     store = CacheStore(layers=[below.root])
     store.hold(GPU, ENVIRONMENT, record(problem(m=2), mark="held", winner=0))
-    entries = list(store.entries())
+    entries = list(store.summaries(full=True))
     with monkeypatch.context() as patch:
         patch.setattr(scan, "read_record", lambda path, _: pytest.fail("read in full"))
         summaries = list(store.summaries())

@@ -211,7 +211,7 @@ def test_round_trip_keeps_records_and_environments(
     assert "4 records written to" in capsys.readouterr().err
     assert import_into(target, file) == 0
     assert f"4 records written to {target.root}" in capsys.readouterr().err
-    ours, theirs = list(store.entries()), list(target.entries())
+    ours, theirs = list(store.summaries(full=True)), list(target.summaries(full=True))
     assert [entry.record.thinned() for entry in ours] == [entry.record for entry in theirs]
     assert [entry.environment for entry in ours] == [entry.environment for entry in theirs]
     relative = [entry.path.relative_to(store.root) for entry in ours]
@@ -249,7 +249,9 @@ def test_export_leaves_layers_out(store: CacheStore, below: CacheStore, file: Pa
     assert main(["export", str(file)]) == 0
     sizes = {each["record"]["problem"]["m"] for each in document(file)["records"]}
     assert sizes == {
-        entry.record.problem["m"] for entry in store.entries() if entry.root == store.root
+        entry.record.problem["m"]
+        for entry in store.summaries(full=True)
+        if entry.root == store.root
     }
     assert 77 not in sizes
 
@@ -376,7 +378,7 @@ def test_records_that_are_invalid_or_of_the_future_are_left_out(
     mine = target.load(GPU, ENVIRONMENT, problem(m=1))
     assert mine is not None
     assert mark_of(mine) == "mine"
-    assert sorted(each.record.problem["m"] for each in target.entries()) == [1, 3]
+    assert sorted(each.record.problem["m"] for each in target.summaries(full=True)) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -499,7 +501,7 @@ def test_an_import_that_fails_in_the_middle_leaves_whole_records_and_no_temporar
     monkeypatch.setattr(os, "replace", failing)
     assert main(["import", str(file)]) == 2
     assert "No space left" in capsys.readouterr().err
-    assert len(list(CacheStore().entries())) >= 3
+    assert len(list(CacheStore().summaries(full=True))) >= 3
     assert list(root.rglob("*.tmp")) == []
 
 

@@ -36,7 +36,9 @@ def saved(store: CacheStore, m: int, days: float, gpu: str = GPU) -> Path:
 
 
 def kept(store: CacheStore) -> list[object]:
-    return sorted(entry.record.problem["m"] for entry in CacheStore(store.root, []).entries())
+    return sorted(
+        entry.record.problem["m"] for entry in CacheStore(store.root, []).summaries(full=True)
+    )
 
 
 def nothing(path: Path) -> bool:

@@ -362,16 +362,6 @@ def test_a_miss_in_a_line() -> None:
     assert misses.title({}) == "-x-x- - - x - -"
 
 
-def test_a_miss_is_tuned_once_a_record_answers_it() -> None:
-    store = CacheStore()
-    saved(store, H200, 1)
-    asked = problem(m=1, device=H200).to_json()
-    known = Miss(H200.gpu, H200.environment, asked)
-    assert misses.tuned_since(store, known)
-    assert not misses.tuned_since(store, known._replace(environment={}))
-    assert not misses.tuned_since(store, known._replace(problem=problem(m=2).to_json()))
-
-
 @pytest.mark.parametrize(("here", "others"), [(2, 0), (1, 3), (0, 1)])
 def test_misses_of_other_devices_are_counted(
     here: int, others: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -116,7 +116,7 @@ def test_layers_are_looked_at_where_nothing_hides_them(
     for m in (24, 40):
         record(wrong, m, tmp_path / "layer")
     own = dispatch.default_dispatcher().store
-    [path] = (e.path for e in own.entries() if e.record.problem["m"] == 40)
+    [path] = (e.path for e in own.summaries(full=True) if e.record.problem["m"] == 40)
     path.unlink()
     assert own.layers == ()
     assert run(capsys, 0)[1][0]["status"] == "blas"

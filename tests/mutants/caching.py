@@ -35,7 +35,7 @@ CACHE = [
            "1e999 in a note or a header ends a command, or a call", (f"{FUZZ}::test_a_number_that_no_float_holds_is_refused",)),
     Mutant("cache-header-times", "tmm_cache/header.py", "us=_TIME(best.us)", "us=best.us",
            "a time of 400 digits ends `tmm-cache show`", (f"{FUZZ}::test_a_list_shows_a_header_that_no_store_wrote",)),
-    Mutant("cache-damaged-miss", "tmm_cache/store.py", "                    self.path(**each)\n", "",
+    Mutant("cache-damaged-miss", "tmm_cache/store.py", "if self._locate(**each)[0] is None:", "if True:",
            "a damaged note ends `tmm misses`", (f"{FUZZ}::test_a_damaged_note_of_a_miss_costs_itself",)),
     Mutant("cache-lock-interrupted", "tmm_cache/locks.py", "        lock.release(force=True)", "        pass",
            "an interrupted call keeps others from tuning its problem", (f"{PROCESSES}::test_a_lock_that_an_exception_interrupts_is_free",)),

@@ -48,7 +48,6 @@ def _parser() -> Parser:
     _add_bench(commands["bench"])
     for name in ("verify", "doctor"):
         shared.add_device(commands[name])
-    commands["misses"].flag("--clear", text="forget them")
     for name in ("kernels", "verify", "doctor", "misses"):
         commands[name].add_json()
     help_text = "name of the distribution and of its folder, like my-kernels"

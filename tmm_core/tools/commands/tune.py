@@ -27,7 +27,7 @@ from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.misses import title, tuned_since
+from tmm_core.tools.commands.misses import title
 from tmm_core.tuning.first_launch import FirstLaunches
 
 
@@ -117,11 +117,7 @@ def _of_misses(device: torch.device) -> list[Pending]:
     if others := len(misses) - len(mine):
         note(f"{others} of {len(misses)} misses belong to other devices; tune them there")
     # Misses met under other versions are tuned under the present ones.
-    problems = {
-        json.dumps(miss.problem, sort_keys=True): miss.problem
-        for miss in mine
-        if not tuned_since(store, miss)
-    }
+    problems = {json.dumps(miss.problem, sort_keys=True): miss.problem for miss in mine}
     return [_of_document(problem, device) for problem in problems.values()]
 
 
