@@ -181,6 +181,24 @@ def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
 # -- grouped ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("of_a", [(5,), (4, 5), (1, 5), (3, 4, 5), (2, 3, 4, 5), (1, 4, 5)])
+@pytest.mark.parametrize("of_b", [(5,), (5, 6), (3, 5, 6), (2, 1, 5, 6)])
+def test_mapped_operands_of_every_rank(of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
+    """Each, both, and a residual that is mapped, is not, or is broadcast."""
+    a, b = torch.randn(7, *of_a), torch.randn((*of_b, 7))
+    shape = (a[0] @ b[..., 0]).shape
+    residuals = torch.randn(7, *shape), torch.randn(shape), torch.randn(shape[-1:])
+    for dims in ((0, -1), (0, None), (None, -1)):
+        given = a if dims[0] == 0 else a[0], b if dims[1] == -1 else b[..., 0]
+        expected = torch.vmap(torch.matmul, dims)(*given)
+        torch.testing.assert_close(torch.vmap(tmm_core.matmul, dims)(*given), expected)
+        for residual, dim in zip(residuals, (0, None, None), strict=True):
+            y = torch.vmap(
+                lambda a, b, r: tmm_core.matmul(a, b, residual=r), (*dims, dim)
+            )(*given, residual)  # fmt: skip
+            torch.testing.assert_close(y, expected + residual)
+
+
 @pytest.mark.parametrize("epilogue", [None, "relu"])
 def test_mapped_residuals_of_fp32_leave_a_products_dtype(epilogue: str | None) -> None:
     a, b = torch.randn(4, 6).bfloat16(), torch.randn(6, 5).bfloat16()

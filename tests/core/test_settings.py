@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 import tmm_core
 from tmm_core import SettingsError
-from tmm_core.settings import VARIABLES, Settings
+from tmm_core.settings import (
+    VARIABLES,
+    Settings,
+    current,
+    enabled_by_environment,
+    flag,
+    nested,
+    with_static_weights,
+    within,
+)
 
 #: Two values of each field, as ``override`` takes them, and what they come to.
 VALUES: dict[str, list[tuple[Any, Any]]] = {
@@ -116,6 +126,11 @@ def test_the_environment_says_each(name: str) -> None:
         {"disable": [1]},
         {"tune_budget": "1"},
         {"tune_memory": 1.5},
+        {"tune_memory": True},
+        *({name: 0} for name in ("tune_budget", "tune_memory", "tune_share")),
+        {"tune_budget": math.inf},
+        {"tune_budget": math.nan},
+        {"tune_share": 1.001},
     ],
     ids=str,
 )
@@ -124,6 +139,67 @@ def test_a_value_of_another_type_is_told_with_its_name(given: dict[str, Any]) ->
     told = pytest.raises(SettingsError, match=f"{next(iter(given))} must be")
     with told, tmm_core.override(**given):
         pass
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("1", True), (" TRUE ", True), ("on", True), ("yes", True), ("0", False), ("false", False),
+     ("Off", False), ("no", False), ("", False), ("2", None), ("maybe", None)],
+)  # fmt: skip
+def test_a_flag_is_on_or_off(
+    text: str, found: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_ENABLE", text)
+    if found is None:
+        with pytest.raises(SettingsError, match=f"TMM_ENABLE='{text}': expected 1 or 0"):
+            enabled_by_environment()
+    else:
+        assert flag(text) is enabled_by_environment() is found
+
+
+def test_a_name_of_spaces_is_none() -> None:
+    for name in ("kernel", "arithmetic"):
+        assert getattr(Settings.from_environ({VARIABLES[name][0]: " "}), name) is None
+
+
+def test_work_of_another_thread_has_the_settings_of_its_call() -> None:
+    """Except for promises about weights, which it may just have written."""
+    with tmm_core.override(kernel="one", tune_budget=3.0) as outer:
+        assert within(outer, current) is outer
+        with tmm_core.override(static_weights=True) as promised:
+            found = within(promised, current)
+            assert current() is promised
+        assert (found.static_weights, found.kernel, found.tune_budget) == (False, "one", 3.0)
+        assert found is outer
+        promised = with_static_weights(current)
+        assert (promised.static_weights, promised.kernel) == (True, "one")
+        assert current() is outer
+        assert within(None, current) is not outer
+        with pytest.raises(KeyError):
+            within(promised, {}.__getitem__, 1)
+        assert current() is outer
+
+
+def test_static_weights_of_the_environment_are_no_promise_of_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMM_STATIC_WEIGHTS", "1")
+    tmm_core.settings._from_environment.cache_clear()
+    assert current().static_weights
+    assert not within(None, current).static_weights
+
+
+def test_a_plugins_code_forces_no_kernel() -> None:
+    with tmm_core.override(kernel="one", config={"tile": 1}, tune_budget=3.0) as outer:
+        with nested():
+            inner = current()
+            assert (inner.nested, inner.kernel, inner.config) == (True, None, None)
+            assert inner.tune_budget == 3.0
+            with nested():
+                assert current() is inner
+        assert current() is outer
+    with pytest.raises(SettingsError, match="unknown setting nested; known: arithmetic,"):
+        tmm_core.override(nested=True).__enter__()
 
 
 @pytest.mark.parametrize("problems", [None, 5, "x", object, ["x"]])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +161,97 @@ def test_what_strangers_give_is_cut_to_a_length() -> None:
     assert errors.error_message(ValueError("t" * 2000)) == "t" * 2000
     assert errors.error_message(ValueError("t" * 2001)) == "t" * 2000 + "…"
     assert errors.error_text(ValueError("\x1b[1m")) == "ValueError: \\x1b[1m"
+
+
+# -- texts of strangers -------------------------------------------------------------------
+
+
+class Failing:
+    def __repr__(self) -> str:
+        raise KeyError
+
+
+class Text(str):
+    def __getitem__(self, key: Any) -> str:
+        return "another"
+
+
+def test_a_strangers_text_is_plain_and_short() -> None:
+    for text, found in (
+        ("a\nb\tc é", "a\nb\tc é"), ("\x1b[31m", "\\x1b[31m"), ("\ud800", "\\ud800"),
+        ("x" * 2000, "x" * 2000), ("x" * 2001, "x" * 2000 + "…"), (Text("own"), "own"), ("", ""),
+    ):  # fmt: skip
+        plain = errors.plain_text(text)
+        assert (plain, type(plain)) == (found, str)
+    assert errors.plain_text("abc", 2) == "ab…"
+    assert errors.error_text(ValueError()) == "ValueError"
+    assert errors.error_text(ValueError("x")) == "ValueError: x"
+    failing = type("Odd", (Exception,), {"__str__": Failing.__repr__})()
+    assert errors.error_text(failing) == "Odd: (its text is unavailable)"
+    assert errors.shown(Failing()) == "<Failing, whose repr failed>"
+    assert errors.shown("x" * 300) == "'" + "x" * 199 + "…"
+    assert errors.raised_at(None) == ""
+
+
+def test_an_unknown_name_is_answered_by_near_ones() -> None:
+    error = tmm_core.UnknownNameError("kernel", "tritn", ["triton", "blas"])
+    assert str(error) == "unknown kernel 'tritn'; did you mean 'triton'?"
+    far = tmm_core.UnknownNameError("kernel", "zzz", ["triton", "blas"])
+    assert str(far) == "unknown kernel 'zzz'; known: ['blas', 'triton']"
+    assert str(pickle.loads(pickle.dumps(far))) == str(far)
+
+
+@dataclass
+class Of:
+    plugin: str
+    distribution: str
+
+    def __str__(self) -> str:
+        return f"plugin {self.plugin}"
+
+
+def test_a_distribution_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(errors, "warn", told.append)
+    monkeypatch.setattr(errors, "raised_at", lambda error: "" if error is None else "file.py:3")
+    errors.warn_of_plugin(Of("one", "both"), "kernel k failed")
+    errors.warn_of_plugin(Of("two", "both"), "kernel l failed")
+    errors.warn_of_plugin(Of("one", "other"), "plugin one: failed", KeyError(), more=2)
+    errors.warn_of_plugin(Of("three", ""), "failed in file.py:3", KeyError())
+    errors.warn_of_plugin(Of("three", ""), "again")
+    assert told == [
+        "plugin one: kernel k failed; later faults of it are not reported: see `tmm doctor`",
+        "plugin one: failed (file.py:3); 2 more faults of it: see `tmm doctor`",
+        "plugin three: failed in file.py:3; later faults of it are not reported: see `tmm doctor`",
+    ]
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_every_call_takes_a_kernel_and_its_config() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    offs = torch.tensor([4], dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "matmul": lambda **more: tmm_core.matmul(a, b, **more),
+        "linear": lambda **more: tmm_core.linear(a, b.t(), **more),
+        "grouped": lambda **more: tmm_core.grouped_matmul(a, b[None], offs=offs, **more),
+    }
+    for call in calls.values():
+        assert torch.equal(call(kernel="blas"), call())
+        with pytest.raises(tmm_core.ConfigError, match="nope"):
+            call(kernel="blas", config={"nope": 1})
+        with pytest.raises(tmm_core.SettingsError, match="config needs kernel"):
+            call(config={"nope": 1})
+        with pytest.raises(tmm_core.UnknownNameError, match="nobody"):
+            call(kernel="nobody")
+        with pytest.raises(tmm_core.SettingsError, match="on_cache_miss"):
+            call(on_cache_miss="nothing")
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_scales_of_a_layers_operands_count_both() -> None:
+    x, w = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in ((4, 8), (6, 8)))
+    of_x, of_w = torch.tensor(2.0), torch.tensor(3.0)
+    for given, expected in (({"scale_a": of_x}, 16), ({"scale_b": of_w}, 24),
+                            ({"scale_a": of_x, "scale_b": of_w}, 48)):  # fmt: skip
+        y = tmm_core.linear(x, w, out_dtype=torch.float32, **given)  # type: ignore[arg-type]
+        assert y.eq(expected).all()
