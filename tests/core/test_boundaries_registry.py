@@ -153,6 +153,20 @@ def test_a_load_that_is_interrupted_leaves_what_was_registered_before(
     assert names(r) == ["mine", "one", "two"]
 
 
+def test_an_import_that_computes_a_product_is_answered_by_what_is_loaded() -> None:
+    seen: list[list[str]] = []
+
+    class Computing(EntryPoint):
+        def load(self) -> Any:
+            seen.append(names(r))
+            return super().load()
+
+    points = [Computing(name, plugin(FakeKernel(name))) for name in ("a", "b")]
+    r = registry(*points, baseline=FakeBlas)
+    assert names(r) == ["a", "b", "blas"]
+    assert seen == [["blas"], ["blas"]]
+
+
 @pytest.mark.parametrize("works", [False, True])
 def test_a_plugin_of_which_a_part_works_is_partly_used(works: bool) -> None:
     kernels = [*([FakeKernel("fine")] if works else []), FakeKernel("")]

@@ -1,0 +1,868 @@
+"""Tests the rounds of a tuning one at a time, with candidates whose times are given: who stays, who
+is timed again, what ends up on record, and what is tried at all."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Tuner, dispatcher, problem, settings
+from test_invariant import INVARIANT, Summing
+from test_tuner import result
+from tmm_cache import CacheStore, TuningRecord
+
+from tmm_core import Problem, TmmWarning
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.steps import drained
+from tmm_core.tuning import bind, cold_operands, ranking, search, stages, tuner
+from tmm_core.tuning.background import Background, Task
+from tmm_core.tuning.bind import Deadline
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers
+from tmm_core.tuning.candidate_run import (
+    CandidateRun,
+    for_the_bucket,
+    of_each_arithmetic,
+    reserves,
+    survivors,
+)
+from tmm_core.tuning.cold_operands import LaunchError
+from tmm_core.tuning.findings import Findings
+from tmm_core.tuning.search import CAUTION, Hints, Search, _hinted, _incumbent, _interleaved
+from tmm_core.tuning.stages import Tuning, _repeats, _unverified
+from tmm_core.tuning.timing import HostTimer
+from tmm_core.tuning.untried import Left, Untried
+from tmm_core.verify.environment_faults import BUDGET_ENDED
+
+
+class Relying(FakeConfig):
+    """A config for weights that do not change."""
+
+    assumes = ("static_weights",)
+
+
+def run(name: str, us: float | None, tile: int = 1, kernel: Any = None, **fields: Any) -> Any:
+    """A candidate that was compiled, and timed once."""
+    kernel = kernel or (FakeBlas() if name == "blas" else FakeKernel(name))
+    found = CandidateRun(Candidate(kernel, FakeConfig(tile=tile)))
+    found.samples = [] if us is None else [us]
+    found.runner = SimpleNamespace(inputs=[0, 1], name=f"{name}{tile}")  # type: ignore[assignment]
+    for field, value in fields.items():
+        setattr(found, field, value)
+    return found
+
+
+def names(runs: Sequence[CandidateRun]) -> str:
+    return " ".join(f"{each.candidate.kernel.name}{each.candidate.config.to_json()['tile']}"
+                    for each in runs)  # fmt: skip
+
+
+# -- who stays -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "keep", "limit", "invariant", "left"),
+    [
+        ({"blas": 9.0, "a": 5.0, "b": 6.5, "c": 6.6}, 1.3, 9, False, "a1 b1 blas1"),
+        ({"blas": 9.0, "a": 5.0, "b": 6.0, "c": 6.1}, 1.3, 2, False, "a1 b1 blas1"),
+        ({"blas": 1.0, "a": 5.0, "b": 6.0}, 1.3, 9, False, "blas1"),
+        ({"blas": 1.0, "a": 5.0, "b": 6.0}, 1.3, 9, True, "blas1 a1 b1"),
+        ({"blas": 1.0}, 1.3, 9, True, "blas1"),
+    ],
+)
+def test_blas_and_those_near_the_best_stay(
+    times: dict[str, float], keep: float, limit: int, invariant: bool, left: str
+) -> None:
+    racing = [run(name, us) for name, us in times.items()]
+    found = survivors(problem(batch_invariant=invariant), racing, keep, limit)
+    assert names(found) == left
+
+
+def test_the_best_config_of_each_kernel_is_a_reserve() -> None:
+    """And of each the best that relies on no promise; three times the best is the limit."""
+    a, b, c = (FakeKernel(name) for name in "abc")
+    relying = CandidateRun(Candidate(a, Relying(tile=9)), samples=[4.0], runner=run("x", 1).runner)
+    racing = [
+        run("a", 6.0, 1, a), run("a", 5.0, 2, a), relying, run("b", 12.0, 1, b),
+        run("c", 12.1, 1, c), run("d", 1.0, runner=None), run("e", None),
+    ]  # fmt: skip
+    assert names(reserves(problem(), racing)) == "a9 a2 b1"
+
+
+@pytest.mark.parametrize(
+    ("m", "times", "left"),
+    [
+        (64, {"blas": 10.0, "a": 9.9, "b": 9.91}, "a1"),
+        (64, {"blas": 10.0, "a": 9.95, "b": 9.96}, "a1"), (64, {"blas": 10.0, "a": 13.0}, "a1"),
+        (64, {"blas": 10.0, "a": 13.01}, ""), (64, {"a": 13.0}, "a1"),
+        (63, {"blas": 10.0, "a": 9.95}, ""), (63, {"blas": 10.0, "a": 9.9, "b": 9.8}, "a1 b1"),
+    ],
+)  # fmt: skip
+def test_which_reserves_are_measured_inside_the_bucket(
+    m: int, times: dict[str, float], left: str
+) -> None:
+    """An M that is no edge has nothing inside."""
+    spare = [run(name, us) for name, us in times.items()]
+    assert names(for_the_bucket(problem(m=m), spare)) == left
+
+
+def test_two_of_each_arithmetic_and_the_best_elsewhere_are_raced() -> None:
+    """The expected time elsewhere is the time here, scaled by the estimates' ratio."""
+
+    class Estimating(Summing):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
+            return None if config.tile == 6 else 1.0 if config.tile != 5 or problem.m == 64 else 0.5
+
+    names_ = {1: "one", 2: "one", 3: "one", 4: "two", 5: "one", 6: "one", 7: None}
+    kernel = Estimating("k", names_)
+    times = {1: 5.0, 2: 6.4, 3: 6.45, 4: 50.0, 5: 9.0, 6: 9.1, 7: 1.0}
+    racing = [run("k", us, tile, kernel) for tile, us in times.items()]
+    asked = problem(m=64, batch_invariant=True)
+    assert names(of_each_arithmetic(asked, racing, 1.3)) == "k1 k2 k4 k5"
+    assert names(of_each_arithmetic(asked.at(63), racing, 1.28)) == "k1 k2 k4"
+    assert names(of_each_arithmetic(asked.at(63), racing, 1.27)) == "k1 k4"
+
+
+# -- what a candidate's record says ----------------------------------------------------------
+
+
+def test_a_result_holds_what_was_measured() -> None:
+    kernel = FakeKernel("k", version="7", traits=replace(INVARIANT, deterministic=False))
+    found = run("k", None, 3, kernel, status="ok", error=0.25, workspace=12, steady_us=2.34567,
+                samples=[1.23456, 2.0], inside_us={33: 4.56789}, reason="said")  # fmt: skip
+    assert found.result(problem()) == replace(
+        result("k", 1.0, config={"tile": 3}), version="7", samples_us=(1.235, 2.0), error=0.25,
+        inside_us={33: 4.568}, steady_us=2.346, workspace_bytes=12, deterministic=False,
+        batch_invariant=True, reason="said", tolerance=found.result(problem()).tolerance,
+    )  # fmt: skip
+    assert found.result(problem()).tolerance is not None
+    found.error, found.steady_us, found.status = math.nan, None, "untried"
+    odd = found.result(problem())
+    assert (odd.error, odd.steady_us, odd.status) == (None, None, "failed")
+    assert odd.tolerance is not None
+    found.error = None
+    assert found.result(problem()).tolerance is None
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "raised", "faulty"),
+    [
+        ("wrong", None, None, True), ("failed", None, None, False),
+        ("failed", None, ValueError("x"), True), ("untried", "hung", ValueError("x"), True),
+        ("untried", "alike", ValueError("x"), True), ("untried", "passing", ValueError("x"), False),
+        ("untried", "toolchain", ValueError("x"), False), ("untried", "hung", None, False),
+        ("slow", None, None, False), ("slow", None, ValueError("x"), False),
+    ],
+)  # fmt: skip
+def test_whose_fault_it_is(status: Any, cause: Any, raised: Any, faulty: bool) -> None:
+    for name, found in (("k", faulty), ("blas", False)):
+        assert run(name, 1.0, status=status, cause=cause, raised=raised).is_faulty is found
+
+
+@pytest.mark.parametrize(
+    ("us", "launches"),
+    [(0.0, 60), (1.0, 60), (333.0, 60), (334.0, 59), (400.0, 50), (5e3, 4), (1e6, 4)],
+)
+def test_a_winner_is_launched_so_often(us: float, launches: int) -> None:
+    assert _repeats(us) == launches
+
+
+def test_blas_and_what_was_verified_are_not_verified_again() -> None:
+    fresh = run("k", 1.0)
+    assert _unverified(fresh) is fresh
+    for other in (None, run("blas", 1.0), run("k", 1.0, verified=True)):
+        assert _unverified(other) is None
+
+
+# -- the rounds ------------------------------------------------------------------------------
+
+
+class Timer:
+    """Gives each candidate the next of its times, and notes who is timed together."""
+
+    def __init__(self, times: dict[str, list[float]] | None = None) -> None:
+        self.times, self.seen = times or {}, list[Any]()
+
+    def steady_steps(self, runners: Any, rounds: int, **options: Any) -> Any:
+        yield from ()
+        assert (rounds, options) == (1, {"copies": 2, "steady_us": stages.STEADY_US})
+        self.seen.append(" ".join(each.name for each in runners))
+        return [[self.times[each.name].pop(0)] for each in runners]
+
+    def measure_steps(self, runners: Any, *, rounds: int, copies: int, burst_us: float) -> Any:
+        yield from ()
+        self.seen.append((rounds, burst_us))
+        if (
+            broken := next((each for each in runners if each.name in self.times), None)
+        ) is not None:
+            self.times.pop(broken.name)
+            raise LaunchError(broken, ValueError("launch"))
+        return [[10.0] * rounds for _ in runners]
+
+
+def tuning(timer: Any, asked: Problem | None = None, memory: int | None = None) -> Tuning:
+    """A tuning of which one stage is taken."""
+    deadline = Deadline(math.inf)
+    launchers: Any = SimpleNamespace(deadline=deadline, submit=lambda *_: ())
+    return Tuning(
+        asked or problem(m=63), settings(tune_memory=memory), timer, launchers, Findings()
+    )
+
+
+@pytest.mark.parametrize(
+    ("bursts", "steady", "seen"),
+    [
+        # Short calls, and calls that no kernel makes faster.
+        ({"blas": 200.0, "a": 149.0}, {}, []),
+        ({"blas": 200.0, "a": 198.5}, {}, []),
+        ({"a": 200.0, "b": 201.0}, {}, []),
+        # The best is far ahead: only those in its place are timed.
+        ({"blas": 230.0, "a": 200.0}, {}, []),
+        ({"blas": 230.0, "a": 200.0, "b": 204.0}, {"a": [2], "b": [1]}, ["a1 b1"]),
+        ({"blas": 230.0, "a": 200.0, "b": 204.1}, {}, []),
+        ({"blas": 230.0, "a": 199.0, "b": 200.0, "c": 201.0}, {"a": [2], "b": [1]}, ["a1 b1"]),
+        # It is not: BLAS and the first two are.
+        (
+            {"blas": 210.0, "a": 200.0, "b": 201.0, "c": 202.0},
+            {"blas": [210], "a": [200], "b": [201]}, ["blas1 a1 b1"],
+        ),
+        # One is close to the longest time with which it may win: once more, in the other order.
+        (
+            {"blas": 210.0, "a": 200.0, "b": 206.0},
+            {"blas": [210, 212], "a": [210, 208], "b": [208, 214]},
+            ["blas1 a1 b1", "b1 a1 blas1"],
+        ),
+        # Both are slower than BLAS: the others are timed too, four in all.
+        (
+            {"blas": 210.0, "a": 200.0, "b": 201.0, "c": 202.0, "d": 203.0, "e": 204.0},
+            {"blas": [210], "a": [230], "b": [240], "c": [200], "d": [200]},
+            ["blas1 a1 b1", "c1 d1"],
+        ),
+        # An unclear one beside a clear one loses anyway.
+        (
+            {"blas": 210.0, "a": 200.0, "b": 201.0},
+            {"blas": [210], "a": [190], "b": [214]}, ["blas1 a1 b1"],
+        ),
+    ],
+)  # fmt: skip
+def test_who_is_timed_in_steady_state(
+    bursts: dict[str, float], steady: dict[str, list[float]], seen: list[str]
+) -> None:
+    timer = Timer({f"{name}1": list(times) for name, times in steady.items()})
+    racing = [run(name, us) for name, us in bursts.items()]
+    drained(tuning(timer)._race_in_steady_state(racing))
+    assert timer.seen == seen
+    assert not any(timer.times.values())
+    means = {name: sum(times) / len(times) for name, times in steady.items()}
+    assert {r.candidate.kernel.name: r.steady_us for r in racing} == {
+        name: means.get(name) for name in bursts
+    }
+    invariant = tuning(timer, problem(m=63, batch_invariant=True))
+    drained(invariant._race_in_steady_state(racing))
+    assert timer.seen == seen
+
+
+@pytest.mark.parametrize(
+    ("us", "settle", "again", "seen"),
+    [
+        (10.0, None, True, [(9, 5.0)]), (10.0, 0, True, [(9, 5.0)]),
+        (10.0, 4, True, [(4, 5.0), (9, 5.0)]), (149.0, 4, True, [(4, 5.0), (9, 5.0)]),
+        (
+            150.0, 4, True,
+            [(4, 5.0), (3, 5.0), "again", (1, 5.0), (3, 5.0), "again", (1, 5.0), (3, 5.0)],
+        ),
+        (150.0, None, True, [(9, 5.0)]), (150.0, 4, False, [(4, 5.0), (9, 5.0)]),
+    ],
+)  # fmt: skip
+def test_the_samples_of_a_round(us: float, settle: Any, again: bool, seen: list[Any]) -> None:
+    timer = Timer()
+    if again:
+        timer.forget_captures = lambda: timer.seen.append("again")  # type: ignore[attr-defined]
+    racing = [run("blas", us), run("k", us + 1), run("gone", 1.0, runner=None)]
+    drained(tuning(timer)._measure(racing, 9, 5.0, settle))
+    assert timer.seen == seen
+    assert [each.samples for each in racing] == [[10.0] * 9, [10.0] * 9, [1.0]]
+
+
+@pytest.mark.parametrize("settle", [None, 0])
+@pytest.mark.parametrize("name", ["blas", "k"])
+def test_a_last_round_in_which_blas_was_disturbed_is_repeated(
+    name: str, settle: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer, racing = Timer(), [run("k", 9.0), run("blas", 9.0)]
+
+    def measure(runners: Any, *, rounds: int, **_: Any) -> Any:
+        yield from ()
+        timer.seen.append(rounds)
+        odd = [10.0, 30.0] * rounds
+        return [odd[:rounds] if each.name == f"{name}1" else [10.0] * rounds for each in runners]
+
+    monkeypatch.setattr(timer, "measure_steps", measure)
+    drained(tuning(timer)._measure(racing, 4, 5.0, settle))
+    assert timer.seen == [4] * (1 + (name == "blas" and settle is not None))
+
+
+def test_a_launch_that_fails_costs_its_candidate_and_the_others_are_timed_again() -> None:
+    timer, racing = Timer({"b1": []}), [run("blas", 9.0), run("a", 9.0), run("b", 9.0)]
+    drained(tuning(timer)._measure(racing, 3, 5.0))
+    assert timer.seen == [(3, 5.0), (3, 5.0)]
+    assert [each.samples for each in racing] == [[10.0] * 3, [10.0] * 3, [9.0]]
+    assert (racing[2].status, racing[2].runner) == ("failed", None)
+    with pytest.warns(TmmWarning, match=r"^timing .* failed: "):
+        drained(tuning(SimpleNamespace())._measure(racing, 3, 5.0))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("count", [6, 7])
+def test_the_race_has_two_rounds_if_many_stay(count: int, late: bool) -> None:
+    """BLAS and six are not many."""
+    timer = Timer()
+    kernel = FakeKernel("k")
+    racing = [run("k", 10.0 + i / 100, i + 1, kernel) for i in range(count)] + [run("blas", 12.0)]
+    one = tuning(timer)
+    one._launchers.deadline.at = 0.0 if late else math.inf
+    stayed = drained(one._race(racing))
+    second = (stages.SECOND, stages.SECOND_US)
+    final = (stages.FINAL, 2 * stages.SECOND_US)
+    assert timer.seen == ([] if late else [final] if count == 6 else [second, final])
+    # Afterwards all take 10 µs, or late as long as before: the best four stay, and BLAS.
+    assert sorted(names(stayed).split()) == ["blas1", "k1", "k2", "k3", "k4"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "workspace", "fits"),
+    [(None, 2**40, True), (2**20, 2**20, True), (2**20, 2**20 + 1, False)],
+)
+def test_scratch_memory_is_within_the_limit(memory: Any, workspace: int, fits: bool) -> None:
+    found = run("k", 1.0, kernel=FakeKernel("k", workspace=workspace), launcher=len)
+    tuning(Timer(), memory=memory)._weigh(found)
+    assert found.workspace == workspace
+    assert (found.launcher is not None) is fits
+    if not fits:
+        assert (found.status, found.reason) == (
+            "failed",
+            "takes 1 MiB of scratch memory, and tune_memory (TMM_TUNE_MEMORY) is 1",
+        )
+
+
+def test_a_kernel_that_is_set_aside_is_not_timed() -> None:
+    kernel = FakeKernel("k")
+    kernel.workspace_bytes = lambda problem, config: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    d, _ = dispatcher(FakeBlas(), kernel)
+    found = run("k", 1.0, kernel=d.registry.kernel("k"), launcher=len)
+    with pytest.warns(TmmWarning, match="set aside: workspace_bytes raised ZeroDivisionError"):
+        tuning(Timer())._weigh(found)
+    assert (found.status, found.launcher, found.runner) == ("failed", None, None)
+    blas = run("blas", 1.0, launcher=len)
+    tuning(Timer())._weigh(blas)
+    assert blas.launcher is len
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_after_the_budget_the_first_batch_alone_is_tried(late: bool) -> None:
+    timer = Timer()
+    one = tuning(timer)
+    one._launchers.deadline.at = 0.0 if late else math.inf
+    one.__dict__["_copies"] = SimpleNamespace(
+        runner=lambda launcher: SimpleNamespace(inputs=[0], name="x")
+    )
+    one._verify = lambda *_: iter(())  # type: ignore[method-assign,assignment,return-value]
+    racing = [run(name, None, launcher=len, runner=None) for name in ("blas", "a", "b")]
+    racing.append(run("gone", None, launcher=None, runner=None))
+    drained(one._try(racing, {racing[0].candidate, racing[1].candidate}))
+    assert [len(each.samples) for each in racing] == [3, 3, 0 if late else 3, 0]
+    assert racing[2].reason == (BUDGET_ENDED if late else None)
+    assert timer.seen == [(stages.SCREENING, stages.SCREENING_US)]
+
+
+def test_a_race_of_large_products_ends_in_steady_state() -> None:
+    timer = Timer({"blas1": [12.0], "k1": [10.0]})
+    racing = [run("k", 10.0), run("blas", 12.0), run("gone", 11.0, runner=None)]
+    one = tuning(timer)
+    one._measure = lambda *_: iter(())  # type: ignore[method-assign,assignment,return-value]
+    for each in racing:
+        each.samples = [each.time * 15]
+    racing[1].samples = [160.0]
+    assert names(drained(one._race(racing))) == "k1 blas1"
+    assert [each.steady_us for each in racing] == [10.0, 12.0, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "left"),
+    [
+        ("k", MemoryError("x"), Left("passing", "at M=33: MemoryError: x")),
+        ("blas", MemoryError("x"), None), ("k", ValueError("x"), None),
+        ("k", TimeoutError(BUDGET_ENDED), None),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_lacked_memory_inside_the_bucket_is_tried_again(
+    name: str, error: Exception, left: Left | None
+) -> None:
+    one = tuning(Timer())
+    one._leave_inside(run(name, 1.0), error, 33)
+    assert one._findings.left == ({} if left is None else {("k", "1"): left})
+
+
+# -- the tuner ---------------------------------------------------------------------------------
+
+
+def test_what_was_tried_is_noted_and_the_timer_is_the_devices() -> None:
+    found = Findings()
+    found.tried |= {("old", "1")}  # type: ignore[assignment]
+    kernels = FakeBlas(), FakeKernel("k", version="3")
+    record = Tuner(FakeTimer({})).tune(problem(), kernels, settings(), findings=found)
+    assert found.tried == {("old", "1"), ("blas", "1"), ("k", "3")}
+    assert len(record.candidates) == 2
+    for mode, workers in (("background", 1), ("tune", 7)):
+        one = tuner.Tuner(workers=7)._tuning(
+            problem(), settings(on_cache_miss=mode), Deadline(math.inf), Findings(), {}
+        )
+        assert isinstance(one._timer, HostTimer)
+        assert one._launchers._binding._workers == workers
+        assert one._eager is (mode == "tune")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_race_at_another_m_leaves_the_winner_unless_it_is_wrong_there(wrong: bool) -> None:
+    """The winner need not be the best by bursts: it may have won in steady state elsewhere."""
+
+    def spoil(out: torch.Tensor) -> torch.Tensor:
+        return out + wrong
+
+    kernel = FakeKernel("a", spoil=spoil)
+    timed = [result("blas", 30.0), result("a", 12.0), replace(result("b", 10.0), inside_us={33: 1})]
+    edge = problem(m=64)
+    before = TuningRecord(edge.to_json(), 1, tuple(timed), "", 1.0)
+    racing = {1: Candidate(kernel, FakeConfig())}
+    one = Tuner(FakeTimer({"a": 7.0}))
+    after = drained(one.race_at(edge, before, 40, racing, settings()))
+    assert after.winner == (2 if wrong else 1)
+    assert [each.status for each in after.candidates] == ["ok", "wrong" if wrong else "ok", "ok"]
+    assert after.candidates[1].inside_us == ({} if wrong else {40: 7.0})
+    assert (after.candidates[0], after.candidates[2]) == (timed[0], timed[2])
+
+
+def test_a_result_without_samples_has_no_rank() -> None:
+    timed = [
+        replace(result("a", 1.0), samples_us=()), result("b", 2.0),
+        replace(result("c", 1.0), status="slow"), replace(result("d", 1.0), status="wrong"),
+    ]  # fmt: skip
+    record = TuningRecord(problem().to_json(), 1, tuple(timed), "", 1.0)
+    assert [each.kernel for each in ranking.fastest_first(record)] == ["b"]
+    assert [each.kernel for each in ranking.fastest_first(record, "slow")] == ["b", "c"]
+
+
+def test_a_note_of_another_process_is_read(tmp_path: Path) -> None:
+    one, other = Untried(CacheStore(tmp_path)), Untried(CacheStore(tmp_path))
+    assert one.get(problem()) is None
+    other.note(problem(), set(), {("k", "1"): Left("passing", "no memory")})
+    noted = one.get(problem())
+    assert noted is not None
+    assert noted.kernels == {("k", "1"): Left("passing", "no memory")}
+    assert one.of_device(problem().device) == [noted]
+
+
+class Work:
+    """Tunings in the background with a clock, and the steps that they took."""
+
+    def __init__(self) -> None:
+        self.now, self.took, self.free = 100.0, list[str](), True
+        self.background = Background(lambda _: contextlib.nullcontext(self.free), lambda: self.now)
+
+    def add(self, name: str, *waits: Any, done: bool = False) -> None:
+        def steps() -> Any:
+            for each in waits:
+                self.took.append(name)
+                yield each
+            self.took.append(f"{name} ended")
+
+        self.background.add(name, Task(problem(), steps(), lambda: done))
+
+    def resume(self, seconds: float, share: float = 0.1) -> list[str]:
+        self.now += seconds
+        self.took.clear()
+        self.background.resume(share)
+        return list(self.took)
+
+
+def test_a_slice_is_paid_by_the_time_since_a_tuning_waits() -> None:
+    work = Work()
+    work.now = 200.0  # nothing waited meanwhile
+    work.add("a", *[()] * 9)
+    assert work.resume(0.0) == []
+    work.free = False  # another process measures
+    assert work.resume(0.01) == []
+    assert work.background._credit == pytest.approx(0.001)
+    work.free = True
+    assert work.resume(0.0) == ["a"] * 9 + ["a ended"]  # steps that take no time
+    assert "a" not in work.background
+    work.add("b", (), ())
+    work.add("b", (), (), ())  # it is there already
+    assert work.resume(1.0) == ["b", "b", "b ended"]
+    work.add("done", (), done=True)  # another process stored the record
+    assert work.resume(1.0) == []
+    assert len(work.background) == 0
+
+
+def test_while_a_tuning_waits_for_compilers_the_next_one_begins() -> None:
+    work, compiling = Work(), Future[None]()
+    work.add("a", [compiling], ())
+    work.add("b", [compiling], ())
+    work.add("c", ())
+    assert work.resume(0.01) == ["a"]
+    assert work.resume(0.01) == ["b"]
+    assert work.resume(0.01) == []  # c is the third
+    assert work.resume(1.01) == ["a", "a ended"]  # looked after, though nothing is compiled
+    compiling.set_result(None)
+    assert work.resume(0.01) == ["b", "b ended"]
+    assert work.resume(0.01) == ["c", "c ended"]
+
+
+def test_the_second_tuning_takes_no_memory_while_the_first_waits() -> None:
+    work, compiling, other = Work(), Future[None](), Future[None]()
+    work.add("a", [compiling], ())
+    work.add("b", [other], ())
+    assert [work.resume(0.01), work.resume(0.01)] == [["a"], ["b"]]
+    other.set_result(None)
+    assert work.resume(0.01) == []
+    compiling.set_result(None)
+    assert work.resume(0.01) == ["a", "a ended"]
+    assert work.resume(0.01) == ["b", "b ended"]
+
+
+# -- the budget ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rested", "starting", "at", "rests"),
+    [(None, False, 50.0, 0.0), (True, False, 53.0, 3.0), (None, True, 53.0, 0.0)],
+)
+def test_what_is_charged_to_the_budget(
+    rested: Any, starting: bool, at: float, rests: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither pauses of the caller nor the start of compilers."""
+    clock = iter([10.0, 13.0])
+    monkeypatch.setattr(tuner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    freed: list[bool] = []
+    waits: list[Any] = []
+    one = tuner.Tuner(
+        compilers=SimpleNamespace(are_starting=lambda pending: starting),  # type: ignore[arg-type]
+        timer=SimpleNamespace(),  # type: ignore[arg-type]
+    )
+
+    def steps() -> Any:
+        waits.append((yield "pending"))
+
+    deadline = Deadline(50.0)
+    released: Any = SimpleNamespace(release=lambda timer: freed.append(timer))
+    taken = one._run(released, steps(), deadline)
+    assert next(taken) == "pending"  # type: ignore[comparison-overlap]
+    with pytest.raises(StopIteration):
+        taken.send(rested)
+    assert (deadline.at, deadline.rested, waits, freed) == (at, rests, [rested], [False])
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_tuning_that_is_closed_frees_its_memory_in_its_own_process(
+    forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[bool] = []
+    closed: list[bool] = []
+
+    def steps() -> Any:
+        try:
+            yield "pending"
+        finally:
+            closed.append(True)
+
+    one = tuner.Tuner(compilers=SimpleNamespace(are_starting=lambda pending: False))  # type: ignore[arg-type]
+    released: Any = SimpleNamespace(release=lambda timer: freed.append(timer))
+    taken = one._run(released, steps(), Deadline(50.0))
+    next(taken)
+    if forked:
+        monkeypatch.setattr(tuner.os, "getpid", lambda: 0)
+    taken.close()
+    assert (closed, freed) == ([True], [] if forked else [True])
+
+
+def test_what_a_preload_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products of a layer's layouts, with epilogues: each verified and timed once."""
+    timed: list[Any] = []
+    timer = SimpleNamespace(
+        measure=lambda runs, rounds, **more: timed.append((len(runs), rounds, more)),
+        release=lambda: timed.append("released"),
+    )
+    monkeypatch.setattr(tuner, "timer_for", lambda device: timer)
+    verified: list[Any] = []
+    verdict = tuner.Verifier.verdict
+    monkeypatch.setattr(
+        tuner.Verifier, "verdict", lambda self, run: verified.append(verdict(self, run).ok)
+    )
+    blas = FakeBlas()
+    tuner.Tuner().preload(blas, torch.device("cpu"))
+    assert [str(each.epilogue) for each in blas.bound] == ["identity", "silu", "gelu"]
+    for each in blas.bound:
+        assert (each.m, each.n, each.k) == (48, 64, 64)
+        assert (each.a.layout, each.b.layout, each.out.layout) == ("row", "col", "row")
+        assert {each.a.dtype, each.b.dtype, each.out.dtype} == {torch.bfloat16}
+    assert verified == [True] * 3
+    assert timed == [(1, 1, {"copies": 1, "burst_us": 1.0})] * 3 + ["released"]
+
+
+@pytest.mark.parametrize("blas", [False, True])
+def test_the_first_batch_is_compiled_ahead_if_it_can_be_compared(blas: bool) -> None:
+    kernels = [*([FakeBlas()] if blas else []), FakeKernel("k", tiles=(1, 2))]
+    submit = SimpleNamespace(submit=lambda asked, candidate: (asked.m, str(candidate.config)))
+    one = tuner.Tuner(compilers=submit)  # type: ignore[arg-type]
+    one.prepare(problem(), kernels)
+    found = {
+        (job[1].kernel.name, future) for job, future in one.prepared.get(problem(), {}).items()
+    }
+    every = {("blas", (64, "tile=1")), ("k", (64, "tile=1")), ("k", (64, "tile=2"))}
+    assert found == (every if blas else set())
+
+
+# -- what is tried ---------------------------------------------------------------------------
+
+
+def tried(kernel: str, tile: int) -> Candidate:
+    return Candidate(KERNELS[kernel], FakeConfig(tile=tile))
+
+
+KERNELS = {name: FakeKernel(name) for name in "abc"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_estimates_are_believed_the_more_the_more_was_timed(count: int) -> None:
+    """A config is tried if it may take less than the best, by the least ratio so far."""
+    assert CAUTION == (0.85, 0.9, 0.95)
+    scale = CAUTION[min(count, 3) - 1] * 2.0
+    kernel = FakeKernel("k", tiles=range(1, 31))
+    estimates = {tile: 10.0 + tile for tile in range(1, 31)}
+    kernel.estimate_us = lambda problem, config: estimates[config.tile]  # type: ignore[method-assign]
+    for best, may in ((11.0 * scale, False), (11.0 * scale + 0.001, True)):
+        one = Search(problem(), [kernel], [kernel])
+        one._handed = {c for c in one._estimates if c.config.to_json()["tile"] != 1}
+        others = [c for c in one._estimates if c.config.to_json()["tile"] > 26][:count]
+        ratios = [2.0, 3.0, 4.0, 5.0]
+        times = {c: one._estimates[c] * r for c, r in zip(others, ratios, strict=False)}  # type: ignore[operator]
+        times[Candidate(FakeBlas(), FakeConfig())] = best
+        assert [c.config.to_json()["tile"] for c in one.next_batch(times)] == [1] * may
+        (waiting,) = [c for c in one._estimates if c.config.to_json()["tile"] == 1]
+        assert one.lost([waiting], times) == [waiting] * (not may)
+
+
+def test_kernels_that_are_alike_take_turns() -> None:
+    """Those within a tenth of the best estimate; the others follow by estimate."""
+    estimates: dict[Candidate, float | None] = {
+        tried("a", 1): 11.0, tried("b", 1): 10.0, tried("b", 2): 10.5, tried("b", 3): 12.0,
+        tried("c", 1): 11.01, tried("a", 2): 11.5,
+    }  # fmt: skip
+    ranked = sorted(estimates, key=lambda c: estimates[c] or 0.0)
+    found = _interleaved(ranked, estimates)
+    assert [(c.kernel.name, c.config.to_json()["tile"]) for c in found] == [
+        ("b", 1), ("a", 1), ("b", 2), ("a", 2), ("b", 3), ("c", 1),
+    ]  # fmt: skip
+    estimates[tried("c", 1)] = None  # nothing is known of it: the others are not alike
+    assert _interleaved([tried("c", 1), tried("b", 1), tried("a", 1)], estimates)[0] == tried(
+        "c", 1
+    )
+
+
+def test_variants_of_a_tile_follow_other_tiles() -> None:
+    kernel = Summing("k", dict.fromkeys((1, 2, 3), "one") | dict.fromkeys((4, 5), "two"))
+    kernel.estimate_us = (  # type: ignore[method-assign]
+        lambda problem, config: {1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0, 5: 4.0}[config.tile]
+    )
+    one = Search(problem(batch_invariant=True), [kernel], [kernel])
+    found = one._by_arithmetic(list(one._estimates))
+    assert [c.config.to_json()["tile"] for c in found] == [1, 4, 3, 5, 2]
+
+
+def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none but BLAS for its configs."""
+    now = 0.0
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now))
+    kernel = FakeKernel("k", tiles=(1, 2, 3))
+    one = Search(problem(), [kernel], [kernel], deadline=0.0)
+    assert len(one._estimates) == 3
+
+    class Slow(FakeKernel):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            nonlocal now
+            now += 1.0
+            return 1.0
+
+    slow, blas = Slow("slow", tiles=(1, 2, 3)), FakeBlas(tiles=(1, 2))
+    one = Search(problem(), [slow, blas, kernel], [slow, blas, kernel], deadline=1.5)
+    assert [(c.kernel.name, c.config.to_json()["tile"]) for c in one._estimates] == [
+        ("blas", 1), ("blas", 2), ("slow", 1), ("slow", 2),
+    ]  # fmt: skip
+    assert one.empty == {kernel: BUDGET_ENDED}
+
+
+@pytest.mark.parametrize(
+    ("relies", "known", "found"),
+    [((), (), [1]), ((2,), (), [2]), ((2,), (1,), [2]), ((2,), (2,), []), ((), (1,), [])],
+)
+def test_the_best_of_each_kernel_that_was_not_tried_is_on_record(
+    relies: tuple[int, ...], known: tuple[int, ...], found: list[int]
+) -> None:
+    """Also the best that relies on a promise, if only others were tried."""
+
+    class Kernel(FakeKernel):
+        config_type = FakeConfig
+
+        def configs(self, problem: Problem) -> list[FakeConfig]:
+            return [(Relying if tile in relies else FakeConfig)(tile=tile) for tile in (1, 2)]
+
+        default_config = lambda self, problem: self.configs(problem)[0]  # noqa: E731
+
+    kernel = Kernel("k", estimate=5.0)
+    one = Search(problem(static_weights=True), [kernel], [kernel])
+    every = {c.config.to_json()["tile"]: c for c in one._estimates}
+    left = one.untried([every[tile] for tile in known])
+    assert [c.config.to_json()["tile"] for c, _ in left] == found
+    assert all(str(why).startswith("expects to take 5 µs; what won nearby") for _, why in left)
+
+
+def test_the_winner_that_a_record_is_completed_beside() -> None:
+    """The best kernel on record that is here in the same version."""
+    timed = [result("blas", 1.0), result("gone", 2.0), replace(result("old", 3.0), version="0"),
+             result("b", 5.0), result("a", 4.0)]  # fmt: skip
+    before = TuningRecord(problem().to_json(), 3, tuple(timed), "", 1.0)
+    kernels = [FakeBlas(), FakeKernel("old"), FakeKernel("a"), FakeKernel("b")]
+    assert _incumbent(None, kernels) is None
+    assert _incumbent(before, kernels[:2]) is None
+    for present, name in ((kernels, "b"), (kernels[:3], "a")):
+        winner = _incumbent(before, present)
+        assert winner is not None
+        assert winner.kernel == name
+
+
+def test_hints_that_name_no_candidate_here_are_dropped() -> None:
+    kernel = FakeKernel("k")
+    given: Any = [
+        ("k", {"tile": 0}), ("blas", {"tile": 1}), ("gone", {"tile": 1}), ("k", {"tile": 2}),
+        ("k", {"tile": 2}), ("k", {"x": 1}), ("k", {"tile": 3}),
+    ]  # fmt: skip
+    hints = Hints(given)
+    found = _hinted(hints, [FakeBlas(), kernel], problem())
+    assert [c.config.to_json()["tile"] for c in found] == [2, 3]
+
+
+def test_a_deadline_has_passed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bind, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    assert [Deadline(at).passed for at in (4.9, 5.0, 5.1)] == [True, False, False]
+
+
+# -- compiling and binding -------------------------------------------------------------------
+
+
+def futures(**done: bool) -> dict[Any, Future[None]]:
+    """Jobs of these kernels, and whether they are compiled."""
+    found: dict[Any, Future[None]] = {}
+    for name, ends in done.items():
+        kernel = FakeBlas() if name == "blas" else FakeKernel(name)
+        future = found[problem(), Candidate(kernel, FakeConfig())] = Future()
+        if ends:
+            future.set_result(None)
+    return found
+
+
+def by_name(jobs: Any) -> dict[str, Any]:
+    return {job[1].kernel.name: answer for job, answer in jobs.items()}
+
+
+def test_what_is_compiled_is_bound_and_after_the_deadline_blas_alone() -> None:
+    late: list[Any] = []
+    deadline = Deadline(math.inf)
+    binding = bind.Binding(torch.device("cpu"), deadline, 2, lambda found: late.extend(found))
+    binding.waiting |= futures(a=True, b=True, slow=False)
+    waiting = {job[1].kernel.name: future for job, future in binding.waiting.items()}
+    found = by_name(drained(binding.some()))
+    while len(found) < 2:  # a thread may end after the other
+        found |= by_name(drained(binding.some()))
+    assert all(callable(launcher) for launcher in found.values())
+    assert sorted(found) == ["a", "b"]
+    assert (list(by_name(binding.waiting)), late) == (["slow"], [])
+    steps = binding.some()
+    assert next(steps) == [waiting["slow"]]
+    steps.close()
+    deadline.at = 0.0
+    binding.waiting |= futures(c=True, blas=True)
+    found = by_name(drained(binding.some()))
+    assert set(late) == {waiting["slow"]}
+    assert list(by_name(binding.waiting)) == ["slow"]
+    assert str(found["c"]) == BUDGET_ENDED
+    assert isinstance(found["c"], TimeoutError)
+    assert callable(found["blas"])
+    waiting["slow"].cancel()
+    found = by_name(drained(binding.some()))
+    assert (list(found), str(found["slow"])) == (["slow"], BUDGET_ENDED)
+    assert drained(binding.some()) == {}
+
+
+def test_which_compilations_go_on() -> None:
+    """Those that were asked for ahead are not begun again, and others of them are cancelled."""
+    begun: list[str] = []
+    cancelled: list[Any] = []
+
+    def submit(asked: Problem, candidate: Candidate) -> Future[None]:
+        begun.append(candidate.kernel.name)
+        return Future()
+
+    compilers: Any = SimpleNamespace(submit=submit, cancel_pending=lambda of: cancelled.extend(of))
+    ahead = futures(a=False, b=True)
+    (a, b), (c, d) = ahead, futures(c=False, d=False)
+    of_a, of_b = ahead.values()
+    made = CandidateLaunchers(
+        compilers, 1, None, torch.device("cpu"), None, Deadline(math.inf), dict(ahead)
+    )
+    assert not made.all_compile  # nothing is waited for
+    assert made.submit([a], [c]) == [of_a]
+    assert (begun, cancelled) == (["c"], [of_b])
+    assert made.all_compile
+    of_c, of_d = made.submit([c, d])
+    assert begun == ["c", "d"]
+    of_d.set_result(None)
+    assert not made.all_compile
+    assert made.drop([a, b, d]) == [a]
+    assert cancelled == [of_b, of_a]
+    assert made.submit([b]) != [of_b]  # it was cancelled
+    made.release()
+    assert cancelled[2:4] == [of_c, of_d]
+    assert len(cancelled) == 5
+    assert not made.all_compile
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "limit"),
+    [("cpu", 2**40, 2**33), ("cuda", 2**40, 2**33), ("cuda", 2**34, 2**32)],
+)
+def test_a_chain_takes_a_quarter_of_the_memory(
+    kind: str, free: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_operands, "free_memory", lambda device: free)
+    assert cold_operands.memory_limit(torch.device(kind)) == limit
+
+
+def test_copies_may_be_resident_below_three_times_the_l2() -> None:
+    """A weight of 1 MiB: 128 copies, of which an L2 of 50 MiB has room for 149."""
+    gpu = replace(problem().device, type="cuda", l2=50 << 20)
+    asked = problem(m=16, n=512, k=512, device=gpu)
+    copies = [SimpleNamespace(b=torch.empty(1)) for _ in range(150)]
+    assert cold_operands.copies(asked) == 128
+    for count, found in ((1, True), (149, True), (150, False)):
+        assert cold_operands.resident(asked, copies[:count]) is found
+    assert cold_operands.resident(asked, copies[:1] * 150)
+    assert cold_operands.copies(replace(asked, n=2048, k=2048)) == 15  # 240 MB in all
