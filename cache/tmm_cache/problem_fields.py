@@ -1,4 +1,4 @@
-"""The fields that the command shows and filters by, read from problems opaque to the store.
+"""The fields that the command shows, read from problems opaque to the store.
 
 Every function here tolerates missing fields: the core may add to a problem or rename a part of it,
 and the command still lists the record.
@@ -15,7 +15,7 @@ from tmm_cache.keys import JSON, Document, canonical
 
 ABSENT = "-"
 
-#: Short names of dtypes; the command's options accept them.
+#: Short names of dtypes.
 SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",

@@ -146,8 +146,8 @@ _OPTIONAL: Final = _CANDIDATE.keys() - {"kernel", "version", "config", "status"}
 class TuningRecord:
     """The result of tuning one problem.
 
-    `problem` is the readable key, opaque except for the fields that the command shows and filters
-    by. `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning.
+    `problem` is the readable key, opaque except for the fields that the command shows. `created` is
+    ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning.
     """
 
     problem: Document

@@ -92,23 +92,15 @@ def summaries(
     are read, so a record may be damaged further on; with `full` every record is read and
     checked."""
     for folder in folders(root, report, gpu):
-        yield from summaries_of(root, folder, report, full=full)
-
-
-def summaries_of(
-    root: Path, folder: Path, report: Report, *, full: bool = False
-) -> Iterator[Summary]:
-    """Like `summaries`, for one folder; the environment's fault comes first."""
-    names = _names(folder, report)
-    if names is None:
-        return
-    environment = read_environment(folder, report)
-    for path in (folder / name for name in filter(RECORD.fullmatch, names)):
-        if not full and (header := read_header(path)) is not None:
-            yield Summary(path, root, environment, header)
-        # None: removed since it was listed
-        elif (record := read_record(path, report)) is not None:
-            yield Summary(path, root, environment, Header.of(record), record)
+        if (names := _names(folder, report)) is None:
+            continue
+        environment = read_environment(folder, report)
+        for path in (folder / name for name in filter(RECORD.fullmatch, names)):
+            if not full and (header := read_header(path)) is not None:
+                yield Summary(path, root, environment, header)
+            # None: removed since it was listed
+            elif (record := read_record(path, report)) is not None:
+                yield Summary(path, root, environment, Header.of(record), record)
 
 
 def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:

@@ -3,7 +3,6 @@ is in use."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
 from tmm_cache import CacheStore, Notes, size_limits
-from tmm_cache.cli import main
 from tmm_cache.paths import VERSION
 from tmm_cache.size_limits import DEFAULT_SIZE, evict, leftovers, parse_size, size_limit
 
@@ -293,13 +291,3 @@ def test_a_folder_is_swept_once_per_process(
 
 def test_sweeping_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
     assert leftovers(tmp_path / "absent") == []
-
-
-def test_verify_mentions_left_over_files(store: CacheStore, capsys: Captured) -> None:
-    folder = saved(store, 1, days=0).parent
-    path = left(folder, a_dead_process(), 3700)
-    left(folder, os.getpid(), 10, "1" * 16)
-    assert main(["verify"]) == 0
-    assert [str(path) in line for line in capsys.readouterr().err.splitlines()] == [True, False]
-    assert main(["verify", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["temporary"] == [str(path)]

@@ -17,8 +17,7 @@ from tmm_cache.header import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.problem_fields import printable
 from tmm_cache.record import CandidateResult, TuningRecord
-from tmm_cache.scan import Summary, folders, summaries, summaries_of
-from tmm_cache.size_limits import leftovers
+from tmm_cache.scan import Summary, summaries
 from tmm_cache.store import CacheStore
 
 _NUMBERS: Final = ("µs", "vs blas")
@@ -69,22 +68,17 @@ def verify(store: CacheStore, options: Namespace) -> int:
     """Read everything and print each fault."""
     records = 0
     faults: list[Fault] = []
-    left: list[str] = []
     for root in (store.root, *store.layers):
-        for folder in folders(root, faults.append):
-            records += len(list(summaries_of(root, folder, faults.append, full=True)))
-            left += map(str, leftovers(folder))
+        records += sum(1 for _ in summaries(root, faults.append, full=True))
     if options.json:
         found = [
             {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}
             for fault in faults
         ]
-        print_json({"records": records, "faults": found, "temporary": left})
+        print_json({"records": records, "faults": found})
     else:
         for fault in faults:
             print(printable(f"{fault.path}: {fault.reason}"))
-    for path in left:
-        note(f"{path}: left by a process that was killed; a save there removes it")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
 
