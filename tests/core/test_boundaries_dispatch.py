@@ -3,6 +3,8 @@ neighbours, sizes of chains, ends of what has been timed."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +18,14 @@ from test_invariant import Summing, asked, chosen
 from test_invariant import timed as timed_by_m
 from test_tuner import result
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
+from tmm_cache.problem_fields import ABSENT
 
-from tmm_core import Groups, PluginError, TmmWarning, Traits
+from tmm_core import Groups, PluginError, Supports, TmmWarning, Traits, UnsupportedProblemError
 from tmm_core.dispatch import deferring, invariant, lookup
 from tmm_core.dispatch import dispatcher as answers
+from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
-from tmm_core.dispatch.explanation import _measurements
+from tmm_core.dispatch.explanation import _measurements, explain_problem, kernel_infos
 from tmm_core.dispatch.first_use import size_class
 from tmm_core.dispatch.invariant import LADDER, _at, _place, _us_of_last_round, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
@@ -157,6 +161,8 @@ def test_an_arithmetic_is_expected_to_take_as_long_as_its_best_config(tmp_path: 
     d, _ = dispatcher(FakeBlas(), Estimating("k", {1: "one", 2: "one", 3: "two"}), root=tmp_path)
     choice = d.choose(asked(16), settings(on_cache_miss="heuristic"))
     assert (choice.arithmetic, choice.candidate.config.to_json()) == ("one", {"tile": 2})
+    why = "on_cache_miss='heuristic'; estimated 1 µs, the least of its arithmetic"
+    assert choice.reason == why
 
 
 def test_early_rounds_are_scaled_to_the_last() -> None:
@@ -954,3 +960,167 @@ def test_what_a_choice_saves(
         d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, *timed))
     assert saving_us(d, asked, choice) == pytest.approx(saved)
     assert saving_us(d, asked, replace(choice, candidate=Candidate(FakeBlas(), FakeConfig()))) == 0
+
+
+# -- what later calls do ----------------------------------------------------------------------
+
+
+class Later:
+    """Stands in for the tunings in the background: names, and the shares that slices were given."""
+
+    def __init__(self, *names: Any) -> None:
+        self.names, self.shares, self.tasks = set(names), list[float](), list[Any]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def resume(self, share: float) -> None:
+        self.shares.append(share)
+
+    def add(self, name: Any, task: Any) -> None:
+        self.tasks.append(task)
+
+
+def deferred(*names: Any) -> tuple[Dispatcher, Any]:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast", estimate=1.0))
+    later = d.__dict__["background"] = Later(*names)
+    return d, later
+
+
+LATER = settings(on_cache_miss="background", tune_share=0.25)
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "shares"),
+    [
+        (("one",), problem(), [0.25]), ((), problem(), []),
+        (("one",), problem(capturing=True), []), (("one",), problem(deterministic=True), []),
+    ],
+)  # fmt: skip
+def test_a_call_that_may_wait_gives_a_slice(names: Any, asked: Problem, shares: Any) -> None:
+    d, later = deferred(*names)
+    d.resume(asked, LATER)
+    assert later.shares == shares
+    thread = threading.Thread(target=d.resume, args=(asked, LATER))
+    with d._lock:  # this thread measures
+        thread.start()
+        thread.join(10)
+    assert not thread.is_alive()
+    assert later.shares == shares
+
+
+@pytest.mark.parametrize("m", [64, 50, 49])
+def test_an_answer_is_kept_until_its_tuning_or_its_race_ends(m: int) -> None:
+    """The measurements are of the problem without its requirements."""
+    asked, mine = problem(m=50, deterministic=True), settings()
+    d, later = deferred((problem(m=m), mine))
+    assert d.kept(asked, mine) is None
+    found = d.bound(asked, settings(on_cache_miss="heuristic"))
+    d.keep(asked, mine, found)
+    assert d.kept(asked, mine) is (None if m == 49 else found)
+    assert d.kept(problem(m=51), mine) is None
+    later.names.clear()
+    assert d.kept(asked, mine) is None
+    assert d.answers == {}
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("boom")])
+def test_how_a_tuning_in_the_background_ended_is_remembered(error: Exception | None) -> None:
+    d, later = deferred()
+    asked = problem()
+    query = deferring.Query(asked, asked, LATER, [], 0.0, None)
+
+    def steps() -> Any:
+        yield "waits"
+        if error is not None:
+            raise error
+
+    d.defer((asked, LATER), query, steps(), "no winner")
+    (task,) = later.tasks
+    assert (task.problem, task.is_done(), d.ended) == (asked, False, {})
+    with (
+        contextlib.nullcontext()
+        if error is None
+        else pytest.warns(TmmWarning, match="tuning failed: RuntimeError: boom")
+    ):
+        assert list(task.steps) == ["waits"]
+    end = "tuning failed: RuntimeError: boom" if error else "no winner"
+    assert d.ended == {(asked, LATER): end}
+    d.store.save(DEVICE.gpu, DEVICE.environment, recorded(asked, result("blas", 1.0)))
+    assert task.is_done()
+
+
+def test_there_is_no_race_without_a_record(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    asked = problem(m=50)
+    query = deferring.Query(asked, asked.at(64), settings(), [], 0.0, None)
+    assert list(d._racing(query, {})) == []
+    assert d.record_of(asked.at(64)) is None
+
+
+@pytest.mark.parametrize("estimate", [None, 5.0])
+def test_where_blas_declines_an_interim_answer_is_a_guess(estimate: float | None) -> None:
+    blas = FakeBlas()
+    blas.supports = Supports(devices=("cpu",), operands=())  # type: ignore[misc]
+    d, _ = dispatcher(blas, FakeKernel("fast", estimate=estimate))
+    asked = problem()
+    query = deferring.Query(asked, asked, settings(), d.able(asked, settings()), 0.0, None)
+    if estimate is None:
+        with pytest.raises(UnsupportedProblemError, match="no kernel serves"):
+            d._for_now(query, "it is tuned")
+        return
+    choice = d._for_now(query, "it is tuned")
+    assert (choice.candidate.kernel.name, choice.origin, choice.lasting) == (
+        "fast", "heuristic", False,
+    )  # fmt: skip
+    assert choice.reason.startswith("it is tuned; estimated 5 µs")
+
+
+@pytest.mark.parametrize(("static", "batch"), [(True, 1), (True, 2), (False, 1)])
+def test_a_weight_that_does_not_change_is_tuned_as_such_if_it_is_one(
+    static: bool, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    asked: list[Problem] = []
+    monkeypatch.setattr(d, "_tune", lambda key, *_, **__: asked.append(key))
+    d.tune(problem(batch=batch), settings(static_weights=static))
+    assert [each.static_weights for each in asked] == [static and batch == 1]
+
+
+# -- what is explained ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "inside"), [(64, False), (50, True)])
+def test_each_kernel_is_explained_once(m: int, inside: bool, tmp_path: Path) -> None:
+    kernels = [FakeKernel(name) for name in ("fast", "new", "left")]
+    kernels.append(FakeKernel("no", against=lambda p: ["m is even"]))
+    d, _ = dispatcher(FakeBlas(), *kernels, root=tmp_path)
+    lost = replace(result("blas", 9.0), samples_us=())
+    d.adopt(DEVICE, recorded(problem(m=64), result("fast", 5.0), lost))
+    d.untried.note(problem(m=64), set(), {("left", "1"): Left("passing", "no\n memory")})
+    found = explain_problem(d, problem(m=m), settings(on_cache_miss="heuristic"))
+    again = "tried again by later processes, and by `tmm tune`"
+    assert list(found._others()) == [
+        ("untried", f"left: no memory; {again}"),
+        ("able", "new (not measured)"),
+        ("rejected", "no: m is even"),
+    ]
+    facts = dict(found._facts())
+    assert facts.get("measured") == ("at M=64, whose bucket M=50 is in" if inside else None)
+    columns, rows = _measurements(recorded(problem(m=64), result("fast", 5.0), lost))
+    assert columns[:3] == ("kernel", "µs at M=64", "vs blas")
+    assert [row[2] for row in rows] == [ABSENT, ABSENT]  # there is no time of BLAS
+
+
+def test_kernels_that_are_not_used_say_why() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("off"), FakeKernel("odd"), FakeKernel("fine"))
+    with pytest.warns(TmmWarning, match="is set aside: it is odd"):
+        d.registry.kernel("odd").set_aside("it is odd")  # type: ignore[attr-defined]
+    found = kernel_infos(d.registry, settings(disable=frozenset({"off"})))
+    assert {info.name: info.disabled for info in found} == {
+        "blas": None, "fine": None, "off": "disabled by TMM_DISABLE or override",
+        "odd": "kernel 'odd' of plugin 'fakes' is set aside: it is odd",
+    }  # fmt: skip

@@ -129,6 +129,59 @@ def test_a_product_of_the_reference(dtype: torch.dtype, precise: bool) -> None:
     assert found.dtype is kinds.get(dtype, torch.float32 if single else torch.float64)
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [(BF16, torch.float16), (BF16, torch.float32), (torch.float32, torch.float16)]
+)
+def test_a_product_of_two_dtypes_is_in_fp64(a: torch.dtype, b: torch.dtype) -> None:
+    one, two = torch.tensor([[1.0, 1.0]]).to(a), torch.tensor([[1.0], [2.0**-13]]).to(b)
+    found = compare._product(one, two, False)
+    assert (found.dtype, found.item()) == (torch.float64, 1.0 + 2.0**-13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [(torch.float16, 2.0**-24), (BF16, 2.0**-126), (torch.float32, 2.0**-126),
+     (torch.float64, 2.0**-1022)],
+)  # fmt: skip
+def test_the_least_numbers_of_a_gpu(dtype: torch.dtype, least: float) -> None:
+    """Those of fp16 may be subnormal."""
+    assert compare._range(dtype) == (least, torch.finfo(dtype).max)
+
+
+#: The largest error of the product alone, and of each rounded operand or sum.
+BOUNDS = [
+    (torch.float32, False, 2e-5, 16 * 2.0**-27), (torch.float32, True, 4e-3, 4e-3 + 16 * 2.0**-27),
+    (BF16, False, 1.6e-2, 16 * 2.0**-27), (torch.float64, False, 1e-12, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "tf32", "limit", "rounded"), BOUNDS, ids=str)
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_the_error_of_a_right_kernel(
+    dtype: torch.dtype, tf32: bool, limit: float, rounded: float, weight: float
+) -> None:
+    """The bounds are no looser than torch's operators need: a kernel that rounds once more than
+    they do is wrong."""
+    one = Operand(dtype)
+    asked = problem(k=16, a=one, b=one, out=one, tf32=tf32)
+    exact = torch.ones(1, 1, dtype=torch.float64)
+    piece = compare._Piece(2 * exact, 3 * exact, 5 * exact, weight * exact, 5 * exact, -2.0)
+    least, _ = compare._range(dtype)
+    right = weight * (limit * 5 + rounded * (2 + 3) + least * (2 + 3) / 2)
+    assert compare._bound(asked, piece).item() == pytest.approx(right, rel=1e-9)
+    # relu passes the error on, and rounds once more.
+    stage = replace(asked, epilogue=parse("relu"))
+    more = right / weight + compare.STAGE * limit * 5 + compare.SMALLER * least
+    assert compare._bound(stage, piece).item() == pytest.approx(weight * more, rel=1e-9)
+    cut = compare._bound(stage, piece._replace(z=-5 * exact))
+    assert cut.item() == pytest.approx(weight * compare.SMALLER * least, rel=1e-9)
+
+
+def test_nothing_compared_to_nothing_is_right() -> None:
+    empty = torch.empty(0, 3)
+    assert error(empty, empty) == 0.0
+
+
 # -- memory -------------------------------------------------------------------------------
 
 
