@@ -409,7 +409,7 @@ def tune(
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
 
     Returns:
-        One record per problem; a notebook shows them as a table.
+        One record per problem.
 
     Raises:
         TypeError: ``problems`` are none.
@@ -417,12 +417,10 @@ def tune(
     asked = list(problems) if isinstance(problems, Iterable) else [problems]
     if others := [type(p).__name__ for p in asked if not isinstance(p, Problem)]:
         raise TypeError(f"tune() takes problems, made by tmm_core.problem(…), not {others[0]}")
-    from tmm_core.dispatch.explanation import Records
-
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
         chooser = dispatch.default_dispatcher()
-        records = Records()
+        records = []
         for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None:
                 chooser.prepare(following, current, force)

@@ -13,7 +13,6 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from html import escape
 from typing import Any, Final, NoReturn, TypeVar
 
 from tmm_cache.cache_errors import UsageError as UsageError
@@ -284,8 +283,3 @@ def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], S
     for name, texts in pairs:
         groups.setdefault(tuple(texts), []).append(name)
     return [(names, texts) for texts, names in groups.items()]
-
-
-def html(lines: Sequence[str]) -> str:
-    """Lines as a notebook shows them."""
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"

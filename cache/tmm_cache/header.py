@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +17,7 @@ from tmm_cache.cache_errors import reraise
 from tmm_cache.disk import closing, opened
 from tmm_cache.fields import SIZES, is_size, measure, optional, parse
 from tmm_cache.keys import Document
-from tmm_cache.record import CLOCK, SCHEMA, TuningRecord, utc_time
+from tmm_cache.record import CLOCK, SCHEMA, TuningRecord
 from tmm_cache.record import blas_us as blas_us
 
 #: A problem and a config take about 900 bytes.
@@ -54,12 +53,11 @@ class Header(NamedTuple):
     """The parsed header. Only the sizes of `problem` are checked."""
 
     problem: Document
-    created_at: datetime
     best: Best
 
     @classmethod
     def of(cls, record: TuningRecord) -> Header:
-        return cls(record.problem, record.created_at, Best.of(record))
+        return cls(record.problem, Best.of(record))
 
 
 def with_header(document: dict[str, Any], record: TuningRecord) -> dict[str, Any]:
@@ -91,7 +89,7 @@ def read_header(path: Path) -> Header | None:
             and isinstance(best.config, dict)
         )
         best = best._replace(us=_TIME(best.us), blas_us=_TIME(best.blas_us))
-        return Header(problem, utc_time(document["created"]), best) if usable else None
+        return Header(problem, best) if usable else None
     except (LookupError, ValueError, TypeError) as error:
         reraise(error)
         return None

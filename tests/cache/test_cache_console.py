@@ -1,4 +1,4 @@
-"""Tables for a width: what is left out, where cells fold, what notebooks get."""
+"""Tables for a width: what is left out, where cells fold."""
 
 from __future__ import annotations
 
@@ -64,10 +64,6 @@ def test_a_text_among_the_rows_is_a_paragraph() -> None:
         "     tile=1 warps=2",
         "     stages=three",
     ]
-
-
-def test_a_notebook_gets_what_a_stranger_wrote_escaped() -> None:
-    assert console.html(["<b>", "a&b"]) == "<pre>&lt;b&gt;\na&amp;b</pre>"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -88,8 +88,6 @@ def test_a_broken_file_is_a_fault_and_the_rest_is_listed(store: CacheStore) -> N
         ("problem", problem() | {"x": "y" * HEADER_BYTES}),
         ("problem", [[[]]] * 400),
         ("clock", 7),
-        ("created", "yesterday"),
-        ("created", None),
         ("best", None),
         ("best", {}),
         ("best", {"kernel": 1, "config": {}, "us": 1.0, "blas_us": None}),

@@ -21,9 +21,6 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import compared_at, slower_in_steady_state
 from tmm_core.tuning.untried import Left
 
-#: Columns of text that a notebook shows without folding.
-NOTEBOOK = 140
-
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
@@ -54,29 +51,6 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
         source = fault.source
         infos.append(KernelInfo(f"{source.plugin}.*", "", *source, None, fault.reason))
     return infos
-
-
-class Records(list[TuningRecord]):
-    """A list of records that a notebook shows as one table."""
-
-    def _repr_html_(self) -> str:
-        numbers = ("µs", "vs blas", "candidates")
-        rows = []
-        for record in self:
-            asked, best, baseline = record.problem, record.best, blas_us(record)
-            rows.append(
-                (
-                    f"{problem_fields.shape(asked)} {problem_fields.dtypes(asked)}",
-                    problem_fields.expression(asked),
-                    best.kernel,
-                    problem_fields.config(best.config),
-                    _shown_us(best.median_us),
-                    f"{baseline / best.median_us:.2f}×" if baseline and best.median_us else "",
-                    str(len(record.candidates)),
-                )
-            )
-        columns = ("problem", "epilogue", "kernel", "config", *numbers)
-        return console.html(console.table(columns, rows, NOTEBOOK, right=numbers))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -146,9 +120,6 @@ class Explanation:
         for name, said in self._others():
             lines += console.paragraph(f"{name:<10}{said}", width, hanging=10)
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return console.html([self.text(NOTEBOOK)])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         choice = self.choice

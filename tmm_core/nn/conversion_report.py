@@ -125,12 +125,6 @@ class Report:
         yield from ((n.path, f"{n.activation} not fused", n.reason) for n in self.not_fused)
         yield from ((item.path, f"{item.module} left alone", item.reason) for item in self.left)
 
-    def _repr_html_(self) -> str:
-        from tmm_cache import console
-
-        rows = [*self._entries(), *(("", "note", note) for note in self.notes)]
-        return console.html(console.table(("path", "what was done", "because"), rows, 140))
-
     def __str__(self) -> str:
         kinds = [change.kind for change in self.changes]
         lines = [
