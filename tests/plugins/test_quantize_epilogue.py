@@ -3,6 +3,7 @@ compiled for Hopper, BLAS, and the chain of two products."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -131,6 +132,42 @@ def test_configs_have_whole_groups() -> None:
         Grouped().bind(problem, GroupedConfig(**TILE, GROUP_M=1))
 
 
+def test_strips_of_the_hopper_kernel_have_whole_groups() -> None:
+    kernel: Any = load("triton.warp_specialized")
+    half = dict.fromkeys(("a", "b", "out"), Operand(BF16))
+    problem = Problem(4096, 4096, 4096, device=HOPPER, epilogue=QUANTIZE, **half)
+    for text in ("silu", "swiglu"):
+        for m in (1, 16, 4096):
+            asked = replace(problem, m=m, epilogue=parse(text).then(QUANTIZE))
+            assert not kernel.reasons_against(asked)
+            configs = kernel.configs(asked)
+            assert configs
+            assert all(config.BLOCK_N // config.subtiles % 128 == 0 for config in configs)
+            assert all(config.shared_memory(asked) <= HOPPER.shared_memory for config in configs)
+    narrow = replace(kernel.default_config(problem), BLOCK_N=128, subtiles=2)
+    with pytest.raises(ValueError, match="parts of groups of 128 columns"):
+        kernel.builds(problem, narrow)
+
+    def declined(n: int, *outputs: Port) -> str:
+        reason, *_ = kernel.declines(
+            replace(problem, n=n, epilogue=replace(QUANTIZE, outputs=outputs))
+        )
+        return str(reason)
+
+    row, twice = Port("row", "row", reduce="max"), replace(SCALE, name="twice", group=64)
+    assert "where rows of out are not multiples of 16 bytes" in declined(4092, *QUANTIZE.outputs)
+    assert "writes one auxiliary output, or two with groups" in declined(4096, row, SCALE)
+    assert "writes one auxiliary output, or two with groups" in declined(4096, STORED, SCALE, twice)
+    assert "no output plain (tile) without groups" in declined(4096, Port("plain", "tile"))
+    assert "groups of one size, of at most 128" in declined(4096, STORED, twice)
+    assert "groups of one size, of at most 128" in declined(4096, replace(SCALE, group=256))
+
+
+def strips(config: Any) -> int:
+    found: int = config.subtiles if hasattr(config, "subtiles") else config.parts
+    return found
+
+
 def compiled(name: str, text: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Each proposed tile of a kernel, compiled for Hopper."""
     kernel: Any = load(name)
@@ -141,12 +178,13 @@ def compiled(name: str, text: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     lines = {}
     for config in kernel.configs(problem):
         (build,) = kernel.builds(problem, config)
-        tile = config.BLOCK_M, config.BLOCK_N, config.parts
+        tile = config.BLOCK_M, config.BLOCK_N, strips(config)
         if tile not in lines:
             result = build.compile_for(target_of(HOPPER))
             used, ptx = usage(result.asm["cubin"]), result.asm["ptx"]
             lines[tile] = {
                 "tile": tile,
+                "shared": result.metadata.shared,
                 "spilled": used["STACK"] + used["LOCAL"],
                 "rounds": "cvt.rn.satfinite.e4m3x2.f32" in ptx,
                 "multiplies": "wgmma.mma_async" in ptx,
@@ -155,9 +193,14 @@ def compiled(name: str, text: str, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("triton.grouped", "silu"), ("triton.fused_epilogue", "swiglu")]
+    ("name", "text", "dtype"),
+    [
+        *itertools.product(["triton.grouped"], ["silu"], [BF16, FP8]),
+        *itertools.product(["triton.fused_epilogue"], ["swiglu"], [BF16, FP8]),
+        ("triton.warp_specialized", "silu", BF16),
+        ("triton.warp_specialized", "swiglu", FP8),
+    ],
 )
-@pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_it_compiles_for_hopper(
     name: str, text: str, dtype: torch.dtype, uninterpreted: Uninterpreted
 ) -> None:
@@ -167,6 +210,7 @@ def test_it_compiles_for_hopper(
         assert line["rounds"], line
         assert line["multiplies"] is (line["tile"][0] >= 64), line
         assert line["spilled"] <= MOST_STACK, line
+        assert line["shared"] <= HOPPER.shared_memory, line
 
 
 # -- what is verified ------------------------------------------------------------------------------

@@ -509,6 +509,7 @@ def computed(
     words: str | None = None,
     early: str | None = None,
     reduce: str | None = None,
+    grouped: tuple[str, ...] = (),
     module: types.ModuleType | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
@@ -521,7 +522,7 @@ def computed(
     one after the other. ``words``: the operand that is loaded word by word. ``early``: as in a
     config; unless it is given, two seeds of three begin before the launch before has ended.
     ``reduce``: how the absolute values of each row are reduced to an auxiliary output, which is
-    compared here."""
+    compared here. ``grouped``: the kinds of outputs with groups of a strip's columns, too."""
     rows, depth = 2, 2
     if early is None:
         early = "wait" if seed % 3 < 2 and words != "b" else ""
@@ -533,7 +534,8 @@ def computed(
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         A_SCALE=scales, B_SCALE=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, A_ROWS=brought, PRIMED=1 + seed % stages, WORDS=words,
-        REDUCE=reduce,
+        REDUCE=reduce, GROUP=columns // subtiles if grouped else 0,
+        **dict(zip(("PORT", "PORT_2"), grouped, strict=False)),
     )  # fmt: skip
     if blocks_of is not None:
         of_a, outer, of_b = blocks_of
@@ -583,7 +585,9 @@ def computed(
     def epilogue(gate: np.ndarray, *up: np.ndarray) -> np.ndarray:
         if parts > 1:
             return gate
-        return np.tanh(gate) * up[0] if up else np.tanh(gate)
+        y = np.tanh(gate) * up[0] if up else np.tanh(gate)
+        # Columns beyond the last are not zero in groups of columns.
+        return y + 1.0 if grouped else y
 
     strip = [rows, columns // subtiles]
     strides = {letter: 0 if of[letter] == 1 else (m + 1) * (n + 2) for letter in "abr"}
@@ -619,6 +623,13 @@ def computed(
     left = np.full(5 + strips * m, np.nan)
     if reduce:
         arguments |= {"port_ptr": Pointer(left), "port_at": 5, "port_stride": m, "OF": np.abs}
+    group = columns // subtiles
+    groups = -(-n // group)
+    ports = {kind: np.full((m, n) if kind == "tile" else (groups, m), np.nan) for kind in grouped}
+    for name, function, kind in zip(
+        ("port_ptr", "port_2_ptr"), ("OF", "OF_2"), grouped, strict=False
+    ):
+        arguments |= {name: Pointer(ports[kind].ravel()), function: OF_GROUPS[kind]}
     tiles = len(out) * parts * -(-m // constants.BLOCK_M) * -(-n // columns)
     blocks = programs if splits > 1 else min(programs, tiles)
     flags = np.zeros(blocks * constants.a_boxes)
@@ -644,11 +655,23 @@ def computed(
         found = combined(left[5:].reshape(strips, m), 0)
         np.testing.assert_allclose(found, combined(np.abs(expected[0]), 1), err_msg=reduce)
         assert np.isnan(left[:5]).all()
+    if grouped:
+        filled = np.zeros((m, groups * group))
+        filled[:, :n] = expected[0]
+        for kind, found in ports.items():
+            right = OF_GROUPS[kind](filled.reshape(m, groups, group))
+            right = right.reshape(m, -1)[:, :n] if kind == "tile" else right.T
+            np.testing.assert_allclose(found, right, err_msg=kind)
     if parts > 1:
         out = out.reshape(1, parts, padded, n)[:, :, :m].sum(1)
     return out, np.broadcast_to(expected, out.shape)
 
 
+#: The functions of outputs with groups of columns, by kind.
+OF_GROUPS: dict[str, Any] = {
+    "tile": lambda groups: groups - 2 * np.abs(groups).max(-1)[..., None],
+    "group": lambda groups: np.abs(groups).max(-1),
+}
 SCHEDULES = [(1, False), (2, False), (3, False), (2, True)]
 
 
@@ -746,6 +769,28 @@ def test_a_fetched_residual_meets_its_strip(consumers: int, pingpong: bool, subt
             subtiles=subtiles, extras=True, fetch=True,
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize("grouped", [("tile", "group"), ("group", "tile"), ("group",)])
+@pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"gated": True}], ids=str)
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_outputs_with_groups_of_columns(
+    consumers: int, pingpong: bool, ways: dict[str, bool], grouped: tuple[str, ...]
+) -> None:
+    """Also where the last tiles of rows and columns are not whole."""
+    sizes = [(1, 2, 1), (9, 10, 7), (13, 8, 2), (4, 14, 9)]
+    for seed, ((m, n, k), subtiles) in enumerate(itertools.product(sizes, (1, 2))):
+        out, expected = computed(
+            seed, m=m, n=n, k=k, consumers=consumers, pingpong=pingpong, subtiles=subtiles,
+            extras=True, grouped=grouped, **ways,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected, err_msg=f"{m}×{n}×{k}")
+    # A tile of other columns would be moved to begin at 16.
+    out, expected = computed(
+        0, n=48, columns=32, subtiles=1, consumers=consumers, pingpong=pingpong, extras=True,
+        grouped=grouped, **ways,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, expected)
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
@@ -1283,7 +1328,7 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
         asked.epilogue, outputs=(*asked.epilogue.outputs, Port("more", "row", reduce="sum"))
     )
     reasons = KERNEL.reasons_against(dataclasses.replace(asked, epilogue=two))
-    assert "writes at most one auxiliary output" in reasons
+    assert "writes one auxiliary output, or two with groups of columns" in reasons
     # A row's sum is of strips, which differ from config to config; its products' sum is not.
     alike = [KERNEL.arithmetic(with_amax(problem(), how), CONFIG) for how in ("max", "sum")]
     assert alike[0] == KERNEL.arithmetic(problem(), CONFIG) != alike[1]

@@ -163,7 +163,10 @@ class WarpSpecializedConfig(Config):
         # The bias is exchanged between threads through shared memory, and so are scales of columns.
         bias = c.consumers * c.width * problem.bias.itemsize if problem.bias else 0
         scales = 4 * c.consumers * c.columns if c.B_GROUP and not c.ALIKE else 0
-        return c.num_stages * stage + staging + max(bias, scales) + _SHARED_OVERHEAD
+        # So are the strips of an output with groups, 16 rows of each warp at a time.
+        tiles = [port.dtype.itemsize for port in problem.epilogue.outputs if port.kind == "tile"]
+        grouped = 16 * c.consumers * c.num_warps * c.width * max(tiles, default=0)
+        return c.num_stages * stage + staging + max(bias, scales, grouped) + _SHARED_OVERHEAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +217,10 @@ class Constants(WarpSpecializedConfig):
     ALIKE: bool = False
     #: How each row is reduced to an auxiliary output; None if there is none.
     REDUCE: str | None = None
+    #: Columns of a group of auxiliary outputs, 0 if none has groups; the kinds of these outputs.
+    GROUP: int = 0
+    PORT: str | None = None
+    PORT_2: str | None = None
     #: Triton's cache key holds constants' values, not the code of the properties below. This digest
     #: stands for that code.
     SOURCE: str = _SOURCE
@@ -235,6 +242,10 @@ class Constants(WarpSpecializedConfig):
         for operand in (problem.a, problem.b):
             if operand.grid and operand.block[1] % config.BLOCK_K:
                 raise ValueError(f"{config} has steps of several groups of {operand.block[1]}")
+        outputs, group = problem.epilogue.outputs, columns_grouped(problem)
+        if group and config.BLOCK_N // config.subtiles % group:
+            raise ValueError(f"strips of {config} have parts of groups of {group} columns")
+        kinds_of_groups = [port.kind for port in outputs if group]
         found = cls(
             **{**vars(config), "GROUP_M": 1},
             A_COL=problem.a.layout == "col",
@@ -258,7 +269,10 @@ class Constants(WarpSpecializedConfig):
             SCATTERED=scattered(problem),
             WEIGHTED=problem.groups is not None and problem.groups.out_weights is not None,
             STORED=stored_at_once(problem),
-            REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
+            REDUCE=next((port.reduce for port in outputs), None),
+            GROUP=group,
+            PORT=next(iter(kinds_of_groups), None),
+            PORT_2=next(iter(kinds_of_groups[1:]), None),
             A_GROUP=problem.a.block[1] if problem.a.grid else 0,
             B_GROUP=problem.b.block[1] if problem.b.grid else 0,
             B_OUTER=problem.b.block[0] if problem.b.grid else 1,
@@ -432,6 +446,11 @@ class Constants(WarpSpecializedConfig):
         spared = self.groups * each - producer - sum(loaders) * self.LOADERS // 4
         consumer = min(240, spared // groups // 8 * 8)
         return [consumer] * (self.consumers - 1) + [producer] + loaders
+
+
+def columns_grouped(problem: Problem) -> int:
+    """Columns of a group of the problem's auxiliary outputs; 0 if none has groups."""
+    return max((port.group for port in problem.epilogue.outputs), default=0)
 
 
 def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:

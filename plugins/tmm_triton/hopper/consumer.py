@@ -299,7 +299,8 @@ def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
 
 @jit
 def consume(
-    sums, EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr
+    sums, EPILOGUE: gl.constexpr, OF: gl.constexpr, OF_2: gl.constexpr, WHO: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     ring, barriers, turn, target, parts, sizes = sums
     full, empty = barriers
@@ -423,7 +424,7 @@ def consume(
                     row += matrix * gl.cdiv(sizes[0], C.BLOCK_M) * C.BLOCK_M
                 store_tile(
                     acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
-                    EPILOGUE, OF, WHO, C,
+                    EPILOGUE, OF, OF_2, WHO, C,
                 )  # fmt: skip
                 # Each buffer's phases of a tile.
                 if C.subtiles // C.buffers % 2 == 1:

@@ -29,10 +29,10 @@ def warp_specialized_kernel(
     out_ptr, out_stride_z, out_stride, bias_ptr, bias_stride,
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
     alpha, a_scale_ptr, b_scale_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
-    ahead_ptr, ahead_stride, port_ptr, port_at, port_stride,
+    ahead_ptr, ahead_stride, port_ptr, port_at, port_stride, port_2_ptr,
     offs_ptr, table_ptr, G, bias_stride_z, out_index_ptr, out_weights_ptr,
     stride_asz, stride_asm, stride_ask, stride_bsz, stride_bsk, stride_bsn,
-    EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
+    EPILOGUE: gl.constexpr, OF: gl.constexpr, OF_2: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.num_stages
     # Lists are added because Triton does not parse a starred element.
@@ -95,7 +95,7 @@ def warp_specialized_kernel(
         zero_beyond(out, sizes[5], M, N, C.SCATTERED, C.num_warps)
     bias = (bias_ptr, bias_stride, bias_stride_z)
     factors = (alpha, a_scale_ptr, b_scale_ptr)
-    port = (port_ptr, port_at, port_stride)
+    port = (port_ptr, port_at, port_stride, port_2_ptr)
     grids = (
         (a_scale_ptr, stride_asz, stride_asm, stride_ask),
         (b_scale_ptr, stride_bsz, stride_bsn, stride_bsk),
@@ -109,14 +109,14 @@ def warp_specialized_kernel(
     # the constants of the second list, and then refuses None.
     if C.consumers == 1 and C.WORDS is None:
         gl.warp_specialize(
-            [(consume, (sums, EPILOGUE, OF, 0, C)), (produce, (loads, C))],
+            [(consume, (sums, EPILOGUE, OF, OF_2, 0, C)), (produce, (loads, C))],
             C.worker_warps,
             C.worker_registers,
         )
     elif C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (sums, EPILOGUE, OF, 0, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 0, C)),
                 (produce, (loads, C)),
                 (bring_words, (bring, C)),
             ],
@@ -126,8 +126,8 @@ def warp_specialized_kernel(
     elif C.consumers == 2 and C.WORDS is None:
         gl.warp_specialize(
             [
-                (consume, (sums, EPILOGUE, OF, 0, C)),
-                (consume, (sums, EPILOGUE, OF, 1, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 0, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 1, C)),
                 (produce, (loads, C)),
             ],
             C.worker_warps,
@@ -136,8 +136,8 @@ def warp_specialized_kernel(
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (sums, EPILOGUE, OF, 0, C)),
-                (consume, (sums, EPILOGUE, OF, 1, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 0, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 1, C)),
                 (produce, (loads, C)),
                 (bring_words, (bring, C)),
             ],
@@ -147,9 +147,9 @@ def warp_specialized_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (sums, EPILOGUE, OF, 0, C)),
-                (consume, (sums, EPILOGUE, OF, 1, C)),
-                (consume, (sums, EPILOGUE, OF, 2, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 0, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 1, C)),
+                (consume, (sums, EPILOGUE, OF, OF_2, 2, C)),
                 (produce, (loads, C)),
             ],
             C.worker_warps,

@@ -20,8 +20,8 @@ def tile_at(index, sizes, C: gl.constexpr):
 
     The last tiles are moved inside, because TMA takes longer to zero-fill elements than to load
     them. Elements that they share with the previous tiles are stored twice with the same bits, or
-    once by pointers. Ragged rows are not moved, since another group may come before, nor are
-    columns with scales of blocks, since a tile's columns then have the same scale."""
+    once by pointers. Ragged rows are not moved, since another group may come before. Nor are
+    columns, if blocks of b have scales or an output has groups: a tile then has whole ones."""
     M, N, _, GROUP_M, COUNT, groups = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
@@ -42,7 +42,7 @@ def tile_at(index, sizes, C: gl.constexpr):
     corner = (row, column)
     if C.RAGGED != "m":
         row = _inside(row, M, C.BLOCK_M, C.A_COL)
-    if not C.stepped:
+    if not (C.stepped or C.GROUP):
         column = _inside(column, N, C.BLOCK_N, not (C.B_COL and C.POINTERS))
     return matrix, row, column, end, corner
 

@@ -16,6 +16,7 @@ from tmm_triton.hopper.config import (
     MOST_SUMMED,
     MOST_TAIL_SPLITS,
     WarpSpecializedConfig,
+    columns_grouped,
     unfinished,
 )
 from tmm_triton.hopper.estimate import SURELY_STREAMED, estimate_us, streams
@@ -123,6 +124,9 @@ _SHORT_K = 1024
 _STAGED = 8 * 24 * 1024
 #: Minimum K of a part of a tile of the last wave, and of a part of every tile.
 _LEAST_PART, _LEAST_SPLIT = 512, 256
+#: Maximum values of a strip per thread with groups of columns: with 128 a ping-pong tile of 128×128
+#: spilled 672 bytes. Three consumers, of 160 registers, spilled up to 192 with 64.
+_GROUPED = 64
 #: How many tiles are also tried with the opposite ``evict_first``.
 _BOTH_WAYS = 3
 
@@ -232,9 +236,15 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     slim = (problem.native and consumers == 3) or stored_by_pointers(problem)
     widths = (64,) if slim else (128, 64)
     # Each of two products is a whole number of strips.
-    lowest, itemsize = block_n & -block_n, problem.out.dtype.itemsize
+    lowest, itemsize, group = (
+        block_n & -block_n,
+        problem.out.dtype.itemsize,
+        columns_grouped(problem),
+    )
+    if lowest % max(1, group):
+        return []
     for width in widths:
-        strip = min(lowest, max(16, width // itemsize, lowest // 8))
+        strip = min(lowest, max(16, width // itemsize, lowest // 8, group))
         if lowest != block_n and block_n // strip % 2 and residual_by_tma(problem):
             strip //= 2  # the residual's strips alternate between two buffers
         if strip < 16:
@@ -253,6 +263,8 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
             splits=1,
             evict_first=streams(problem),
         )
+        if group and (consumers == 3 or config.rows * strip > _GROUPED * 32 * num_warps):
+            continue
         stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
         stage *= problem.a.dtype.itemsize
         spare = problem.device.shared_memory - config.shared_memory(problem)

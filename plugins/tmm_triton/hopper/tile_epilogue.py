@@ -143,7 +143,7 @@ def _reduce_rows(
 ):  # fmt: skip
     """Store each row's reduction of a strip's columns, for ``output_ports.reduce_port_kernel``. If
     this tile was moved inside, elements that the previous tile counted are left out."""
-    pointer, start, stride = port
+    pointer, start, stride, _ = port
     M, N, _, _, _, _ = sizes
     rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
@@ -161,9 +161,44 @@ def _reduce_rows(
 
 
 @jit
+def _store_groups(
+    y, row, column, corner, pointer, sizes, LAYOUT: gl.constexpr, OF: gl.constexpr,
+    KIND: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Store what a strip has of an output with groups of columns, which are whole; do nothing if
+    KIND is None. Rows that the previous tile stored are left out."""
+    if KIND is not None:
+        M, N, _, _, _, _ = sizes
+        COUNT: gl.constexpr = C.width // C.GROUP
+        columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
+        y = gl.where(gl.expand_dims(columns < N, 0), y, 0.0)
+        found = OF(y.reshape([C.rows, COUNT, C.GROUP]))
+        if KIND == "tile":
+            # Each warp has the rows that it had, 16 bytes per thread.
+            IN: gl.constexpr = gl.BlockedLayout([4, 16], [4, 8], [C.num_warps, 1], [1, 0])
+            found = found.reshape([C.rows, C.width]).to(pointer.dtype.element_ty)
+            found = gl.convert_layout(found, IN)
+            rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, IN))
+            columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, IN))
+            across = gl.expand_dims(columns, 0)
+            down = gl.expand_dims(rows.to(gl.int64) * N, 1)
+            inside = gl.expand_dims(columns < N, 0)
+        else:
+            AT: gl.constexpr = found.type.layout
+            rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, AT))
+            groups = column // C.GROUP + gl.arange(0, COUNT, layout=gl.SliceLayout(0, AT))
+            across = gl.expand_dims(groups.to(gl.int64) * M, 0)
+            down = gl.expand_dims(rows, 1)
+            inside = gl.expand_dims(groups * C.GROUP < N, 0)
+        own = gl.expand_dims((rows >= corner[0]) & (rows < M), 1)
+        gl.store(pointer + down + across, found, mask=own & inside)
+
+
+@jit
 def store_tile(
     z, up, bias, matrix, row, column, corner, phase, target, sizes,
-    EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
+    EPILOGUE: gl.constexpr, OF: gl.constexpr, OF_2: gl.constexpr, WHO: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
@@ -199,6 +234,9 @@ def store_tile(
             x = x + _residual(residual, matrix, row, at, sizes, C, LAYOUT).to(gl.float32)
         if C.REDUCE is not None and not C.FETCH:
             _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
+        if C.GROUP and not C.FETCH:
+            _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, C.PORT, C)
+            _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, C.PORT_2, C)
         if C.POINTERS:
             _scatter(x, matrix, row, at, corner, destination, sizes, C)
         else:
@@ -214,6 +252,9 @@ def store_tile(
                 x = x + buffer.load(LAYOUT).to(gl.float32)
                 if C.REDUCE is not None:
                     _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
+                if C.GROUP:
+                    _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, C.PORT, C)
+                    _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, C.PORT_2, C)
             else:
                 # The store that last used this buffer has read it: the one before the last, or
                 # after a tile of an odd number of strips the last.

@@ -55,8 +55,9 @@ or prefetch them into L2, which is always safe.
 A finished tile is written strip by strip through staging buffers, by TMA where TMA can write it,
 else by pointers. The residual is loaded into the same buffers during the main loop: when it was
 read by pointers after the tile was done, it doubled the time of 8192×4096×512. For an auxiliary
-output each strip stores one number per row in the workspace, and a second launch reduces these
-numbers. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups of
+output per row each strip stores one number per row in the workspace, and a second launch reduces
+these numbers. Outputs with groups of columns are stored strip by strip too; a strip then has whole
+groups. A batch is a third dimension of all tensor maps and of the tile scheduler. Groups of
 different sizes are scheduled and described by :mod:`tmm_triton.ragged_tiles`.
 
 Sums of 8-bit floats are added in fp32 after each k-step, since the tensor cores keep some 14 bits.
@@ -84,7 +85,12 @@ from tmm_core import ANY, Anatomy, Problem, Traits
 from tmm_core.triton import Described, device_function, pointer, port_function
 from tmm_triton import reduction_order, scaled_step
 from tmm_triton.hopper import estimate, search_space, tile_shapes
-from tmm_triton.hopper.config import Constants, WarpSpecializedConfig, multiplied
+from tmm_triton.hopper.config import (
+    Constants,
+    WarpSpecializedConfig,
+    columns_grouped,
+    multiplied,
+)
 from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper.operand_layout import (
     ALIGNMENT,
@@ -94,10 +100,11 @@ from tmm_triton.hopper.operand_layout import (
     described,
     residual_by_tma,
     scattered,
+    stored_by_pointers,
 )
 from tmm_triton.hopper.tile_shapes import most_tiles, part_elements
 from tmm_triton.operands import Build, Typed, Zeros, parts
-from tmm_triton.output_ports import REDUCES, Ports
+from tmm_triton.output_ports import MOST, REDUCES, Ports
 from tmm_triton.partials import reduction
 from tmm_triton.ragged_tiles import kinds_of, rows_ragged
 from tmm_triton.triton_kernel import POINTERS, Built, missing_toolchain, without_gluon
@@ -111,6 +118,10 @@ _GLUON = {
     torch.float8_e5m2: gl.float8e5,
 }
 
+#: The arguments of auxiliary outputs, and of their functions.
+_PORTS, _FUNCTIONS = ("port_ptr", "port_2_ptr"), ("OF", "OF_2")
+#: The largest groups of columns that an auxiliary output may have: a strip has whole groups.
+_WIDEST = 128
 #: The k-step of 8-bit operands: groups of scales have a multiple of it.
 _GROUP = 128
 #: The grid has a multiple of this many blocks. L2 merges the requests of neighbouring SMs for the
@@ -140,7 +151,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         scales=("tensor", "row", "group", "block"),
         batch=None,
         gated=True,
-        outputs=("row",),
+        outputs=("row", "tile", "group"),
         reduces=REDUCES,
         ragged=("m", "k"),
         indexed=True,
@@ -148,8 +159,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
-        if len(problem.epilogue.outputs) > 1:
-            yield "writes at most one auxiliary output"
+        yield from _outputs_declined(problem)
         if not problem.device.interpreted:
             yield from missing_toolchain()
         yield from without_gluon(problem)
@@ -278,15 +288,22 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if config.early == "l2":
             given |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
             given |= {"ahead_stride": ("i64", outer("b"))}
-        if outputs := problem.epilogue.outputs:
+        outputs = problem.epilogue.outputs
+        for i, port in enumerate(outputs if c.GROUP else ()):
+            given[_PORTS[i]] = pointer(port.dtype), f"output_{i}"
+        if c.REDUCE is not None:
             given |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", at)}
             given |= {"port_stride": ("i64", problem.m)}
         constants: dict[str, Any] = {
             "EPILOGUE": device_function(problem.epilogue),
-            "OF": port_function(outputs[0]) if outputs else None,
+            **dict.fromkeys(_FUNCTIONS),
+            **dict(zip(_FUNCTIONS, map(port_function, outputs), strict=False)),
             "C": c,
         }
         divisible = {}
+        if c.GROUP and problem.n % ALIGNMENT == 0:
+            # 16 values of 8 bits are stored at once.
+            divisible = {"N": ALIGNMENT, **dict.fromkeys(_PORTS[: len(outputs)], ALIGNMENT)}
         if c.POINTERS or c.ZEROED:
             stride = "i64" if problem.out.wide or problem.m == 1 else "i32"
             given |= {"out_ptr": (pointer(problem.out.dtype), "out")}
@@ -315,7 +332,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
                 # Neighbours are adjacent: aligned pairs are loaded at once.
                 constants["residual_stride_n"] = 1
                 if problem.residual.aligned and problem.n % 8 == 0:
-                    divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
+                    divisible = {"N": 8, **divisible, "residual_ptr": 16, "residual_stride_m": 4}
                     if c.stacked:
                         divisible["residual_stride_z"] = 4
             else:
@@ -350,6 +367,21 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         return Build(
             warp_specialized_kernel, types, constants, divisible, options, values, (blocks, 1, 1)
         )
+
+
+def _outputs_declined(problem: Problem) -> Iterable[str]:
+    """Reasons against the problem's auxiliary outputs."""
+    outputs = problem.epilogue.outputs
+    grouped = [port for port in outputs if port.group]
+    if len(outputs) > (MOST if len(grouped) == len(outputs) else 1):
+        yield "writes one auxiliary output, or two with groups of columns"
+    for port in outputs:
+        if port.kind == "tile" and not port.group:
+            yield f"writes no output {port.name} (tile) without groups"
+    if len({port.group for port in grouped}) > 1 or columns_grouped(problem) > _WIDEST:
+        yield f"writes outputs with groups of one size, of at most {_WIDEST} columns"
+    if grouped and stored_by_pointers(problem):
+        yield f"writes no groups where rows of out are not multiples of {ALIGNMENT} bytes (TMA)"
 
 
 def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
