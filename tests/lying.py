@@ -468,6 +468,18 @@ class UnderAutocast(Lie):
     lie = wrong_if(lambda *_: torch.is_autocast_enabled("cpu"))
 
 
+class UnderAutocastInInferenceMode(Lie):
+    """As in a plan that a server calls."""
+
+    lie = wrong_if(
+        lambda *_: torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
+    )
+
+
+class UnderAutocastInNoGrad(Lie):
+    lie = wrong_if(lambda *_: torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled())
+
+
 # -- A10: group sizes ------------------------------------------------------------------------
 
 
@@ -866,6 +878,7 @@ LIES: dict[str, dict[str, type[Lie]]] = {
     },
     "A9": {
         **{cls.__name__: cls for cls in (InGradMode, InNoGrad, InInferenceMode, UnderAutocast)},
+        **{cls.__name__: cls for cls in (UnderAutocastInInferenceMode, UnderAutocastInNoGrad)},
         "grad mode with out": lying_if(
             lambda *given: torch.is_grad_enabled() and given[-1] is not None
         ),

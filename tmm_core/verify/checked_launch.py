@@ -24,12 +24,13 @@ Tensor = torch.Tensor
 #: torch's modes in which calls are made. Training launches without grad mode, serving in inference
 #: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
 #: autocast; for others it is off below the operator that casts.
-Mode = Literal["grad mode", "no_grad", "inference mode", "autocast"]
+Mode = Literal["grad mode", "no_grad", "inference mode", "autocast", "autocast in inference mode"]
 _GRAD: dict[Mode, Callable[[], Any]] = {
     "grad mode": torch.enable_grad,
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,
     "autocast": torch.enable_grad,
+    "autocast in inference mode": torch.inference_mode,
 }
 
 
@@ -129,7 +130,7 @@ class CheckedLauncher:
                     raise WrongError(f"it changed {' and '.join(changed)}")
         self._check_form(result)
         if tensor is None:
-            if result.is_inference() and mode != "inference mode":
+            if result.is_inference() and "inference mode" not in mode:
                 raise WrongError("it returned a tensor of inference mode, which may not be changed")
             self._check_memory(of, result, held)
         elif (result.data_ptr(), result.stride()) != (tensor.data_ptr(), tensor.stride()):
@@ -153,7 +154,7 @@ class CheckedLauncher:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RuntimeWarning)
             stack.enter_context(_GRAD[mode]())
-            if mode == "autocast":
+            if mode.startswith("autocast"):
                 stack.enter_context(torch.autocast(self._data.device.type, problem.a.dtype))
             yield
 

@@ -98,6 +98,8 @@ class WaysOfUse(CheckedLauncher):
         if same and problem.a.dtype in (torch.float16, torch.bfloat16):
             self._compare(of, self._launch(of, mode="autocast"), ", under autocast")
             self._compare(of, self._launch(of, out=0, mode="autocast"), " of its out, in autocast")
+            both: Mode = "autocast in inference mode"
+            self._compare(of, self._launch(of, mode=both), f", under {both}")
             self._check_released()
             yield ()
         modes: list[Mode] = ["grad mode", "no_grad"]
