@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from tmm_core import (
 )
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
-from tmm_core.spec import device
+from tmm_core.spec import device, watch
 from tmm_core.spec.anatomy import Anatomy
 from tmm_core.spec.bucket import between, bucket_edge, probes
 from tmm_core.spec.device import DeviceFingerprint
@@ -748,3 +749,51 @@ def test_groups_of_an_output_are_filled_up_and_lie_side_by_side() -> None:
     assert Port("q", "row", reduce="max").placed(torch.arange(2.0), (2, 6)).tolist() == [0, 1]
     tile = Port("t", "tile", of=lambda y: y - y.amax(-1, keepdim=True), group=4)
     assert tile.apply(y).tolist() == [[-3, -2, -1, 0, -16, -15], [-3, -2, -1, 0, -10, -9]]
+
+
+# -- queries that do not return -----------------------------------------------------------
+
+
+def test_a_query_is_reported_once_when_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "enabled", False)  # no thread: the test looks itself
+    threads = threading.active_count()
+    now = time.monotonic()
+    with watch.watched(lambda: "one"), watch.watched(lambda: "two", 60.0):
+        assert threading.active_count() == threads
+        for later, printed in ((9.9, ""), (10.5, "tmm: one\n"), (11, ""), (61, "tmm: two\n")):
+            watch._report(now + later)
+            assert capsys.readouterr().err == printed
+    watch._report(now + 1000)
+    with pytest.raises(KeyError), watch.watched(lambda: "three"):
+        raise KeyError
+    with watch.watched(lambda: str(1 / 0)):  # a plugin's name may fail too
+        watch._report(now + 1000)
+    assert capsys.readouterr().err == ""
+    assert not watch._running
+
+
+def test_one_thread_looks_while_there_are_queries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.04)
+    reported = threading.Event()
+
+    def what() -> str:
+        reported.set()
+        return "slow"
+
+    with watch.watched(what):
+        thread = watch._thread
+        assert thread is not None
+        assert (thread.name, thread.daemon) == ("tmm-watch", True)
+        with watch.watched(lambda: "fast", 600.0):
+            assert watch._thread is thread
+        assert reported.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert watch._thread is None
+    assert capsys.readouterr().err == "tmm: slow\n"
+    with watch.watched(lambda: "again", 600.0):
+        assert watch._thread is not thread

@@ -907,6 +907,7 @@ def test_a_sample_asks_whether_the_gpu_reached_the_last_call(
             pace.calls += 1
             if pace.calls >= pace.next:
                 pace.look(queue)  # type: ignore[arg-type]  # has what of a tensor is read
+                assert pace.next > pace.calls
 
     assert (pace.host, pace.gpu) == (True, True)
     call(15)

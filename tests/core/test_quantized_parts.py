@@ -115,3 +115,50 @@ def test_int8_saturates() -> None:
     form = formats.named("int8")
     rounded = form.quantize(torch.tensor([-1e4, -128.4, 127.6, 1e4]), torch.int8)
     assert rounded.tolist() == [-128, -128, 127, 127]
+
+
+def test_a_group_as_long_as_k_is_a_row_and_in_a_stack_each_matrix_has_its_own() -> None:
+    one, stack = torch.zeros(1, 32, dtype=torch.int8), torch.zeros(2, 1, 32, dtype=torch.int8)
+    assert Quantized(one, torch.ones(()), block=(1, 32)).block == (0, 0)
+    assert Quantized(stack, torch.ones(2, 1, 1), block=(1, 32)).block == (1, 0)
+    assert Quantized(stack, torch.ones(2, 1), group=64).block == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["scale", "zero"])
+def test_a_part_of_another_dtype_is_named(name: str) -> None:
+    parts = {"scale": torch.ones(4, 1), "zero": torch.ones(4, 1, dtype=torch.int8)}
+    parts[name] = parts[name].to(torch.int64)
+    with pytest.raises(ValueError, match=f"{name} of format int8 must have dtype .*int64"):
+        Quantized(torch.zeros(4, 8, dtype=torch.int8), **parts)
+
+
+def test_only_a_quantised_tensor_is_copied_to_one() -> None:
+    codes = torch.zeros(4, 8, dtype=torch.int8)
+    own = Quantized(codes, torch.ones(4, 1))
+    with pytest.raises(NotImplementedError, match="of a quantised tensor"):
+        own.copy_(torch.ones(4, 8))
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        own.copy_(Quantized(codes, torch.ones(())))
+    own.copy_(Quantized(codes + 3, torch.full((4, 1), 2.0)))
+    assert own.dequantize().eq(6).all()
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        5, None, torch.ones(4, 8, dtype=torch.int8), torch.ones(8), torch.ones(()),
+        Quantized(torch.zeros(4, 8, dtype=torch.int8), torch.ones(4, 1)),
+    ],
+    ids=lambda weight: type(weight).__name__,
+)  # fmt: skip
+def test_what_is_rounded_is_a_floating_matrix(weight: Any) -> None:
+    with pytest.raises(TypeError, match="takes a floating tensor of two dimensions or more"):
+        tmm_core.quantize(weight, "int8")
+
+
+def test_a_single_scale_may_be_rounded_to_again() -> None:
+    weight = torch.tensor([[1.0, -127.0]])
+    for group in (None, 0):
+        found = tmm_core.quantize(weight, "int8", group=group)
+        assert (found.block, found.scale.numel()) == ((0, 0), 1)
+        assert torch.equal(found.dequantize().float(), weight)
