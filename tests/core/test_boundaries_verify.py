@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
     compare,
+    further_inputs,
     guard_bands,
     nonfinite,
     process_state,
@@ -754,3 +756,130 @@ def test_what_a_kernel_keeps_is_no_garbage() -> None:
     launches._returned = [StorageWeakRef(kept.result.untyped_storage())]
     with pytest.raises(WrongError, match="keeps the memory of a result"):
         launches._check_released()
+
+
+# -- further inputs ---------------------------------------------------------------------------
+
+#: Rounds of every problem; of dense ones, of groups and of floats.
+EVERY = {
+    "other values at the same addresses", "strides of zero", "strides of zero in b",
+    "rows far apart", "unusual addresses", "plain or equal tensors",
+    "one tensor as several arguments",
+}  # fmt: skip
+DENSE, FLOODED = {"values in another order"}, {"many NaN and Inf"}
+GROUPED = {f"group sizes: {sizes}" for sizes in ("first", "last", "none", "few")}
+SIZED = {"a small, b large", "a large, b small", "zeros and whole numbers"}
+ALPHAS = {"alpha=0", "alpha=-", "large products and a small alpha"}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "fields", "further"),
+    [
+        ("fff", {}, DENSE | FLOODED | SIZED | {"large products"}),
+        ("ddd", {}, DENSE | FLOODED), ("bhf", {}, DENSE | FLOODED),
+        ("iiI", {}, DENSE | {"integers of any size"}),
+        ("bbb", {}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
+        ("bbb", {"k": 4}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
+        ("bbb", {"k": 3}, DENSE | FLOODED | SIZED | {"large products"}),
+        (
+            "bbb", {"epilogue": parse("relu")},
+            DENSE | FLOODED | SIZED | {"sums that cancel", "large products"},
+        ),
+        (
+            "bbb", {"n": 32, "epilogue": parse("swiglu")},
+            DENSE | FLOODED | SIZED | {"large products"},
+        ),
+        (
+            "hhh", {},
+            DENSE | FLOODED | SIZED
+            | {"sums that cancel", "results beyond fp16's range", "subnormal results"},
+        ),
+        (
+            "hhh", {"bias": torch.float16},
+            DENSE | FLOODED | SIZED
+            | {"sums that cancel", "results beyond fp16's range", "subnormal results",
+               "products beyond fp16's range"},
+        ),
+        (
+            "hhh", {"bias": torch.float16, "batch": 2},
+            DENSE | FLOODED | SIZED
+            | {"sums that cancel", "results beyond fp16's range", "subnormal results"},
+        ),
+        (
+            "hhh", {"bias": torch.float16, "scaled": True},
+            DENSE | FLOODED | SIZED | ALPHAS
+            | {"sums that cancel", "results beyond fp16's range", "subnormal results"},
+        ),
+        (
+            "hhh", {"epilogue": parse("relu")},
+            DENSE | FLOODED | SIZED | {"sums that cancel", "large products"},
+        ),
+        ("hhf", {}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
+        ("ddd", {"scaled": True}, DENSE | FLOODED | {"alpha=0", "alpha=-"}),
+        (
+            "hhh", {"groups": Groups(3, "m")},
+            GROUPED | FLOODED | SIZED | {"sums that cancel", "subnormal results"},
+        ),
+        (
+            "hhh", {"groups": Groups(3, "k")},
+            GROUPED | FLOODED | SIZED | {"large products", "subnormal results"},
+        ),
+        (
+            "bhf", {"groups": Groups(3, "m")},
+            GROUPED | FLOODED | {"a small, b large", "a large, b small"},
+        ),
+        (
+            "ddd", {"groups": replace(Groups(3, "m"), a_index=torch.int32)},
+            GROUPED | FLOODED
+            | {"a small, b large", "a large, b small", "one row of a to gather",
+               "all rows of a in order"},
+        ),
+        (
+            "ddd", {"groups": replace(Groups(3, "m"), out_index=torch.int32)},
+            GROUPED | FLOODED | {"a small, b large", "a large, b small", "all rows in order"},
+        ),
+    ],
+)  # fmt: skip
+def test_which_values_a_problem_is_verified_on(
+    dtypes: str, fields: dict[str, Any], further: set[str]
+) -> None:
+    kinds = {"f": torch.float32, "d": torch.float64, "b": BF16, "h": torch.float16,
+             "i": torch.int8, "I": torch.int32}  # fmt: skip
+    a, b, out = (Operand(kinds[letter]) for letter in dtypes)
+    plans = list(further_inputs.planned(problem(**{"a": a, "b": b, "out": out, **fields})))
+    found = {re.sub(r"(alpha=-).*", r"\1", plan.name) for plan in plans}
+    assert found == EVERY | further
+    assert plans[0].name == "other values at the same addresses"  # it detects a cache by address
+    assert len({plan.name for plan in plans}) == len(plans)
+    alphas = {plan.recipe.alpha for plan in plans if plan.place != "same"}
+    assert len(alphas) >= 4
+    for plan in plans:
+        usual = plan.recipe.values == further_inputs.USUAL and not plan.infinite
+        assert plan.judges_outputs is (usual and not plan.flooded)
+        assert plan.flooded is (plan.name == "many NaN and Inf")
+        assert plan.rolled is (plan.name == "values in another order")
+        if problem(**fields).groups is not None and plan.name.startswith("group sizes"):
+            assert plan.recipe.sizes == plan.name.removeprefix("group sizes: ")
+            assert plan.recipe.poisoned
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"m": 16, "n": 16, "k": 16}, {"b": "a"}), ({"m": 16, "n": 32, "k": 16}, {}),
+        ({"m": 16, "n": 16, "k": 16, "residual": F32}, {"b": "a", "residual": "a"}),
+        ({"m": 16, "n": 32, "k": 16, "residual": F32}, {"residual": "b"}),
+        ({"m": 32, "n": 32, "k": 16, "b": Operand(torch.float32, "col")}, {"b": "a.mT"}),
+        ({"m": 16, "n": 16, "k": 16, "b": Operand(torch.float32, "col")}, {"b": "a.mT"}),
+        ({"m": 32, "n": 16, "k": 16, "residual": F32}, {"residual": "a"}),
+        ({"m": 16, "n": 16, "k": 16, "b": F16}, {}),
+        ({"m": 16, "n": 16, "k": 16, "groups": Groups(2, "m")}, {}),
+        ({"m": 16, "n": 16, "k": 16, "batch": 2}, {"b": "a"}),
+        (
+            {"m": 4, "n": 4, "k": 2, "batch": 3, "b": Operand(torch.float32, "col")},
+            {"b": "a.mT"},
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[str, str]) -> None:
+    assert further_inputs._aliases(problem(**fields)) == found
