@@ -8,6 +8,7 @@ import itertools
 import linecache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, installed
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tmm_core
 from tmm_core import PluginError
-from tmm_core.launch import grouped_call, warm
+from tmm_core.launch import check, grouped_call, warm
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.epilogue import IDENTITY
@@ -50,6 +51,85 @@ def test_terms_have_the_dtype_of_the_operands_of_the_result_or_fp32(name: str) -
         tmm_core.matmul(a, b, **{name: term.double()}, out_dtype=FP16)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=f"{name} must have dtype"):
         tmm_core.matmul(a, b, **{name: term.half()})  # type: ignore[arg-type]
+
+
+#: Shapes whose dimensions are of one, of none, alike or not.
+SHAPES = [
+    (), (1,), (3,), (2, 3), (3, 2), (1, 3), (3, 1), (0, 3), (3, 0), (2, 3, 2), (1, 3, 2), (4, 2, 3),
+    (2, 1, 2, 3), (1, 4, 3, 1), (0, 2, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("one", SHAPES, ids=str)
+def test_shapes_are_those_of_torch(one: tuple[int, ...]) -> None:
+    """Of products and of sums; what torch refuses is refused in its words."""
+    for other in SHAPES:
+        a, b = torch.empty(one), torch.empty(other)
+        try:
+            right, refused = (a @ b).shape, ""
+        except RuntimeError as error:
+            right, refused = None, str(error)
+        if right is not None:
+            assert check.product_shape(a, b) == right
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                check.product_shape(a, b)
+            if not (one and other):
+                assert str(caught.value) == refused
+        try:
+            a.add_(b)
+            fits = True
+        except RuntimeError:
+            fits = False
+        assert check.broadcasts(other, one) is fits
+
+
+@pytest.mark.parametrize(
+    ("alpha", "found"),
+    [
+        (2, 2), (2.5, 2.5), (True, True), (2**64 - 1, 2**64 - 1), (-(2**63), -(2**63)),
+        (torch.tensor(3), 3), (torch.tensor(0.5), 0.5), (np.float64(1.5), 1.5), (1.5 + 0j, 1.5),
+        (np.float32(1.5), 1.5), (np.int64(7), 7), (np.bool_(True), True), (np.float16(2), 2.0),
+        (np.complex64(3), 3.0),
+    ],
+)  # fmt: skip
+def test_numbers_are_pythons(alpha: Any, found: Any) -> None:
+    got = check.number("matmul", alpha, A)
+    assert (got, type(got)) == (found, type(found))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "error"),
+    [
+        (2**64, OverflowError), (-(2**63) - 1, OverflowError), ("1", TypeError), (None, TypeError),
+        (torch.ones(1), TypeError), (torch.ones((), requires_grad=True), TypeError),
+        (np.ones(1), TypeError), (np.timedelta64(3), TypeError), (1j, RuntimeError),
+    ],
+)  # fmt: skip
+def test_what_is_no_number(alpha: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        check.number("matmul", alpha, A)
+    if alpha == 1j:
+        assert check.number("matmul", alpha, A.to(torch.complex64)) == 1j
+
+
+def test_an_out_that_overlaps_itself_is_refused_in_torchs_words() -> None:
+    for out in (torch.zeros(6).expand(4, 6), torch.zeros(4, 1).expand(4, 6)):
+        with pytest.raises(RuntimeError) as right:
+            torch.add(torch.zeros(4, 6), 1.0, out=out)
+        with pytest.raises(RuntimeError) as caught:
+            check.check_out(out, out.shape, FP32, (A, B))  # kernels of Triton would not notice
+        assert str(caught.value) == str(right.value)
+
+
+def test_the_first_difference_of_operands_is_named() -> None:
+    """In one dtype each, and of each operand: it cannot be left out."""
+    with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
+        tmm_core.matmul(A, B.half())
+    for given in ({"a": None, "b": B}, {"a": A, "b": None}):
+        with pytest.raises(TypeError, match="must be Tensor, not NoneType"):
+            tmm_core.matmul(**given)  # type: ignore[arg-type]
+    assert tmm_core.matmul(A, B, bias=None, residual=None).shape == (4, 6)
 
 
 @pytest.mark.parametrize("before", [True, False])

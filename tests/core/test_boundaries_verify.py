@@ -873,7 +873,7 @@ def test_which_values_a_problem_is_verified_on(
         ({"m": 16, "n": 16, "k": 16, "b": Operand(torch.float32, "col")}, {"b": "a.mT"}),
         ({"m": 32, "n": 16, "k": 16, "residual": F32}, {"residual": "a"}),
         ({"m": 16, "n": 16, "k": 16, "b": F16}, {}),
-        ({"m": 16, "n": 16, "k": 16, "groups": Groups(2, "m")}, {}),
+        ({"m": 16, "n": 16, "k": 16, "groups": Groups(2, "k")}, {}),
         ({"m": 16, "n": 16, "k": 16, "batch": 2}, {"b": "a"}),
         (
             {"m": 4, "n": 4, "k": 2, "batch": 3, "b": Operand(torch.float32, "col")},

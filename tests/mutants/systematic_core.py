@@ -1,4 +1,4 @@
-"""Single edits of the syntax tree of dispatch, registry, tuning and verification that no test noticed."""
+"""Single edits of the syntax tree, in dispatch, registry, tuning, verification and launch, that no test noticed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mutant import Mutant
 
 DISPATCH = "tests/core/test_boundaries_dispatch.py"
 REGISTRY = "tests/core/test_boundaries_registry.py"
+LAUNCH = "tests/core/test_boundaries_launch.py"
 VERIFY = "tests/core/test_boundaries_verify.py"
 STAGES = "tests/core/test_boundaries_stages.py"
 
@@ -535,4 +536,34 @@ SYSTEMATIC_CORE = [
            "(other := like.get((spec, shape), name)) != name:",
            "no kernel is verified with its residual for b",
            (f"{VERIFY}::test_arguments_that_may_be_one_tensor",)),
+    Mutant("tree-broadcasts-larger", "launch/check.py",
+           "return _broadcast(shape, to) == tuple(to)",
+           "return _broadcast(shape, to) is not None",
+           "a term makes the result larger",
+           (f"{LAUNCH}::test_shapes_are_those_of_torch",)),
+    Mutant("tree-scalar-operand", "launch/check.py",
+           "if a.dim() == 0 or b.dim() == 0:",
+           "if a.dim() == 0:",
+           "a number for b raises an IndexError",
+           (f"{LAUNCH}::test_shapes_are_those_of_torch",)),
+    Mutant("tree-broadcast-ones", "launch/check.py",
+           "return tuple(q if p == 1 else p for p, q in pairs)",
+           "return tuple(max(p, q) for p, q in pairs)",
+           "an empty batch meets one of one and is not empty",
+           (f"{LAUNCH}::test_shapes_are_those_of_torch",)),
+    Mutant("tree-numpy-floats", "launch/check.py",
+           "alpha = float(alpha) if alpha.dtype.kind == \"f\" else alpha.item()",
+           "alpha = float(alpha)",
+           "integers of numpy scale an integer product as floats",
+           (f"{LAUNCH}::test_numbers_are_pythons",)),
+    Mutant("tree-alpha-least", "launch/check.py",
+           "not -(2**63) <= alpha < 2**64:",
+           "not -(2**63) < alpha < 2**64:",
+           "the least integer of 64 bits is refused",
+           (f"{LAUNCH}::test_numbers_are_pythons",)),
+    Mutant("tree-out-itself", "launch/check.py",
+           "if compat.internal_overlap(out) == _OVERLAPS:",
+           "if False:",
+           "rows of one memory are written over one another",
+           (f"{LAUNCH}::test_an_out_that_overlaps_itself_is_refused_in_torchs_words",)),
 ]  # fmt: skip
