@@ -17,11 +17,11 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
-from race import race
 from tmm_triton.hopper import search_space, warp_specialized
 from tmm_triton.hopper.tile_shapes import tile_count
 
 import tmm_core
+from tmm_core.bench.exhaustive import race
 
 #: N and K of the random problems.
 COLUMNS = (3072, 3584, 4096, 5120, 6144, 8192, 11008, 13824, 14336)
@@ -45,7 +45,7 @@ def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[
         launchers[str(count)] = kernel.bind(problem, config)
     blas = tmm_core.dispatch.default_dispatcher().registry.kernel("blas")
     launchers["torch"] = blas.bind(problem, blas.default_config(problem))
-    us = race(
+    us, _ = race(
         problem, torch.device("cuda"), launchers,
         captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US,
     )  # fmt: skip

@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-import race
 import torch
 from tmm_cache import TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
+from tmm_core.bench import exhaustive
 from tmm_core.launch import warm
 from tmm_core.spec.bucket import bucketed, probes
 from tmm_core.spec.kernel import Candidate
@@ -64,7 +64,7 @@ def measured(x: torch.Tensor, w: torch.Tensor, epilogue: str | None) -> Row:
     raced = any(problem.m in each.inside_us for each in record.candidates)
     launchers = {"before": before.launcher, "after": after.launcher}
     launchers |= others(problem, edge, record)
-    us = race.race(
+    us, _ = exhaustive.race(
         problem, x.device, launchers, captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US
     )
     best = min(us, key=us.__getitem__)

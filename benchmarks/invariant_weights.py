@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-import race
 import torch
 from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import dispatch, settings
+from tmm_core.bench import exhaustive
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.invariant import ladder
 from tmm_core.launch import warm
@@ -54,7 +54,7 @@ def measured(x: torch.Tensor, w: torch.Tensor, alone: torch.Tensor) -> Row:
     blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
     free = replace(problem, batch_invariant=False)
     usual = Bound.of(blas.bind(free, blas.default_config(free))).run
-    us = race.race(
+    us, _ = exhaustive.race(
         free,
         x.device,
         {"blas": usual, "tmm": plan.launcher},
@@ -110,11 +110,11 @@ def searched(x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
     able = dispatch.default_dispatcher().able(problem, settings.current())
     limit = SEARCH_LIMITED.set(False)
     try:
-        every: dict[str, Candidate] = race.proposed(problem, able)
+        every: dict[str, Candidate] = exhaustive._proposed(problem, able)
     finally:
         SEARCH_LIMITED.reset(limit)
-    launchers, failed = race.bound(problem, x.device, every)
-    us = race.race(
+    launchers, failed = exhaustive._bound(problem, x.device, every)
+    us, _ = exhaustive.race(
         problem, x.device, launchers, captures=1, rounds=5, burst_us=BURST_US
     )  # fmt: skip
     best: dict[str, tuple[float, str]] = {}

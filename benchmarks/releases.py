@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import race
 import torch
 import triton
 from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import dispatch, settings
+from tmm_core.bench import exhaustive
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.launch import warm
 from tmm_core.spec.launcher import BASELINE, Bound
@@ -72,7 +72,7 @@ def measured(shape: tuple[int, int, int, str], device: str, beside: Row | None) 
             launchers["the other's choice"] = other.launcher
         except Exception as error:  # it declines this Triton
             row["declined"] = f"{type(error).__name__}: {error}"[:300]
-    us = race.race(
+    us, _ = exhaustive.race(
         problem, x.device, launchers, captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US
     )
     row["us"] = {name: round(each, 2) for name, each in us.items()}

@@ -283,3 +283,16 @@ def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], S
     for name, texts in pairs:
         groups.setdefault(tuple(texts), []).append(name)
     return [(names, texts) for texts, names in groups.items()]
+
+
+def styled(text: str, style: str) -> str:
+    """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
+    import rich.color
+    import rich.console
+    import rich.style
+
+    terminal = rich.console.Console(file=sys.stdout)
+    if terminal.color_system is None or terminal.no_color:
+        return text
+    standard = rich.color.ColorSystem.STANDARD
+    return rich.style.Style.parse(style).render(text, color_system=standard)

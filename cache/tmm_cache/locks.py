@@ -5,13 +5,18 @@ The OS releases it when its holder dies.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from tmm_cache.cache_errors import suppress
 from tmm_cache.disk import FILE_MODE
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
+
+#: A longer wait is logged: another process tunes for seconds to minutes.
+_SILENT_SECONDS: Final = 1.0
 
 
 def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
@@ -24,10 +29,22 @@ def acquire(path: Path, timeout: float = 0.0) -> BaseFileLock | None:
     # An existence lock would outlive a killed holder.
     lock = FileLock(path, mode=FILE_MODE, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire(timeout=timeout)
-    except Timeout:
-        return None
+        with suppress(Timeout):
+            lock.acquire(timeout=min(timeout, _SILENT_SECONDS))
+            return lock
+        if timeout > _SILENT_SECONDS:
+            _log_wait()
+            with suppress(Timeout):
+                lock.acquire(timeout=timeout - _SILENT_SECONDS)
+                return lock
     except BaseException:
         lock.release(force=True)  # a signal's exception may come when it is held
         raise
-    return lock
+    return None
+
+
+@functools.cache  # a process may wait for one problem after another
+def _log_wait() -> None:
+    import logging  # 5 ms, only needed when waiting
+
+    logging.getLogger("tmm_cache").warning("waiting for another process that tunes this problem")

@@ -15,7 +15,7 @@ from typing import Any
 import filelock
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, mark_of, problem, record, warned
-from tmm_cache import CacheStore, Notes
+from tmm_cache import CacheStore, Notes, locks
 from tmm_cache import store as store_module
 from tmm_cache.locks import acquire
 
@@ -67,8 +67,9 @@ for turn in range(20):
 """
 
 
+@pytest.mark.parametrize("timeout", [0.0, 2.0])
 def test_a_lock_that_an_exception_interrupts_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while the exception is held, as an interactive Python does."""
     acquired = filelock.FileLock.acquire
@@ -79,7 +80,7 @@ def test_a_lock_that_an_exception_interrupts_is_free(
 
     monkeypatch.setattr(filelock.FileLock, "acquire", interrupted)
     with pytest.raises(KeyboardInterrupt) as held:
-        acquire(tmp_path / "lock")
+        acquire(tmp_path / "lock", timeout)
     monkeypatch.undo()
     assert held.value is not None
     lock = acquire(tmp_path / "lock")
@@ -287,6 +288,23 @@ def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
         store.lock(GPU, ENVIRONMENT, problem(), timeout=0),
     ):
         assert store.save(GPU, ENVIRONMENT, record()) is None
+
+
+def test_a_long_wait_is_logged_once_in_a_process(
+    store: CacheStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks._log_wait.cache_clear()
+    holder = child("-c", HOLDER)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0.5) as mine:
+        assert mine is False
+    assert caplog.messages == []
+    for _ in range(2):
+        with store.lock(GPU, ENVIRONMENT, problem(), timeout=1.1) as mine:
+            assert mine is False
+    assert caplog.messages == ["waiting for another process that tunes this problem"]
+    holder.communicate("\n")
 
 
 def test_a_lock_whose_file_was_removed_is_another_lock(store: CacheStore) -> None:

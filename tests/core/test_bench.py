@@ -217,7 +217,7 @@ def test_without_tuning_the_choice_is_what_a_call_would_get(
     assert dispatch.default_dispatcher().store.misses() == []
 
 
-def test_a_record_answers_for_its_problem(
+def test_a_record_answers_for_its_problem_and_without_records_none_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register(FakeKernel("fake.other"))
@@ -230,9 +230,10 @@ def test_a_record_answers_for_its_problem(
         return record
 
     monkeypatch.setattr(Tuner, "steps", watched)
-    for anew in (True, False):
+    monkeypatch.setattr(runner.exhaustive, "search", lambda *_: {})
+    for records, anew in ((True, True), (True, False), (False, True)):
         measured.clear()
-        (document,) = measure(monkeypatch, task(), times=(1, 1, 1))
+        (document,) = measure(monkeypatch, task(), times=(1, 1, 1), records=records)
         assert document["origin"] == "cache"
         assert measured == [anew]
 

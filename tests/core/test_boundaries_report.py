@@ -316,6 +316,22 @@ def test_the_other_clocks_have_a_column_where_one_was_used() -> None:
     assert "by capture" not in columns
 
 
+def test_an_exhaustive_search_is_told_by_the_step_that_lost_the_best() -> None:
+    def searched(m: int, step: str, regret: float, room: float) -> dict[str, Any]:
+        search = {"step": step, "regret": regret, "blas_over_best": room}
+        return document(m, 1.0, search=search)
+
+    documents = [
+        searched(64, "found", 1.0, 1.0), searched(128, "found", 1.0, 4.0),
+        searched(256, "not proposed", 1.21, 2.0), document(512, 1.0),
+    ]  # fmt: skip
+    rows = report.searches(Results.of(documents))
+    assert [row[1:3] for row in rows] == [("all", "3"), ("found", "2"), ("not proposed", "1")]
+    assert rows[0][4:6] == ("1.210×", "256×256×256 bfloat16 nn")
+    assert (rows[1][3], rows[1][6]) == ("1.000×", "2.000×")
+    assert rows[2][3:] == ("1.210×", "1.210×", "256×256×256 bfloat16 nn", "2.000×")
+
+
 RUN: dict[str, Any] = {
     "kind": "run", "started": "today", "command": ["bench"], "tmm": "1",
     "environment": {"name": "GPU", "torch": "2", "triton": "", "cuda": "13", "cublas": 130},

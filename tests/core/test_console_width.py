@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from dataclasses import replace
@@ -23,6 +24,11 @@ WIDTHS = (80, 100)
 
 def words(text: str) -> list[str]:
     return re.findall(r"[\w.]+", text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -104,6 +110,22 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
     for line, below in itertools.pairwise([*lines, ""]):
         if line.startswith("  -"):
             assert re.search(r"\S {2,}\S", line) or below.startswith(" " * 10), line
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colour_follows_the_terminal_and_no_color(
+    no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert console.styled("text", "bold red") == "text"  # a pipe
+    monkeypatch.setattr("sys.stdout", Terminal())
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    styled = console.styled("text", "bold red")
+    assert (styled == "text") == no_color
+    assert "text" in styled
 
 
 def test_reprs_are_short(explained: Any) -> None:

@@ -237,7 +237,7 @@ def test_the_benchmark_tells_what_a_race_costs_and_gains(
     times = {"p": 230.0, "q": 201.0, "blas": 220.0, **dict.fromkeys(known, 200.0)}
     installed(FakeBlas(), FakeKernel("p"), FakeKernel("q"))
     dispatch.default_dispatcher().tuner = Tuner(FakeTimer(times))
-    monkeypatch.setattr(exact_m.race, "timer_for", lambda device: Timer(times))
+    monkeypatch.setattr(exact_m.exhaustive, "timer_for", lambda device: Timer(times))
     rows = exact_m.main(["--device", "cpu", "-o", str(tmp_path / "out.json")], [(320, 8, 8, "")])
     fingerprint.cache_clear()
     assert len(rows) == exact_m.EACH

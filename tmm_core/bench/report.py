@@ -31,6 +31,9 @@ REGRET_COLUMNS = (
     "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
     "of it",
 )  # fmt: skip
+SEARCH_COLUMNS = (
+    "class", "best was", "problems", "chosen / best", "at most", "of it", "BLAS / best",
+)  # fmt: skip
 #: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
 
@@ -63,6 +66,10 @@ def sections(results: Results) -> Iterator[Section]:
     yield Section("", SUMMARY_COLUMNS, summaries(results))
     if by_clock := clocks(results):
         yield Section("clocks, geometric mean / worst", CLOCK_COLUMNS, by_clock)
+    if searched := searches(results):
+        yield Section(
+            "first use without records, against an exhaustive search", SEARCH_COLUMNS, searched
+        )
     own = [document for document in results.problems if document["kind"] == "problem"]
     for suite in dict.fromkeys(document["suite"] for document in own):
         members = [document for document in own if document["suite"] == suite]
@@ -158,6 +165,25 @@ def line(document: Document) -> str:
         f"{times(document['ratio'])}{each} (A/A {document['noise']:.3f}) {chosen(document)} "
         f"[{document['origin']}]"
     )
+
+
+def searches(results: Results) -> list[tuple[str, ...]]:
+    """The regret of first-use tuning without records, by class and by the step of the tuning that
+    lost the best candidate of an exhaustive search."""
+    rows: list[tuple[str, ...]] = []
+    by_suite: dict[str, list[Document]] = {}
+    for document in results.measured:
+        if "search" in document:
+            by_suite.setdefault(document["suite"], []).append(document)
+    for suite, documents in by_suite.items():
+        steps: dict[str, list[Document]] = {"all": documents}
+        for document in documents:
+            steps.setdefault(document["search"]["step"], []).append(document)
+        for step, mine in steps.items():
+            lost = summarised(mine, lambda document: document["search"]["regret"], max)
+            room, *_ = summarised(mine, lambda document: document["search"]["blas_over_best"])
+            rows.append((suite, step, str(len(mine)), *lost, room))
+    return rows
 
 
 def markdown(results: Results) -> str:

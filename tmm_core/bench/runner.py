@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import grouped_baselines, providers
+from tmm_core.bench import exhaustive, grouped_baselines, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.bench.series import Series, capable
@@ -65,6 +65,8 @@ class Options:
 
     Args:
         tune: Tune the task's problem first, unless it has a record.
+        records: Whether records answer; else every problem is tuned without any, and its choice is
+            compared with an exhaustive search.
         budget: Seconds of tuning per problem; None: the settings' value.
         kernels: Also time the best config of every capable kernel.
         series: Single kernels to time as well.
@@ -76,6 +78,7 @@ class Options:
     """
 
     tune: bool = True
+    records: bool = True
     budget: float | None = None
     kernels: bool = False
     series: tuple[Series, ...] = ()
@@ -94,13 +97,14 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
     for task, following in itertools.zip_longest(tasks, tasks[1:]):
         if time.monotonic() >= options.deadline:
             return
-        if options.tune and following and not following.batch_invariant:
+        if options.tune and options.records and following and not following.batch_invariant:
             prepare(partial(_posed, following, device), following.case.tf32)
         kind = "regret" if task.bucketed else "problem"
         document: Document = {"kind": kind, "suite": task.suite, "case": task.case.to_json()}
         started = time.monotonic()
         try:
-            _measure(task, device, options, timer, document)
+            with nullcontext() if options.records else exhaustive.without_records():
+                _measure(task, device, options, timer, document)
         except Exception as error:  # out of memory, a kernel's illegal access, …
             document["failed"] = error_text(error)
         timer.release()
@@ -149,6 +153,10 @@ def _measure(
         document["times"] = times = _times(runs, timer, copies, options.seconds, document)
         if isinstance(timer, GraphTimer) and options.clocks:
             document |= _other_clocks(runs, timer, copies, times, device)
+        if record and not (options.records or task.bucketed or task.batch_invariant):
+            del runs, calls
+            timer.release()
+            document["search"] = exhaustive.search(plan.problem, record, device)
 
 
 def _times(

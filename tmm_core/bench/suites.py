@@ -35,6 +35,9 @@ class Task:
     bucketed: bool = False
 
 
+#: Suffix of the names of classes whose problems were tuned without any record.
+UNRECORDED = " without records"
+
 #: Random problems: the largest M; weights N×K of models (projections of Llama 3 8B, Qwen 2.5 14B
 #: and 32B, Llama 3 70B on eight GPUs, Mistral 7B and GPT-2 XL); epilogues.
 LARGEST_M = 8192

@@ -154,6 +154,13 @@ def _add_bench(parser: Parser) -> None:
         help="this many random problems (M, weight, epilogue): torch, the choice, the best known",
     )
     parser.add_argument(
+        "--no-records",
+        dest="records",
+        action="store_false",
+        help="tune every problem without any record or compiled kernel, and compare the choice "
+        "with an exhaustive search (by default for --suite large)",
+    )
+    parser.add_argument(
         "--no-tune",
         dest="tune",
         action="store_false",

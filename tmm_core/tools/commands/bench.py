@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _quick(options: argparse.Namespace, *, on_gpu: bool) -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
-    names = ("tune", "budget", "kernels", "inductor", "clocks", "seconds")
+    names = ("tune", "records", "budget", "kernels", "inductor", "clocks", "seconds")
     chosen = {name: getattr(options, name) for name in names}
     if options.seconds is None:
         del chosen["seconds"]
@@ -106,9 +107,15 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
     if options.kernel and not mine:
         raise UsageError("--kernel: on which problems? give --shapes or --squares")
     mine += suites.random_problems(options.regret, options.dtype or torch.bfloat16)
-    names = options.suite or ([] if mine or options.host else ["all"])
+    usual = ["all"] if options.records else ["large"]
+    names = options.suite or ([] if mine or options.host else usual)
     with shared.usage():
-        return mine + suites.select(names, dtype=options.dtype, limit=options.limit)
+        tasks = mine + suites.select(names, dtype=options.dtype, limit=options.limit)
+    if options.records:
+        return tasks
+    if not options.tune:
+        raise UsageError("--no-records tunes every problem; --no-tune tunes none")
+    return [replace(task, suite=task.suite + suites.UNRECORDED) for task in tasks]
 
 
 def _done(options: argparse.Namespace) -> set[str]:

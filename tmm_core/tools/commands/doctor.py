@@ -62,8 +62,8 @@ class Finding:
     advice: str = ""
 
 
-#: The mark of a line, by the finding's state.
-_MARKS = {"ok": " ", "note": "-", "problem": "!"}
+#: The mark of a line and its style, by the finding's state.
+_MARKS = {"ok": (" ", ""), "note": ("-", "yellow"), "problem": ("!", "bold red")}
 _LEGEND = "! a problem, with advice   - a note   no mark: as it should be"
 
 
@@ -76,9 +76,12 @@ def run(options: argparse.Namespace) -> int:
         findings.append(finding)
         if not options.json:
             # Printed as it is found, so that earlier findings survive whatever ends the process.
+            mark, style = _MARKS[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
-            line = f"{_MARKS[finding.state]} {finding.about:<18}{finding.text}{advice}"
-            print("\n".join(console.paragraph(line, console.width(), hanging=20)), flush=True)
+            line = f"{mark} {finding.about:<18}{finding.text}{advice}"
+            first, *more = console.paragraph(line, console.width(), hanging=20)
+            first = console.styled(first[:20], style) + first[20:] if style else first
+            print("\n".join([first, *more]), flush=True)
     if options.json:
         print_json([asdict(finding) for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
