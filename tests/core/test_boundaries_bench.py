@@ -13,9 +13,10 @@ from fakes import FakeKernel, register
 from test_bench import ColumnTimer, document, small_problems
 from tmm_cache import CandidateResult
 
-from tmm_core.bench import grouped_baselines, host, providers, report, runner, suites
+from tmm_core.bench import grouped_baselines, host, providers, report, runner, series, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results
+from tmm_core.tuning.timing import GraphTimer
 
 CPU = torch.device("cpu")
 
@@ -177,3 +178,75 @@ def test_torchs_scaled_groups_need_multiples_of_16(
     assert grouped_baselines._scales_each(call) is serves
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not grouped_baselines._scales_each(call)
+
+
+# -- samples --------------------------------------------------------------------------------
+
+
+def test_a_summary_holds_the_quartiles() -> None:
+    summary = runner._summary([4.0, 1.0, 2.0, 3.0, 5.12345])
+    assert summary == {"median_us": 3.0, "p25_us": 2.0, "p75_us": 4.0, "samples": 5}
+    assert report._spread({"median_us": 3.04, "p25_us": 2.0, "p75_us": 5.0}) == "3.0 ±1.5"
+
+
+def test_each_capture_counts_alike() -> None:
+    captures = [[[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], [[4.0, 5.0], [40.0, 50.0]]]
+    assert runner.pooled(captures) == [[1.0, 2.0, 4.0, 5.0], [10.0, 20.0, 40.0, 50.0]]
+
+
+class Clocked(GraphTimer):
+    """A timer of which a round takes a second."""
+
+    def __init__(self, us: float) -> None:
+        self.us, self.rounds, self.now = us, list[Any](), 0.0
+
+    def measure(self, runs: Any, rounds: int = 1, *, copies: int, **_: Any) -> Any:
+        self.rounds.append(rounds)
+        self.now += rounds
+        return [[self.us] * rounds for _ in runs]
+
+    def forget_captures(self) -> None:
+        self.rounds.append("again")
+
+
+@pytest.mark.parametrize(
+    ("us", "seconds", "rounds"),
+    [
+        (149.0, 50.0, [[1, 0, 1, 50]]), (149.0, 1e9, [[1, 0, 1, runner.MOST_ROUNDS]]),
+        (149.0, 0.0, [[1, 0, 1, runner.LEAST_ROUNDS]]),
+        (150.0, 60.0, [[1, 0, 1, 60], [1, 0, 1, 20], [1, 0, 1, 20]]),
+    ],
+)  # fmt: skip
+def test_large_products_are_captured_several_times(
+    us: float, seconds: float, rounds: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = Clocked(us)
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: timer.now))
+    found = runner._captures([len, len], timer, 2, seconds)  # type: ignore[list-item]
+    assert [[len(mine) for mine in capture] for capture in found] == [
+        [each[-1]] * 2 for each in rounds
+    ]
+    every: list[Any] = []
+    for each in rounds:
+        every += [*(["again"] if every else []), 1, runner.SETTLE, 1, each[-1]]
+    assert timer.rounds == every
+
+
+def test_columns_of_every_combination() -> None:
+    kernels = [FakeKernel("one"), FakeKernel("two")]
+    found = series.combined(kernels, {}, {"tile": [1, 2]})
+    assert [(each.label, each.fields) for each in found] == [
+        (f"{name} tile={tile}", (("tile", tile),)) for name in ("one", "two") for tile in (1, 2)
+    ]
+    fixed = series.combined(kernels[:1], {"tile": 3}, {})
+    assert [(each.label, each.fields) for each in fixed] == [("one", (("tile", 3),))]
+    for common, sweeps in (({"stage": 1}, {}), ({}, {"stage": [1]})):
+        with pytest.raises(ValueError, match=r"no kernel has a field 'stage'; there are one: tile"):
+            series.combined(kernels, common, sweeps)
+    given: list[Any] = []
+    call: Any = types.SimpleNamespace(plan=lambda **more: given.append(more))
+    for each in (*fixed, series.Series("one", "one")):
+        each.plan(call)
+    assert given == [
+        {"kernel": "one", "config": {"tile": 3}}, {"kernel": "one", "config": None},
+    ]  # fmt: skip

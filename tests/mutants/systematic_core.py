@@ -1,4 +1,4 @@
-"""Single edits of the syntax tree, in dispatch, registry, tuning, verification and launch, that no test noticed."""
+"""Single edits of the syntax tree, in the layers from launch to bench, that no test noticed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mutant import Mutant
 
 DISPATCH = "tests/core/test_boundaries_dispatch.py"
 REGISTRY = "tests/core/test_boundaries_registry.py"
+BENCH = "tests/core/test_boundaries_bench.py"
 LAUNCH = "tests/core/test_boundaries_launch.py"
 VERIFY = "tests/core/test_boundaries_verify.py"
 STAGES = "tests/core/test_boundaries_stages.py"
@@ -566,4 +567,34 @@ SYSTEMATIC_CORE = [
            "if False:",
            "rows of one memory are written over one another",
            (f"{LAUNCH}::test_an_out_that_overlaps_itself_is_refused_in_torchs_words",)),
+    Mutant("tree-capture-long", "bench/runner.py",
+           "min(map(statistics.median, captures[0])) >= LONG_US:",
+           "min(map(statistics.median, captures[0])) > LONG_US:",
+           "a large product is measured in one capture",
+           (f"{BENCH}::test_large_products_are_captured_several_times",)),
+    Mutant("tree-capture-seconds", "bench/runner.py",
+           "captures.append(_samples(runs, timer, copies, seconds / CAPTURES))",
+           "captures.append(_samples(runs, timer, copies, seconds))",
+           "a benchmark takes three times as long",
+           (f"{BENCH}::test_large_products_are_captured_several_times",)),
+    Mutant("tree-pooled-least", "bench/runner.py",
+           "for samples in mine for us in samples[:least]]",
+           "for samples in mine for us in samples]",
+           "the longest capture has the most samples",
+           (f"{BENCH}::test_each_capture_counts_alike",)),
+    Mutant("tree-quartiles", "bench/runner.py",
+           "statistics.quantiles(samples, n=4,",
+           "statistics.quantiles(samples, n=5,",
+           "quartiles are other shares",
+           (f"{BENCH}::test_a_summary_holds_the_quartiles",)),
+    Mutant("tree-spread-half", "bench/report.py",
+           "half = (summary[\"p75_us\"] - summary[\"p25_us\"]) / 2",
+           "half = summary[\"p75_us\"] - summary[\"p25_us\"]",
+           "a spread is twice what its column says",
+           (f"{BENCH}::test_a_summary_holds_the_quartiles",)),
+    Mutant("tree-series-fields", "bench/series.py",
+           "config=dict(self.fields) or None)",
+           "config=None)",
+           "every series of a sweep is of the default config",
+           (f"{BENCH}::test_columns_of_every_combination",)),
 ]  # fmt: skip
