@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,14 @@ from tmm_core.epilogues import parse
 from tmm_core.interop import (
     aten_calls,
     autograd_state,
+    constants,
     epilogue_kernels,
     flops,
     gradients,
     grouped_operator,
 )
 from tmm_core.interop.fallbacks import needs_fallback
-from tmm_core.interop.tails import Tail, pairs, tails, terms_of
+from tmm_core.interop.tails import PRODUCTS, Tail, pairs, tails, terms_of
 
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -488,6 +490,29 @@ def test_a_bias_of_the_products_own_shape_is_no_vector() -> None:
     assert needs_fallback(a, b[:, 0], torch.ones(4), None)
 
 
+def test_a_bias_of_one_row_is_a_vector() -> None:
+    a, b, bias = torch.randn(4, 8), torch.randn(8, 6), torch.randn(6)
+    expected = torch.relu(a @ b + bias)
+    for given in (bias, bias[None], bias[:, None].T):
+        y = tmm_core.matmul(a, b, bias=given, epilogue="relu")
+        torch.testing.assert_close(y, expected)
+    stack = tmm_core.matmul(a[None], b, bias=bias[None, None], epilogue="relu")
+    torch.testing.assert_close(stack, expected[None])
+    with pytest.raises(ValueError, match="bias must have shape"):
+        tmm_core.matmul(a, b, bias=bias[None, :5])
+    with pytest.raises(ValueError, match="bias must have shape"):
+        tmm_core.matmul(a, b, bias=bias[None, None, None])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_result_without_values_has_the_dtype_that_is_asked(device: str) -> None:
+    a, b = (torch.zeros(shape, dtype=BF16, device=device) for shape in ((4, 8), (8, 6)))
+    for dtype in (None, BF16, FP32):
+        with nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True):
+            y = torch.ops.tmm.matmul(a, b, out_dtype=dtype)
+        assert (y.dtype, tuple(y.shape)) == (dtype or BF16, (4, 6))
+
+
 def test_a_bias_of_several_rows_beside_everything_else() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     column, residual = torch.randn(4, 1), torch.randn(4, 6)
@@ -857,3 +882,34 @@ def test_gate_and_up_of_two_weights_share_their_rows(name: str) -> None:
         y = F.silu(values[gate.last].double()) * values[up.last].double()
         output = next(node for node in graph.nodes if node.op == "output").args[0]
         torch.testing.assert_close(values[output].double(), y, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "turned", "rows", "biases", "transposed"])
+@pytest.mark.parametrize("undone", [False, True])
+def test_two_products_of_frozen_weights_become_one(name: str, undone: bool) -> None:
+    pair = PAIRS | {"transposed": (lambda a, b, c: F.silu(a @ b.t()) * (a @ c.t()),
+                                   (A, B.t().contiguous(), B2.t().contiguous()), 1)}  # fmt: skip
+    function, given, _ = pair[name]
+    graph, values = graph_of(function, FP32, *given)
+    output = next(node for node in graph.nodes if node.op == "output")
+    expected = values[output.args[0]]
+    _, *weights = (node for node in graph.nodes if node.op == "placeholder")
+    ((gate, up),) = pairs(graph)
+    for lacking in weights[:2]:
+        assert constants.join(graph, gate, up, set(weights) - {lacking}) is None
+    product = constants.join(graph, gate, up, set(weights))
+    assert product is not None
+    assert product.meta["val"].shape[-1] == 12
+    if undone:
+        constants.undo(graph, product, gate, up)
+    graph.eliminate_dead_code()
+    graph.lint()
+    y = torch.fx.GraphModule(torch.nn.Module(), graph)(*given)
+    torch.testing.assert_close(y, expected)
+    assert sum(node.target in PRODUCTS for node in graph.nodes) == (2 if undone else 1)
+
+
+def test_one_frozen_weight_is_not_joined_with_itself() -> None:
+    graph, _ = graph_of(lambda a, b: F.silu(a @ b) * (a @ b), FP32, A, B)
+    ((gate, up),) = pairs(graph)
+    assert constants.join(graph, gate, up, set(graph.nodes)) is None

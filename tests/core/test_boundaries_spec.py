@@ -139,6 +139,10 @@ def test_shapes_of_scales_are_those_of_their_blocks() -> None:
     assert replace(by_row, groups=Groups(4, "k")).shape("b_scale") == (4, 60)
     assert replace(by_row, groups=Groups(4, "n")).shape("out") == (100, 60)
     assert replace(dense, batch=5).shape("bias") == (60,)
+    packed = replace(dense, a=Operand(torch.uint8, format="int4"))
+    assert (packed.shape("a"), packed.shape("b")) == ((100, 35), (70, 60))
+    packed = replace(dense, b=Operand(torch.uint8, format="int4"))
+    assert (packed.shape("a"), packed.shape("b")) == ((100, 70), (35, 60))
 
 
 def test_operands_are_multiplied_as_the_plain_one_or_as_the_format_says() -> None:
