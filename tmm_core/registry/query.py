@@ -447,7 +447,7 @@ def _code(kind: type, method: str) -> CodeType | None:
     """The code of a method or property; an attribute has none."""
     member = inspect.getattr_static(kind, method, None)
     function = getattr(member, "fget", None) or getattr(member, "func", None) or member
-    return getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _class_place(kind: type) -> str:
