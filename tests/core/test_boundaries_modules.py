@@ -143,7 +143,8 @@ def test_modules_that_are_epilogues(module: nn.Module, epilogue: str | None) -> 
 @pytest.mark.parametrize(
     ("was", "now", "same"),
     [
-        (1.0, 1.0, True), (1.0, 1, False), (1, True, False), (1.0, 2.0, False), ("a", "a", True),
+        (1.5, float("1.5"), True), ([1], [1], True), ([1], [2], False),
+        (1.0, 1, False), (1, True, False), (1.0, 2.0, False), ("a", "a", True),
         (partial(F.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh"), True),
         (partial(F.gelu, approximate="tanh"), partial(F.gelu, approximate="none"), False),
         (partial(F.gelu), F.gelu, False), (partial(F.gelu), partial(F.silu), False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import tmm_core
 from tmm_core.nn import Experts, Linear, SwiGLU, experts, sharded
-from tmm_core.nn.gated_product import gated_linear, joint_operands
+from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
 from tmm_core.nn.joint_storage import joined, seen_alone, stack, stackable
 from tmm_core.nn.together import do_no_more
 
@@ -108,6 +109,26 @@ def test_halves_of_which_one_has_a_bias_are_two_products() -> None:
     operands = joint_operands(gate, up, bias[:4], bias[4:])
     assert operands is not None
     assert torch.equal(operands[1], bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learning", list(itertools.product((False, True), repeat=5))[1:])
+def test_each_part_of_a_joint_product_learns_alone(learning: tuple[bool, ...]) -> None:
+    mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
+    gate, up = mlp.gate_proj, mlp.up_proj
+    given: Any = (x, gate.weight, up.weight, gate.bias, up.bias)
+    for t, learns in zip(given, learning, strict=True):
+        t.requires_grad_(learns)
+    of = [t for t in given if t.requires_grad]
+    operands = joint_operands(*given[1:])
+    assert operands is not None
+    z = _Joint.apply(*given, *(None if t is None else t.detach() for t in operands))  # type: ignore[attr-defined]
+    expected = torch.cat([F.linear(x, gate.weight, gate.bias), F.linear(x, up.weight, up.bias)], 1)
+    torch.testing.assert_close(z, expected)
+    grad = torch.randn_like(z)
+    for mine, other in zip(
+        torch.autograd.grad(z, of, grad), torch.autograd.grad(expected, of, grad), strict=True
+    ):
+        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("name", ["gate_proj.bias", "up_proj.bias", "up_proj.weight"])

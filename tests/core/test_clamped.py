@@ -133,6 +133,7 @@ def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clamped_gate.epilogue_of(again, Layer.gate) == same
     layer.limit = None
     assert clamped_gate.epilogue_of(layer, Layer.gate) is None
+    assert clamped_gate.epilogue_of(torch.nn.Module(), Layer.gate) is None
 
 
 GATES: dict[str, Any] = {

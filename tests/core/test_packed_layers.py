@@ -235,13 +235,14 @@ def test_other_layers_are_named_with_the_reason() -> None:
     uneven.g_idx[0] = 3
     adapted = TorchLinear()
     adapted.adapter = "LoRA"
-    rotated = TorchLinear()
-    rotated.online_full_had = True
+    rotated, in_part = TorchLinear(), TorchLinear()
+    rotated.online_full_had = in_part.online_partial_had = True
     layers = {
         "rearranges its weights": MarlinLinear(),
         "groups of other sizes": uneven,
         r"more than a product \(adapter\)": adapted,
         r"more than a product \(online_full_had\)": rotated,
+        r"more than a product \(online_partial_had\)": in_part,
         "8 bits": TorchLinear(bits=8),
         "meta device": TorchLinear().to("meta"),
         "scales must have shape": TorchLinear(),
