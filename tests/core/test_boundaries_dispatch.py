@@ -1124,3 +1124,20 @@ def test_kernels_that_are_not_used_say_why() -> None:
         "blas": None, "fine": None, "off": "disabled by TMM_DISABLE or override",
         "odd": "kernel 'odd' of plugin 'fakes' is set aside: it is odd",
     }  # fmt: skip
+
+
+def test_what_a_tuning_would_time(tmp_path: Path) -> None:
+    """A kernel that this machine could not try waits, unless there is no record at all."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("left"), FakeKernel("new"), root=tmp_path)
+    asked = problem()
+    able = d.able(asked, settings())
+    record = recorded(asked, result("blas", 9.0))
+
+    def missing(known: TuningRecord | None, resume: bool = False) -> list[str]:
+        return [kernel.name for kernel in d.missing(asked, able, known, resume)]
+
+    assert missing(record) == ["left", "new"]
+    d.untried.note(asked, set(), {("left", "1"): Left("passing", "no memory")})
+    assert missing(record) == ["new"]
+    assert missing(record, resume=True) == ["left", "new"]
+    assert missing(None) == ["blas", "left", "new"]
