@@ -611,7 +611,7 @@ def test_work_is_resumed_when_what_it_waits_for_is_done() -> None:
         {"interleaved": True, "gated": True, "device_derivative": torch.relu},
         {"outputs": (Port("p", "tile"), Port("p", "row", reduce="max"))},
     ],
-    ids=repr,
+    ids=", ".join,
 )  # fmt: skip
 def test_an_epilogue_is_described_without_contradiction(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="epilogue"):
@@ -726,7 +726,7 @@ def test_an_output_keeps_the_closure_variables_of_its_call() -> None:
          "dtype": torch.float8_e5m2},
         {"device": torch.abs},
     ],
-    ids=repr,
+    ids=", ".join,
 )  # fmt: skip
 def test_an_output_is_described_without_contradiction(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="output"):
