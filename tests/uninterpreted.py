@@ -75,7 +75,8 @@ def _named(epilogue: Any) -> tuple[Any, ...]:
 def _epilogue(name: str, outputs: tuple[Any, ...]) -> Any:
     from tmm_core.epilogues import parse
 
-    return dataclasses.replace(parse(name), outputs=outputs)
+    # The stage ``quantize`` changes nothing: it is its outputs.
+    return dataclasses.replace(parse(name.partition("+quantize")[0]), outputs=outputs)
 
 
 def _end_with_parent() -> None:

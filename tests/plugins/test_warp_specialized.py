@@ -44,7 +44,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Groups, Operand, Port, Problem, Scale
-from tmm_core.epilogues import BUILTIN, parse
+from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.testing.terms import ABSOLUTE
@@ -1200,6 +1200,9 @@ FUSED = [
     problem(residual=Operand(BF16, "strided", aligned=False)),
     problem(4097, 4097, 4097, epilogue="silu", bias=BF16, out=Operand(BF16, aligned=False)),
     with_amax(problem(epilogue="silu", residual=Operand(BF16))),
+    dataclasses.replace(
+        problem(residual=Operand(BF16)), epilogue=parse("silu").then(EPILOGUES["quantize"])
+    ),
 ]  # fmt: skip
 
 

@@ -208,6 +208,8 @@ def store_tile(
     WIDTH: gl.constexpr = C.width
     KIND: gl.constexpr = C.out_kind
     BUFFERS: gl.constexpr = C.buffers
+    PORT: gl.constexpr = C.PORT
+    PORT_2: gl.constexpr = C.PORT_2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, WIDTH, 16]
     )
@@ -235,8 +237,8 @@ def store_tile(
         if C.REDUCE is not None and not C.FETCH:
             _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
         if C.GROUP and not C.FETCH:
-            _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, C.PORT, C)
-            _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, C.PORT_2, C)
+            _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, PORT, C)
+            _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, PORT_2, C)
         if C.POINTERS:
             _scatter(x, matrix, row, at, corner, destination, sizes, C)
         else:
@@ -253,8 +255,8 @@ def store_tile(
                 if C.REDUCE is not None:
                     _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
                 if C.GROUP:
-                    _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, C.PORT, C)
-                    _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, C.PORT_2, C)
+                    _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, PORT, C)
+                    _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, PORT_2, C)
             else:
                 # The store that last used this buffer has read it: the one before the last, or
                 # after a tile of an odd number of strips the last.
