@@ -200,6 +200,25 @@ def test_what_a_plugin_forces_itself_is_used() -> None:
         assert tmm_core.plan(A, B).kernel == "second"
 
 
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda a: tmm_core.matmul(a, B, epilogue="silu"), (5, 16)),
+        (lambda a: tmm_core.linear(a, B.t()), (6, 16)),
+        (lambda a: tmm_core.grouped_matmul(a, B.expand(2, 16, 32)), (2, 7, 16)),
+    ],
+    ids=("matmul", "linear", "grouped"),
+)
+def test_code_of_a_caller_need_not_have_a_hash(function: Any, shape: tuple[int, ...]) -> None:
+    """Torch.compile writes such code for what follows a break of its graph."""
+    a = torch.randn(shape)
+    code = function.__code__
+    odd = types.FunctionType(code.replace(co_consts=(*code.co_consts, {})), function.__globals__)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(odd.__code__)
+    torch.testing.assert_close(odd(a), function(a))
+
+
 def test_nesting_ends_with_its_context() -> None:
     before = settings.overridden()
     with settings.nested():

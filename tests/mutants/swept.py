@@ -5,6 +5,11 @@ from __future__ import annotations
 from mutant import Mutant
 
 SWEPT = [
+    Mutant("swept-caller-hashed", "launch/nesting.py",
+           "if id(frame.f_code) in ENTRIES and",
+           "if frame.f_code in set(ENTRIES.values()) and",
+           "a call beneath code with a dict raises",
+           ("tests/core/test_nested.py::test_code_of_a_caller_need_not_have_a_hash",)),
     Mutant("swept-waves", "spec/anatomy.py",
            "return -(-self.tiles // self.at_once)",
            "return -((-self.tiles * self.at_once))",

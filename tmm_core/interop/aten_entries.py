@@ -31,7 +31,7 @@ from tmm_core.interop.aten_calls import (
 )
 from tmm_core.launch.check import PLAIN, ranges_meet
 from tmm_core.launch.codegen import written
-from tmm_core.launch.nesting import ENTRIES
+from tmm_core.launch.nesting import add_entry
 from tmm_core.settings import overridden
 
 Tensor = torch.Tensor
@@ -178,5 +178,5 @@ ENTRY |= {"_scaled_mm": scaled, "_grouped_mm": grouped}
 def entry_of(op: Operator) -> Callable[..., Any]:
     """Return the function that replaces the operator's kernel."""
     entry = ENTRY[op.name](op)
-    ENTRIES.add(entry.__code__)
+    add_entry(entry)
     return entry

@@ -20,7 +20,7 @@ from tmm_core.launch.check import (
     result_dtype,
 )
 from tmm_core.launch.codegen import written
-from tmm_core.launch.nesting import ENTRIES
+from tmm_core.launch.nesting import add_entry
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
     GROUPED_ROLES,
@@ -246,4 +246,4 @@ run: Callable[..., Tensor] = written(
     warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH),
     warm.NAMES | globals(),
 )
-ENTRIES.add(run.__code__)
+add_entry(run)

@@ -9,6 +9,7 @@ announce their launches.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from tmm_core import settings
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 
-#: The code of the functions that launch plans. Each has the plan in its variable ``plan``.
-ENTRIES: set[CodeType] = set()
+#: The code of the functions that launch plans, each with the plan in its variable ``plan``. The keys
+#: are ids, since a caller's code need not have a hash: torch.compile writes some with a dictionary.
+ENTRIES: dict[int, CodeType] = {}
 #: Names of the kernels whose launch was found to compute a product.
 NESTING: set[str] = set()
 
@@ -32,12 +34,18 @@ def launching(skipped: int = 0) -> str | None:
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in ENTRIES and (plan := frame.f_locals.get("plan")) is not None:
+        if id(frame.f_code) in ENTRIES and (plan := frame.f_locals.get("plan")) is not None:
             if skipped == 0 and plan.kernel != BASELINE:
                 return str(plan.kernel)
             skipped = max(0, skipped - 1)
         frame = frame.f_back
     return None
+
+
+def add_entry(function: Callable[..., Any]) -> None:
+    """Add a function that launches plans."""
+    code = function.__code__
+    ENTRIES[id(code)] = code
 
 
 def announced(launcher: Launcher | Bound) -> Launcher:

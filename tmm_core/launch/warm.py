@@ -22,7 +22,7 @@ from tmm_core.launch.check import PLAIN, addressable, check, result_dtype
 from tmm_core.launch.codegen import written
 from tmm_core.launch.collector import garbage_kept
 from tmm_core.launch.fold import Fold
-from tmm_core.launch.nesting import ENTRIES, NESTING, announced, launching
+from tmm_core.launch.nesting import NESTING, add_entry, announced, launching
 from tmm_core.launch.output_memory import allocating_outputs
 from tmm_core.launch.plan import Choice, Plan
 from tmm_core.spec.arguments import (
@@ -446,4 +446,4 @@ run: Callable[..., Tensor] = written(
     ),
     NAMES,
 )
-ENTRIES.add(run.__code__)
+add_entry(run)
