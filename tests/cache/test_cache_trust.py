@@ -1,4 +1,4 @@
-"""Which files are used: by their owner and checksum. What was verified is noted beside them."""
+"""Tests which files are used, by owner and checksum. Notes beside them say what was verified."""
 
 from __future__ import annotations
 

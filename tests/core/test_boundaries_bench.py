@@ -195,7 +195,7 @@ def test_each_capture_counts_alike() -> None:
 
 
 class Clocked(GraphTimer):
-    """A timer of which a round takes a second."""
+    """A timer whose rounds take a second each."""
 
     def __init__(self, us: float) -> None:
         self.us, self.rounds, self.now = us, list[Any](), 0.0

@@ -673,7 +673,7 @@ def test_what_a_later_tuning_is_to_measure_is_noted(
 
 @pytest.mark.parametrize("own_mode", [False, True])
 def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
-    """Its own mode's comes first, and of one mode that of the exact M."""
+    """The record of its own mode comes first; within a mode the record of the exact M does."""
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     asked = problem(m=50, batch_invariant=own_mode)
     modes = [False, True] if own_mode else [False]
@@ -917,7 +917,7 @@ def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path)
 def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
     cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fails there, a tuning reports."""
+    """A tuning reports what fails there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(deferring, "gc", SimpleNamespace(collect=list, freeze=list))
@@ -943,7 +943,7 @@ def test_a_preload_lists_records_and_runs_blas_on_the_current_gpu(
 def test_what_a_choice_saves(
     origin: Any, extent: int, blas: float | None, own: float | None, saved: float, tmp_path: Path
 ) -> None:
-    """By the record, at the measured M nearest to the call's; else by estimates."""
+    """The record's times at the M nearest to the call's say it, or else estimates do."""
     ours = FakeKernel("fast", estimate=own, tiles=(1, 2))
     d, _ = dispatcher(FakeBlas(estimate=blas), ours, root=tmp_path)
     choice = Choice(Candidate(ours, FakeConfig(tile=2)), origin, "")

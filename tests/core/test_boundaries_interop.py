@@ -722,7 +722,7 @@ def graph_of(function: Callable[..., Any], dtype: torch.dtype, *given: Tensor) -
 
 
 def value_of(tail: Tail, values: dict[Any, Any]) -> Tensor:
-    """What a call that replaces the tail computes, in fp64."""
+    """Return in fp64 what a call computes that replaces the tail."""
     terms = terms_of(tail.product)
     assert terms is not None
     a, b, bias, residual, alpha = (values.get(t, t) if t is not None else None for t in terms)

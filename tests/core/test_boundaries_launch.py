@@ -62,7 +62,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("one", SHAPES, ids=str)
 def test_shapes_are_those_of_torch(one: tuple[int, ...]) -> None:
-    """Of products and of sums; what torch refuses is refused in its words."""
+    """Shapes of products and of sums agree, and refusals have torch's words."""
     for other in SHAPES:
         a, b = torch.empty(one), torch.empty(other)
         try:

@@ -242,7 +242,7 @@ METHODS = {
 def test_what_a_misbehaving_method_costs(
     method: str, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a method that compiles it costs the candidate, of another one the kernel."""
+    """A fault of a method that compiles costs the candidate; any other costs the kernel."""
     default, patience = METHODS[method]
     waited: list[float | None] = []
 

@@ -122,7 +122,7 @@ def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
 
 
 def test_shapes_of_scales_are_those_of_their_blocks() -> None:
-    """Of 100 rows, 60 columns, or 120 of a gated b, and K of 70 in blocks of 2 by 32."""
+    """100 rows, 60 columns (120 of a gated b) and a K of 70 have blocks of 2 by 32."""
     blocks = replace(INT8, scale=Scale((2, 32)))
     rows = replace(INT8, scale=Scale.parse("row"))
     dense = problem(m=100, n=60, k=70, a=blocks, b=blocks)

@@ -1,5 +1,7 @@
-"""Tests the rounds of a tuning one at a time, with candidates whose times are given: who stays, who
-is timed again, what ends up on record, and what is tried at all."""
+"""Tests the rounds of a tuning one at a time, with candidates whose times are given.
+
+They say who stays, who is timed again, what ends up on record, and what is tried at all.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,7 @@ class Timer:
 
 
 def tuning(timer: Any, asked: Problem | None = None, memory: int | None = None) -> Tuning:
-    """A tuning of which one stage is taken."""
+    """A tuning, to take one of its stages."""
     deadline = Deadline(math.inf)
     launchers: Any = SimpleNamespace(deadline=deadline, submit=lambda *_: ())
     return Tuning(
@@ -660,7 +662,7 @@ def test_estimates_are_believed_the_more_the_more_was_timed(count: int) -> None:
 
 
 def test_kernels_that_are_alike_take_turns() -> None:
-    """Those within a tenth of the best estimate; the others follow by estimate."""
+    """Estimates within a tenth of the best are alike; the other kernels follow by estimate."""
     estimates: dict[Candidate, float | None] = {
         tried("a", 1): 11.0, tried("b", 1): 10.0, tried("b", 2): 10.5, tried("b", 3): 12.0,
         tried("c", 1): 11.01, tried("a", 2): 11.5,
@@ -813,7 +815,7 @@ def test_what_is_compiled_is_bound_and_after_the_deadline_blas_alone() -> None:
 
 
 def test_which_compilations_go_on() -> None:
-    """Those that were asked for ahead are not begun again, and others of them are cancelled."""
+    """Compilations that were submitted ahead are not begun again; others of them are cancelled."""
     begun: list[str] = []
     cancelled: list[Any] = []
 
@@ -857,7 +859,7 @@ def test_a_chain_takes_a_quarter_of_the_memory(
 
 
 def test_copies_may_be_resident_below_three_times_the_l2() -> None:
-    """A weight of 1 MiB: 128 copies, of which an L2 of 50 MiB has room for 149."""
+    """A weight of 1 MiB has 128 copies, and three times an L2 of 50 MiB has room for 149."""
     gpu = replace(problem().device, type="cuda", l2=50 << 20)
     asked = problem(m=16, n=512, k=512, device=gpu)
     copies = [SimpleNamespace(b=torch.empty(1)) for _ in range(150)]

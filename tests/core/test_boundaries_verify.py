@@ -146,7 +146,7 @@ def test_a_product_of_two_dtypes_is_in_fp64(a: torch.dtype, b: torch.dtype) -> N
      (torch.float64, 2.0**-1022)],
 )  # fmt: skip
 def test_the_least_numbers_of_a_gpu(dtype: torch.dtype, least: float) -> None:
-    """Those of fp16 may be subnormal."""
+    """Numbers of fp16 may be subnormal."""
     assert compare._range(dtype) == (least, torch.finfo(dtype).max)
 
 

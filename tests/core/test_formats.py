@@ -173,7 +173,7 @@ def test_a_name_spells_the_blocks_that_no_shape_tells() -> None:
 HALVES = (BF16, FP16, FP32)
 FLOATS = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 E2M1 = FLOATS + [-x for x in FLOATS]
-#: What checkpoints and kernels rely on.
+#: Properties that checkpoints and kernels rely on.
 STATED: dict[str, dict[str, Any]] = {
     "fp8": {"storage": (E4M3, E5M2), "short": True, "implied": True, "native": True,
             "grids": ((0, 0), (1, 0), (1, 32), (1, 64), (1, 128), (128, 128))},
@@ -403,7 +403,7 @@ def test_exponents_are_powers_of_two() -> None:
 
 
 def test_results_of_two_operands() -> None:
-    """Of plain ones and stored ones, named and implied; None: they cannot be multiplied."""
+    """Operands are plain or stored, named or implied; None: they cannot be multiplied."""
     int8, fp8 = formats.FORMATS["int8"], formats.FORMATS["fp8"]
     for a, b, names, expected in (
         (BF16, BF16, "", Pair(None, None, BF16)), (BF16, FP32, "", Pair(None, None, None)),
