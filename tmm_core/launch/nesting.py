@@ -18,8 +18,8 @@ import torch
 from tmm_core import settings
 from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 
-#: The code of the functions that launch plans, each with the plan in its variable ``plan``. Keys are
-#: ids, since a caller's code need not have a hash: torch.compile writes some with a dictionary.
+#: The code of the functions that launch plans, each with the plan in its variable ``plan``. The
+#: keys are ids: a caller's code need not have a hash, as some that torch.compile writes has none.
 ENTRIES: dict[int, CodeType] = {}
 #: Names of the kernels whose launch was found to compute a product.
 NESTING: set[str] = set()
