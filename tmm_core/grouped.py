@@ -183,7 +183,7 @@ def _batch(call: GroupedArguments) -> Tensor:
     )  # fmt: skip
     with compat.uncast(out):
         y: Tensor = grouped_operator.grouped_matmul(*ragged[:-1]).view(shape)
-    return fallbacks.copied_to(y, out, *call.given)
+    return y if out is None else fallbacks.copied_to(y, out, *call.given)
 
 
 def grouped_linear(

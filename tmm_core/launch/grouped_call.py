@@ -71,7 +71,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, offs, bias, residual, _, _, _, a_index, out_index, out_weights, *_ = call
-    addressable(*call.given)
+    # Torch 2.10 compiles no property of a named tuple.
+    addressable(*[getattr(call, name) for name in GROUPED_TENSORS])
     pair = formats.pair(a.dtype, b.dtype, call.formats)
     count = check_operands(a, b, offs, pair.packs)
     if pair.result is None:
