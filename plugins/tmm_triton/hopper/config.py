@@ -245,7 +245,7 @@ class Constants(WarpSpecializedConfig):
         outputs, group = problem.epilogue.outputs, columns_grouped(problem)
         if group and config.BLOCK_N // config.subtiles % group:
             raise ValueError(f"strips of {config} have parts of groups of {group} columns")
-        kinds_of_groups = [port.kind for port in outputs if group]
+        grouped = [port.kind if port.group else None for port in outputs] + [None, None]
         found = cls(
             **{**vars(config), "GROUP_M": 1},
             A_COL=problem.a.layout == "col",
@@ -271,8 +271,8 @@ class Constants(WarpSpecializedConfig):
             STORED=stored_at_once(problem),
             REDUCE=next((port.reduce for port in outputs), None),
             GROUP=group,
-            PORT=next(iter(kinds_of_groups), None),
-            PORT_2=next(iter(kinds_of_groups[1:]), None),
+            PORT=grouped[0],
+            PORT_2=grouped[1],
             A_GROUP=problem.a.block[1] if problem.a.grid else 0,
             B_GROUP=problem.b.block[1] if problem.b.grid else 0,
             B_OUTER=problem.b.block[0] if problem.b.grid else 1,

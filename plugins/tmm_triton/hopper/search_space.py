@@ -236,11 +236,8 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     slim = (problem.native and consumers == 3) or stored_by_pointers(problem)
     widths = (64,) if slim else (128, 64)
     # Each of two products is a whole number of strips.
-    lowest, itemsize, group = (
-        block_n & -block_n,
-        problem.out.dtype.itemsize,
-        columns_grouped(problem),
-    )
+    lowest, itemsize = block_n & -block_n, problem.out.dtype.itemsize
+    group = columns_grouped(problem)
     if lowest % max(1, group):
         return []
     for width in widths:

@@ -195,6 +195,21 @@ def _store_groups(
 
 
 @jit
+def _store_outputs(
+    y, strip, row, column, corner, port, sizes, LAYOUT: gl.constexpr, OF: gl.constexpr,
+    OF_2: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Store what a strip has of the auxiliary outputs, if there are any."""
+    PORT: gl.constexpr = C.PORT
+    PORT_2: gl.constexpr = C.PORT_2
+    if C.REDUCE is not None:
+        _reduce_rows(y, strip, row, column, corner, port, sizes, LAYOUT, OF, C)
+    if C.GROUP:
+        _store_groups(y, row, column, corner, port[0], sizes, LAYOUT, OF, PORT, C)
+        _store_groups(y, row, column, corner, port[3], sizes, LAYOUT, OF_2, PORT_2, C)
+
+
+@jit
 def store_tile(
     z, up, bias, matrix, row, column, corner, phase, target, sizes,
     EPILOGUE: gl.constexpr, OF: gl.constexpr, OF_2: gl.constexpr, WHO: gl.constexpr,
@@ -208,8 +223,6 @@ def store_tile(
     WIDTH: gl.constexpr = C.width
     KIND: gl.constexpr = C.out_kind
     BUFFERS: gl.constexpr = C.buffers
-    PORT: gl.constexpr = C.PORT
-    PORT_2: gl.constexpr = C.PORT_2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, WIDTH, 16]
     )
@@ -234,11 +247,8 @@ def store_tile(
             x = _weighted(x, weights, row, M, LAYOUT)
         if C.RESIDUAL and not C.FETCH:
             x = x + _residual(residual, matrix, row, at, sizes, C, LAYOUT).to(gl.float32)
-        if C.REDUCE is not None and not C.FETCH:
-            _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
-        if C.GROUP and not C.FETCH:
-            _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, PORT, C)
-            _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, PORT_2, C)
+        if not C.FETCH:
+            _store_outputs(x, i, row, at, corner, port, sizes, LAYOUT, OF, OF_2, C)
         if C.POINTERS:
             _scatter(x, matrix, row, at, corner, destination, sizes, C)
         else:
@@ -252,11 +262,7 @@ def store_tile(
                 loaded = residual[3]
                 mbarrier.wait(loaded.index(slot), phase ^ (i // BUFFERS & 1))
                 x = x + buffer.load(LAYOUT).to(gl.float32)
-                if C.REDUCE is not None:
-                    _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
-                if C.GROUP:
-                    _store_groups(x, row, at, corner, port[0], sizes, LAYOUT, OF, PORT, C)
-                    _store_groups(x, row, at, corner, port[3], sizes, LAYOUT, OF_2, PORT_2, C)
+                _store_outputs(x, i, row, at, corner, port, sizes, LAYOUT, OF, OF_2, C)
             else:
                 # The store that last used this buffer has read it: the one before the last, or
                 # after a tile of an odd number of strips the last.
