@@ -3,6 +3,8 @@ product."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tmm_core
-from tmm_core import TmmWarning
+from tmm_core import TmmWarning, api, settings
 from tmm_core.epilogues import parse
-from tmm_core.nn import convert
+from tmm_core.nn import SwiGLU, convert
 from tmm_core.nn.conversion_report import Change, LeftAlone, NotFused, Report, _folded
 from tmm_core.nn.unreached import activations, out_of_reach, products
 
@@ -105,9 +107,30 @@ def modes_differ(self: Any, x: Tensor) -> Tensor:
     return self.down(self.act(h)) if self.training else self.down(h)
 
 
+def another_value(self: Any, x: Tensor) -> Tensor:
+    h = self.act(self.up(x))
+    return self.down(h * 2) if self.training else self.down(h)
+
+
+def gate_and_up(self: Any, x: Tensor) -> Tensor:
+    return F.relu(self.act(self.up(x)) * self.down(x))
+
+
+def gate_of_another(self: Any, x: Tensor) -> Tensor:
+    return self.wide(self.act(self.up(x)) * self.down(x + 1))
+
+
+def gate_of_itself(self: Any, x: Tensor) -> Tensor:
+    return self.wide(self.act(self.up(x)) * self.up(x))
+
+
 @pytest.mark.parametrize(
     ("forward", "kinds", "reason"),
     [
+        (another_value, ["epilogue", "linear", "linear"], None),
+        (gate_and_up, ["epilogue", "linear", "linear"], None),
+        (gate_of_another, ["epilogue", "linear", "linear"], None),
+        (gate_of_itself, ["epilogue", "linear", "linear"], None),
         (both, ["epilogue", "epilogue", "linear"], None),
         (used_twice, ["linear"] * 3, "its result is also used without the activation"),
         (halves, ["epilogue", "linear", "linear"], None),
@@ -219,6 +242,91 @@ def test_a_report_in_a_text() -> None:
 )  # fmt: skip
 def test_a_stack_of_layers_is_a_line(paths: list[str], lines: list[str]) -> None:
     assert _folded([(path, "t") for path in paths]) == lines
+
+
+def test_a_second_undo_leaves_what_was_set_since() -> None:
+    model = nn.Sequential(SwiGLU(8, 16))
+    report = convert(model, static_weights=True)
+    assert [layer.static_weights for layer in (model[0], model[0].down_proj)] == [True, True]
+    report.undo()
+    assert [layer.static_weights for layer in (model[0], model[0].down_proj)] == [False, False]
+    model[0].static_weights = True
+    report.undo()
+    assert model[0].static_weights
+
+
+def test_what_is_converted_already_is_not_reported_again() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), Mlp(nn.SiLU()))
+    first = convert(model)
+    assert len(first.notes) == 1
+    second = convert(model)
+    assert not second
+    assert (second.left, second.not_fused, second.notes) == ([], [], [])
+
+
+def test_a_fused_function_is_named_by_its_epilogue_and_a_module_by_its_class() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x)) + self.act(self.down(x))
+
+    report = convert(module(forward))
+    assert {change.path: change.before for change in report.changes} == {
+        "up": "Linear, gelu()", "down": "Linear, SiLU", "wide": "Linear",
+    }  # fmt: skip
+
+
+class Reduced(nn.Module):
+    """A model's own way into a pickle."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(width, width), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+    def __reduce__(self) -> Any:
+        return Reduced, (self.layer.in_features,)
+
+
+def test_a_models_own_way_into_a_pickle_is_kept() -> None:
+    model = Reduced(6)
+    report = convert(model)
+    assert type(model) is not Reduced
+    assert [change.kind for change in report.changes] == ["epilogue"]
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(made) is Reduced
+        assert made.layer.in_features == 6
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_every_layer_computes_under_static_weights_where_it_is_set(
+    static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called by itself and with an epilogue."""
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8").FP8Linear(8, 8)
+    fp8.weight.data = torch.ones(8, 8).to(torch.float8_e4m3fn)
+    fp8.weight_scale_inv.data = torch.ones(1, 1)
+    model = nn.Sequential(
+        *(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8), conv(8, 8), nn.SiLU(), conv(8, 8)),
+        *(fp8, nn.SiLU(), copy.deepcopy(fp8), SwiGLU(8, 8)),
+    ).requires_grad_(False)
+    report = convert(model, static_weights=static)
+    assert [change.kind for change in report.changes].count("epilogue") == 3
+    found: list[Any] = []
+    for name in ("linear", "matmul"):
+        product = getattr(api, name)
+
+        def seen(*given: Any, product: Any = product, **more: Any) -> Any:
+            found.append((more.get("epilogue", ""), settings.current().static_weights))
+            return product(*given, **more)
+
+        monkeypatch.setattr(api, name, seen)
+    model(X)
+    assert found == [
+        (epilogue, static) for epilogue in ("silu", "", "silu", "", "silu", "", "swiglu", "")
+    ]
+    assert not settings.current().static_weights
 
 
 def test_undo_leaves_what_somebody_else_changed_since() -> None:

@@ -4,6 +4,7 @@ not fail, and what is left behind."""
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import linecache
 from typing import Any
@@ -239,6 +240,48 @@ def test_a_kernel_sees_a_residual_of_the_results_shape(monkeypatch: pytest.Monke
     assert seen == [(4, 6)] * 5
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "seen"),
+    [
+        ((8,), (3, 8, 6), ((3, 1, 8), (3, 8, 6))), ((4, 8), (3, 8, 6), ((3, 4, 8), (3, 8, 6))),
+        ((2, 1, 4, 8), (3, 8, 6), ((6, 4, 8), (6, 8, 6))), ((2, 4, 8), (8,), ((8, 8), (8, 1))),
+        ((1, 4, 8), (1, 8, 6), ((4, 8), (8, 6))), ((2, 4, 8), (8, 6), ((8, 8), (8, 6))),
+    ],
+)  # fmt: skip
+def test_operands_of_any_dimensions_are_matrices_or_stacks(a: Any, b: Any, seen: Any) -> None:
+    left, right = torch.randn(a), torch.randn(b)
+    y = left @ right
+    fold = Fold.of(left, right, None, y.shape)
+    assert fold is not None
+    found = fold.a(left), fold.b(right)
+    assert tuple(tuple(t.shape) for t in found) == seen
+    torch.testing.assert_close((found[0] @ found[1]).view(y.shape), y)
+    # One scale for each row, or each column, follows its operand.
+    of_a, of_b = torch.rand(*a[:-1], 1), torch.rand(*b[:-2], 1, *b[-1:]) if b[1:] else torch.rand(1)
+    scaled = (found[0] * fold._of_a(of_a)) @ (found[1] * fold._of_b(of_b))
+    torch.testing.assert_close(scaled.view(y.shape), (left * of_a) @ (right * of_b))
+
+
+def test_the_default_device_is_no_matter_to_a_refusal() -> None:
+    """Shapes and dtypes are compared by tensors that are on a CPU."""
+    out, other = torch.empty(4, 6, dtype=FP64), torch.empty(7, 6)
+    with torch.device("meta"):
+        with pytest.raises(RuntimeError, match=r"Expected out tensor to have dtype float, but got"):
+            tmm_core.matmul(A, B, out=out)
+        with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied"):
+            tmm_core.matmul(A, other)
+        assert check._values_like(A, 2, -1).shape == (4, 16)
+        assert check._values_like(A, 2, -1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["b", "bias", "residual", "out"])
+def test_operands_on_two_devices_are_refused_in_torchs_words(name: str) -> None:
+    shapes = {"b": (8, 6), "bias": (6,), "residual": (4, 6), "out": (4, 6)}
+    given: dict[str, Any] = {"b": B, name: torch.empty(shapes[name], device="meta")}
+    with pytest.raises(RuntimeError, match=r"^Expected all tensors to be on the same device, but"):
+        tmm_core.matmul(A, **given)
+
+
 def test_scales_of_a_batch_that_shares_them_are_packed() -> None:
     a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 6)
     fold = Fold.of(a, b, None, torch.Size((2, 4, 6)))
@@ -296,6 +339,9 @@ def test_sources_go_with_their_functions() -> None:
     before = kept()
     plans = [tmm_core.plan(torch.randn(m, 8), B) for m in range(1, 6)]
     assert kept() >= before + len(plans)
+    linecache.checkcache()  # it keeps what has no file, and traceback calls it
+    assert kept() >= before + len(plans)
+    assert inspect.getsource(plans[0].__call__).startswith("def call(a, b, ")
     plans.clear()
     warm.forget_plans()
     gc.collect()

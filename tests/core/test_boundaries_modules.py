@@ -141,6 +141,25 @@ def test_modules_that_are_epilogues(module: nn.Module, epilogue: str | None) -> 
 
 
 @pytest.mark.parametrize(
+    ("forward", "epilogue"),
+    [
+        (lambda self, x: x / (1 + torch.exp(-x)), "silu"),
+        (lambda self, x: x.mul(torch.sigmoid(x)), "silu"),
+        (lambda self, x: x - (x - x.relu()), "relu"),
+        (lambda self, x: (x**2).div(x + 1e-300) - x + torch.tanh(x), "tanh"),
+        (lambda self, x: torch.pow(F.relu(x), 2), "relu2"),
+        (lambda self, x: F.relu(x) ** 2, "relu2"),
+        (lambda self, x: torch.square(F.relu(x)), "relu2"),
+        (lambda self, x: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "gelu"),
+        (lambda self, x: torch.tanh(x) + 0 * x, "tanh"), (lambda self, x: torch.abs(x), None),
+    ],
+)  # fmt: skip
+def test_formulas_of_activations(forward: Any, epilogue: str | None) -> None:
+    found = activation.recognise(type("Formula", (nn.Module,), {"forward": forward})())
+    assert (None if found is None else found.epilogue) == epilogue
+
+
+@pytest.mark.parametrize(
     ("was", "now", "same"),
     [
         (1.5, float("1.5"), True), ([1], [1], True), ([1], [2], False),
@@ -205,6 +224,7 @@ def test_calls_in_a_graph_that_are_epilogues(function: Any, epilogue: str | None
         (lambda z: z * torch.sigmoid(z), "silu"), (lambda z: z.relu(), "relu"),
         (lambda z: z.relu() + 1e-11, None), (lambda z: z.relu()[1:], None),
         (lambda z: z.relu().float(), None), (lambda z: None, None),
+        (lambda z: z.relu()[None], None),
         (lambda z: torch.where(z.abs() > 9000, 0.0, z.relu()), None),
     ],
 )  # fmt: skip

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import tmm_core
-from tmm_core.nn import Experts, Linear, SwiGLU, experts, sharded
+from tmm_core import Quantized
+from tmm_core.nn import Experts, Linear, SwiGLU, experts, sharded, stored_weights
 from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
 from tmm_core.nn.joint_storage import joined, seen_alone, stack, stackable
 from tmm_core.nn.together import do_no_more
@@ -186,6 +187,52 @@ def test_weights_are_as_wide_as_the_inputs_of_their_own_projection() -> None:
         for t in (layer.get_parameter(name), layer.get_parameter(f"{name}_bias")):
             assert 0.8 * bound < t.abs().max() <= bound
     Experts(2, 6, 0)  # an expert of nothing has a bound, too
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_are_where_they_are_said_to_be(bias: bool) -> None:
+    layer = Experts(2, 8, 4, bias=bias, device="meta", dtype=BF16)
+    found = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in layer.named_parameters()}
+    shapes = {"gate_up_proj": (2, 8, 8), "down_proj": (2, 8, 4)}
+    if bias:
+        shapes |= {"gate_up_proj_bias": (2, 8), "down_proj_bias": (2, 8)}
+    assert found == {name: (shape, BF16, "meta") for name, shape in shapes.items()}
+    assert layer.has_bias is bias
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_which_activations_meet_the_weights_of_experts(
+    dtype: torch.dtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain weight gives its dtype to them, and a quantised one takes them as they are; rounded
+    to 8 bits they give their dtype to the result."""
+    met: list[Any] = []
+    matmul = experts.grouped.grouped_matmul
+
+    def seen(x: Any, weight: Any, **more: Any) -> Any:
+        met.append((type(x), x.dtype, more.get("out_dtype")))
+        return matmul(x, weight, **more)
+
+    monkeypatch.setattr(experts.grouped, "grouped_matmul", seen)
+    layer = Experts(2, 256, 128)
+    index, weights = torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+    x = torch.randn(3, 256).to(dtype)
+    expected = layer(x, index, weights)
+    assert met == [(Tensor, FP32, None)] * 2
+    met.clear()
+    for name in ("gate_up_proj", "down_proj"):
+        weight = stored_weights.quantised(layer.get_parameter(name).detach(), "fp8")
+        layer.register_parameter(name, nn.Parameter(weight, False))
+    layer.rounds_activations = rounds
+    y = layer(x, index, weights)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.float(), expected.float(), rtol=0.3, atol=0.2)
+    assert [(kind is Quantized, out) for kind, _, out in met] == [
+        (rounds, dtype if rounds else None)
+    ] * 2
+    if not rounds:
+        assert [found for _, found, _ in met] == [dtype] * 2
 
 
 def test_the_choices_of_an_expert_stay_in_order() -> None:

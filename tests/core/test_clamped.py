@@ -136,6 +136,15 @@ def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clamped_gate.epilogue_of(torch.nn.Module(), Layer.gate) is None
 
 
+def test_a_gate_is_proven_however_it_clamps() -> None:
+    def gate(layer: Any, z: Tensor) -> Tensor:
+        gate, up = z[..., 0::2], z[..., 1::2]
+        gate, up = gate.clamp_max(layer.limit), up.clamp_min(-layer.limit).clamp_max(layer.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * layer.alpha))
+
+    assert clamped_gate.epilogue_of(Layer(), gate) == CLAMPED.key
+
+
 GATES: dict[str, Any] = {
     "more": lambda layer, z: Layer.gate(layer, z) * 1.0001,
     "unclamped": lambda layer, z: (

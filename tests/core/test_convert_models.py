@@ -278,6 +278,9 @@ def test_a_conv1d_is_a_product_and_remains_a_conv1d() -> None:
         "call_module"
     ] * 3
     assert_close(traced(x), original(x))
+    again = convert(model)
+    assert not again
+    assert again.left == []
     report.undo()
     assert type(model[0]) is theirs
     assert "static_weights" not in vars(model[0])

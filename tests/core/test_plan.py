@@ -185,6 +185,8 @@ def test_a_plan_is_shown_in_a_line() -> None:
     assert repr(made) == f"<Plan {made.problem}: {made.choice.candidate}, {made.origin}>"
     assert len(repr(made)) <= 100
     assert made.kernel in repr(made)
+    assert made.config == made.choice.candidate.config.to_json()
+    assert made.origin == made.choice.origin
     assert "silu" in repr(made)
 
 

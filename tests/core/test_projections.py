@@ -430,6 +430,22 @@ def test_what_a_forward_projects_is_read_from_its_source() -> None:
     assert names_of(torch.nn.ReLU) == names_of(nn.Identity) == ()
 
 
+def test_a_projection_that_stays_torchs_keeps_the_others_apart(joined: list[int]) -> None:
+    class Other(nn.Linear):
+        pass
+
+    original = Projects().double()
+    original.k.__class__ = Other
+    converted = copy.deepcopy(original)
+    report = convert(converted)
+    assert [change.kind for change in report.changes] == ["linear"]
+    assert [item.path for item in report.left] == ["k"]
+    with torch.no_grad():
+        x = torch.randn(2, 3, 8, dtype=torch.float64)
+        torch.testing.assert_close(converted(x), original(x))
+    assert joined == []
+
+
 def test_a_module_of_ones_own(joined: list[int]) -> None:
     torch.manual_seed(0)
     original = Projects().double()

@@ -53,7 +53,7 @@ def _pairs_columns(graph: fx.Graph) -> bool:
     taken = [(first, (..., slice(start, None, 2))) for start in (None, 0, 1)]
 
     def allowed(node: fx.Node) -> bool:
-        if node.op == "call_function" and node.target is operator.getitem:
+        if node.target is operator.getitem:
             return node.args in taken
         clamps = node.op == "call_method" and node.target in _CLAMPS
         return clamps or is_elementwise(node)
