@@ -110,3 +110,12 @@ def test_commands_are_found_in_pages() -> None:
 def test_what_does_not_exist_is_told(text: str, wrong: str | None) -> None:
     [(program, words)] = named(text)
     assert unknown(program, words) == wrong
+
+
+@pytest.mark.parametrize("program", PARSERS)
+def test_every_option_has_a_help_text(program: str) -> None:
+    commands = subparsers(PARSERS[program])
+    for name, parser in {"": PARSERS[program], **commands}.items():
+        for action in parser._actions:
+            if not isinstance(action, argparse._SubParsersAction):
+                assert action.help, (name, action.dest)

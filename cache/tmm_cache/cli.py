@@ -90,7 +90,7 @@ def _parser() -> Parser:
     export.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
 
     import_ = add("import", transfer.import_, "add the records of such a file to one's own")
-    import_.add_argument("file", type=Path, metavar="FILE")
+    import_.add_argument("file", type=Path, metavar="FILE", help="a file that export wrote")
     import_.flag("--force", text="overwrite newer records too")
 
     text = "write the records of the root and its layers to the lock file, which alone answers "

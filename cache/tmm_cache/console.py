@@ -164,14 +164,14 @@ def note(text: str) -> None:
 
 
 class Noted:
-    """Reports faults and counts them."""
+    """Reports faults, and remembers whether there was one."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.any = False
 
     def fault(self, fault: Fault) -> None:
         """Report one fault."""
-        self.count += 1
+        self.any = True
         note(f"passed over {fault.path}: {fault.reason}")
 
 

@@ -79,9 +79,9 @@ def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path
     """The folders of records under a root, one for each GPU and environment, by name; an absent
     root has none."""
     top = root / VERSION
-    slugs = [name for name in _names(top, report) or () if is_slug(name) and gpu in (None, name)]
+    slugs = [name for name in _names(top, report) if is_slug(name) and gpu in (None, name)]
     for of_gpu in _subfolders(top, slugs, report):
-        digests = filter(DIGEST.fullmatch, _names(of_gpu, report) or ())
+        digests = filter(DIGEST.fullmatch, _names(of_gpu, report))
         yield from _subfolders(of_gpu, digests, report)
 
 
@@ -92,7 +92,7 @@ def summaries(
     are read, so a record may be damaged further on; with `full` every record is read and
     checked."""
     for folder in folders(root, report, gpu):
-        if (names := _names(folder, report)) is None:
+        if not (names := _names(folder, report)):
             continue
         environment = read_environment(folder, report)
         for path in (folder / name for name in filter(RECORD.fullmatch, names)):
@@ -116,13 +116,12 @@ def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[
                 report(Fault(path, f"cannot be looked at: {error}", place=True))
 
 
-def _names(folder: Path, report: Report) -> list[str] | None:
-    """The sorted names in a folder; None if it cannot be listed."""
+def _names(folder: Path, report: Report) -> list[str]:
+    """The sorted names in a folder; none if it is absent or cannot be listed, which is reported."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
         reraise(error)
-        if isinstance(error, FileNotFoundError):
-            return []
-        report(Fault(folder, f"cannot be listed: {error}", place=True))
-        return None
+        if not isinstance(error, FileNotFoundError):
+            report(Fault(folder, f"cannot be listed: {error}", place=True))
+        return []

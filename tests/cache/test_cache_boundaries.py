@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import stat
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import problem
+from cache_builders import ENVIRONMENT, GPU, problem, record, warned
 from tmm_cache import (
+    CacheStore,
     CacheWarning,
+    Notes,
     cache_errors,
     console,
     disk,
     fields,
     files,
+    ownership,
+    paths,
     problem_fields,
+    scan,
+    size_limits,
+    slug,
 )
 from tmm_cache.cache_errors import RecordError
+from tmm_cache.fault_warnings import FaultWarnings
+from tmm_cache.locks import acquire
 from tmm_cache.notes import stamp
 
 # -- reading files ------------------------------------------------------------------------
@@ -124,7 +138,236 @@ def test_a_stamp_tells_absent_files_from_present_ones_in_the_order_of_names(tmp_
     ]
 
 
+def test_a_drive_that_is_absent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its top folder has no parent to be made first."""
+
+    def absent(folder: Path, *_: Any, **__: Any) -> None:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    monkeypatch.setattr(Path, "mkdir", absent)
+    with pytest.raises(FileNotFoundError):
+        disk.make_folder(Path("/a/b"))
+
+
+@pytest.mark.parametrize(("seconds", "touched"), [(0, False), (86400, False), (86401, True)])
+def test_a_use_a_day_after_the_last_is_not_noted_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int, touched: bool
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    os.utime(path, (1e9, 1e9))
+    monkeypatch.setattr(time, "time", lambda: 1e9 + seconds)
+    disk.touch(path)
+    assert (path.stat().st_mtime != 1e9) == touched
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0, 0o666), (0o027, 0o640)])
+def test_a_file_that_a_user_named_is_as_readable_as_others(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        disk.write_for_all(tmp_path / "file", b"x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+def test_a_file_of_notes_grows_to_one_mebibyte(tmp_path: Path) -> None:
+    path = Notes("x", None, tmp_path).path
+    path.parent.mkdir()
+    line = b'\n["a",1]'
+    for size, fits in ((2**20 - len(line), True), (2**20 - len(line) + 1, False)):
+        path.write_bytes(b"")
+        os.truncate(path, size)
+        notes = Notes("x", None, tmp_path)
+        if fits:
+            notes.write("a", 1)
+        else:
+            with pytest.raises(OSError, match="it is full"):
+                notes.write("a", 1)
+        assert path.stat().st_size == (2**20 if fits else size)
+
+
+def test_the_checksum_is_of_the_bytes_however_they_spell_a_number() -> None:
+    text = b'{"a": 1.50}'
+    found = hashlib.sha256(text).hexdigest()[:16]
+    data = text[:-1] + f', "checksum": "{found}"}}\n'.encode()
+    assert files.has_checksum(data, {"a": 1.5}, found)
+    assert not files.has_checksum(data.replace(b"1.50", b"1.51"), {"a": 1.51}, found)
+
+
+# -- paths and owners ---------------------------------------------------------------------
+
+
+def test_a_gpu_name_of_96_letters_is_a_folder_name_as_it_is() -> None:
+    assert slug("x" * 96) == "x" * 96
+    assert slug("x" * 97).startswith("x" * 87 + "-")
+    assert len(slug("x" * 97)) == 96
+
+
+def test_what_is_no_digest_is_in_no_path(tmp_path: Path) -> None:
+    for environment in ("..", "0" * 15, "0" * 17, "0" * 15 + "G"):
+        with pytest.raises(ValueError, match=r"environment: found .*, accepted is a digest"):
+            paths.record_path(tmp_path, GPU, environment, "0" * 16)
+
+
+def test_a_home_of_nobody_is_no_folder() -> None:
+    with warned("no home folder of that user"):
+        assert paths.absolute("~nobody-of-that-name/tmm") == paths.NOWHERE
+
+
+def test_a_file_in_the_place_of_the_root_is_no_question_of_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading reports it."""
+    file = tmp_path / "file"
+    file.touch()
+    for path, mode in ((file, 0o666), (tmp_path, 0o777)):
+        path.chmod(mode)
+    assert ownership.foreign(file) is None
+    assert ownership.foreign(tmp_path) == "can be written by others"
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert ownership.foreign(file) == ownership.foreign(tmp_path) == f"belongs to user {uid}"
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "NO", "off", "1", "yes", "2"])
+def test_a_lock_file_is_required_unless_the_variable_means_no(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", value)
+    assert CacheStore().locked == (value in ("1", "yes", "2"))
+
+
+# -- listings -----------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_listed_is_one_fault(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment is not read, and the other folders are listed."""
+    store.save(GPU, ENVIRONMENT, record())
+    store.save("nvidia-a100", ENVIRONMENT, record())
+    lost = store.path(GPU, ENVIRONMENT, problem()).parent
+    (lost / "environment.json").write_text("{")
+    real = os.listdir
+
+    def failing(path: Path) -> list[str]:
+        if path == lost:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path)
+
+    faults: list[files.Fault] = []
+    assert len([*scan.summaries(store.root, faults.append)]) == 2
+    assert [fault.path for fault in faults] == [lost / "environment.json"]
+    monkeypatch.setattr(os, "listdir", failing)
+    faults.clear()
+    [summary] = scan.summaries(store.root, faults.append)
+    assert summary.gpu == "nvidia-a100"
+    assert [(fault.path, fault.place) for fault in faults] == [(lost, True)]
+
+
+def test_records_of_two_gpus_have_two_keys(store: CacheStore) -> None:
+    for gpu in (GPU, "nvidia-a100"):
+        store.save(gpu, ENVIRONMENT, record())
+    first, second = (summary.key for summary in store.summaries())
+    assert (first[0], second[0]) == ("nvidia-a100", GPU)
+    assert first[1:] == second[1:]
+
+
+# -- the limit of size --------------------------------------------------------------------
+
+
+def test_a_root_may_hold_256_mebibytes() -> None:
+    assert size_limits.size_limit({}) == 268_435_456
+
+
+def test_saves_of_a_tenth_of_the_limit_are_followed_by_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[bool]] = []
+    saved, held, other = (tmp_path / name for name in "abc")
+    monkeypatch.setenv("TMM_CACHE_MAX_SIZE", "1000")
+    monkeypatch.setattr(
+        size_limits, "evict", lambda _, __, keep: looks.append([*map(keep, (saved, held, other))])
+    )
+    limiter = size_limits.SizeLimiter(tmp_path)
+    counts = []
+    for _ in range(6):
+        limiter.saved(saved, 60, {held})
+        counts.append(len(looks))
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert looks[0] == [True, True, False]
+
+
+def test_a_time_a_day_ahead_is_a_use_and_a_later_one_is_none(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    os.utime(path, (1e9, 1e9))
+    for now, used in ((1e9 - 86400, 1e9), (1e9 - 86401, 0.0)):
+        assert [file.used for file in size_limits._evictable(store.root, now)] == [used]
+
+
+# -- locks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("timeout", "waits"), [(0.5, [0.5]), (1.0, [1.0]), (2.5, [1.0, 1.5])])
+def test_a_wait_for_a_lock_is_as_long_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: list[float]
+) -> None:
+    import filelock
+
+    waited: list[float] = []
+
+    class Taken:
+        def __init__(self, path: Path, **_: Any) -> None: ...
+
+        def acquire(self, timeout: float) -> None:
+            waited.append(timeout)
+            raise filelock.Timeout("taken")
+
+    monkeypatch.setattr(filelock, "FileLock", Taken)
+    assert acquire(tmp_path / "lock", timeout) is None
+    assert waited == waits
+
+
+def test_any_thread_may_release_a_lock(tmp_path: Path) -> None:
+    """A generator that holds one may be closed by another thread than its first."""
+    lock = acquire(tmp_path / "lock")
+    assert lock is not None
+    assert acquire(tmp_path / "lock") is None
+    other = threading.Thread(target=lock.release)
+    other.start()
+    other.join()
+    again = acquire(tmp_path / "lock")
+    assert again is not None
+    again.release()
+
+
+def test_a_lock_alone_makes_private_folders(store: CacheStore) -> None:
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+        assert mine
+    folder = store.path(GPU, ENVIRONMENT, problem()).parent
+    made = (folder, *folder.parents)[: len(folder.relative_to(store.root).parts) + 1]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+
+
 # -- warnings -----------------------------------------------------------------------------
+
+
+def test_a_thread_in_which_no_user_calls_warns_all_the_same() -> None:
+    with ThreadPoolExecutor() as pool, pytest.warns(CacheWarning, match="text"):
+        pool.submit(cache_errors.warn_caller, "text", CacheWarning).result()
+
+
+@pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT", "ENOTDIR", "ELOOP", "EIO"])
+def test_a_root_that_cannot_be_written_is_told_from_one_file(tmp_path: Path, code: str) -> None:
+    error = OSError(getattr(errno, code), code)
+    told = "notes cannot be locked .*; so" if code == "EIO" else "unwritten records are lost"
+    with warned(told):
+        FaultWarnings(tmp_path).beside(tmp_path / "notes", error, "locked", "so")
 
 
 def _calls(module: str | None, function: Any) -> Any:
@@ -233,7 +476,7 @@ def test_a_list_has_at_most_10_000_items() -> None:
 
 
 def test_a_measure_among_samples_is_named_by_its_index() -> None:
-    assert fields.measures([1.0, 2]) == (1.0, 2.0)
+    assert [*map(repr, fields.measures([1.0, 2]))] == ["1.0", "2.0"]
     with pytest.raises(RecordError, match=r"\[1\]: found -1"):
         fields.measures([1.0, -1, 2.0])
 
@@ -303,6 +546,8 @@ def test_dtypes_in_a_line(a: str, b: str | None, out: str | None, long: str, sho
         ({"epilogue": "silu", "bias": "bfloat16"}, "bias+silu"),
         ({"epilogue": {"name": "gelu"}, "residual": {"x": 1}}, "gelu+residual"),
         ({"epilogue": ""}, "none"),
+        ({"epilogue": None}, "none"),
+        ({"epilogue": "by_name"}, "by_name"),
     ],
 )
 def test_expressions_in_a_line(changes: dict[str, Any], text: str) -> None:
@@ -346,6 +591,17 @@ def test_an_exit_of_argparse_is_the_status(code: Any, status: int) -> None:
         raise SystemExit(code)
 
     assert console.guarded("tmm", leaves) == status
+
+
+def test_a_note_begins_with_the_command_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def noted() -> int:
+        console.note("within")
+        return console.DONE
+
+    console.note("before")
+    console.guarded("tmm-x", noted)
+    console.note("after")
+    assert capsys.readouterr().err == "tmm: before\ntmm-x: within\ntmm: after\n"
 
 
 def test_an_interrupted_command_ends_like_one_of_a_shell() -> None:

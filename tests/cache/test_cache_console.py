@@ -34,6 +34,17 @@ def test_numbers_stand_at_the_right() -> None:
     ]
 
 
+def test_numbers_stand_at_the_right_of_folded_rows_too() -> None:
+    rows = [("a b c d e f", "1.5"), ("b", "10.25")]
+    assert console.table(("name", "µs"), rows, 14, right=("µs",)) == [
+        "name        µs",
+        "──────────────",
+        "a b c d    1.5",
+        "e f",
+        "b        10.25",
+    ]
+
+
 def test_ten_thousand_rows_that_fit_take_no_seconds() -> None:
     rest = "bf16 row x col silu", "triton.split_k", "11.50"
     rows = [(f"{n}x4096x4096", *rest) for n in range(10_000)]

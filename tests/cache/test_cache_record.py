@@ -310,7 +310,14 @@ def test_any_mapping_and_sequence_becomes_plain_json_in_its_own_order() -> None:
     assert json.dumps(document["config"]) == '{"z": [1, 2], "a": {"y": [0, 1]}}'
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, math.nan, b"bytes"])
+DEEP: Any = {}
+for _ in range(100_000):
+    DEEP = {"x": DEEP}
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, math.nan, b"bytes", DEEP], ids=lambda value: type(value).__name__
+)
 def test_a_config_that_is_not_json_is_refused_when_written(value: Any) -> None:
     with pytest.raises(RecordError, match="config: found what is not JSON"):
         CandidateResult("k", "v", {"x": value}, "ok").to_json()
@@ -340,6 +347,11 @@ def test_times_inside_the_bucket_are_kept_and_found() -> None:
     assert record().measured_at == (128,)
     assert [split.us_at(m, 128) for m in (77, 100, 128, 99)] == [8.0, 9.0, 11.5, None]
     assert CandidateResult("k", "v", {}, "failed").us_at(128, 128) is None
+
+
+def test_a_thinned_record_tells_candidates_that_were_sampled_to_the_end() -> None:
+    kept = [each.samples_us for each in record().thinned().candidates]
+    assert kept == [(21.0,), (10.0, 11.5, 14.0), (90.0,), (), ()]
 
 
 def test_three_samples_or_fewer_are_kept_as_they_are() -> None:

@@ -5,30 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, problem
+from fakes import DEVICE, FakeConfig, FakeKernel, problem, register
 from tmm_cache import CacheStore, Miss
 from tmm_cache.console import UsageError
 
-from tmm_core import dispatch
+from tmm_core import dispatch, settings
+from tmm_core.bench import quick, report
 from tmm_core.bench.case import Case
+from tmm_core.bench.results import Results, identity
 from tmm_core.spec import toolchain
 from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
+from tmm_core.spec.kernel import Candidate
+from tmm_core.tools import cli
 from tmm_core.tools.commands import (
+    bench,
+    doctor,
     doctor_toolchain,
     gpus,
     misses,
+    new_plugin,
     options,
+    record_check,
     tile_order,
     tune,
     variables,
+    verify,
     why,
     why_text,
 )
@@ -204,6 +214,48 @@ def test_mistakes_in_use_are_told_with_the_option(error: Exception, text: str | 
     assert text is None or str(caught.value) == text
     with pytest.raises(UsageError, match=r"^alone$"), options.usage():
         raise ValueError("alone")
+
+
+# -- lists ---------------------------------------------------------------------------------
+
+
+def test_lists_are_read_by_their_parts() -> None:
+    text = (
+        "bench --suite mlp,,attention, --kernel a,b --kernel c --sweep TILE=1,2 "
+        "--sweep fast=true,x --config A=1,B=x --squares 512:1300:512 --budget 2"
+    )
+    given = cli._parser().parse_args(text.split())
+    assert given.suite == ["mlp", "attention"]
+    assert given.kernel == ["a", "b", "c"]
+    assert given.sweep == [("TILE", [1, 2]), ("fast", [True, "x"])]
+    assert given.config == {"A": 1, "B": "x"}
+    assert given.squares == [512, 1024]
+    assert given.budget == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("1:2", "accepted is FIRST:LAST:STEP"),
+        ("1:2:3:4", "accepted is FIRST:LAST:STEP"),
+        ("3:2:1", "the last size is below the first"),
+        ("0:2:1", "accepted is a number above 0"),
+    ],
+)
+def test_squares_are_three_sizes(capsys: pytest.CaptureFixture[str], text: str, told: str) -> None:
+    assert cli.main(["bench", "--squares", text]) == 2
+    assert told in capsys.readouterr().err
+    assert cli._parser().parse_args(["bench", "--squares", "2:2:1"]).squares == [2]
+
+
+def test_a_command_without_arguments_takes_those_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(misses, "run", lambda options: seen.append(options.argv) or 0)
+    monkeypatch.setattr("sys.argv", ["tmm", "misses", "--json"])
+    assert cli.main() == cli.main(["misses", "--json"]) == 0
+    assert seen == [["misses", "--json"]] * 2
 
 
 # -- GPUs ------------------------------------------------------------------------------------
@@ -695,3 +747,402 @@ def test_an_analysis_has_no_line_of_what_is_not_known() -> None:
     assert topics == ["kernel", "tiles"]
     assert "1 wave," in lines(layout={**analysis()["layout"], "waves": 1})[1]
     assert [line.split()[0] for line in lines(blas_us=3.0)] == topics
+
+
+def test_resources_of_a_change_are_told() -> None:
+    use = {
+        "registers": 32, "stack": 8, "shared_memory": 64, "num_warps": 4, "blocks": 1,
+        "limited_by": "warps", "occupancy": 0.5,
+    }  # fmt: skip
+    change = {"fields": {"a": 1}, "expected_us": None, "measured_us": None, "resources": [use]}
+    (line,) = (line for line in lines(changes=[change]) if line.startswith("with"))
+    assert line == (
+        "with a=1: 32 registers a thread, 8 bytes of stack, 64 bytes of shared memory, 4 warps; "
+        "an SM holds 1 block (limit: warps), occupancy 50%"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warps(FakeConfig):
+    num_stages: int = 2
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_warps == 8:
+            raise ValueError("eight warps are too many")
+
+
+def test_a_stage_and_warps_are_varied() -> None:
+    assert why._steps(Warps(num_warps=1)) == [
+        {"num_stages": 3}, {"num_stages": 1}, {"num_warps": 5},
+    ]  # fmt: skip
+    assert why._steps(Warps())[2:] == [{"num_warps": 12}]
+    assert why._steps(FakeConfig()) == []
+
+
+@pytest.mark.parametrize(("used", "refused"), [(None, False), (64, False), (65, True)])
+def test_a_change_has_to_fit_into_shared_memory(used: int | None, refused: bool) -> None:
+    kernel: Any = FakeKernel("fake")
+    anatomy = None if used is None else SimpleNamespace(shared_memory=used)
+    kernel.anatomy = lambda problem, config: anatomy
+    kernel.resources = lambda problem, config: []
+    posed: Any = SimpleNamespace(
+        problem=problem(device=replace(DEVICE, shared_memory=64)), record=None
+    )
+    found = why._change(posed, Candidate(kernel, FakeConfig()), {"tile": 2})
+    told = {"refused": "65 bytes of shared memory, of 64"}
+    rest = {"expected_us": None, "measured_us": None, "resources": []}
+    assert found == {"fields": {"tile": 2}, **(told if refused else rest)}
+    assert (
+        "tile must be positive"
+        in why._change(posed, Candidate(kernel, FakeConfig()), {"tile": 0})["refused"]
+    )
+
+
+def test_a_kernel_is_offered_if_it_describes_its_anatomy() -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    kernel: Any = FakeKernel("fake")
+    for anatomy, offered in ((lambda *_: 1, True), (lambda *_: None, False), (fails, False)):
+        kernel.anatomy = anatomy
+        assert why._default_anatomy(kernel, problem()) is offered
+
+
+# -- the doctor ----------------------------------------------------------------------------
+
+
+def told(found: Iterator[doctor.Finding]) -> list[tuple[str, str, str, str]]:
+    return [(each.about, each.state, each.text, each.advice) for each in found]
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "line"),
+    [
+        ({"triton": "3.1"}, GPU, ("ok", "3.1", "")),
+        ({"pytorch-triton-rocm": "3.2"}, GPU, ("ok", "3.2", "")),
+        ({}, GPU, ("problem", "not installed: only BLAS answers",
+                   "pip install 'tmm-core[triton]'")),
+        ({}, CPU, ("note", "not installed, and not needed on a CPU", "")),
+    ],
+)  # fmt: skip
+def test_triton_is_needed_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: dict[str, str],
+    device: torch.device,
+    line: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: installed.get(name, ""))
+    assert told(doctor._versions(device))[3] == ("triton", *line)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "build"),
+    [("13.0", None, "CUDA 13.0"), (None, "6.1", "CUDA 6.1"), (None, None, "CPU only")],
+)
+def test_the_build_of_torch_is_told(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None, build: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert told(doctor._versions(CPU))[2] == ("torch", "ok", f"{torch.__version__}, {build}", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "cuda", "state", "text"),
+    [
+        (None, None, "note", "cpu: BLAS answers everything"),
+        ("/x", None, "problem", "cpu, although nvidia-smi exists: torch was built without CUDA"),
+        ("/x", "13", "problem", "cpu, although nvidia-smi exists: torch finds no usable GPU"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_use_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, program: str | None, cuda: str | None, state: str, text: str
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: program)
+    monkeypatch.setattr(doctor, "interpreting", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    first, second = told(doctor._device(CPU))
+    assert first[:3] == ("device", state, text)
+    assert bool(first[3]) == (state == "problem")
+    assert (second[0], second[1], second[3]) == ("interpreter", "note", "")
+
+
+def test_an_interpreter_on_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "interpreting", lambda: True)
+    monkeypatch.setattr(doctor, "fingerprint", lambda device: H200)
+    monkeypatch.setattr(doctor, "driver_version", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    first, second = told(doctor._device(GPU))
+    assert first == (
+        "device", "ok",
+        "NVIDIA H200, sm_90, 132 SMs, 3 of 80 GiB free, driver of unknown version (no nvidia-smi)",
+        "",
+    )  # fmt: skip
+    assert (second[1], second[3]) == ("problem", "unset it")
+
+
+def test_the_toolchain_and_what_it_left_untried_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor_toolchain, "parts", lambda _: [doctor_toolchain.Line("ok", "ptxas")])
+    monkeypatch.setattr(
+        doctor_toolchain, "untried", lambda _: [doctor_toolchain.Line("problem", "two", "mend")]
+    )
+    assert told(doctor._toolchain(CPU)) == [
+        ("toolchain", "ok", "ptxas", ""),
+        ("untried", "problem", "two", "mend"),
+    ]
+
+
+def test_settings_that_were_changed_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "environ", {})
+    assert told(doctor._settings(CPU)) == [("settings", "ok", "the defaults", "")]
+    with settings.override(disable=["b", "a"], tune_budget=3.0):
+        assert told(doctor._settings(CPU)) == [
+            ("settings", "ok", "disable=a,b, tune_budget=3.0", "")
+        ]
+    assert doctor._shown(frozenset()) == "none"
+
+
+@pytest.mark.parametrize(
+    ("free", "state", "text"),
+    [
+        (doctor.LEAST_FREE_BYTES, "ok", ", 0.1 GiB free"),
+        (doctor.LEAST_FREE_BYTES - 1, "problem", ": 0.1 GiB free"),
+    ],
+)
+def test_a_cache_with_64_mebibytes_left_is_nearly_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, state: str, text: str
+) -> None:
+    assert doctor.LEAST_FREE_BYTES == 67_108_864
+    layer, absent = tmp_path / "layer", tmp_path / "absent"
+    layer.mkdir()
+    store = CacheStore(tmp_path / "own", [layer, absent])
+    here = fingerprint(CPU)
+    saved(store, here, 1, 2)
+    saved(store, replace(here, torch="1"), 1)
+    store.log_miss(here.gpu, here.environment, problem().to_json())
+    store.log_miss("nvidia-a100", here.environment, problem().to_json())
+    dispatcher = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
+    monkeypatch.setattr(doctor, "dispatch", dispatcher)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(record_check, "current", lambda device: (5, 3))
+    advice = "free some space, or move TMM_CACHE_DIR" if state == "problem" else ""
+    assert told(doctor._cache(CPU)) == [
+        ("cache", state, f"{store.root}{text}", advice),
+        ("cache layer", "ok", str(layer), ""),
+        ("cache layer", "problem", f"{absent} is not a readable folder", "correct TMM_CACHE_PATH"),
+        ("records", "ok", f"2 records for {here.gpu}, 1 more for other versions (used as guesses)",
+         ""),
+        ("records", "ok", f"5 shipped for {here.gpu} and these versions, 2 for kernels that have "
+         "changed since", ""),
+        ("misses", "note", "1 problems were met while tuning was forbidden", "tmm tune --misses"),
+    ]  # fmt: skip
+
+
+def test_a_kernel_that_falls_in_another_process_has_the_fault_of_its_first_launch() -> None:
+    launched: list[Any] = []
+    failures = [None, ValueError("fell")]
+
+    def failure(problem: Any, candidate: Any, memory: int) -> Exception | None:
+        launched.append((candidate.config, memory))
+        return failures.pop(0)
+
+    first: Any = SimpleNamespace(failure=failure)
+    kernel = FakeKernel("fake", tiles=(3,))
+    assert doctor._fault(kernel, problem(), first) is None
+    assert doctor._fault(kernel, problem(), first) == "fell"
+    assert launched == [(FakeConfig(tile=3), 67_108_864)] * 2
+
+
+@pytest.mark.parametrize("distribution", ["", "tmm-core", "other"])
+def test_kernels_of_others_are_launched_in_another_process_first(
+    monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr(doctor, "_fault", lambda kernel, problem, first: launches.append(first))
+    monkeypatch.setattr(doctor, "_wrong", lambda name, call: None)
+    registry: Any = SimpleNamespace(reasons_against=lambda *_: [])
+    source = SimpleNamespace(distribution=distribution)
+    kernel: Any = SimpleNamespace(name="k", fault=None, source=source)
+    first: Any = object()
+    found = doctor._tried(registry, kernel, CPU, first)
+    assert isinstance(found, doctor.Finding)
+    assert (found.state, found.text) == ("ok", "k runs and is correct")
+    assert launches == ([first] * len(doctor.PROBES) if distribution == "other" else [])
+
+
+def test_the_plugin_of_a_finding_is_named_once() -> None:
+    assert doctor._plugin("plugin 'x' (y 1)") == "'x' (y 1)"
+    assert doctor._plugin("a plugin 'x'") == "a plugin 'x'"
+
+
+# -- records and misses --------------------------------------------------------------------
+
+
+def test_records_of_these_versions_answer_and_the_nearest_of_each_problem(tmp_path: Path) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    store = CacheStore(tmp_path / "own", [below.root])
+    saved(store, H200, 1)
+    saved(store, replace(H200, torch="1"), 2)
+    saved(below, H200, 1, 4)
+    found = record_check.answering(store, H200)
+    assert sorted((each.problem["m"], each.root == store.root) for each in found) == [
+        (1, True),
+        (4, False),
+    ]
+
+
+def test_a_race_of_one_launch_in_twenty_is_met() -> None:
+    missed = 0.95**record_check.REPEATS
+    assert missed == pytest.approx(0.0021, rel=0.02)
+
+
+def test_misses_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    CacheStore().log_miss("gpu", {"torch": "2"}, problem(m=3, n=5, k=7).to_json())
+    assert misses.run(argparse.Namespace(json=False)) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["problem", "gpu", "environment"]
+    assert row.startswith("3x5x7 float32 row x row  gpu")
+
+
+def test_a_miss_of_two_versions_is_tuned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(m=3).to_json()
+    here = fingerprint(CPU)
+    found = [Miss(here.gpu, {}, asked), Miss(here.gpu, {"x": 1}, dict(reversed(asked.items())))]
+    store = SimpleNamespace(misses=lambda: found)
+    dispatcher = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
+    monkeypatch.setattr(tune, "dispatch", dispatcher)
+    assert len(tune._of_misses(CPU)) == 1
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "on", "0", "false", "no", "off", ""])
+def test_a_switch_is_a_yes_or_a_no(text: str) -> None:
+    variables._switch(text)
+    with pytest.raises(ValueError, match="is taken for a yes"):
+        variables._switch(f"{text}x")
+
+
+def test_verdicts_are_counted_by_their_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = ["ok", "ok", "blas", "stale", "failed", "wrong", "unknown"]
+    documents = [
+        {"problem": problem().to_json(), "kernel": "k", "config": {"a": 1}, "status": state,
+         "reason": "why"}
+        for state in states
+    ]  # fmt: skip
+    monkeypatch.setattr(record_check, "verified", lambda *_: iter(documents))
+    assert verify.run(argparse.Namespace(device="cpu", json=False)) == 1
+    *faults, summary = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("  ")[2] for line in faults] == [
+        "failed: why", "wrong: why", "unknown: why",
+    ]  # fmt: skip
+    assert summary.partition(": ")[2] == (
+        "2 verified, 1 won by BLAS, 1 for kernels that have changed since, 1 wrong, 1 failed, "
+        "1 too large to verify"
+    )
+
+
+# -- a new plugin --------------------------------------------------------------------------
+
+
+def test_files_of_a_new_plugin_are_where_tools_look_for_them() -> None:
+    files = new_plugin.written({"distribution": "my-kernels", "module": "mine", "tmm": "1.2"})
+    names = {path.as_posix() for path in files}
+    assert {".gitignore", ".github/workflows/test.yml", "mine/py.typed", "pyproject.toml"} <= names
+    assert not any(name.startswith("package/") or name.endswith(".in") for name in names)
+    assert files[Path("mine/py.typed")] == ""
+    assert not any(f"@{word}@" in text for text in files.values() for word in ("module", "tmm"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["json", "tmm_core", "tmm-cache", "tmm.blas", "TMM-Triton", "torch", "triton", "numpy",
+     "pytest", "tests", "class"],
+)  # fmt: skip
+def test_a_module_that_an_import_would_find_elsewhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is a module's name already"):
+        new_plugin.run(argparse.Namespace(name=name))
+    assert [*tmp_path.iterdir()] == []
+
+
+# -- tmm bench -----------------------------------------------------------------------------
+
+
+def benched(*arguments: str) -> argparse.Namespace:
+    return cli._parser().parse_args(["bench", *arguments])
+
+
+def test_a_quick_run_takes_two_minutes_or_what_the_user_allows() -> None:
+    assert bench._quick(benched(), on_gpu=True).max_seconds == quick.SECONDS
+    mine = bench._quick(benched("--max-seconds", "5", "--budget", "1"), on_gpu=True)
+    assert (mine.max_seconds, mine.budget, mine.seconds) == (5.0, 1.0, quick.TIMING)
+    assert bench._quick(benched("--seconds-per-problem", "2"), on_gpu=False).seconds == 2.0
+
+
+def test_seconds_of_a_problem_are_those_given() -> None:
+    usual = bench._chosen(benched(), 9.0)
+    assert (usual.seconds, usual.deadline) == (0.5, 9.0)
+    assert bench._chosen(benched("--seconds-per-problem", "2"), 9.0).seconds == 2.0
+
+
+def test_a_series_has_the_fields_of_the_command() -> None:
+    register(FakeKernel("fake"))
+    [plain] = bench._series(benched("--kernel", "fake"))
+    assert plain.fields == ()
+    [given] = bench._series(benched("--kernel", "fake", "--config", "tile=2"))
+    assert given.fields == (("tile", 2),)
+    swept = bench._series(benched("--kernel", "fake", "--sweep", "tile=2", "--sweep", "tile=3"))
+    assert [each.fields for each in swept] == [(("tile", 2),), (("tile", 3),)]
+
+
+def test_a_run_without_records_tunes() -> None:
+    with pytest.raises(UsageError, match="--no-tune tunes none"):
+        bench._tasks(benched("--no-records", "--no-tune", "--shapes", "8x8x8"))
+    [task] = bench._tasks(benched("--no-records", "--shapes", "8x8x8"))
+    assert task.suite.startswith("shapes")
+    assert task.suite != "shapes"
+    [kept] = bench._tasks(benched("--no-tune", "--shapes", "8x8x8"))
+    assert kept.suite == "shapes"
+
+
+def test_a_run_goes_on_after_what_was_measured(tmp_path: Path) -> None:
+    done = {"kind": "problem", "suite": "s", "case": {"m": 1}}
+    failed = {"kind": "problem", "suite": "s", "case": {"m": 2}, "failed": "no memory"}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(failed)}\n")
+    found = bench._done(benched("--resume", "--output", str(tmp_path)))
+    assert found == {identity("s", {"m": 1})}
+    assert bench._done(benched("--resume", "--output", str(tmp_path / "absent"))) == set()
+    with pytest.raises(UsageError, match="--resume needs --output"):
+        bench._done(benched("--resume"))
+    assert bench._done(benched()) == set()
+
+
+def test_a_table_in_a_terminal_leaves_columns_to_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = ("problem", "by capture", "A/A", "ratio", "kernel", "origin", "error")
+    section = SimpleNamespace(
+        rows=[list("abcdefg")], detail=False, columns=columns, numbers=("ratio",)
+    )
+    detail = SimpleNamespace(rows=[["x"]], detail=True, columns=("y",), numbers=())
+    monkeypatch.setattr(report, "sections", lambda results: [section, detail])
+    monkeypatch.setattr(report, "title", lambda document: f"problem {document['case']}")
+    problems = [
+        {"kind": "problem", "suite": suite, "times": {}, "case": suite,
+         "not_timed": {"k": "declines"}}
+        for suite in ("kernels", bench.suites.SWEEP)
+    ]  # fmt: skip
+    bench._print_tables(Results(problems=problems))
+    shown = capsys.readouterr()
+    assert [line.split() for line in shown.out.splitlines()[::2]] == [["problem", "ratio"],
+                                                                      ["a", "d"]]  # fmt: skip
+    assert shown.err == f"tmm: problem {bench.suites.SWEEP}: k was not timed: declines\n"

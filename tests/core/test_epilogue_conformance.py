@@ -101,6 +101,25 @@ WRONG: dict[str, tuple[Epilogue, str]] = {
 }
 
 
+FORMS = ("test_derivative", "test_output_vjp", "test_device", "test_device_derivative")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        (name, form)
+        for name, epilogue in BUILTIN.items()
+        for form in FORMS
+        if getattr(epilogue, form.removeprefix("test_")) is not None
+    ],
+)
+def test_the_forms_of_a_builtin_epilogue_are_one_function(name: str, form: str) -> None:
+    class Conforms(EpilogueConformance):
+        epilogue = BUILTIN[name]
+
+    getattr(Conforms(), form)()
+
+
 @pytest.mark.parametrize("test", WRONG)
 def test_what_is_wrong_is_named_with_its_place(test: str) -> None:
     epilogue, what = WRONG[test]

@@ -56,7 +56,7 @@ def _parser() -> Parser:
 
 
 def _add_explain(parser: Parser) -> None:
-    parser.add_argument("shape", type=argument(parse_shape), metavar="MxNxK")
+    parser.add_argument("shape", type=argument(parse_shape), metavar="MxNxK", help="or BxMxNxK")
     parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
     parser.add_argument(
         "--config",

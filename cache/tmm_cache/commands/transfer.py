@@ -34,7 +34,7 @@ def _write(roots: Iterable[Path], file: Path) -> int:
     found = (each for root in roots for each in summaries(root, noted.fault, full=True))
     count = write_transport(file, found)
     note(f"{counted(count, 'record')} written to {file}")
-    return DONE if count and not noted.count else FOUND
+    return DONE if count and not noted.any else FOUND
 
 
 def import_(store: CacheStore, options: Namespace) -> int:

@@ -1,0 +1,409 @@
+"""Tuning among ranks, seen from one process: the other ranks' entries are in the store already."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import DEVICE, problem
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core import settings
+from tmm_core.dispatch.measuring import LOCK_PATIENCE
+from tmm_core.errors import TmmWarning
+from tmm_core.tools import ranks
+from tmm_core.tuning.compile_pool import COMPILE_LIMIT
+
+Board = ranks._Board
+FIRST, SECOND = problem(m=16), problem(m=32)
+RECORD = TuningRecord(
+    problem=FIRST.to_json(),
+    winner=0,
+    candidates=(CandidateResult("blas", "1", {}, "ok", (2.0,)),),
+    created="2026-01-31T12:00:00Z",
+    tuning_seconds=1.0,
+)
+
+
+class Clock:
+    """The time of the module: it stands still but for sleeps, each of which is an event."""
+
+    def __init__(self, *events: Callable[[], object], step: float = 1.0) -> None:
+        self.now, self.events, self.step = 0.0, list(events), step
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += self.step
+        if self.events:
+            self.events.pop(0)()
+
+
+def board(timeout: float = 1.5, me: int = 0, **documents: Any) -> Board:
+    """A board of ranks 0 and 1 with these documents, whose names have ``_`` for ``/``."""
+    made = Board(dist.HashStore(), [0, 1], me, timeout)
+    for name, document in documents.items():
+        made.put(name.replace("_", "/"), document)
+    return made
+
+
+@contextmanager
+def warned(*texts: str) -> Iterator[None]:
+    """One warning for each of the texts, in their order, which holds it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [caught[i].category for i in range(len(caught))] == [TmmWarning] * len(texts)
+    for each, text in zip(caught, texts, strict=True):
+        assert text in str(each.message)
+
+
+def dispatch_to(monkeypatch: pytest.MonkeyPatch, dispatcher: Any) -> None:
+    """Make it the default dispatcher, for this module alone."""
+    monkeypatch.setattr(ranks, "dispatch", SimpleNamespace(default_dispatcher=lambda: dispatcher))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(ranks, "time", made)
+    return made
+
+
+# -- the board -----------------------------------------------------------------------------
+
+
+def test_who_has_put_all_keys_is_not_waited_for(clock: Clock) -> None:
+    mine = board(a=1, b=2, c=3)
+    assert mine.await_all({0: ["a"], 1: ["b", "c"], 2: []}) == []
+    assert clock.slept == []
+
+
+def test_a_rank_is_lost_once_it_adds_nothing_for_the_timeout(clock: Clock) -> None:
+    mine = board(a=1)
+    assert mine.await_all({0: ["a"], 1: ["a", "x"], 2: ["y"]}) == [1, 2]
+    assert clock.now == 2.0
+    assert clock.slept == [ranks.PAUSE * 2] * 2
+
+
+def test_a_rank_that_adds_a_key_now_and_then_is_waited_for(clock: Clock) -> None:
+    mine = board()
+    clock.events = [lambda key=key: mine.put(key, 1) for key in "abc"]  # type: ignore[misc]
+    assert mine.await_all({1: ["a", "b", "c"]}) == []
+    assert clock.now == 3.0
+
+
+def test_a_rank_that_works_keeps_the_others_from_being_lost(clock: Clock) -> None:
+    mine = board()
+    clock.events = [lambda: mine.put("a", 1), lambda: mine.put("b", 1), lambda: mine.put("x", 1)]
+    assert mine.await_all({1: ["a", "b", "c"], 2: ["x"]}) == [1]
+
+
+def test_nobody_is_waited_for_once_there_is_a_verdict(clock: Clock) -> None:
+    mine = board()
+    clock.events = [lambda: mine.put("verdict/0", 1)]
+    assert mine.await_all({1: ["x"]}, until="verdict/0") == [1]
+    assert clock.now == 1.0
+    clock.events = [lambda: mine.put("x", 1)]
+    assert mine.await_all({1: ["x"]}, until="verdict/1") == []
+
+
+def test_the_first_proposal_counts() -> None:
+    mine = board()
+    assert mine.agree("verdict/0", [1]) == [1]
+    assert mine.agree("verdict/0", [2]) == [1]
+    assert mine.get("verdict/0") == [1]
+    assert mine.has("verdict/0")
+    assert not mine.has("verdict/1")
+
+
+def test_ranks_that_tune_different_problems_are_told_in_what_they_differ() -> None:
+    asked = ranks._digest([FIRST])
+    mine = board(asked_0=asked, asked_1=asked, left_1={"problems": "other"})
+    assert mine.await_all({1: ["asked/1", "left/1"]}) == []
+    for theirs, unlike in (
+        (ranks._digest([FIRST, SECOND]), "problems"),
+        (asked | {"devices": []}, "devices"),
+        ({"problems": "", "devices": []}, "problems, devices"),
+    ):
+        mine = board(asked_0=asked, asked_1=theirs)
+        told = f"ranks 0 and 1 tune different things: they differ in {unlike}$"
+        with pytest.raises(ValueError, match=told):
+            mine.await_all({1: ["asked/1"]})
+
+
+def test_a_digest_tells_problems_their_order_and_their_devices() -> None:
+    other = problem(m=16, device=DEVICE)
+    assert ranks._digest([FIRST]) == ranks._digest([problem(m=16)])
+    assert ranks._digest([FIRST, SECOND])["problems"] != ranks._digest([SECOND, FIRST])["problems"]
+    assert len(ranks._digest([FIRST, SECOND, other])["devices"]) == 1
+    assert ranks._digest([FIRST, SECOND])["problems"].startswith("2 ")
+
+
+def test_each_tuning_of_a_group_has_a_clean_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 3 if group is None else group)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
+    group: Any = 1
+    first = Board.of(group, 7.0)
+    assert (first.ranks, first.me, first.timeout) == ([1, 3], 3, 7.0)
+    first.put("asked/3", "mine")
+    assert not Board.of(group, 7.0).has("asked/3")
+    assert first.has("asked/3")
+    outside: Any = -1
+    with pytest.raises(ValueError, match="rank 3 is not in the group that tunes"):
+        Board.of(outside, 7.0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    with pytest.raises(ValueError, match="rank 3 is not in the group that tunes"):
+        Board.of(group, 7.0)
+
+
+# -- measuring -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[int]:
+    """The M of problems that this rank measured, each without a fault."""
+    done: list[int] = []
+
+    def measure(problem: Any, current: object, force: bool) -> dict[str, Any]:
+        done.append(problem.m)
+        return {"record": problem.m}
+
+    monkeypatch.setattr(ranks, "_measure", measure)
+    return done
+
+
+def measure_all(mine: Board, *problems: Any) -> tuple[dict[int, str], set[int]]:
+    return ranks._measure_all(mine, problems or (FIRST, SECOND), settings.current(), False)
+
+
+def test_each_rank_measures_its_share(measured: list[int]) -> None:
+    mine = board(asked_0=1, asked_1=1, result_0_1={"record": 32})
+    with warned():
+        found, lost = measure_all(mine)
+    assert (found, lost) == ({0: "result/0/0", 1: "result/0/1"}, set())
+    assert measured == [16]
+    assert not mine.has("verdict/1")
+    assert mine.get("verdict/0") == {"lost": [], "ended": [[0, None], [1, None]]}
+
+
+def test_the_problems_of_a_lost_rank_are_measured_by_the_others(measured: list[int]) -> None:
+    mine = board(asked_0=1)
+    with warned("rank 1 showed no sign of life for 1.5 s while tuning"):
+        found, lost = measure_all(mine)
+    assert (found, lost) == ({0: "result/0/0", 1: "result/1/1"}, {1})
+    assert measured == [16, 32]
+
+
+@pytest.mark.parametrize("again", [{"error": "again"}, {"record": 16}])
+def test_a_problem_that_failed_is_measured_once_more_by_another(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch, again: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ranks, "_measure", lambda *_: {"error": "no memory"})
+    mine = board(asked_0=1, asked_1=1, result_1_0=again)
+    told = [f"{FIRST} could not be tuned: again; ranks may choose"] if "error" in again else []
+    with warned(*told):
+        found, lost = measure_all(mine, FIRST)
+    assert (found, lost) == ({} if told else {0: "result/1/0"}, set())
+    assert not mine.has("verdict/2")
+
+
+def test_a_rank_that_was_given_up_measures_nothing(measured: list[int]) -> None:
+    ended = [[0, None], [1, None]]
+    mine = board(asked_0=1, asked_1=1, verdict_0={"lost": [0], "ended": ended})
+    with warned("rank 0 showed no sign of life"):
+        assert measure_all(mine)[1] == {0}
+    assert measured == []
+
+
+def test_a_problem_whose_ranks_were_all_lost_is_named(measured: list[int]) -> None:
+    mine = board(asked_0=1, verdict_0={"lost": [0, 1], "ended": []})
+    told = f"{FIRST} could not be tuned: each rank that tried was lost; "
+    with warned("rank 0, 1 showed no sign of life", told):
+        assert measure_all(mine, FIRST) == ({}, {0, 1})
+
+
+def test_a_measurement_is_a_record_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def tune(problem: Any, current: Any, force: bool) -> Any:
+        given.append((problem, current, force))
+        if force:
+            raise RuntimeError("no memory")
+        return RECORD
+
+    dispatch_to(monkeypatch, SimpleNamespace(tune=tune))
+    current = settings.current()
+    assert ranks._measure(FIRST, current, False) == {"record": RECORD.to_json()}
+    assert "no memory" in ranks._measure(FIRST, current, True)["error"]
+    assert given == [(FIRST, current, False), (FIRST, current, True)]
+
+
+# -- comparing -----------------------------------------------------------------------------
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, theirs: Any, gpu: str | None = None) -> Board:
+    """Compare the choices of rank 0 for two problems with those of rank 1."""
+    config = SimpleNamespace(to_json=lambda: {"x": 1})
+    kernel = SimpleNamespace(name="k", version="1")
+    choice = SimpleNamespace(candidate=SimpleNamespace(kernel=kernel, config=config))
+    asked: list[str] = []
+
+    def choose(problem: Any, current: Any) -> Any:
+        asked.append(current.on_cache_miss)
+        return choice
+
+    chooser = SimpleNamespace(
+        choose=choose, registry=SimpleNamespace(kernels=lambda: [kernel, kernel])
+    )
+    dispatch_to(monkeypatch, chooser)
+    monkeypatch.setattr(ranks, "_gpu", lambda problems: gpu)
+    mine = board(left_1=True) if theirs is None else board(chose_1=theirs, left_1=True)
+    ranks._compare(mine, [FIRST, SECOND], set())
+    assert asked == ["heuristic"] * 2
+    return mine
+
+
+SAME: dict[str, Any] = {
+    "kernels": ["k 1", "k 1"],
+    "choices": [["k", "1", {"x": 1}]] * 2,
+    "gpu": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "told"),
+    [
+        ({}, None, None),
+        ({"gpu": "other"}, "mine", None),
+        ({"gpu": "mine"}, "mine", "ranks 0 and 1 measured on the same GPU"),
+        ({"kernels": ["k 1", "k 2"]}, None, "ranks 0 and 1 have different kernels: k 2"),
+        ({"kernels": ["j 1", "k 1"], "choices": []}, None, "different kernels: j 1"),
+        (
+            {"choices": [["k", "1", {"x": 1}], ["k", "1", {"x": 2}]]},
+            None,
+            f"ranks 0 and 1 choose differently for {SECOND}",
+        ),
+    ],
+)
+def test_ranks_that_differ_are_told_how(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    changes: dict[str, Any],
+    gpu: str | None,
+    told: str | None,
+) -> None:
+    with warned(*([told] if told else [])):
+        mine = compare(monkeypatch, SAME | changes, gpu)
+    assert mine.get("chose/0") == SAME | {"gpu": gpu}
+    assert mine.get("left/0") is True
+    assert clock.slept == []
+
+
+def test_a_rank_that_does_not_report_is_named_and_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    with warned("rank 1 did not report its choices within 1.5 s"):
+        compare(monkeypatch, None)
+    assert clock.now == 2.0
+
+
+@pytest.mark.parametrize(("me", "waits"), [(0, 2.0), (1, 0.0)])
+def test_the_first_rank_leaves_last(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, me: int, waits: float
+) -> None:
+    """It may hold the store."""
+    chooser = SimpleNamespace(registry=SimpleNamespace(kernels=list))
+    dispatch_to(monkeypatch, chooser)
+    other: Any = {"kernels": [], "choices": [], "gpu": None}
+    mine = Board(dist.HashStore(), [0, 1, 2], me, 1.5)
+    mine.put(f"chose/{1 - me}", other)
+    with warned():
+        ranks._compare(mine, [], {2})  # which was lost before
+    assert mine.has(f"left/{me}")
+    assert clock.now == waits
+
+
+def test_a_gpu_is_of_problems_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"gpu {index}")
+    )
+    here: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    cpu: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    assert ranks._gpu([cpu, here]) == "gpu 2"
+    assert ranks._gpu([cpu]) is None
+    assert ranks._gpu([]) is None
+
+
+# -- the whole -----------------------------------------------------------------------------
+
+
+def test_without_a_group_a_process_tunes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def alone(problems: list[Any], **more: Any) -> list[TuningRecord]:
+        given.append((problems, more))
+        return [RECORD]
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(ranks.api, "tune", alone)
+    assert ranks.tune(FIRST, force=True, budget=3.0) == [RECORD]
+    assert ranks.tune(iter([FIRST, SECOND])) == [RECORD]
+    assert given == [
+        ([FIRST], {"force": True, "budget": 3.0}),
+        ([FIRST, SECOND], {"force": False, "budget": None}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "timeout"),
+    [
+        ({"budget": 3.0}, LOCK_PATIENCE * 3.0 + COMPILE_LIMIT),
+        ({"timeout": 9.0}, 9.0),
+        ({"budget": 3.0, "timeout": 0.5}, 0.5),
+        ({}, LOCK_PATIENCE * settings.Settings().tune_budget + COMPILE_LIMIT),
+    ],
+)
+def test_every_rank_adopts_each_record(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], timeout: float
+) -> None:
+    mine = board(result_0_1={"record": json.loads(json.dumps(RECORD.to_json()))})
+    adopted: list[Any] = []
+    compared: list[Any] = []
+    timeouts: list[float] = []
+    budgets: list[float] = []
+
+    def measure_all(
+        board: Board, problems: list[Any], current: settings.Settings, force: bool
+    ) -> tuple[dict[int, str], set[int]]:
+        budgets.append(current.tune_budget)
+        assert mine.get("asked/0") == ranks._digest(problems)
+        return {1: "result/0/1"}, {1}
+
+    def of(group: object, timeout: float) -> Board:
+        timeouts.append(timeout)
+        return mine
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(Board, "of", of)
+    monkeypatch.setattr(ranks, "_measure_all", measure_all)
+    monkeypatch.setattr(ranks, "_compare", lambda *given: compared.append(given))
+    dispatch_to(monkeypatch, SimpleNamespace(adopt=lambda *given: adopted.append(given)))
+    assert ranks.tune([SECOND, FIRST], **given) == [RECORD]
+    assert adopted == [(FIRST.device, RECORD)]
+    assert compared == [(mine, [SECOND, FIRST], {1})]
+    assert timeouts == [timeout]
+    assert budgets == [given.get("budget", settings.Settings().tune_budget)]
