@@ -34,6 +34,9 @@ class Two(nn.Module):
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
         self.wide = nn.Linear(8, 16)
         self.act, self.other = nn.SiLU(), nn.SiLU()
+        self.missing: Any = None
+        if type(self).forward is gate_of_one_column:
+            self.one = nn.Linear(8, 1)
 
 
 def module(forward: Any) -> nn.Module:
@@ -116,6 +119,32 @@ def gate_and_up(self: Any, x: Tensor) -> Tensor:
     return F.relu(self.act(self.up(x)) * self.down(x))
 
 
+def gate_by_method(self: Any, x: Tensor) -> Tensor:
+    return self.wide(self.act(self.up(x)).mul(self.down(x)))
+
+
+def gate_by_torch(self: Any, x: Tensor) -> Tensor:
+    return self.wide(torch.mul(self.down(x), self.act(self.up(x))))
+
+
+def gate_of_one_column(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.act(self.up(x)) * self.one(x))
+
+
+def without_a_child(self: Any, x: Tensor) -> Tensor:
+    h = self.act(self.up(x))
+    if self.missing is not None:
+        h = self.missing(h)
+    return self.down(h)
+
+
+def closing_over(model: Any) -> Any:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.act(self.up(x)) + model
+
+    return forward
+
+
 def gate_of_another(self: Any, x: Tensor) -> Tensor:
     return self.wide(self.act(self.up(x)) * self.down(x + 1))
 
@@ -127,6 +156,11 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "kinds", "reason"),
     [
+        (gate_by_method, ["gated", "linear", "linear", "linear"], None),
+        (gate_by_torch, ["gated", "linear", "linear", "linear"], None),
+        (gate_of_one_column, ["epilogue", "linear", "linear", "linear"], "they differ in shape"),
+        (without_a_child, ["epilogue", "linear", "linear"], None),
+        (closing_over(1.0), ["linear"] * 3, "its forward is decorated or closes over variables"),
         (another_value, ["epilogue", "linear", "linear"], None),
         (gate_and_up, ["epilogue", "linear", "linear"], None),
         (gate_of_another, ["epilogue", "linear", "linear"], None),
@@ -154,7 +188,7 @@ def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | 
     report = convert(model)
     assert sorted(change.kind for change in report.changes) == sorted(kinds)
     if reason is not None:
-        assert [each.reason.rpartition(" (")[0] for each in report.not_fused] == [reason]
+        assert {each.reason.partition(" (")[0] for each in report.not_fused} == {reason}
     for mode, right in zip((True, False), expected, strict=True):
         torch.testing.assert_close(model.train(mode)(X), right, rtol=1e-5, atol=1e-5)
     report.undo()
@@ -296,6 +330,29 @@ def test_a_models_own_way_into_a_pickle_is_kept() -> None:
     for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert type(made) is Reduced
         assert made.layer.in_features == 6
+
+
+def test_an_activation_beside_no_layer_is_nobodys_to_fuse() -> None:
+    model = nn.Sequential(nn.ELU(), nn.Sequential(nn.SiLU()), nn.Linear(8, 8))
+    report = convert(model)
+    assert [change.kind for change in report.changes] == ["linear"]
+    assert report.not_fused == []
+
+
+def test_weights_that_are_rounded_already_are_left_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+    report = convert(model, weights="int8")
+    assert [made.layer for made in report.rounded] == [model[0]]
+    weight = model[0].weight
+    for format in ("int8", "fp8"):
+        again = convert(model, weights=format)
+        assert again.rounded == []
+        assert again.left == []
+        assert model[0].weight is weight
+    report.undo()
+    assert model[0].weight.dtype is torch.float32
+    assert model[1].weight.dtype is torch.int8
 
 
 @pytest.mark.parametrize("static", [False, True])

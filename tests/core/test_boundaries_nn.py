@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard
 
 import tmm_core
@@ -168,6 +169,55 @@ def test_a_single_row_learns() -> None:
         torch.testing.assert_close(mine, other)
     with pytest.raises(RuntimeError, match="need to be at least 1D"):
         mlp(x[0])
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "biases", "refused"),
+    [
+        ((8, 6), (8, 6), (None, None), False), ((8, 6), (8, 6), ((8,), (8,)), False),
+        ((8, 6), (7, 6), (None, None), True), ((8, 5), (8, 6), (None, None), True),
+        ((8, 6), (8, 5), (None, None), True), ((8, 6), (8, 6), ((8,), (7,)), True),
+        ((8, 6), (8, 6), ((7,), (8,)), True), ((8, 6), (8, 6), (None, (8,)), False),
+    ],
+)  # fmt: skip
+def test_a_graph_refuses_halves_that_do_not_match(
+    gate: Any, up: Any, biases: Any, refused: bool
+) -> None:
+    with FakeTensorMode():
+        given = [torch.empty(shape) for shape in (gate, up)]
+        given += [None if shape is None else torch.empty(shape) for shape in biases]  # type: ignore[misc]
+        x = torch.empty(2, 3, 6)
+        if refused:
+            with pytest.raises((RuntimeError, ValueError)):
+                gated_linear(x, *given, "swiglu")
+        else:
+            assert gated_linear(x, *given, "swiglu").shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_shards_are_gated_with_and_without_a_gradient(
+    learning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a kernel that gates, as on a CPU, they are two products. A compiler, and whoever
+    differentiates forwards or casts, has to see the layers' calls."""
+    mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
+    mlp.requires_grad_(learning)
+    gate, up = mlp.gate_proj, mlp.up_proj
+
+    def shards(gate: Any, up: Any, x: Tensor, join: Any, product: Any) -> Tensor:
+        return product(x, gate.weight, up.weight, gate.bias, up.bias)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(sharded, "gated", shards)
+    y = mlp._sharded_product(gate, up, x)
+    assert y is not None
+    assert y.requires_grad is learning
+    torch.testing.assert_close(y, F.silu(gate(x)) * up(x))
+    with torch.autocast("cpu", dtype=BF16):
+        assert mlp._sharded_product(gate, up, x) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert mlp._sharded_product(gate, up, x) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert mlp._sharded_product(gate, up, x) is None
 
 
 # -- experts ------------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import ctypes
 import gc
 import math
+import platform
 import random
 import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +25,14 @@ from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
     compare,
+    data_sets,
     further_inputs,
     guard_bands,
     nonfinite,
     process_state,
     ragged_inputs,
     random_inputs,
+    ways_of_use,
 )
 from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.compare import Sample, error, reference, rms, tolerance
@@ -117,6 +124,70 @@ def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
     assert torch.allclose(reference(asked, inputs).float(), right, atol=1e-5)
     some = reference(asked, inputs, torch.tensor([5, 1]), torch.tensor([3]))
     assert torch.allclose(some.float(), right[[5, 1]][:, [3]], atol=1e-5)
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k", None])
+@pytest.mark.parametrize("room", [1, compare.ROOM])
+def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> None:
+    """Of three groups, one of them empty, and of less than all; or of a batch of three."""
+    m, n, k, count = 70, 66, 9, 3
+    total = {"m": m, "n": n, "k": k, None: 0}[along]
+    ends = (0, total // 2, total - 2)
+    rows = Rows(torch.tensor(ends), ends, total) if along else None
+    a_shape = (count, m, k) if along in ("n", None) else (m, k)
+    b_shape = (count, k, n) if along in ("m", None) else (k, n)
+    stack = along in ("k", None)
+    a, b = torch.randn(a_shape).double(), torch.randn(b_shape).double()
+    f64 = Operand(torch.float64)
+    fields = {"groups": Groups(count, along)} if along else {"batch": count}
+    asked = problem(m=m, n=n, k=k, a=f64, b=f64, out=f64, **fields)
+    right = torch.zeros((count, m, n) if stack else (m, n), dtype=torch.float64)
+    for group, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        if along == "m":
+            right[start:end] = a[start:end] @ b[group]
+        elif along == "n":
+            right[:, start:end] = a[group] @ b[:, start:end]
+        elif along == "k":
+            right[group] = a[:, start:end] @ b[start:end]
+        else:
+            right[group] = a[group] @ b[group]
+    inputs = Inputs(a, b, rows=rows)
+    torch.testing.assert_close(reference(asked, inputs, room=room), right)
+    some, others = torch.tensor([0, 33, 34, 68, 69]), torch.tensor([0, 32, 65])
+    found = reference(asked, inputs, some, others, room=room)
+    torch.testing.assert_close(found, right[..., some, :][..., others])
+    sample = compare.expected(asked, inputs, some, slice(5), room)
+    torch.testing.assert_close(sample.numbers, right[..., some, :5])
+
+
+def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
+    """The terms of a sum that cancels are rounded, and a stage may go beyond the range."""
+    cancels = torch.tensor([[1000.0, -1000.0], [1.0, 0.0]]).half()
+    ones = torch.ones(2, 1).half()
+    asked = problem(m=2, n=1, k=2, a=F16, b=F16, out=F16)
+    sample = compare.expected(asked, Inputs(cancels, ones))
+    usual = sample.numbers.abs() + rms(sample.numbers)
+    assert sample.numbers.tolist() == [[0.0], [1.0]]
+    assert torch.equal(sample.sizes, usual)  # its products are exact, and its sums in fp32
+    large = torch.full((2, 2), 200.0).half()
+    for text, least, most in (("tanh", 2, 3), ("relu2+tanh", 1000, 1001), ("tanh+relu2", 2, 5)):
+        chain = replace(asked, epilogue=parse(text))
+        sample = compare.expected(chain, Inputs(large, ones))
+        assert torch.allclose(sample.numbers, torch.ones(2, 1))
+        assert least <= sample.sizes.min() <= sample.sizes.max() <= most, text
+    # A bias that cancels the product takes the product's rounding with it.
+    asked = replace(asked, bias=torch.float16)
+    away = compare.expected(asked, Inputs(large, ones, torch.tensor([-400.0]).half()))
+    assert away.numbers.abs().max() == 0
+    assert away.sizes.min() >= 400
+
+
+def test_a_result_beyond_the_range_may_be_inf_or_the_largest_number() -> None:
+    expected = torch.tensor([70000.0, -70000.0])
+    for out, found in (([INF, -INF], 0.0), ([65504.0, -65504.0], 0.0), ([INF, INF], None)):
+        off = error(torch.tensor(out).half(), expected)
+        assert off == found if found is not None else off > 0.5
+    assert error(torch.tensor([127], dtype=torch.int8), torch.tensor([127])) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float16, torch.float32])
@@ -449,7 +520,8 @@ def test_distributions_of_group_sizes(seed: int) -> None:
 @pytest.mark.parametrize(
     ("total", "reads", "rows"),
     [
-        (100, "one", 1), (100, "fewer", 50), (16, "fewer", 8), (15, "fewer", 8), (0, "fewer", 8),
+        (100, "one", 1), (100, "same", 100), (0, "same", 0),
+        (100, "fewer", 50), (16, "fewer", 8), (15, "fewer", 8), (0, "fewer", 8),
         (18, "fewer", 9), (100, "more", 408), (1000, "more", 2032), (341, "more", 341 + 1023 + 8),
         (342, "more", 342 + 1024 + 8),
     ],
@@ -883,3 +955,287 @@ def test_which_values_a_problem_is_verified_on(
 )  # fmt: skip
 def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[str, str]) -> None:
     assert further_inputs._aliases(problem(**fields)) == found
+
+
+# -- random inputs ------------------------------------------------------------------------
+
+
+def filled(name: str, t: torch.Tensor, k: int = 16, seed: int = 0, **values: Any) -> torch.Tensor:
+    generator = random_inputs.seeded(CPU, seed)
+    return random_inputs.fill(name, t, k, generator, random_inputs.Values(**values))
+
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, BF16, torch.float8_e4m3fn, torch.complex64,
+    torch.int8, torch.uint8, torch.int64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", [{}, {"whole": True}, {"a": 4.0}])
+def test_a_seed_gives_the_numbers(dtype: torch.dtype, values: dict[str, Any]) -> None:
+    empty = torch.empty(6, 16, dtype=dtype)
+    one, same, other = (filled("a", empty.clone(), seed=s, **values) for s in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        least = 256 if dtype is torch.uint8 else 0  # −8 is 248 there
+        usual = {number % least if least else number for number in range(-8, 9)}
+        assert (set(one.unique().tolist()) <= usual) is not values.get("whole", False)
+
+
+@pytest.mark.parametrize("k", [8, 9, 2])
+def test_sums_that_cancel_grow_to_the_middle(k: int) -> None:
+    a = filled("a", torch.empty(3, k), k, cancelling=True)
+    b = filled("b", torch.empty(k, 4), k, cancelling=True)
+    assert (b > 0).all()
+    half = k // 2
+    assert (a[:, :half] > 0).all()
+    assert (a[:, half : k - half] == 0).all()
+    assert (a[:, k - half :] < 0).all()
+    peak = a[:, :half] @ b[:half]
+    assert 0.4 * random_inputs.PEAK < peak.min() <= peak.max() < 1.6 * random_inputs.PEAK
+    assert (a @ b).abs().max() < peak.min()
+
+
+def test_operands_of_zeros_and_whole_numbers() -> None:
+    a = filled("a", torch.empty(9, 32), sparse=True)
+    b = filled("b", torch.empty(32, 8), sparse=True)
+    for t, lines in ((a, a), (b, b.mT)):
+        assert torch.equal(t, t.round())
+        assert t.min() == 0
+        zero = (lines == 0).all(-1)
+        assert zero.tolist() == [place % 3 == 2 for place in range(len(lines))]
+    for first in (0, 6):  # of other pairs one is zero
+        assert torch.equal(a[first], a[first + 1])
+    assert not torch.equal(b[:, 0], b[:, 1])
+    assert not torch.equal(a[0], a[3])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha", "found"),
+    [
+        (torch.float32, 20.5, 20.5), (torch.int8, 20.5, 8.0), (torch.int8, -20.5, -8.0),
+        (torch.int8, 0.5, 1.0), (torch.int8, -1.25, -2.0), (torch.uint8, -1.25, 2.0),
+        (torch.uint8, -20.5, 8.0), (torch.int8, 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_the_factor_of_integers_is_whole(dtype: torch.dtype, alpha: float, found: float) -> None:
+    one = Operand(dtype)
+    asked = problem(m=2, n=2, k=2, a=one, b=one, out=one, scaled=True)
+    recipe = random_inputs.Recipe(alpha=alpha)
+    assert random_inputs.make(asked, CPU, recipe=recipe).alpha == found
+    assert random_inputs.make(replace(asked, scaled=False), CPU, recipe=recipe).alpha == 1.0
+
+
+def test_rows_are_gathered_in_order_where_it_is_said() -> None:
+    both = Groups(3, "m", a_index=torch.int64, out_index=torch.int32)
+    rows = drawn(both, reads="same")
+    assert rows.read == 40
+    assert rows.a_index is not None
+    assert rows.out_index is not None
+    assert rows.a_index.tolist() == rows.out_index.tolist() == list(range(40))
+
+
+# -- further inputs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "columns"), [(0, 4), (5, 4), (3, 1)])
+def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
+    a = torch.zeros(2, 11, columns)
+    further_inputs._flood(a, seed)
+    term = seed % columns
+    for row in range(11):
+        expected = {0: NAN, 1: NAN, 2: INF, 3: -INF, 4: 0.0}[row % 5]
+        assert torch.equal(a[:, row, term].isnan(), torch.tensor([math.isnan(expected)] * 2))
+        if not math.isnan(expected):
+            assert a[:, row, term].tolist() == [expected] * 2
+            others = [column for column in range(columns) if column != term]
+            assert (a[:, row, others] == 0).all()
+        else:
+            assert a[:, row].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expanded", "in_b"),
+    [
+        ({"m": 4, "n": 4, "k": 4}, False, False),
+        ({"bias": torch.float32}, True, False),
+        ({"residual": Operand(torch.float32, "strided", False)}, None, False),
+        ({"b": Operand(torch.float32, "strided", False)}, False, None),
+        ({"a": Operand(torch.float32, "strided", False)}, None, False),
+        ({"batch": 3}, True, True),
+        ({"batch": 3, "residual": F32}, True, True),
+    ],
+)
+def test_which_problems_have_strides_of_zero(
+    fields: dict[str, Any], expanded: bool | None, in_b: bool | None
+) -> None:
+    """None: as their layout allows."""
+
+    def allows(spec: Operand, shape: Any) -> bool:
+        return 0 in guard_bands.expanded_layout(spec, shape).strides
+
+    asked = problem(**fields)
+    if expanded is None:
+        expanded = allows(asked.a, asked.a_shape) or (
+            asked.residual is not None and allows(asked.residual, asked.out_shape)
+        )
+    if in_b is None:
+        in_b = allows(asked.b, asked.b_shape)
+    assert further_inputs._applies(asked, "expanded") is expanded
+    assert further_inputs._applies(asked, "expanded b") is in_b
+    assert further_inputs._applies(asked, "same")
+
+
+@pytest.mark.parametrize("cancelling", [False, True])
+@pytest.mark.parametrize("text", ["identity", "relu"])
+def test_results_that_are_judged(text: str, cancelling: bool) -> None:
+    """Where values are unusual an epilogue has to leave finite ones; and of sums that cancel,
+    results of their size."""
+    recipe = random_inputs.Recipe(random_inputs.Values(cancelling=cancelling, a=8.0))
+    asked = problem(m=2, n=2, k=2, a=F16, b=F16, out=F16, epilogue=parse(text))
+    data = DataSets(asked, CPU)
+    unusual = further_inputs.Round(data, further_inputs.Plan("x", recipe))
+    usual = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe()))
+    least = random_inputs.SPREAD / 8
+    for number, judged in (
+        (least, True), (least * 0.9, not cancelling), (32752.0, True), (32753.0, False),
+        (NAN, False), (INF, False),
+    ):  # fmt: skip
+        expected = torch.tensor([[0.0, number]])
+        assert unusual._is_judged(expected) is (judged or text == "identity")
+        assert usual._is_judged(expected)
+    assert unusual._is_judged(torch.empty(0, 2))
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1, True), (0, False)])
+def test_a_reference_is_kept_for_the_next_launcher_if_it_is_small(share: int, kept: bool) -> None:
+    data = DataSets(problem(m=4, n=4, k=4), CPU)
+    found = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe()))
+    expected = found.expected(data.sets()[0].inputs)
+    assert found.expected(data.sets()[0].inputs) is expected
+    data.limit = expected.nbytes * further_inputs._KEPT - 1 + share
+    found.end()
+    assert (found._expected is expected) is kept
+
+
+@pytest.mark.parametrize("place", ["same", "apart", "near", "plain", "shared", "expanded"])
+def test_which_rounds_have_an_output_of_unusual_strides(place: Any) -> None:
+    plan = further_inputs.Plan("x", random_inputs.Recipe(), place)
+    assert further_inputs.Round(None, plan).is_unusual is (place in ("apart", "near"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "shared"),
+    [
+        ({"a": torch.randn(4, 6)}, True), ({"a": torch.randn(4, 5)}, False),
+        ({"a": torch.randn(2, 4, 6)}, True), ({"a": torch.randn(4, 6).half()}, False),
+        ({"a": torch.randn(0, 6)}, False),
+        ({"a": torch.randn(4, 5), "residual": torch.randn(3, 6)}, True),
+    ],
+)  # fmt: skip
+def test_a_bias_that_is_the_first_row_of_another_argument(made: Any, shared: bool) -> None:
+    data = DataSets(problem(m=4, n=6, k=6, bias=torch.float32), CPU)
+    bias = further_inputs._plain(data, "plain", dict(made), "bias", F32, (1, 6))
+    assert bias.shape == (1, 6)
+    last = list(made.values())[-1]
+    assert (bias.data_ptr() == last.data_ptr()) is shared
+    if shared:
+        assert torch.equal(bias[0], last.flatten(0, -2)[0])
+    grouped = DataSets(problem(m=4, n=6, k=6, bias=torch.float32, groups=Groups(2, "m")), CPU)
+    alone = further_inputs._plain(grouped, "plain", dict(made), "bias", F32, (2, 6))
+    assert alone.shape == (2, 6)
+    assert alone.data_ptr() != last.data_ptr()
+
+
+# -- memory and state ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("t", "fits"),
+    [
+        (torch.empty(4, 16), True), (torch.empty(16, 4).mT, False),
+        (torch.empty(4, 17)[:, :16], False), (torch.empty(65)[1:].view(4, 16), False),
+        (torch.empty(4, 20)[:, :16], True), (torch.empty(3, 4, 16), True),
+    ],
+)  # fmt: skip
+def test_which_tensors_are_of_a_class(t: torch.Tensor, fits: bool) -> None:
+    assert guard_bands.in_class(t, F32) is fits
+    assert guard_bands.in_class(t, replace(F32, aligned=False)) is (not fits and t.stride(-1) == 1)
+    assert not guard_bands.in_class(t, replace(F32, wide=True))
+
+
+@pytest.mark.parametrize(
+    ("limit", "count"),
+    [(1, 1 << 12), (160 << 12, 1 << 12), (320 << 12, 1 << 13), (1 << 60, None)],
+)
+def test_so_many_elements_are_compared_at_a_time(limit: int, count: int | None) -> None:
+    data = DataSets(problem(), CPU, memory_limit=limit)
+    assert data.at_once == (data_sets.COMPARED if count is None else count)
+
+
+def test_the_second_set_lies_otherwise_in_memory() -> None:
+    data = DataSets(problem(m=6, n=10, k=12), CPU)
+    strides = [of.inputs.a.stride() for of in data.sets()]
+    assert strides[0] == (12, 1)
+    assert strides[1] == memory_layout(F32, (6, 12), padded=True).strides != strides[0]
+    assert [of.recipe for of in data.sets()] == [data_sets.FIRST, data_sets.SECOND]
+
+
+@pytest.mark.parametrize(
+    ("along", "ends", "defined"),
+    [
+        ("m", (2, 5), (5, 7)), ("n", (2, 5), (6, 5)), ("k", (2, 5), (6, 7)), ("m", (0, 0), (0, 7)),
+        (None, (), (6, 7)),
+    ],
+)  # fmt: skip
+def test_what_of_a_result_is_compared(along: Any, ends: Any, defined: tuple[int, int]) -> None:
+    asked = problem(m=6, n=7, k=8, **({"groups": Groups(2, along)} if along else {}))
+    data = DataSets(asked, CPU)
+    rows = Rows(torch.tensor(ends), ends, 6) if along else None
+    at_rows, at_cols = data.sampled(Inputs(torch.empty(0), torch.empty(0), rows=rows))
+    assert at_rows.tolist() == list(range(defined[0]))
+    assert at_cols == slice(defined[1])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are this processor's")
+def test_every_way_of_rounding_is_told_from_the_others() -> None:
+    libm = ctypes.CDLL(None)
+    found = []
+    try:
+        for mode in (0, 0x400, 0x800, 0xC00):  # to nearest, down, up, to zero
+            libm.fesetround(mode)
+            found.append(process_state._rounding())
+    finally:
+        libm.fesetround(0)
+    assert found == [
+        (True, True, True), (True, False, False), (False, True, True), (True, True, False),
+    ]  # fmt: skip
+
+
+def test_launches_in_the_interpreter_are_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a launch within a launch does not wait for itself."""
+    running, most = 0, 0
+
+    class Executor:
+        def __call__(self, depth: int, *, named: str) -> str:
+            nonlocal running, most
+            running += 1
+            most = max(most, running - depth)
+            inside = self(depth + 1, named=named) if depth < 1 else named
+            for _ in range(200):
+                pass
+            running -= 1
+            return inside
+
+    interpreter = SimpleNamespace(GridExecutor=Executor)
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", interpreter)
+    ways_of_use._interpret_one_at_a_time.__wrapped__()
+    assert Executor.__call__.__wrapped__ is not None  # type: ignore[attr-defined]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: Executor()(0, named="x"), range(40)))
+    assert found == ["x"] * 40
+    assert most == 1
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", None)
+    ways_of_use._interpret_one_at_a_time.__wrapped__()  # there is nothing to serialise
