@@ -70,6 +70,13 @@ def named(thing: Any, name: Any) -> Any:
     return thing
 
 
+class ReturnedError(ValueError):
+    """An exception that a kernel returned in the place of a launcher."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return arguments[0]
+
+
 # -- what a plugin brings ------------------------------------------------------------------
 
 
@@ -198,7 +205,7 @@ def test_a_plugin_of_which_a_part_works_is_partly_used(works: bool) -> None:
         (query._anatomy, (None,), (3, object)),
         (query._resources, ([], (), [RESOURCES]), (None, [3], [RESOURCES, None], "x", 3)),
         (query._reasons, ([], (), ["a"], ["a"] * 100), (None, "a", [3], ["a", None], ["a"] * 101)),
-        (query._launcher, (len, print), (3, None, ValueError("x"))),
+        (query._launcher, (len, print), (3, None, ValueError("x"), ReturnedError("x"))),
     ],
 )  # fmt: skip
 def test_results_at_their_limits(check: Any, good: Any, bad: Any) -> None:
@@ -370,6 +377,10 @@ def test_an_entry_point_of_blas_is_not_registered_twice() -> None:
             ],
         ),
         ({}, {"deterministic": False, "capture_safe": False}, False, []),
+        (
+            dict.fromkeys(("deterministic", "batch_invariant", "capturing"), True),
+            {"batch_invariant": True}, False, [],
+        ),
     ],
 )  # fmt: skip
 def test_requirements_that_traits_do_not_meet(
@@ -575,6 +586,14 @@ def test_torchs_activations_have_texts(given: Any, text: str) -> None:
 def test_what_no_epilogue_is_is_refused_with_what_to_write(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^epilogue: "):
         text_of(given)
+
+
+def test_a_list_is_a_chain_and_a_dict_nothing() -> None:
+    r = Registry()
+    assert r.epilogue(["relu", "tanh"]) == parse("relu+tanh")
+    assert r.epilogue([]) is r.epilogue(None) is IDENTITY
+    with pytest.raises(TypeError, match="epilogue must be a str or an Epilogue, got dict"):
+        r.epilogue({"relu": 1})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

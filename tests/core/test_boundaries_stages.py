@@ -22,6 +22,7 @@ from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
 
 from tmm_core import Problem, TmmWarning
+from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.steps import drained
 from tmm_core.tuning import bind, cold_operands, ranking, search, stages, tuner
@@ -412,7 +413,67 @@ def test_a_kernel_that_lacked_memory_inside_the_bucket_is_tried_again(
     assert one._findings.left == ({} if left is None else {("k", "1"): left})
 
 
+@pytest.mark.parametrize(
+    ("fields", "kernels", "more"),
+    [
+        ({}, "blas k", True), ({}, "blas", False), ({"batch_invariant": True}, "blas k", False),
+        ({"m": 1}, "blas k", None),
+    ],
+)  # fmt: skip
+def test_blas_alone_is_timed_at_more_places_of_a_bucket(
+    fields: dict[str, Any], kernels: str, more: bool | None
+) -> None:
+    """None: the bucket has one M."""
+    asked = replace(problem(m=128), **fields)
+    one = tuning(Timer(), asked)
+    measured: list[dict[int, str]] = []
+
+    def measure_at(places: Any) -> Any:
+        measured.append({m: names(runs) for m, runs in places.items()})
+        yield from ()
+
+    one.measure_at = measure_at  # type: ignore[method-assign]
+    drained(one._measure_inside([run(name, 1.0) for name in kernels.split()]))
+    if more is None:
+        assert measured == []
+        return
+    (places,) = measured
+    every = dict.fromkeys(inside(asked), " ".join(f"{name}1" for name in kernels.split()))
+    others = dict.fromkeys(between(asked.extent), "blas1") if more else {}
+    assert places == every | others
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_reserves_are_fewer_after_the_budget(late: bool) -> None:
+    one = tuning(Timer())
+    one._is_late = lambda: late  # type: ignore[method-assign]
+    assert one._most_reserves() == (stages.LATE_RESERVES if late else stages.MOST_RESERVES)
+    assert stages.LATE_RESERVES < stages.MOST_RESERVES
+
+
 # -- the tuner ---------------------------------------------------------------------------------
+
+
+def test_whether_a_winner_was_verified_in_this_tuning() -> None:
+    """BLAS needs no verification, and a kernel of an older record had it elsewhere."""
+    times: dict[Any, float] = {"blas": 100.0, "k": 50.0, "slow": 200.0}
+    blas, k, slow = FakeBlas(), FakeKernel("k"), FakeKernel("slow")
+
+    def verified(kernels: Any, **more: Any) -> tuple[bool, TuningRecord]:
+        found = Findings()
+        record = Tuner(FakeTimer(times)).tune(
+            problem(), kernels, settings(), findings=found, **more
+        )
+        return found.verified, record
+
+    assert verified([blas])[0]
+    assert verified([blas, slow])[0]
+    fresh, record = verified([blas, k])
+    assert fresh
+    times["k"] = 300.0
+    old, record = verified([blas, k, slow], before=record)
+    assert record.best.kernel in ("k", "blas")
+    assert old is (record.best.kernel == "blas")
 
 
 def test_what_was_tried_is_noted_and_the_timer_is_the_devices() -> None:

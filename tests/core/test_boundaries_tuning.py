@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.machinery
 import math
@@ -10,6 +11,7 @@ import sys
 import time
 import types
 import warnings
+from collections import Counter
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -38,7 +40,15 @@ from tmm_core.registry.query import place_of
 from tmm_core.registry.registry import Registry
 from tmm_core.spec import toolchain
 from tmm_core.spec.kernel import Candidate
-from tmm_core.tuning import cold_operands, compile_pool, findings, progress, ranking, untried
+from tmm_core.tuning import (
+    cold_operands,
+    compile_pool,
+    findings,
+    progress,
+    ranking,
+    timing,
+    untried,
+)
 from tmm_core.tuning.candidate_launchers import CandidateLaunchers
 from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import copies, rotated, rotating
@@ -604,6 +614,177 @@ def test_a_chain_of_groups_has_every_sample_of_their_sizes() -> None:
     least = 2 * SIZE_SAMPLES * on_gpu.sizes["out"]
     assert len(rotated(inputs, on_gpu, count=2, limit=least)) == SIZE_SAMPLES
     assert len(rotated(inputs, on_gpu, count=2, limit=least - 1)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.complex128])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((4, 6), (6, 1)), ((4, 6), (8, 1)), ((4, 6), (1, 4)), ((3, 4), (2, 1)), ((0, 4), (4, 1)),
+     ((2, 3), (0, 1)), ((1,), (1,)), ((), ())],
+)  # fmt: skip
+def test_a_copy_of_an_operand_lies_as_it_does(
+    dtype: torch.dtype, offset: int, shape: Any, strides: Any
+) -> None:
+    memory = torch.arange(64).to(dtype)
+    t = memory.as_strided(shape, strides, offset)
+    copied = cold_operands.duplicate(t)
+    assert torch.equal(copied, t)
+    assert (copied.shape, copied.stride(), copied.dtype) == (t.shape, t.stride(), t.dtype)
+    assert copied.data_ptr() % 16 == t.data_ptr() % 16 or not t.numel()
+    assert copied.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr()
+
+
+# -- clocks --------------------------------------------------------------------------------
+
+
+class Gpu:
+    """A GPU as a clock: a run takes its time for each copy when it is launched or replayed, and a
+    graph notes what is launched while it is captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.done, self.capturing = 0.0, list[Any](), None
+        self.graphs: list[Any] = []
+        self.pools: list[Any] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.at - self.at) / 1e3  # ms
+
+        class Graph:
+            def __init__(self) -> None:
+                self.launches: list[Any] = []
+                self.freed = False
+                gpu.graphs.append(self)
+
+            def replay(self) -> None:
+                assert not self.freed
+                for launch in self.launches:
+                    gpu.take(*launch)
+
+            def reset(self) -> None:
+                self.freed = True
+
+        @contextlib.contextmanager
+        def capture(graph: Any, pool: Any, capture_error_mode: str) -> Any:
+            assert capture_error_mode == "thread_local"
+            gpu.pools.append(pool)
+            gpu.capturing = graph
+            try:
+                yield
+            finally:
+                gpu.capturing = None
+
+        def handle() -> int:
+            return len(gpu.pools) + 1
+
+        for name, value in {
+            "Event": Event, "CUDAGraph": Graph, "graph": capture, "graph_pool_handle": handle,
+            "synchronize": lambda device: None, "current_stream": lambda: None,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "device": lambda device: contextlib.nullcontext(),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def take(self, name: str, copy: int, us: float) -> None:
+        if self.capturing is not None:
+            self.capturing.launches.append((name, copy, us))
+        else:
+            self.now += us
+            self.done.append((name, copy))
+
+    def run(self, name: str, us: float, fails: bool = False) -> Any:
+        def launch(copy: int) -> None:
+            if fails and self.capturing is not None:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.take(name, copy, us)
+
+        return launch
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sample_is_the_time_of_a_call_in_a_chain_of_copies(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(monkeypatch)
+    ended: list[Any] = []
+    monkeypatch.setattr(timing.compat, "end_failed_capture", ended.append)
+    timer = timing.GraphTimer(torch.device("cuda", 0))
+    runs = [gpu.run("a", 10.0, fails), gpu.run("b", 30.0)]
+    assert timer.measure(runs, 3, copies=2, burst_us=100.0) == [[10.0] * 3, [30.0] * 3]
+    assert ended == ([1] if fails else [])
+    assert len(gpu.pools) == 2
+    # A chain of a takes 20 µs and is replayed five times in a sample, one of b twice; before, each
+    # ran once by itself, and twice as a chain.
+    assert Counter(gpu.done) == {
+        ("a", 0): 1 + 2 + 3 * 5, ("a", 1): 2 + 3 * 5, ("b", 0): 1 + 2 + 3 * 2, ("b", 1): 2 + 3 * 2,
+    }  # fmt: skip
+    graphs = len(gpu.graphs)
+    assert timer.measure(runs, 1, copies=2, burst_us=1.0) == [[10.0], [30.0]]
+    assert len(gpu.graphs) == graphs  # they are kept
+    assert timer.measure(runs[1:], 1, copies=3, burst_us=1.0) == [[30.0]]
+    assert len(gpu.graphs) == graphs + 1
+    assert len(set(gpu.pools)) == (2 if fails else 1)
+    timer.forget_captures()
+    assert [graph.freed for graph in gpu.graphs] == [not fails, True, True]
+    timer.measure(runs[1:], 1, copies=3, burst_us=1.0)
+    assert len(gpu.graphs) == graphs + 2
+    assert gpu.pools[-1] != gpu.pools[-2]
+    timer.release()
+    assert gpu.graphs[-1].freed
+
+
+def test_a_launch_alone_is_timed_after_the_cache_was_flushed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(monkeypatch)
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(torch, "zeros", lambda n, **_: ("flush", n))
+    monkeypatch.setattr(torch, "amax", lambda flush: gpu.take(flush, 0, 80.0))
+    timer = timing.GraphTimer(torch.device("cuda", 0))
+    runs = [gpu.run("a", 10.0), gpu.run("b", 30.0)]
+    assert timer.alone(runs, 4) == [[10.0] * 4, [30.0] * 4]
+    assert gpu.graphs == []
+    flush = (("flush", 16), 0)
+    assert gpu.done[::3] == gpu.done[1::3] == [flush] * 8
+    assert sorted(gpu.done[2::3]) == [("a", 0)] * 4 + [("b", 0)] * 4
+
+
+def test_samples_of_a_host_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    asked: list[Any] = []
+
+    def run(name: str, seconds: float) -> Any:
+        def call(copy: int) -> None:
+            asked.append((name, copy))
+            now[0] += seconds
+
+        return call
+
+    found = timing.HostTimer().measure([run("a", 1e-6), run("b", 3e-6)], 2, copies=3)
+    assert found == [pytest.approx([1.0] * 2), pytest.approx([3.0] * 2)]
+    assert Counter(asked) == {(name, copy): 2 for name in "ab" for copy in range(3)}
+
+
+def test_samples_are_normalised_by_round() -> None:
+    """A round in which the clock was slower is slower for all."""
+    a, b = [10.0, 10.0, 20.0], [30.0, 31.0, 60.0]
+    assert timing.normalised([a, b]) == [
+        pytest.approx([10.0, 10.0 * 62 / 63, 10.0], rel=0.02),
+        pytest.approx([30.5, 30.5, 30.5], rel=0.03),
+    ]
+    assert timing.normalised([[5.0, 5.0], [7.0, 7.0]]) == [[5.0, 5.0], [7.0, 7.0]]
 
 
 # -- the line of progress ----------------------------------------------------------------

@@ -88,6 +88,25 @@ def test_a_wrapper_that_fails_costs_itself(broken: Any, said: str) -> None:
     assert ("double" in r.epilogues()) is isinstance(broken, FailingWrapper)
 
 
+def test_a_wrapper_that_failed_is_not_called_again() -> None:
+    called: list[str] = []
+
+    class Counted:
+        @hookimpl(wrapper=True)
+        def tmm_kernels(self) -> Iterator[None]:
+            called.append("")
+            yield
+            raise ZeroDivisionError("around")
+
+    each = [EntryPoint(name, plugin(FakeKernel(name))) for name in "abcd"]
+    r = registry(EntryPoint("bad", Counted()), *each)
+    with pytest.warns(TmmWarning, match="its wrapper of tmm_kernels failed around plugin 'a'"):
+        assert names(r) == list("abcd")
+    assert len(called) == 2  # among all wrappers, and alone
+    r.register(plugin(FakeKernel("e")), "by hand")
+    assert len(called) == 2
+
+
 def test_a_failing_wrapper_of_another_does_not_keep_a_plugin_from_registering() -> None:
     r = Registry()
     r.register(FailingWrapper(), "bad")
