@@ -13,14 +13,23 @@ import torch
 from _pytest.outcomes import Failed, Skipped
 from fakes import DEVICE, FakeKernel, problem
 
-from tmm_core import Operand
+from tmm_core import Operand, Problem
 from tmm_core.bench.case import Case
-from tmm_core.formats import named
+from tmm_core.epilogues import BUILTIN, parse
+from tmm_core.formats import FORMATS, named
 from tmm_core.formats.grids import ROW
 from tmm_core.spec.operand import Scale
-from tmm_core.testing import FormatConformance, KernelConformance
+from tmm_core.testing import FormatConformance, KernelConformance, probe_problems
 from tmm_core.testing.conformance import _Tensors
-from tmm_core.testing.probe_problems import problem_id, scales_of, usual_scale, whole_k
+from tmm_core.testing.probe_problems import (
+    SIZE,
+    SIZES,
+    odd_problems,
+    problem_id,
+    scales_of,
+    usual_scale,
+    whole_k,
+)
 from tmm_core.tools import ranks
 from tmm_core.tools.cli import main
 
@@ -123,6 +132,152 @@ def test_scales_of_a_format() -> None:
     ]  # fmt: skip
     assert usual_scale(mxfp4) == Scale(mxfp4.grids[0], mxfp4.scale_dtypes[0])
     assert ROW not in mxfp4.grids
+
+
+def posed(name: str, device: str = "cpu") -> list[Problem]:
+    """The problems of a test of the suite."""
+    made: Any = suite(FakeKernel("k"), dtypes=(torch.float16, BF16, F32), device=device)
+    made._device = lambda: torch.device(device)
+    return list(getattr(made, name)())
+
+
+PROBES = sorted(
+    name for name in dir(KernelConformance)
+    if name.startswith("probes_of_") or name in ("sizes_of_tiles", "demanding", "fine_grained")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_no_problem_is_posed_twice_and_k_has_whole_groups(name: str) -> None:
+    probes = posed(name)
+    assert len(probes) == len(set(probes))
+    for probe in probes:
+        assert whole_k(probe) == probe
+        assert probe.device.type == "cpu"
+        assert 0 in (probe.m, probe.n, probe.k, probe.batch) or name != "probes_of_empties"
+
+
+def test_every_layout_of_every_matrix_is_posed() -> None:
+    every = {("row", True), ("col", True), ("row", False), ("col", False), ("strided", False)}
+
+    def laid_out(probe: Problem, *names: str) -> list[tuple[str, bool]]:
+        return [(getattr(probe, name).layout, getattr(probe, name).aligned) for name in names]
+
+    probes = posed("probes_of_layouts")
+    usual = [("row", True)]
+    whole = [probe for probe in probes if probe.n == 80]
+    for name, others in (("a", ("b", "out")), ("b", ("a", "out")), ("out", ("a", "b"))):
+        alone = [p for p in whole if laid_out(p, *others) == usual * 2]
+        assert {laid_out(p, name)[0] for p in alone} == every
+    assert {tuple(laid_out(p, "a", "b", "out")) for p in whole[13:]} == {
+        (("col", True), ("col", True), ("row", True)), (("col", True),) * 3,
+        (("row", False), ("col", False), ("row", False)), (("strided", False),) * 3,
+    }  # fmt: skip
+    odd = [probe for probe in probes if probe.n != 80]
+    assert {(p.m, p.n, p.k) for p in odd} == {(45, 77, 109)}
+    pairs = {(a, b) for a in ("row", "col") for b in ("row", "col")}
+    for aligned in (True, False):
+        found = {(p.a.layout, p.b.layout) for p in odd if p.a.aligned is aligned}
+        assert found == pairs
+    residuals = [p.residual for p in posed("probes_of_terms") if p.residual and not p.bias]
+    assert {(r.layout, r.aligned) for r in residuals if r.dtype is torch.float16} == every
+    assert [r.dtype for r in residuals].count(F32) == 1
+
+
+def test_every_dtype_term_and_epilogue_is_posed() -> None:
+    half, three = torch.float16, (torch.float16, BF16, F32)
+    dtypes = [(p.a.dtype, p.out.dtype, p.tf32, p.b.layout) for p in posed("probes_of_dtypes")]
+    assert set(dtypes) == {
+        *((a, out, False, "row") for a in three for out in three if a != out),
+        (F32, F32, True, "row"), (F32, F32, True, "col"),
+    }  # fmt: skip
+    keys = {p.epilogue.key for p in posed("probes_of_epilogues")}
+    assert keys >= {parse(text).key for text in BUILTIN}
+    assert len(keys) == len(BUILTIN) + 7
+    terms = {(p.bias, p.residual is not None, p.scaled, p.epilogue.key)
+             for p in posed("probes_of_terms")}  # fmt: skip
+    assert terms == {
+        (None, False, True, "identity"), (half, False, False, "identity"),
+        (F32, False, False, "identity"), (None, True, False, "identity"),
+        (half, True, True, "silu"), (half, True, True, "swiglu"),
+    }  # fmt: skip
+    most, plain, small = posed("demanding")
+    assert (most.bias, most.residual, most.epilogue.key) == (half, most.out, "silu")
+    assert replace(most, bias=None, residual=None, epilogue=plain.epilogue) == plain
+    assert (plain.m, plain.n, plain.k) == (43, 80, 448)
+    assert (small.m, small.n, small.k) == (48, 80, 112)
+    assert [(p.a.dtype, p.out.dtype) for p in posed("fine_grained")] == [
+        (half, F32), (F32, F32), (half, half), (half, half),
+    ]  # fmt: skip
+    ports = {(port.kind, port.reduce, port.dtype) for p in posed("probes_of_outputs")
+             for port in p.epilogue.outputs}  # fmt: skip
+    assert {(kind, reduce) for kind, reduce, _ in ports if kind != "tile"} == {
+        (kind, reduce) for kind in ("row", "col", "scalar") for reduce in ("max", "sum")
+    }
+    assert {dtype for _, _, dtype in ports} == {half, BF16, F32}
+
+
+def test_every_format_and_scale_is_posed() -> None:
+    probes = posed("probes_of_scales")
+    for form in FORMATS.values():
+        own = [p for p in probes if p.b.form is form]
+        assert {p.b.scale.block for p in own if p.b.scale} >= {s.block for s in scales_of(form)}
+        assert {p.b.zero is not None for p in own} == {False, bool(form.zeros)} | {False}
+        assert {p.b.dtype for p in own} == set(form.storage)
+        if form.implied:
+            assert {p.a.form is form for p in own} == {False, True}
+        verified = [p for p in posed("probes_of_verification") if p.b.form is form]
+        grids = {s.block for s in scales_of(form) if s.grid} | {usual_scale(form).block}
+        assert {p.b.scale.block for p in verified if p.b.scale} == grids
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_size_of_the_suite_has_its_property(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = 256 if device == "cuda" else 16
+    odd, even, *rest = SIZES[device]
+    assert all(size % 2 for size in odd)
+    assert all(size % min(tile, 32) == 0 for size in even)
+    for name, of in zip("mnk", ((1, 0), (1, 1), (1, 2)), strict=True):
+        assert any(size[of[1]] == 1 for size in rest), name
+    assert (1, 1, 1) in rest
+    assert any(k < 16 and m >= 32 <= n for m, n, k in rest)
+    assert any(k > 10 * max(m, n) for m, n, k in rest)
+    assert any(m > 20 * n for m, n, _ in rest)
+    assert any(n > 20 * m for m, n, _ in rest)
+    if device == "cuda":
+        assert any(m // 256 * (n // 256) > 78 for m, n, _ in rest)
+        assert all(max(m, n) > 128 for m, n, _ in SIZES[device] if min(m, n) > 1 and m != 48)
+    assert all(size % 16 == 0 and size % 32 for size in SIZE[device] if size != 304)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(probe_problems, "fingerprint", lambda _: replace(DEVICE, type=device))
+    sizes = {(p.m, p.n, p.k) for p in posed("sizes_of_tiles", device)}
+    tallest = 128 if device == "cuda" else 32
+    for remainder in (*range(1, 17), 20, 24, 28):
+        assert {(remainder, 16, 16), (tallest + remainder, 16, 16)} <= sizes
+    for size in (8, 24, 40, 56, 17, 33, 47):
+        assert {(16, size, 16), (16, 16, size)} <= sizes
+
+
+def test_problems_that_only_queries_see_are_of_every_kind() -> None:
+    odd = list(odd_problems(DEVICE))
+    for name in ("m", "n", "k", "batch"):
+        assert {getattr(p, name) for p in odd} >= {0, 1, 2**31 - 1, 2**31, 2**40}
+    dtypes = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    for name in ("a", "b", "out", "residual"):
+        operands = [getattr(p, name) for p in odd if getattr(p, name) is not None]
+        assert {o.dtype for o in operands} >= dtypes
+        assert len({(o.layout, o.aligned, o.wide) for o in operands}) == 12
+    assert {p.bias for p in odd} >= dtypes
+    assert {p.groups.ragged if p.groups else "" for p in odd} == {"", "m", "n", "k"}
+    assert {p.groups.count for p in odd if p.groups} == {1, 3, 2**20}
+    assert {p.extent for p in odd if p.groups} >= {0, 64, 2**31}
+    for flag in ("deterministic", "batch_invariant", "capturing", "tf32", "scaled"):
+        assert any(getattr(p, flag) for p in odd)
+    assert {p.device.type for p in odd} == {DEVICE.type, "cuda", "cpu", "mps", "meta"}
+    assert {p.b.form for p in odd} >= set(FORMATS.values())
+    assert {p.epilogue for p in odd} >= set(BUILTIN.values())
 
 
 # -- formats -------------------------------------------------------------------------------

@@ -217,8 +217,8 @@ class ProbeProblems:
 
     def probes_of_scales(self) -> Iterator[Problem]:
         """Operands of every format, same and mixed dtypes, with every kind of scale and none."""
-        for form in FORMATS.values():
-            yield from map(whole_k, self._probes_of(form))
+        probes = itertools.chain.from_iterable(map(self._probes_of, FORMATS.values()))
+        yield from dict.fromkeys(map(whole_k, probes))
 
     def _probes_of(self, form: Format) -> Iterator[Problem]:
         own, grids = usual_scale(form), [each for each in scales_of(form) if each.grid]
