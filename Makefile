@@ -32,6 +32,8 @@ TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.
 	tests/plugins/test_triton_kernels.py \
 	tests/plugins/test_warp_specialized.py::test_fused_work_compiles_for_hopper \
 	tests/plugins/test_ragged_hopper.py::test_groups_compile_for_hopper
+TESTS_newest = tests/plugins/test_mixed_input.py::test_weights_go_through_registers_without_waits_or_spills \
+	tests/plugins/test_arithmetic.py
 TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/test_ports.py
 
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt

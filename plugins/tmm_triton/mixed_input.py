@@ -237,11 +237,6 @@ class Constants(MixedInputConfig):
         return ",".join(["=r"] * self.pairs + ["r"] * (1 + others))
 
     @property
-    def results(self) -> tuple[gl.dtype, ...]:
-        """The dtypes of the program's results."""
-        return (gl.int32,) * self.pairs
-
-    @property
     def unit(self) -> torch.dtype:
         """The dtype that stored values are read as."""
         return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.PAIR * self.pairs]

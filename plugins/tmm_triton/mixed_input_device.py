@@ -234,21 +234,27 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
     elif C.SCALED == "wide":
         factor = scale.to(gl.float32).to(gl.int32, bitcast=True)
         operands += (_spread(factor, C),)  # type: ignore[assignment]
-    RESULTS: gl.constexpr = C.results
-    pairs = gl.inline_asm_elementwise(
-        PROGRAM, REGISTERS, operands, dtype=RESULTS, is_pure=True, pack=1
-    )
+    # Each call spells its results' dtypes: Triton 3.9 does not unwrap those of a constant tuple.
+    if C.pairs == 4:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, REGISTERS, operands, is_pure=True, pack=1,
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        )  # fmt: skip
+        pairs = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))
+    elif C.pairs == 2:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, REGISTERS, operands, is_pure=True, pack=1, dtype=(gl.int32, gl.int32)
+        )
+        pairs = gl.join(pairs[0], pairs[1])
+    else:
+        pairs = gl.inline_asm_elementwise(
+            PROGRAM, REGISTERS, operands, is_pure=True, pack=1, dtype=gl.int32
+        )
     if C.arranged:
         # A thread's pairs, [rows, quarters, words of a quarter, pairs of a word], in turn.
         QUARTERS: gl.constexpr = [ROWS, 4, BLOCK_K // 8]
         WHOLE: gl.constexpr = [ROWS, BLOCK_K // 2]
-        if C.pairs == 4:
-            both = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))
-        else:
-            both = gl.join(pairs[0], pairs[1])
-        pairs = both.reshape(QUARTERS).permute((0, 2, 1)).reshape(WHOLE)
-    else:
-        pairs = pairs[0]
+        pairs = pairs.reshape(QUARTERS).permute((0, 2, 1)).reshape(WHOLE)
     low = pairs.to(gl.int16).to(T, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(T, bitcast=True)
     values = gl.join(low, high).reshape([ROWS, BLOCK_K])

@@ -104,7 +104,7 @@ def test_numbers_are_pythons(alpha: Any, found: Any) -> None:
     [
         (2**64, OverflowError), (-(2**63) - 1, OverflowError), ("1", TypeError), (None, TypeError),
         (torch.ones(1), TypeError), (torch.ones((), requires_grad=True), TypeError),
-        (np.ones(1), TypeError), (np.timedelta64(3), TypeError), (1j, RuntimeError),
+        (np.ones(1), TypeError), (np.timedelta64(3, "s"), TypeError), (1j, RuntimeError),
     ],
 )  # fmt: skip
 def test_what_is_no_number(alpha: Any, error: type[Exception]) -> None:

@@ -111,6 +111,7 @@ def test_on_a_gpu_torch_is_compared_with_in_temporary_records(
 
 
 @pytest.mark.gpu
+@pytest.mark.slow  # two minutes, and more beside other processes
 def test_on_a_gpu_problems_of_each_class_are_compared(tmp_path: Path) -> None:
     status, text = run(tmp_path)
     assert status == 0, text

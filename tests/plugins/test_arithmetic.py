@@ -3,6 +3,7 @@ same ones (``benchmarks/results/h100/invariant_bits.txt``)."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from fakes import with_scales, without_scales
-from tmm_triton import reduction_order
+from tmm_triton import partials, reduction_order
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.plugin import KERNELS, load
 from tmm_triton.realigned import Realigned, RealignedConfig
@@ -75,6 +76,23 @@ def contracted(problems: list[Problem]) -> list[dict[str, int]]:
                 counts[name] = compiled.asm["ptx"].count("fma.rn.f32")
         found.append(counts)
     return found
+
+
+def longest_sums(splits: int) -> int:
+    """The most fp32 additions that follow one another in the kernel that adds up ranges of K."""
+    build = partials.reduction(problem(300, batch_invariant=True), splits, 300 * 5120)
+    length: dict[str, int] = {}
+    ptx = build.compile_for(GPUTarget("cuda", 90, 32)).asm["ptx"]
+    for total, one, other in re.findall(r"add\.rn\.f32\s+(%\w+), (%\w+), ([%\w]+);", ptx):
+        length[total] = 1 + max(length.get(one, 0), length.get(other, 0))
+    return max(length.values())
+
+
+@pytest.mark.parametrize("splits", [4, 8])
+def test_ranges_are_added_one_after_the_other(splits: int, uninterpreted: Uninterpreted) -> None:
+    """A kernel that sums them up in registers does so; Triton's own sum adds pairs of pairs since
+    3.8. The first addition is to zero."""
+    assert uninterpreted(longest_sums, splits) >= splits
 
 
 def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninterpreted) -> None:

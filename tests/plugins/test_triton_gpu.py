@@ -212,7 +212,7 @@ def test_ranges_of_k_have_the_bits_of_parts(count: int) -> None:
     """In every tile, over several tiles a block, with everything that an epilogue does."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    for m, n, k in ((300, 1000, 4096), (2500, 1536, 8192)):
+    for m, n, k in ((300, 1000, 4096), (2500, 1536, 8192), (70, 64, 4096)):
         a, b = random(m, k), random(n, k, seed=1).t()
         bias, residual = random(n, seed=2), random(m, n, seed=3)
         problem = Problem.of(

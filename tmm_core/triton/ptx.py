@@ -41,6 +41,9 @@ _PRODUCT = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)(?P<types>k\d+[.\w]+) "
     r"\{(?P<sums>[^}]*)\}, (?P<a>%\w+), (?P<b>%\w+), (?P<rest>[^;]*);"
 )
+#: A matrix descriptor's lowest bits, which hold the address in shared memory (PTX ISA, "Matrix
+#: Descriptor Format").
+_ADDRESS_BITS = 14
 _COMMIT = "wgmma.commit_group.sync.aligned;"
 _WAIT = re.compile(r"wgmma\.wait_group\.sync\.aligned (\d+);")
 
@@ -88,7 +91,7 @@ def joined(ptx: str, ahead: bool = False) -> str:
             raise UnknownPTXError("does not multiply in pairs")
         # The joint product replaces the second, where the sums of both are in their registers.
         for product, other in zip(products, others, strict=True):
-            one = _one(other, product) if ahead else _one(product, other)
+            one = _ahead(other, product) if ahead else _one(product, other, product["b"])
             second = second.replace(other[0], one, 1)
         pairs.append(_PRODUCT.sub("", first) + second)
     # One group, since ptxas turns an empty one into a small product.
@@ -101,12 +104,19 @@ def _same(product: re.Match[str]) -> tuple[str, ...]:
     return product["types"], product["a"], product["rest"]
 
 
-def _one(first: re.Match[str], second: re.Match[str]) -> str:
+def _one(first: re.Match[str], second: re.Match[str], b: str) -> str:
     columns = int(first["columns"]) + int(second["columns"])
     return (
         f"wgmma.mma_async.sync.aligned.m64n{columns}{first['types']} "
-        f"{{{first['sums']},{second['sums']}}}, {first['a']}, {first['b']}, {first['rest']};"
+        f"{{{first['sums']},{second['sums']}}}, {first['a']}, {b}, {first['rest']};"
     )
+
+
+def _ahead(first: re.Match[str], second: re.Match[str]) -> str:
+    """The joint product where the first's ``b`` has the address, and the second's the distance
+    between boxes: Triton leaves that out of the descriptor of a single box."""
+    address = f"bfi.b64 tmm_b, {first['b']}, {second['b']}, 0, {_ADDRESS_BITS};"
+    return f"{{\n.reg .b64 tmm_b;\n{address}\n{_one(first, second, 'tmm_b')}\n}}"
 
 
 def joined_ahead(ptx: str) -> str:
