@@ -240,6 +240,63 @@ def test_a_kernel_sees_a_residual_of_the_results_shape(monkeypatch: pytest.Monke
     assert seen == [(4, 6)] * 5
 
 
+def test_a_kernel_sees_the_terms_of_its_problem_alone() -> None:
+    """In training a product with an activation is computed in parts: the residual is added last."""
+    seen: list[Any] = []
+
+    class Noting(FakeBlas):
+        def bind(self, problem: Any, config: Any) -> Any:
+            right = super().bind(problem, config)
+
+            def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+                seen.append((bias is not None, residual is not None))
+                assert (problem.bias is not None, problem.residual is not None) == seen[-1]
+                return right(a, b, bias, residual, alpha, out)
+
+            launch.cost = right.cost  # type: ignore[attr-defined]
+            return launch
+
+    installed(Noting())
+    a, bias, residual = A.clone().requires_grad_(), torch.randn(6), torch.randn(4, 6)
+    for _ in range(2):
+        y = tmm_core.matmul(a, B, bias=bias, epilogue="tanh", residual=residual)
+        torch.testing.assert_close(y, torch.tanh(a @ B + bias) + residual)
+    assert seen == [(True, False)] * 2
+    y = tmm_core.matmul(a, B, residual=residual)
+    torch.testing.assert_close(y, a @ B + residual)
+    assert seen[2:] == [(False, True)]
+
+
+def test_plans_of_a_kernel_that_multiplies_itself_are_dropped() -> None:
+    installed(FakeBlas())
+    tmm_core.matmul(A, B)
+    assert len(warm._plans) == 1
+    warm.nest("another")
+    assert len(warm._plans) == 1
+    warm.nest("blas")
+    assert len(warm._plans) == 0
+    warm.NESTING.clear()
+
+
+@pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
+def test_groups_of_meta_tensors_have_a_shape(epilogue: Any) -> None:
+    a, b = torch.empty(7, 8, device="meta"), torch.empty(3, 8, 6, device="meta")
+    offs = torch.empty(3, device="meta", dtype=torch.int32)
+    y = tmm_core.grouped_matmul(a, b, offs=offs, epilogue=epilogue)
+    assert (y.shape, y.device.type) == ((7, 3 if epilogue == "swiglu" else 6), "meta")
+    y = tmm_core.matmul(a, b[0], epilogue=epilogue)
+    assert (y.shape, y.device.type) == ((7, 3 if epilogue == "swiglu" else 6), "meta")
+
+
+def test_a_plan_is_of_the_formats_that_it_was_made_for() -> None:
+    a, weight = torch.randn(4, 32), torch.randn(6, 32)
+    int8, fp8 = (tmm_core.quantize(weight, name) for name in ("int8", "fp8"))
+    plan = tmm_core.plan(a, int8.mT)
+    torch.testing.assert_close(plan(a, int8.mT), tmm_core.matmul(a, int8.mT))
+    with pytest.raises(ValueError, match=r"takes operands of formats .*int8.*, got .*"):
+        plan(a, fp8.mT)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "seen"),
     [
@@ -260,6 +317,11 @@ def test_operands_of_any_dimensions_are_matrices_or_stacks(a: Any, b: Any, seen:
     of_a, of_b = torch.rand(*a[:-1], 1), torch.rand(*b[:-2], 1, *b[-1:]) if b[1:] else torch.rand(1)
     scaled = (found[0] * fold._of_a(of_a)) @ (found[1] * fold._of_b(of_b))
     torch.testing.assert_close(scaled.view(y.shape), (left * of_a) @ (right * of_b))
+    # A grid of scales has one for each four values of K.
+    grids = fold._of_a(torch.rand(*a[:-1], 2)), fold._of_b(torch.rand(*b[:-2], 2, *b[-1:])
+                                                          if b[1:] else torch.rand(2))  # fmt: skip
+    assert grids[0].shape == (*seen[0][:-1], 2)
+    assert grids[1].shape == (*seen[1][:-2], 2, seen[1][-1])
 
 
 def test_the_default_device_is_no_matter_to_a_refusal() -> None:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
@@ -760,6 +760,7 @@ def test_cancelled_jobs_are_named_to_the_host_and_wake_their_waiters(parent: Par
         assert process.receive() == {"cancel": [0, 2]}
         assert [future.done() for future in (one, two, three)] == [True, False, True]
         assert one.cancelled()
+        assert not wait([one, three], timeout=0).not_done  # it knows of them
         with pytest.raises(CancelledError):
             three.result(timeout=10)
         host.cancel({one, Future()})  # nobody waits for these: nothing is sent

@@ -24,6 +24,7 @@ from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
+    auxiliary_outputs,
     compare,
     data_sets,
     further_inputs,
@@ -1147,6 +1148,46 @@ def test_a_bias_that_is_the_first_row_of_another_argument(made: Any, shared: boo
     alone = further_inputs._plain(grouped, "plain", dict(made), "bias", F32, (2, 6))
     assert alone.shape == (2, 6)
     assert alone.data_ptr() != last.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_8_bit_float_is_rounded_by_half_a_step(dtype: torch.dtype) -> None:
+    codes = torch.arange(0x01, 0x77, dtype=torch.uint8).view(dtype)
+    steps = codes[1:].double() - codes[:-1].double()
+    found = auxiliary_outputs.half_step(codes[:-1]).double()
+    normal = codes[:-1].double() >= torch.finfo(dtype).smallest_normal
+    assert torch.equal(found[normal], (steps / 2)[normal])
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+    assert (found[~normal] == least).all()
+    assert torch.equal(auxiliary_outputs.half_step((-codes.float()).to(dtype))[:-1].double(), found)
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+def test_the_reference_of_scaled_groups(along: Any) -> None:
+    """Each row of a and column of b has a scale, of its group where all groups have it."""
+    fp8 = Operand(torch.float8_e4m3fn, scale=Scale.parse("row"))
+    groups, n, k = Groups(2, along), 6, 8
+    asked = problem(
+        m=5, n=n, k=k, a=fp8, b=replace(fp8, layout="col"), out=Operand(BF16), groups=groups
+    )
+    given = random_inputs.make(asked, CPU, seed=1)
+    assert given.rows is not None
+    factors = {
+        name: given.parts[f"{name}_scale"].double().view(asked.shape(f"{name}_scale"))
+        for name in "ab"
+    }
+    a, b = given.a.double(), given.b.double()
+    right = torch.zeros(asked.out_shape, dtype=torch.float64)
+    for group, (start, end) in enumerate(zip((0, *given.rows.ends), given.rows.ends, strict=False)):
+        of_a, of_b = (t[group] if t.dim() == 2 else t for t in (factors["a"], factors["b"]))
+        if along == "m":
+            part = (a[start:end] * of_a[start:end, None]) @ (b[group] * of_b)
+            right[start:end] = part
+        elif along == "n":
+            right[:, start:end] = (a[group] * of_a[:, None]) @ (b * of_b)[:, start:end]
+        else:
+            right[group] = (a[:, start:end] * of_a[:, None]) @ (b[start:end] * of_b)
+    torch.testing.assert_close(reference(asked, given).double(), right, rtol=1e-5, atol=1e-6)
 
 
 # -- memory and state ---------------------------------------------------------------------

@@ -133,7 +133,6 @@ def test_turns_alternate_and_a_thread_that_is_away_is_not_waited_for(
     began = time.monotonic()
     for _ in range(1000):  # the first waits in vain
         alone.pass_on(0)
-    assert alone.taken == 0
     assert time.monotonic() - began < 5
 
 

@@ -59,8 +59,6 @@ class Turns:
         self._until_cpu = time.process_time() + _TURNS_CPU
         self._away: set[int] = set()
         self._vain = 0
-        #: How often a thread got its turn from the other.
-        self.taken = 0
         #: Launches between another's lines have its operands: weights are shared, and nobody may
         #: change them, not even for a while.
         self.shared = False
@@ -83,7 +81,6 @@ class Turns:
                 return
             for _ in range(_WAITS):
                 if self._changed.wait_for(lambda: self._turn == thread, _WAIT):
-                    self.taken += 1
                     return
             self._away.add(other)  # until it comes here again
             self._vain += 1
