@@ -13,6 +13,7 @@ import pytest
 import torch
 from fakes import FakeBlas, FakeTimer, plugin, settings
 from lying import LIES, LeavesAModeThatRaises, Lie, half
+from lying_further import FURTHER
 from tmm_cache import CacheStore
 
 from tmm_core import Groups, PluginError, Problem, TmmWarning
@@ -23,7 +24,8 @@ from tmm_core.tuning.tuner import Tuner
 from tmm_core.verify.process_state import State
 
 CPU = torch.device("cpu")
-EACH = [(row, name) for row, lies in LIES.items() for name in lies]
+ALL = {**LIES, **FURTHER}
+EACH = [(row, name) for row, lies in ALL.items() for name in lies]
 
 
 class Blas(FakeBlas):
@@ -56,7 +58,7 @@ def dispatcher(kernel: Lie, root: Path) -> Dispatcher:
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
 def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> None:
     """It would win; BLAS answers, and a warning names the kernel."""
-    kernel = LIES[row][name]()
+    kernel = ALL[row][name]()
     d = dispatcher(kernel, tmp_path)
     before = State(CPU)
     asked = kernel.asked
@@ -125,7 +127,7 @@ def failures(kernel: Lie) -> list[str]:
 
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
 def test_a_lying_kernel_fails_the_conformance_suite(row: str, name: str) -> None:
-    assert failures(LIES[row][name]())
+    assert failures(ALL[row][name]())
 
 
 def test_a_right_kernel_passes_the_conformance_suite() -> None:

@@ -146,7 +146,7 @@ def test_subnormal_results_are_of_plain_fp16_products() -> None:
 
 
 def test_kernels_are_launched_with_parameters_too() -> None:
-    """As by a layer. References have none."""
+    """As by a layer, whose weight may be frozen. References have none."""
     single = Operand(torch.float32)
     problem = Problem(8, 8, 8, single, single, single, fingerprint(CPU), bias=torch.float32)
     launched = set()
@@ -158,5 +158,5 @@ def test_kernels_are_launched_with_parameters_too() -> None:
         assert all(torch.equal(*pair) for pair in pairs.values())
         assert not any(isinstance(of, torch.nn.Parameter) for of, _ in pairs.values())
         names = [name for name, (_, to) in pairs.items() if isinstance(to, torch.nn.Parameter)]
-        launched.add(tuple(names))
-    assert launched == {(), ("b", "bias")}
+        launched.add((*names, given.b.requires_grad))
+    assert launched == {(False,), ("b", False), ("b", "bias", True)}

@@ -523,7 +523,7 @@ SYSTEMATIC_CORE = [
            "groups without an index have a round that changes nothing",
            (f"{VERIFY}::test_which_values_a_problem_is_verified_on",)),
     Mutant("tree-judged-flooded", "verify/further_inputs.py",
-           "self.recipe.values == USUAL and not (self.flooded or self.infinite)",
+           "self.recipe.values == USUAL and not (self.nonfinite or self.infinite)",
            "self.recipe.values == USUAL",
            "outputs of NaN and Inf are compared",
            (f"{VERIFY}::test_which_values_a_problem_is_verified_on",)),

@@ -10,6 +10,25 @@ QUERIES = "tests/core/test_asking.py"
 
 VERIFICATION = [
     Mutant(
+        "argument-versions",
+        "verify/checked_launch.py",
+        "None if t.is_inference() else t._version,",
+        "None,",
+        "a kernel that writes an argument's own values back is believed",
+        (f"{LYING}::test_a_lying_kernel_never_answers[arguments adds nothing to b]",),
+    ),
+    Mutant(
+        "rows-written",
+        "verify/data_sets.py",
+        "if not same_bits(given[name], t)]",
+        "if False]",
+        "a kernel that writes indices beyond the groups is believed",
+        (
+            f"{LYING}::test_a_lying_kernel_never_answers"
+            "[arguments writes indices beyond the groups]",
+        ),
+    ),
+    Mutant(
         "together-unbounded",
         "verify/ways_of_use.py",
         "int(TOGETHER_ON_GPU / seconds)",

@@ -34,6 +34,21 @@ _GRAD: dict[Mode, Callable[[], Any]] = {
 }
 
 
+def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
+    """All that a launch may not change about its arguments besides their values, by name: memory,
+    gradients, and the versions that torch counts, by which a backward pass finds writes."""
+    named = {"a": given.a, "b": given.b, "bias": given.bias, "residual": given.residual}
+    return {
+        name: (
+            t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad,
+            id(t.grad) if t.is_leaf and t.requires_grad else None,
+            None if t.is_inference() else t._version,
+        )
+        for name, t in (named | given.extras).items()
+        if t is not None
+    }  # fmt: skip
+
+
 class WrongError(Exception):
     """A launch was wrong; the text says how, in one line."""
 
@@ -121,6 +136,7 @@ class CheckedLauncher:
                 self._data.raised = error
                 raise
 
+        before = {} if repeated else _properties(given)
         with self._in(mode):
             if repeated or self._baseline:
                 result = launch()
@@ -128,6 +144,10 @@ class CheckedLauncher:
                 result, changed = process_state.watched(launch, self._data.device)
                 if changed:
                     raise WrongError(f"it changed {' and '.join(changed)}")
+        after = _properties(given) if before else before
+        if after != before:
+            self._data.altered |= {name for name in before if before[name] != after[name]}
+            self._check_inputs()
         self._check_form(result)
         if tensor is None:
             if result.is_inference() and "inference mode" not in mode:

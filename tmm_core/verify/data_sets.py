@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tmm_core.verify.guard_bands import (
     GuardedTensor,
     footprint,
     memory_layout,
+    same_bits,
     vector_layout,
     with_guard_bands,
 )
@@ -121,6 +123,14 @@ class InputSet:
     #: How the values were drawn, and the seed; None: the caller gave the values.
     recipe: Recipe | None = None
     seed: int = 0
+    #: Copies of group sizes, indices and weights of rows.
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def changed(self) -> list[str]:
+        """The names of arguments that have changed, or whose surroundings have."""
+        given = self.inputs.rows.given if self.inputs.rows else {}
+        rows = [name for name, t in self.rows.items() if not same_bits(given[name], t)]
+        return [*self.checksums.changed(), *rows]
 
 
 class DataSets:
@@ -158,6 +168,8 @@ class DataSets:
         self.rounds: list[Any] | None = None
         #: The last exception that a launcher raised.
         self.raised: BaseException | None = None
+        #: Inputs of which a launch changed more than the values.
+        self.altered: set[str] = set()
         #: Whether :meth:`reduce` was called.
         self.is_reduced = False
 
@@ -205,7 +217,8 @@ class DataSets:
 
     def changed_inputs(self) -> list[str]:
         """The names of inputs that have changed, or whose surroundings have."""
-        return list(dict.fromkeys(n for each in self.sets() for n in each.checksums.changed()))
+        found = [name for each in self.sets() for name in each.changed()]
+        return list(dict.fromkeys([*sorted(self.altered), *found]))
 
     def poison_free_memory(self) -> None:
         """Fill the memory that a launcher is likely to allocate next with NaN. Otherwise correct
@@ -216,6 +229,7 @@ class DataSets:
     def release(self) -> None:
         """Release all tensors. The next use makes them again, with other values."""
         self._sets, self._outs, self._nonfinite, self.rounds = None, [], None, None
+        self.altered.clear()
 
     def reduce(self) -> None:
         """Use one set with samples of its result from now on, and a quarter of the memory."""
@@ -278,7 +292,8 @@ class DataSets:
             self.problem, self.device, seed=seed, allocate=allocate, recipe=recipe
         )
         expected = self.expect(inputs, whole)
-        return InputSet(inputs, Checksums.of(memory), expected, recipe, seed)
+        rows = {name: t.clone() for name, t in inputs.rows.given.items()} if inputs.rows else {}
+        return InputSet(inputs, Checksums.of(memory), expected, recipe, seed, rows)
 
     def sampled(self, inputs: Inputs) -> tuple[torch.Tensor, slice]:
         """Rows to compare, samples if there are many, and the columns that are defined."""

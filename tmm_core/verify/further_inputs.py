@@ -45,9 +45,15 @@ from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 #: guard bands, or as torch allocates them; with strides of zero, in b or elsewhere; with rows apart
 #: or overlapping (:func:`unusual_layout`). In ``plain`` rounds the bias and the residual are the
 #: same tensors as other arguments, if their shapes allow it. In ``shared`` rounds b is one, too.
-Place = Literal["same", "own", "plain", "expanded", "expanded b", "apart", "near", "shared"]
+Place = Literal[
+    "same", "own", "plain", "expanded", "expanded b", "all expanded", "apart", "near", "shared"
+]
 #: Operands with strides of zero.
-_EXPANDED: dict[str, tuple[str, ...]] = {"expanded": ("a", "residual"), "expanded b": ("b",)}
+_EXPANDED: dict[str, tuple[str, ...]] = {
+    "expanded": ("a", "residual"),
+    "expanded b": ("b",),
+    "all expanded": ("a", "b", "residual"),
+}
 #: Arguments that a model makes in inference mode, where its weights are parameters.
 _ACTIVATIONS = ("a", "residual")
 
@@ -80,19 +86,26 @@ class Plan:
     name: str
     recipe: Recipe
     place: Place = "same"
-    #: NaN and Inf in four of five rows of ``a``.
+    #: NaN and Inf in four of five rows of ``a``, and in columns of ``b``.
     flooded: bool = False
     #: The values of the last set are in another order, with the same sums.
     rolled: bool = False
     #: All results exceed fp16's range.
     infinite: bool = False
     mode: Mode = "grad mode"
+    #: Only values are unusual: one launch suffices for all forms of a launcher.
+    of_values: bool = False
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether results contain NaN and Inf, of which only the kinds are compared."""
+        return self.flooded or math.isnan(self.recipe.alpha)
 
     @property
     def judges_outputs(self) -> bool:
         """Whether auxiliary outputs are compared: their functions may amplify errors of unusual
         magnitudes."""
-        return self.recipe.values == USUAL and not (self.flooded or self.infinite)
+        return self.recipe.values == USUAL and not (self.nonfinite or self.infinite)
 
 
 def planned(problem: Problem) -> Iterator[Plan]:
@@ -104,12 +117,14 @@ def planned(problem: Problem) -> Iterator[Plan]:
     else:
         yield from _sizes(problem)
     yield from _magnitudes(problem)
+    yield from _patterns(problem)
     if problem.scaled:
         yield from _alphas(problem)
     if problem.a.dtype.is_floating_point:
         yield Plan("many NaN and Inf", replace(usual, alpha=0.5, sizes="even"), flooded=True)
     yield Plan("strides of zero", Recipe(alpha=2.0), "expanded")
     yield Plan("strides of zero in b", Recipe(alpha=1.75), "expanded b")
+    yield Plan("strides of zero in all operands", Recipe(alpha=1.75), "all expanded")
     yield Plan("rows far apart", Recipe(alpha=1.5), "apart", mode="inference mode")
     yield Plan("unusual addresses", Recipe(alpha=-2), "near", mode="no_grad")
     plain = Recipe(alpha=1.25, sizes="equal", weights=True, poisoned=True)
@@ -120,7 +135,7 @@ def planned(problem: Problem) -> Iterator[Plan]:
 def _sizes(problem: Problem) -> Iterator[Plan]:
     """Extremes of group sizes, and rows that are gathered out of one or in order."""
     assert problem.groups is not None
-    some: tuple[Sizes, ...] = ("first", "last", "none", "few")
+    some: tuple[Sizes, ...] = ("first", "last", "none", "few", "rising", "falling")
     for sizes in some:
         recipe = Recipe(sizes=sizes, alpha=1.5, poisoned=True, weights=True)
         yield Plan(f"group sizes: {sizes}", recipe)
@@ -130,6 +145,29 @@ def _sizes(problem: Problem) -> Iterator[Plan]:
         one = Recipe(reads="one", alpha=-1.0, poisoned=True)
         yield Plan("one row of a to gather", one, "own")
         yield Plan("all rows of a in order", Recipe(reads="same", alpha=1.5), "own")
+        yield Plan("each row of a twice", Recipe(reads="twice", alpha=1.5), "own")
+
+
+def _patterns(problem: Problem) -> Iterator[Plan]:
+    """Operands that are zero, of one sign, of one number or one-hot, with positive alphas as
+    attention has them and larger ones; and unusual scales."""
+    chance = random.Random()
+    wide = problem.out.dtype.itemsize > 2 or problem.out.dtype is torch.bfloat16
+    most = 3.0 if problem.epilogue.is_identity else 0.5
+    each = [
+        ("a of zeros", Values(a=0.0, terms=0.0), (-2, -1)),
+        ("b of zeros", Values(b=0.0, of_a="positive"), (most - 1, most)),
+        ("positive numbers", Values(of_a="positive", of_b="positive"), (-1, -0.4)),
+        ("one-hot rows", Values(of_a="one-hot", of_b="negative"), (0.6, most)),
+        ("one number in each operand", Values(of_a="one number", of_b="one number"), (-2, -1)),
+    ]
+    if problem.scaled and wide and problem.epilogue.is_identity:
+        each.append(("a large alpha", Values(), (4.5, 6)))
+    if problem.parts:
+        each.append(("scales of any size", Values(scales=True), (-0.5, 0.5)))
+    for name, values, exponents in each:
+        alpha = 10 ** chance.uniform(*exponents)
+        yield Plan(name, Recipe(values, alpha, "even", poisoned=True), of_values=True)
 
 
 def _alphas(problem: Problem) -> Iterator[Plan]:
@@ -137,6 +175,8 @@ def _alphas(problem: Problem) -> Iterator[Plan]:
     chance = random.Random()
     most = 3.0 if problem.epilogue.is_identity else 0.5
     yield Plan("alpha=0", Recipe(alpha=0.0, sizes="single", poisoned=True))
+    if problem.a.dtype.is_floating_point:
+        yield Plan("alpha=nan", Recipe(alpha=math.nan, poisoned=True))
     for exponent in (chance.uniform(-2.5, -1), chance.uniform(most - 0.5, most)):
         alpha = -(10**exponent)
         yield Plan(f"alpha={alpha:.3g}", Recipe(alpha=alpha, poisoned=True))
@@ -220,7 +260,7 @@ class Round:
             with torch.inference_mode(plan.mode == "inference mode"):
                 made = self._in_own_memory()
         if plan.flooded:
-            _flood(made.a.data, self._seed)
+            _flood(made.a.data, made.b.data, self._seed)
         return made
 
     def _in_own_memory(self) -> Inputs:
@@ -242,14 +282,19 @@ class Round:
 
     def given(self, inputs: Inputs) -> Inputs:
         """The arguments of a launch: in training they require gradients, and a layer passes
-        parameters. A reference's arguments do not require gradients."""
+        parameters, which may be frozen. A reference's arguments do not require gradients."""
+        if self.plan.place == "plain":
+            return replace(inputs, b=torch.nn.Parameter(inputs.b, requires_grad=False))
         if self.plan.place != "near":
             return inputs
 
         def needs(t: torch.Tensor | None, weight: bool) -> Any:
             if t is None or not t.is_floating_point():
                 return t
-            return torch.nn.Parameter(t) if weight else t.detach().requires_grad_()
+            if weight:
+                return torch.nn.Parameter(t)
+            with torch.enable_grad():
+                return t.detach().requires_grad_().view_as(t)  # as a layer's result
 
         given = {
             name: needs(getattr(inputs, name), name not in _ACTIVATIONS)
@@ -291,7 +336,7 @@ class Round:
     def error(self, inputs: Inputs, result: torch.Tensor) -> float:
         """Return the result's error: NaN if a non-finite value is missing or in the wrong place."""
         data = self._data
-        if self.plan.flooded:
+        if self.plan.nonfinite:
             return self._kinds_differ(inputs, result)
         if self.plan.infinite:
             return 0.0 if bool(result.isposinf().all()) else math.nan
@@ -366,7 +411,8 @@ def restoring(data: DataSets) -> Iterator[None]:
     finally:
         of = data.sets()[-1]
         assert of.recipe is not None
-        rewritten(data, of, of.recipe, of.seed)
+        if not data.altered:  # else the set is released
+            rewritten(data, of, of.recipe, of.seed)
 
 
 def rewritten(data: DataSets, of: InputSet, recipe: Recipe, seed: int) -> Inputs:
@@ -395,8 +441,10 @@ def _applies(problem: Problem, place: Place) -> bool:
     """Whether a problem allows this place."""
     if place == "shared":
         return "b" in _aliases(problem)
-    if place == "expanded b":
-        return 0 in expanded_layout(problem.b, problem.b_shape).strides
+    if place in ("expanded b", "all expanded"):
+        return 0 in expanded_layout(problem.b, problem.b_shape).strides and (
+            place == "expanded b" or _applies(problem, "expanded")
+        )
     if place == "expanded":
         if problem.bias is not None:
             return True
@@ -479,12 +527,17 @@ def _plain(
         return random_inputs.empty(spec, shape, data.device)
 
 
-def _flood(a: torch.Tensor, seed: int) -> None:
-    """Fill two of five rows with NaN, and set one element of another row to Inf and of another to
-    −Inf."""
+def _flood(a: torch.Tensor, b: torch.Tensor, seed: int) -> None:
+    """Fill rows of ``a`` with NaN, and some with Inf. Set one element of other rows to Inf or −Inf,
+    beside NaN or not. Of columns of ``b`` set one element to Inf or zero."""
     values = values_of(a.dtype)
     term = seed % max(1, a.shape[-1])
-    for first in (0, 1):
-        a[..., first::5, :].fill_(math.nan)
+    a[..., 0::5, :].fill_(math.nan)
     for first, value in enumerate(values[1:], 2):
         a[..., first::5, term : term + 1].fill_(value)
+        a[..., first + 10 :: 15, :].fill_(value)
+        a[..., 1::5, term : term + 1].fill_(value)
+    a[..., 1::5, term - 1 :][..., :1].fill_(math.nan)
+    if len(values_of(b.dtype)) > 1 and a.shape[-1] == b.shape[-2]:
+        b[..., term : term + 1, 3::7].fill_(0)
+        b[..., term - 1 :, 4::7][..., :1, :].fill_(math.inf)

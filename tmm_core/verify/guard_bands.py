@@ -108,9 +108,10 @@ def unusual_layout(
 ) -> MemoryLayout:
     """Return a layout that the class ``spec`` allows, but that operands seldom have.
 
-    Rows lie three times their length apart; rows of a batch's matrices alternate. If ``near``,
-    matrices have gaps, and addresses that need not be aligned are multiples of 8 bytes. Then rows
-    also overlap, if ``overlapping`` and the class allow it.
+    Rows lie three times their length apart; rows of a batch's matrices alternate. Aligned addresses
+    are no multiples of 32 bytes. If ``near``, matrices have gaps, and addresses that need not be
+    aligned are multiples of 8 bytes. Then rows also overlap, if ``overlapping`` and the class allow
+    it.
     """
     if spec.layout == "col":
         *batch, rows, cols = shape
@@ -121,7 +122,8 @@ def unusual_layout(
     *batch, rows, cols = shape
     unit = max(1, ALIGNMENT // spec.dtype.itemsize)
     inner = 3 - near if spec.layout == "strided" else 1
-    offset = 0 if spec.aligned or spec.layout == "strided" else max(1, unit // (2 if near else 4))
+    offset = unit if spec.aligned else max(1, unit // (2 if near else 4))
+    offset = 0 if spec.layout == "strided" else offset
     line = -(-cols * inner // unit) * unit + unit
     leading, matrix = 3 * line * math.prod(batch), line
     if near:

@@ -173,7 +173,8 @@ def _in_terms(
     filled: list[tuple[int, int, int]],
     chance: random.Random,
 ) -> Iterator[Change]:
-    """NaN in an element of the residual, or of a bias: one group's, or the common one."""
+    """NaN in an element of the residual, in the weight of a row, or in an element of a bias: one
+    group's, or the common one."""
     group, start, end = chance.choice(filled)
     index: tuple[int, ...]
     if rows and inputs.residual is not None and values_of(inputs.residual.dtype):
@@ -182,6 +183,11 @@ def _in_terms(
         col = chance.randrange(start, end) if problem.along == "n" else col
         index = (group, row, col) if inputs.residual.dim() > 2 else (row, col)
         yield Change(inputs.residual, index, (row,), math.nan)
+    given = inputs.rows
+    if rows and given is not None and given.out_weights is not None:
+        row = chance.randrange(start, end)
+        place = row if given.out_index is None else int(given.out_index[row])
+        yield Change(given.out_weights, (row,), (place,), math.nan)
     if not rows and inputs.bias is not None and values_of(inputs.bias.dtype):
         col = chance.randrange(inputs.bias.shape[-1])
         index = (group, col) if inputs.bias.dim() > 1 else (col,)

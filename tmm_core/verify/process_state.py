@@ -6,13 +6,17 @@ would change results that have nothing to do with it.
 
 from __future__ import annotations
 
+import decimal
 import gc
+import locale
+import logging
 import os
 import random
 import signal
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +25,11 @@ import torch
 
 from tmm_core.compat import private
 from tmm_core.errors import reraise
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 
@@ -134,6 +143,93 @@ def _switch(read: str, write: str) -> Piece:
     return Piece(value, private(f"torch._C.{write}", lambda _: None))
 
 
+def _blocked() -> set[Any]:
+    mask = getattr(signal, "pthread_sigmask", None)
+    return mask(signal.SIG_BLOCK, ()) if mask else set()
+
+
+def _set_blocked(signals: set[Any]) -> None:
+    if mask := getattr(signal, "pthread_sigmask", None):
+        mask(signal.SIG_SETMASK, signals)
+
+
+_LIMITS = [] if resource is None else [n for n in dir(resource) if n.startswith("RLIMIT_")]
+
+
+def _limits() -> list[tuple[int, int]]:
+    return [resource.getrlimit(getattr(resource, name)) for name in _LIMITS]
+
+
+def _set_limits(limits: list[tuple[int, int]]) -> None:
+    for name, limit in zip(_LIMITS, limits, strict=True):
+        kind = getattr(resource, name)
+        if (now := resource.getrlimit(kind)) != limit:
+            resource.setrlimit(kind, (limit[0], now[1]))  # a hard limit cannot be raised
+
+
+def _cpus() -> Any:
+    read = getattr(os, "sched_getaffinity", None)
+    return read(0) if read else None
+
+
+def _set_cpus(cpus: Any) -> None:
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def _priority() -> int:
+    read = getattr(os, "getpriority", None)
+    return read(os.PRIO_PROCESS, 0) if read else 0
+
+
+def _logging() -> tuple[Any, ...]:
+    root = logging.getLogger()
+    return root.level, list(root.handlers), root.disabled, logging.root.manager.disable
+
+
+def _set_logging(state: tuple[Any, ...]) -> None:
+    root = logging.getLogger()
+    root.level, root.handlers[:], root.disabled, logging.root.manager.disable = state
+
+
+_DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _decimal() -> tuple[Any, ...]:
+    context = decimal.getcontext()
+    return tuple(getattr(context, name) for name in _DECIMAL)
+
+
+def _set_decimal(values: tuple[Any, ...]) -> None:
+    for name, value in zip(_DECIMAL, values, strict=True):
+        setattr(decimal.getcontext(), name, value)
+
+
+def _set_path(path: list[str]) -> None:
+    sys.path[:] = path
+
+
+#: Functions that plugins replace in order to answer other products.
+_REPLACED: list[tuple[Any, str]] = [
+    *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
+    *((torch.Tensor, name) for name in ("__matmul__", "matmul", "mm", "bmm", "addmm", "to")),
+    *((torch.nn.functional, name) for name in ("linear", "scaled_dot_product_attention")),
+    (torch.nn.Linear, "forward"),
+]
+
+
+def _functions() -> list[Any]:
+    return [getattr(owner, name, None) for owner, name in _REPLACED]
+
+
+def _set_functions(functions: list[Any]) -> None:
+    for (owner, name), function in zip(_REPLACED, functions, strict=True):
+        if getattr(owner, name, None) is not function:
+            setattr(owner, name, function)
+
+
+_printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
+
 #: Settings by name. No other thread changes them as a matter of course. Modes come first: they may
 #: change what the other functions do.
 SETTINGS: dict[str, Piece] = {
@@ -192,6 +288,33 @@ SETTINGS: dict[str, Piece] = {
     "the profile function": Piece(sys.getprofile, sys.setprofile),
     "the recursion limit": Piece(sys.getrecursionlimit, sys.setrecursionlimit),
     "the handlers of signals": Piece(_handlers, _set_handlers),
+    "the signals that are blocked": Piece(_blocked, _set_blocked),
+    "the limits of resources": Piece(_limits, _set_limits),
+    "the CPUs of the process": Piece(_cpus, _set_cpus),
+    "the priority of the process": Piece(_priority, None),
+    "how often threads are switched": Piece(sys.getswitchinterval, sys.setswitchinterval),
+    "the thresholds of the garbage collector": Piece(
+        gc.get_threshold, lambda values: gc.set_threshold(*values)
+    ),
+    "the locale": Piece(
+        lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)
+    ),
+    "the context of decimal numbers": Piece(_decimal, _set_decimal),
+    "the hook of exceptions": _attribute(sys, "excepthook"),
+    "the hook of threads' exceptions": _attribute(threading, "excepthook"),
+    "functions of torch": Piece(_functions, _set_functions),
+    "how torch prints": Piece(
+        lambda: dict(vars(_printing)), lambda options: vars(_printing).update(options)
+    ),
+    "how often torch warns": Piece(torch.is_warn_always_enabled, torch.set_warn_always),
+    "whether sparse tensors are checked": _switch(
+        "_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"
+    ),
+    "the engine of quantized tensors": _attribute(torch.backends.quantized, "engine"),
+    "how modules convert parameters": Piece(
+        torch.__future__.get_swap_module_params_on_conversion,
+        torch.__future__.set_swap_module_params_on_conversion,
+    ),
     "NumPy's handling of errors": Piece(
         lambda: _numpy() and _numpy().geterr(), lambda value: value and _numpy().seterr(**value)
     ),
@@ -249,6 +372,8 @@ SHARED: dict[str, Piece] = {
     "environment variables": Piece(lambda: dict(os.environ), _set_environment),
     "the working directory": Piece(_directory, _set_directory),
     "the filters of warnings": Piece(lambda: list(warnings.filters), _set_filters),
+    "the root logger": Piece(_logging, _set_logging),
+    "the folders of modules": Piece(lambda: list(sys.path), _set_path),
     "the garbage collector": Piece(
         gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
     ),

@@ -35,13 +35,15 @@ MOST_MORE = 1024
 #: of exactly one row, and the rest in one. ``one``: all rows are in one group. ``sparse``: most
 #: groups are empty, the first and the last too. ``first``, ``last``: all rows are in that group.
 #: ``equal``: all groups are of one size, with no empty one. ``none``: all groups are empty.
-#: ``few``: groups have a third of the rows.
+#: ``few``: groups have a third of the rows. ``rising``, ``falling``: sizes from zero, in order.
 Sizes = Literal[
-    "skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none", "few"
-]
-#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, only ``one``, or
-#: the ``same`` rows in the same order. In the last case the result's rows are in order, too.
-Reads = Literal["fewer", "more", "one", "same"]
+    "skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none", "few",
+    "rising", "falling",
+]  # fmt: skip
+#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, only ``one``,
+#: each of half as many ``twice``, or the ``same`` rows in the same order. In the last case the
+#: result's rows are in order, too.
+Reads = Literal["fewer", "more", "one", "twice", "same"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class Rows:
             drawn = torch.randint(read, (total,), generator=chance, device="cpu")
             if reads == "same":
                 drawn = torch.arange(total, device="cpu")
+            elif reads == "twice":
+                drawn = torch.randperm(total, generator=chance, device="cpu") % read
             elif total:  # one row is not the first, and one is the last
                 drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
             a_index = place(drawn, groups.a_index)
@@ -231,6 +235,9 @@ def ends_of(count: int, total: int, chance: torch.Generator, sizes: Sizes) -> li
     shares = torch.ones(count, dtype=torch.float64, device="cpu")
     if sizes in ("first", "last"):
         shares[slice(1, None) if sizes == "first" else slice(count - 1)] = 0
+    elif sizes in ("rising", "falling"):
+        rising = torch.arange(count, dtype=torch.float64, device="cpu")
+        shares = shares if count == 1 else rising if sizes == "rising" else rising.flip(0)
     elif sizes == "one":
         shares[order[1:]] = 0
     elif sizes == "sparse":
@@ -252,6 +259,8 @@ def rows_read(total: int, reads: Reads) -> int:
     """The number of rows of ``a`` that ``total`` rows are gathered from."""
     if reads in ("one", "same"):
         return 1 if reads == "one" else total
+    if reads == "twice":
+        return max(1, total // 2)
     if reads == "more":
         return total + min(3 * total, MOST_MORE) + LEAST_READ
     return max(LEAST_READ, total // READS)

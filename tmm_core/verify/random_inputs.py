@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -26,12 +27,18 @@ Tensor = torch.Tensor
 Empty = Callable[[str, Operand, tuple[int, ...]], Tensor]
 
 
+#: Numbers that all elements of an operand have in common. ``one-hot``: one of each row is one, all
+#: others are zero.
+Pattern = Literal["", "positive", "negative", "one number", "one-hot"]
+
+
 @dataclass(frozen=True, slots=True)
 class Values:
     """Magnitudes of a set of inputs, relative to the usual ones.
 
     Attributes:
         a, b, terms: Factors on the operands, and on the bias and the residual.
+        of_a, of_b: Patterns of the operands.
         cancelling: Sums grow beyond fp16's range and return: the first half of a's columns is
             positive, the other half negative, and b is positive.
         sum: All operands are positive, and the product is about this number; the bias is about
@@ -39,6 +46,8 @@ class Values:
         whole: Integers are drawn from all that their dtype has.
         sparse: Operands are whole numbers from zero, most of them zero: so are a third of a's rows
             and of b's columns. Some of a's rows are equal.
+        scales: Scales are of several magnitudes, some of them zero if there are many, and many
+            stored numbers are the largest or smallest of their format.
     """
 
     a: float = 1.0
@@ -49,6 +58,12 @@ class Values:
     bias: float = 1.0
     whole: bool = False
     sparse: bool = False
+    scales: bool = False
+    of_a: Pattern = ""
+    of_b: Pattern = ""
+
+    def pattern(self, name: str) -> Pattern:
+        return {"a": self.of_a, "b": self.of_b}.get(name, "")
 
     def factor(self, name: str) -> float:
         return {"a": self.a, "b": self.b, "bias": self.terms, "residual": self.terms}.get(name, 1.0)
@@ -115,14 +130,17 @@ def fill(
     # Four standard deviations of the values are the largest stored number.
     unit = 1.0 if limit is None else 4 * max(1, k) ** -0.25 / limit
     if name.endswith("_scale"):
-        if t.dtype is grids.EXPONENT:
-            drawn = torch.empty(once.shape, dtype=torch.float32, device=t.device)
-            once.copy_(grids.exponents(drawn.uniform_(0.7 * unit, 2.8 * unit, generator=generator)))
-        elif t.dtype.itemsize == 1:  # torch has no random 8-bit floats
-            drawn = torch.empty(once.shape, dtype=torch.float32, device=t.device)
-            once.copy_(drawn.uniform_(0.5 * unit, 1.5 * unit, generator=generator))
-        else:
-            once.uniform_(0.5 * unit, 1.5 * unit, generator=generator)
+        drawn = torch.empty(once.shape, dtype=torch.float32, device=t.device)
+        exponents = t.dtype is grids.EXPONENT
+        least, most = (0.7 * unit, 2.8 * unit) if exponents else (0.5 * unit, 1.5 * unit)
+        drawn.uniform_(least, most, generator=generator)
+        if values.scales:
+            powers = torch.empty_like(drawn).uniform_(-2.5, 0.5, generator=generator)
+            drawn *= 10**powers
+            if not exponents and drawn.numel() > 1:
+                longest = max(range(drawn.dim()), key=lambda dimension: drawn.shape[dimension])
+                drawn.movedim(longest, 0)[1::4] = 0
+        once.copy_(grids.exponents(drawn) if exponents else drawn)
         return t
     if name.endswith("_zero"):
         drawn = torch.randint(-8, 9, once.shape, generator=generator, device=t.device)
@@ -138,10 +156,25 @@ def fill(
         once.copy_(numbers.uniform_(0.95, 1.05, generator=generator).mul_(size))
         return t
     spread = values.factor(name) * (1.0 if name == "bias" else max(1, k) ** -0.25)
+    pattern = values.pattern(name)
     if form is not None:
         sizes = *once.shape[:-1], once.shape[-1] * form.pack
-        numbers = torch.randn(sizes, generator=generator, dtype=torch.float32, device=t.device)
-        once.copy_(form.packed(form.quantize(numbers.mul_(spread / unit), t.dtype)))
+        numbers = torch.empty(sizes, dtype=torch.float32, device=t.device)
+        _draw(numbers, pattern, generator).mul_(spread / unit * (2 if values.scales else 1))
+        once.copy_(form.packed(form.quantize(numbers, t.dtype)))
+    elif not spread:
+        once.zero_()
+    elif pattern and t.is_floating_point() and t.dtype.itemsize > 1:
+        _draw(once, pattern, generator).mul_(spread)
+    elif pattern:
+        numbers = torch.empty(once.shape, dtype=torch.float32, device=t.device)
+        _draw(numbers, pattern, generator)
+        if t.is_floating_point() or t.is_complex():
+            numbers *= spread
+        else:  # fp32 does not hold the sum of 1,400 products of such 8-bit numbers of one sign
+            numbers = (numbers + 3 * numbers.sign()) * min(torch.iinfo(t.dtype).max, 2**30) / 4
+            numbers = numbers.round() if t.dtype.is_signed else numbers.round().abs()
+        once.copy_(numbers)
     elif values.whole and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
         has = torch.iinfo(t.dtype)
         once.random_(has.min, min(has.max, 2**62), generator=generator)
@@ -159,6 +192,22 @@ def fill(
         )
         once.copy_(numbers)
     return t
+
+
+def _draw(t: Tensor, pattern: Pattern, generator: torch.Generator) -> Tensor:
+    """Fill a tensor of a floating dtype with numbers of this pattern; without one they are normally
+    distributed."""
+    if not pattern:
+        return t.normal_(generator=generator)
+    if pattern == "one number":
+        t.copy_(t.new_empty(()).uniform_(0.125, 1, generator=generator))
+    elif pattern == "one-hot":
+        rows = (*t.shape[:-1], 1)
+        at = torch.randint(max(1, t.shape[-1]), rows, generator=generator, device=t.device)
+        t.zero_().scatter_(-1, at[..., : t.shape[-1]], 1.0)
+    else:
+        t.uniform_(0.125, 1, generator=generator)
+    return t.neg_() if pattern == "negative" else t
 
 
 def _cancel(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:

@@ -123,7 +123,8 @@ class WaysOfUse(CheckedLauncher):
         with restoring(self._data):
             for each in rounds:
                 inputs = each.inputs()
-                for form in self.every_form():
+                forms = self.every_form()
+                for form in forms[:1] if each.plan.of_values else forms:
                     yield ()
                     with torch.inference_mode(each.plan.mode == "inference mode"):
                         form._launched(each, of, inputs, None)
@@ -137,7 +138,7 @@ class WaysOfUse(CheckedLauncher):
     ) -> None:
         result = self._launch(
             of, inputs=each.given(inputs), into=into, mode=each.plan.mode,
-            nonfinite=each.plan.flooded,
+            nonfinite=each.plan.nonfinite,
         )  # fmt: skip
         error, when = each.error(inputs, result), f", with {each.plan.name}"
         if self._outputs is not None and each.plan.judges_outputs:
@@ -216,7 +217,13 @@ def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int,
         return
     part = next((d for d in range(2, math.isqrt(m) + 1) if m % d == 0), m)
     for lead in dict.fromkeys([(part, m // part), (1, m), (1, 1, m), (1, part, 1, m // part)]):
-        yield divided(inputs, lead, ("a", "residual")), (*lead, n)
+        given = divided(inputs, lead, ("a", "residual"))
+        yield given, (*lead, n)
+        if lead == (part, m // part) and part < m:
+            # Leading dimensions in another order, as after a transpose.
+            swapped = inputs.a.new_empty((m // part, part, *inputs.a.shape[1:])).transpose(0, 1)
+            if in_class(swapped.flatten(0, 1), problem.a):
+                yield replace(given, a=swapped.copy_(given.a)), (*lead, n)
         if lead == (1, m):
             # Rows that lie apart in one dimension: the views of a kernel's own are copies.
             part, rest = (2, m // 2) if m % 2 == 0 else (1, m)

@@ -1,0 +1,252 @@
+"""Further kernels that are right in most launches (:mod:`lying`), by what they are wrong about."""
+
+from __future__ import annotations
+
+import decimal
+import gc
+import locale
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fakes import FakeConfig
+from lying import F16, Lie, by_groups, form_lie, group_lie, half, lying_if, spoiled, state_lie
+
+from tmm_core import Groups, Problem
+
+Tensor = torch.Tensor
+
+
+class InfIsNan(Lie):
+    """NaN beside Inf in one row gives zeros."""
+
+    def lie(self, right: Any, a: Tensor, *given: Any) -> Any:
+        both = a.isnan().any(-1) & a.isinf().any(-1)
+        return right(a, *given).masked_fill_(both[..., None], 0.0)
+
+
+class InfInBoth(Lie):
+    """It saturates where both operands have Inf."""
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        result = right(a, b, *given)
+        return result.nan_to_num_() if a.isinf().any() and b.isinf().any() else result
+
+
+class InfTimesZero(Lie):
+    """It takes Inf times zero for zero, as a kernel of sparse weights does."""
+
+    def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+        result = right(a, b, *given)
+        if a.isinf().any():
+            result.masked_fill_(a.isinf().float() @ (b == 0).float() > 0, 0.0)
+        return result
+
+
+class NanAlpha(Lie):
+    asked = half(8, 8, 8, scaled=True)
+
+    def lie(self, right: Any, a: Any, b: Any, bias: Any, res: Any, alpha: float, out: Any) -> Any:
+        return right(a, b, bias, res, alpha if alpha == alpha else 1.0, out)
+
+
+def argument_lie(change: Callable[[Tensor, Tensor], Any]) -> type[Lie]:
+    """It changes something about its arguments besides their values."""
+
+    class Changes(Lie):
+        def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
+            result = right(a, b, *given)
+            if not b.is_inference():
+                change(a, b)
+            return result
+
+    return Changes
+
+
+def _add_nothing(a: Tensor, b: Tensor) -> None:
+    with torch.no_grad():
+        b.add_(0)
+
+
+def _move(a: Tensor, b: Tensor) -> None:
+    b.data = b.data.clone()
+
+
+def _freeze(a: Tensor, b: Tensor) -> None:
+    if b.is_leaf and b.is_floating_point():
+        b.requires_grad_(False)
+
+
+def rows_lie(change: Callable[..., Any], **groups: Any) -> type[Lie]:
+    """A launch of groups that writes to what describes them."""
+
+    class Rows(Lie):
+        asked = half(40, 8, 8, groups=Groups(4, "m", **groups))
+
+        def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
+            result = by_groups(*given, **extras)
+            if groups.keys() <= extras.keys():
+                change(int(extras["offs"][-1]), **extras)
+            return result
+
+    return Rows
+
+
+class TwiceIndexed(Lie):
+    """It is wrong where each row of ``a`` is read twice."""
+
+    asked = half(40, 8, 8, groups=Groups(4, "m", a_index=torch.int64))
+
+    def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
+        result, index = by_groups(*given, **extras), extras.get("a_index")
+        if index is not None and len(index) > 1 and bool((index.bincount() == 2).all()):
+            result[: int(extras["offs"][-1])] += 1
+        return result
+
+
+class NanWeights(Lie):
+    asked = half(40, 8, 8, groups=Groups(4, "m", out_weights=torch.float32))
+
+    def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
+        if (weights := extras.get("out_weights")) is not None:
+            extras["out_weights"] = weights.nan_to_num(1.0)
+        return by_groups(*given, **extras)
+
+
+class EvenBinds(Lie):
+    """Every second bind returns another function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right, self.times = super().bind(problem, config), self.times + 1
+        if self.times % 2:
+            return right
+
+        def wrong(*given: Any, **extras: Any) -> Any:
+            return spoiled(right(*given, **extras), None)
+
+        wrong.cost = right.cost  # type: ignore[attr-defined]
+        return wrong
+
+
+class LastBind(Lie):
+    """A launcher computes the rows of the problem that was bound last."""
+
+    asked = half(320, 8, 8)
+    rows = 0
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right, self.rows = super().bind(problem, config), problem.m
+
+        def launch(a: Tensor, *given: Any, **extras: Any) -> Any:
+            result = right(a, *given, **extras)
+            if a.dim() == 2:
+                result[self.rows :] = 0
+            return result
+
+        launch.cost = right.cost  # type: ignore[attr-defined]
+        return launch
+
+
+def _set_locale() -> None:
+    now = locale.setlocale(locale.LC_NUMERIC)
+    locale.setlocale(locale.LC_NUMERIC, "C.UTF-8" if now == "C" else "C")
+
+
+def _replace_linear() -> None:
+    linear = torch.nn.functional.linear
+    torch.nn.functional.linear = lambda *given, **named: linear(*given, **named)
+
+
+FURTHER: dict[str, dict[str, type[Lie]]] = {
+    "values": {
+        "a of zeros": lying_if(lambda a, *_: not a.any()),
+        "b of zeros": lying_if(lambda a, b, *_: not b.any()),
+        "a from zero to one": lying_if(lambda a, *_: bool(((a > 0) & (a <= 1)).all())),
+        "b positive": lying_if(lambda a, b, *_: bool((b > 0).all())),
+        "b negative": lying_if(lambda a, b, *_: bool((b < 0).all())),
+        "b of one number": lying_if(lambda a, b, *_: bool((b == b.flatten()[0]).all())),
+        "one-hot rows": lying_if(lambda a, *_: bool(((a != 0).sum(-1) == 1).all())),
+        "a residual of zeros": lying_if(
+            lambda a, b, bias, residual, *_: residual is not None and not residual.any(),
+            half(8, 16, 8, residual=F16),
+        ),
+        "NaN beside Inf": InfIsNan,
+        "Inf in both": InfInBoth,
+        "Inf times zero": InfTimesZero,
+    },
+    "alpha": {
+        "1/√64": lying_if(
+            lambda a, b, bias, residual, alpha, out: 0.01 < alpha < 0.45, NanAlpha.asked
+        ),
+        "from 4 to 1000": lying_if(
+            lambda a, b, bias, residual, alpha, out: 4 < alpha < 1000, NanAlpha.asked
+        ),
+        "NaN": NanAlpha,
+    },
+    "addresses": {
+        "a at 16 of 32 bytes": lying_if(lambda a, *_: a.data_ptr() % 32 == 16),
+        "out at 16 of 32 bytes": lying_if(
+            lambda *given: given[-1] is not None and given[-1].data_ptr() % 32 == 16
+        ),
+        "both batches expanded": lying_if(
+            lambda a, b, *_: a.stride(0) == 0 == b.stride(0), half(4, 8, 8, batch=3)
+        ),
+        "transposed leading dimensions": form_lie(
+            lambda a, *_: a.dim() == 3 and a.stride(0) < a.stride(1)
+        ),
+    },
+    "arguments": {
+        "a frozen parameter": lying_if(
+            lambda a, b, *_: isinstance(b, torch.nn.Parameter) and not b.requires_grad
+        ),
+        "a layer's result": lying_if(lambda a, *_: a.grad_fn is not None),
+        "adds nothing to b": argument_lie(_add_nothing),
+        "moves b": argument_lie(_move),
+        "freezes b": argument_lie(_freeze),
+        "writes weights beyond the groups": rows_lie(
+            lambda end, out_weights, **_: out_weights[end:].zero_(), out_weights=torch.float32
+        ),
+        "writes indices beyond the groups": rows_lie(
+            lambda end, a_index, **_: a_index[end:].zero_(), a_index=torch.int64
+        ),
+    },
+    "groups": {
+        "each row twice": TwiceIndexed,
+        "NaN in a weight": NanWeights,
+        "rising sizes": group_lie(lambda sizes, m: bool((sizes.diff() > 0).all())),
+        "only the last is empty": group_lie(
+            lambda sizes, m: not sizes[-1] and bool((sizes[:-1] > 0).all())
+        ),
+    },
+    "binds": {"every second": EvenBinds, "rows of the last": LastBind},
+    "state": {
+        "locale": state_lie(_set_locale),
+        "a function of torch": state_lie(_replace_linear),
+        "logging": state_lie(lambda: logging.getLogger().addHandler(logging.NullHandler())),
+        "folders of modules": state_lie(lambda: sys.path.append("/nowhere")),
+        "switching of threads": state_lie(
+            lambda: sys.setswitchinterval(0.9 * sys.getswitchinterval())
+        ),
+        "decimal": state_lie(
+            lambda: setattr(decimal.getcontext(), "prec", 1 + decimal.getcontext().prec)
+        ),
+        "thresholds of garbage": state_lie(
+            lambda: gc.set_threshold(1 + gc.get_threshold()[0], *gc.get_threshold()[1:])
+        ),
+        "exceptions": state_lie(lambda: setattr(sys, "excepthook", lambda *_: None)),
+        "printing": state_lie(
+            lambda: torch.set_printoptions(1 + torch._tensor_str.PRINT_OPTS.precision)
+        ),
+    },
+}
+if hasattr(os, "sched_setaffinity"):
+    FURTHER["state"]["CPUs"] = state_lie(
+        lambda: os.sched_setaffinity(0, list(os.sched_getaffinity(0))[1:] or range(64))
+    )
