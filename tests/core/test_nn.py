@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 import tmm_core
 from tmm_core.errors import TmmWarning, UnknownNameError
 from tmm_core.nn import GatedMLP, Linear, SwiGLU, convert
-from tmm_core.nn.joint_storage import joined
+from tmm_core.nn.joint_storage import stacked
 
 assert_close = torch.testing.assert_close
 
@@ -1317,7 +1317,7 @@ def test_converted_on_a_gpu_within_two_roundings() -> None:
 def test_a_gated_mlp_moved_to_a_gpu_is_merged_there() -> None:
     mlp = GatedMLP(64, 128).cuda()
     assert mlp.merged
-    assert joined(mlp.gate_proj.weight, mlp.up_proj.weight).is_cuda
+    assert stacked((mlp.gate_proj.weight, mlp.up_proj.weight)).is_cuda
     x = randn(8, 64).cuda()
     with torch.no_grad(), tmm_core.override(on_cache_miss="heuristic"):
         assert_close(mlp(x), by_hand(mlp, x), rtol=1e-3, atol=1e-3)

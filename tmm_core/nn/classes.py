@@ -8,6 +8,7 @@ imported.
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,27 @@ def _read(function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Recipe:
 def _new(recipe: _Recipe) -> Any:
     made: Any = recipe.made
     return made.__new__(made)
+
+
+class ProductLayer(nn.Module):
+    """Base of the classes of other libraries' layers whose one product tmm computes."""
+
+    #: Run the product under the setting ``static_weights``. Assign to change it.
+    static_weights = False
+    _text = ""  # the layer itself has no epilogue
+
+    @classmethod
+    def swapped(cls, kind: type[nn.Module]) -> Any:
+        """The subclass of a library's class ``kind`` with this product."""
+        made = subclass(kind, cls, "", (cls.swapped, kind))
+        made.computes_product = made
+        return made
+
+
+def loaded(module: str, name: str) -> Any:
+    """A class of another library; None while its module is not imported, so that no model can
+    have an instance."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def own(kind: type[nn.Module]) -> type[nn.Module]:

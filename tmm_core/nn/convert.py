@@ -182,11 +182,11 @@ class _Conversion:
         if kind is fp8_linear.theirs():
             if self._leave(layer, _unfit(layer) or fp8_linear.unfit(layer)):
                 return None
-            return fp8_linear.swapped(kind)
+            return fp8_linear.FP8Product.swapped(kind)
         if packed_linear.is_packed(layer):
             if self._leave(layer, _unfit(layer) or packed_linear.unfit(layer)):
                 return None
-            return packed_linear.swapped(kind)
+            return packed_linear.PackedProduct.swapped(kind)
         if not isinstance(layer, nn.Linear) and (theirs is None or not isinstance(layer, theirs)):
             return None
         reason = _unfit(layer, *layer._parameters.values())
@@ -195,7 +195,7 @@ class _Conversion:
             reason += "may do more than its base does"
         if self._leave(layer, reason):
             return None
-        return Linear if kind is nn.Linear else conv1d.swapped(kind)
+        return Linear if kind is nn.Linear else conv1d.Conv1DProduct.swapped(kind)
 
     def _group(self, layer: nn.Module) -> None:
         parameters = layer.parameters(recurse=False)

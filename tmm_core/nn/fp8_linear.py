@@ -3,29 +3,25 @@ DeepSeek-V3's checkpoints, or one in all."""
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tmm_core import api
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state
 from tmm_core.nn import stored_weights
-from tmm_core.nn.classes import subclass
+from tmm_core.nn.classes import ProductLayer, loaded
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
-#: The module of Transformers that defines it.
-_THEIRS = "transformers.integrations.finegrained_fp8"
-
 
 def theirs() -> Any:
     """Transformers' class; None while no model can have such a layer."""
-    return getattr(sys.modules.get(_THEIRS), "FP8Linear", None)
+    return loaded("transformers.integrations.finegrained_fp8", "FP8Linear")
 
 
 def unfit(layer: Any) -> str | None:
@@ -51,37 +47,25 @@ def operand(layer: Any) -> Quantized:
     return Quantized(layer.weight.detach(), scale, format="fp8", block=block)
 
 
-class _Product(nn.Module):
+class FP8Product(ProductLayer):
     """Multiplies plain activations by the weight's values, or activations rounded to 8 bits, as
     Transformers' own forward does by kernels from a hub."""
 
-    static_weights = False
     #: Round activations to 8-bit floats, with scales of their own.
     rounds_activations = False
-    _text = ""
 
     def product(self, x: Tensor, epilogue: str) -> Tensor:
         own: Any = self
         weight = own.weight if own.weight.element_size() > 1 else operand(own)
-        call: tuple[Any, ...] = x, weight, own.bias, epilogue, None
+        options: dict[str, Any] = {"epilogue": epilogue}
         if self.rounds_activations and isinstance(weight, Quantized):
-            call = stored_weights.rounded_rows(x, weight), weight, own.bias, epilogue, x.dtype
+            options["out_dtype"] = x.dtype
+            x = stored_weights.rounded_rows(x, weight)
         if self.static_weights:
-            return with_static_weights(_linear, *call)
-        return _linear(*call)
+            return with_static_weights(partial(api.linear, **options), x, weight, own.bias)
+        return api.linear(x, weight, own.bias, **options)
 
     def forward(self, input: Tensor) -> Any:
         if autograd_state.recorded(input, self.bias):  # type: ignore[arg-type]
             return super().forward(input)  # FP8Linear's
         return self.product(input, "")
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Any, epilogue: str, dtype: Any) -> Tensor:
-    return api.linear(x, weight, bias, epilogue=epilogue, out_dtype=dtype)
-
-
-def swapped(kind: type[nn.Module]) -> Any:
-    """The subclass of Transformers' class that calls :func:`tmm_core.linear`."""
-    made = subclass(kind, _Product, "", (swapped, kind))
-    made.computes_product = made
-    return made

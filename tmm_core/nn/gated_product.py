@@ -13,7 +13,8 @@ from tmm_core.interop.epilogue_kernels import kernels
 from tmm_core.interop.gradients import Call, follow, gradients
 from tmm_core.launch import warm
 from tmm_core.launch.check import check
-from tmm_core.nn.joint_storage import joined
+from tmm_core.nn.joint_storage import stacked
+from tmm_core.nn.together import joint_of
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import IDENTITY
 
@@ -24,11 +25,9 @@ def joint_operands(
     gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of the joint product; None if it must be two, gated by torch."""
-    weight = joined(gate, up)
-    if gate_bias is None and up_bias is None:
-        return None if weight is None else (weight, None)
-    bias = joined(gate_bias, up_bias)
-    return None if weight is None or bias is None else (weight, bias)
+    if gate.shape != up.shape:
+        return None
+    return joint_of((gate, up), (gate_bias, up_bias))
 
 
 def gated(gate: Tensor, up: Tensor, text: str) -> Tensor:
@@ -103,7 +102,7 @@ class _Joint(autograd_state.OneLevel):
         weight = None
         if wants_x:
             # Second derivatives need both, and saved-tensor hooks may have returned copies.
-            weight = None if torch.is_grad_enabled() else joined(gate, up)
+            weight = None if torch.is_grad_enabled() else stacked((gate, up))
             weight = torch.cat((gate, up)) if weight is None else weight
         wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
         dx, dw, dbias, _ = gradients(ctx.call, wanted, x, weight, None, grad)

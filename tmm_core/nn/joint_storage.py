@@ -24,21 +24,13 @@ def seen_alone(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
-def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """``first`` and ``second`` as one tensor of twice the rows, without a copy; None if they
-    are not adjacent in one storage."""
-    if first is None or second is None or first.shape != second.shape:
-        return None
-    return stacked((first, second))
-
-
 def stacked(parts: Sequence[Tensor]) -> Tensor | None:
     """The rows of all parts as one tensor, without a copy; None if they are not adjacent, in this
     order, in one storage."""
-    if any(isinstance(t, Quantized) for t in parts):
-        return _stacked_quantized(parts)
     start = parts[0]
     for t in parts:
+        if isinstance(t, Quantized):
+            return _stacked_quantized(parts)
         same = t.dtype is start.dtype and t.shape[1:] == start.shape[1:]
         if not same or not t.is_contiguous():
             return None

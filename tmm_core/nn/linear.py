@@ -95,7 +95,7 @@ class Linear(nn.Linear):
         if type(weight) is not nn.Parameter and fallbacks.foreign(weight):
             return self._by_type(input, weight, self.bias, self._text)
         if self.static_weights:
-            return with_static_weights(_linear, input, weight, self.bias, self._text)
+            return with_static_weights(finished_linear, input, weight, self.bias, self._text)
         return api.linear(input, weight, self.bias, epilogue=self._text)
 
     def product(self, input: torch.Tensor, epilogue: str) -> torch.Tensor:
@@ -104,7 +104,8 @@ class Linear(nn.Linear):
         if type(of["weight"]) is not nn.Parameter and fallbacks.foreign(of["weight"]):
             return self._by_type(input, of["weight"], of["bias"], epilogue)
         if self.static_weights:
-            return with_static_weights(_linear, input, of["weight"], of["bias"], epilogue)
+            operands = input, of["weight"], of["bias"], epilogue
+            return with_static_weights(finished_linear, *operands)
         return api.linear(input, of["weight"], of["bias"], epilogue=epilogue)
 
     def _by_type(self, *call: Any) -> torch.Tensor:
@@ -123,9 +124,10 @@ class Linear(nn.Linear):
 Linear.computes_product = Linear
 
 
-def _linear(
+def finished_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str
 ) -> torch.Tensor:
+    """:func:`tmm_core.linear` by positions, which cost less than names to pass on."""
     return api.linear(input, weight, bias, epilogue=epilogue)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from tmm_core import api
 from tmm_core.errors import reraise
-from tmm_core.nn.classes import own, subclass
+from tmm_core.nn.classes import ProductLayer, own
+from tmm_core.nn.linear import finished_linear
 from tmm_core.nn.stored_weights import parameter
 from tmm_core.quantized import Quantized
 from tmm_core.settings import with_static_weights
@@ -101,11 +102,8 @@ def _version(layer: Any) -> int:
     return int(version()) if callable(version) else 1
 
 
-class _Product(nn.Module):
+class PackedProduct(ProductLayer):
     """Multiplies activations of any dtype by the weight's values."""
-
-    static_weights = False
-    _text = ""
 
     @property
     def weight(self) -> Any:
@@ -164,19 +162,8 @@ class _Product(nn.Module):
         if bias is not None and bias.dtype is not x.dtype:
             bias = bias.to(x.dtype)
         if self.static_weights:
-            return with_static_weights(_linear, x, of["weight"], bias, epilogue)
-        return _linear(x, of["weight"], bias, epilogue)
+            return with_static_weights(finished_linear, x, of["weight"], bias, epilogue)
+        return api.linear(x, of["weight"], bias, epilogue=epilogue)
 
     def forward(self, x: Tensor) -> Any:
         return self.product(x, "")
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Any, epilogue: str) -> Tensor:
-    return api.linear(x, weight, bias, epilogue=epilogue)
-
-
-def swapped(kind: type[nn.Module]) -> Any:
-    """The subclass of a package's class that calls :func:`tmm_core.linear`."""
-    made = subclass(kind, _Product, "", (swapped, kind))
-    made.computes_product = made
-    return made

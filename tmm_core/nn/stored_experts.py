@@ -7,7 +7,6 @@ of 32 (``FP8Experts`` of DeepSeek-V4, and gpt-oss's). Activations are multiplied
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,14 +14,11 @@ from torch import nn
 
 from tmm_core.epilogues import GATED_BY
 from tmm_core.errors import reraise
+from tmm_core.nn.classes import loaded
 from tmm_core.nn.stored_weights import in_fp32
 from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
-
-#: The modules of Transformers that define ``FP8Experts`` and ``Mxfp4GptOssExperts``.
-_FP8 = "transformers.integrations.finegrained_fp8"
-_MXFP4 = "transformers.integrations.mxfp4"
 
 
 def of(layer: Any, name: str) -> Tensor:
@@ -72,7 +68,7 @@ def unfit(layer: Any) -> str | None:
 
 def out_of_reach(layer: nn.Module) -> str | None:
     """Why no operand describes weights that were rearranged for other kernels."""
-    theirs = getattr(sys.modules.get(_MXFP4), "Mxfp4GptOssExperts", None)
+    theirs = loaded("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
     if theirs is None or type(layer) is not theirs:
         return None
     return (
@@ -83,7 +79,7 @@ def out_of_reach(layer: nn.Module) -> str | None:
 
 def gate_of(layer: nn.Module, gate: Any, activation: str | None) -> str | None:
     """The gated epilogue of ``FP8Experts``'s own gate; None if it is another, or clamps."""
-    theirs = getattr(sys.modules.get(_FP8), "FP8Experts", None)
+    theirs = loaded("transformers.integrations.finegrained_fp8", "FP8Experts")
     if theirs is None or gate is not theirs._apply_gate:
         return None
     clamps = [getattr(layer, name, None) for name in ("swiglu_alpha", "limit")]
