@@ -123,12 +123,12 @@ def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseExc
         each, explicit = waiting.pop(0)
         if each is None or any(each is other for other in seen):
             continue
-        mine = frames_of(each)
-        outside = mine[0] not in frames if mine else suppressed
+        own = frames_of(each)
+        outside = own[0] not in frames if own else suppressed
         if outside and not explicit:
             continue  # handled further out
         seen.append(each)
-        frames += mine
+        frames += own
         yield each
         waiting.append((_CAUSE(each), not suppressed))
         if suppressed or not _SUPPRESSED(each):
@@ -175,7 +175,7 @@ class suppress:  # noqa: N801  # used like contextlib.suppress
         try:
             reraise(error)
         finally:
-            del error, trace  # as there
+            del error, trace  # the same cycle
         return True
 
 

@@ -37,7 +37,7 @@ class FaultWarnings:
     @property
     def is_own(self) -> bool:
         """Whether the root is this user's own, and so trusted and written."""
-        # Asked each time: a root that did not exist may since have been made by another user.
+        # Checked each time: a root that did not exist may since have been made by another user.
         return foreign(self._root) is None
 
     def may_write(self) -> bool:
@@ -72,7 +72,7 @@ class FaultWarnings:
             about="place",
         )
 
-    def beside(self, path: Path, error: OSError, done: str, consequence: str) -> None:
+    def auxiliary(self, path: Path, error: OSError, done: str, consequence: str) -> None:
         """Warn of an auxiliary file, without which records still work, or of the whole root."""
         if error.errno in _UNWRITABLE:
             self.unwritable(error)

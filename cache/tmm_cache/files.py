@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from tmm_cache.cache_errors import RecordError, reraise, suppress
+from tmm_cache.cache_errors import RecordError, reraise
 from tmm_cache.disk import (
     NotRegularError,
     closing,
@@ -28,6 +28,8 @@ from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.paths import ENVIRONMENT
 from tmm_cache.record import TuningRecord
+
+T = TypeVar("T")
 
 #: A thousand candidates with a hundred samples each take 2 MB; a larger file is not a record.
 MAX_BYTES = 16 * 2**20
@@ -53,14 +55,6 @@ class Fault:
 
 #: Takes the faults that a walk over files meets; the walk goes on.
 Report: TypeAlias = Callable[[Fault], object]
-
-
-def json_lines(data: bytes) -> Iterator[object]:
-    """The JSON values of a file to which processes append lines. A line that a killed process left
-    torn is passed over."""
-    for line in data.split(b"\n"):
-        with suppress(ValueError):
-            yield parse(line)
 
 
 def parse_stored(data: bytes, name: str) -> TuningRecord:
@@ -153,37 +147,24 @@ def read_file(path: Path, *, most: int = MAX_BYTES) -> bytes | Fault | None:
 
 def read_record(path: Path, report: Report) -> TuningRecord | None:
     """The record in a file; None if the file is absent, or has a fault, which is reported."""
-    stored = read_stored(path)
-    if isinstance(stored, Fault):
-        report(stored)
-        return None
-    return stored
-
-
-def read_stored(path: Path) -> TuningRecord | Fault | None:
-    """The record in a file; None if the file is absent."""
-    read = read_file(path)
-    if not isinstance(read, bytes):
-        return read
-    try:
-        return parse_stored(read, path.stem)
-    except ValueError as error:
-        reraise(error)
-        return Fault(path, f"is not a valid record: {error}", damaged=True)
+    return _parsed(path, lambda data: parse_stored(data, path.stem), "record", report)
 
 
 def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
-    """The environment of a folder of records; None if its file is absent, or has a fault, which is
-    reported."""
+    """The environment of a folder of records; None as for :func:`read_record`."""
     path = folder / ENVIRONMENT
+    return _parsed(path, lambda data: parse_environment(data, folder.name), "environment", report)
+
+
+def _parsed(path: Path, parse: Callable[[bytes], T], what: str, report: Report) -> T | None:
     read = read_file(path)
     try:
         if isinstance(read, bytes):
-            return parse_environment(read, folder.name)
+            return parse(read)
     except ValueError as error:
         reraise(error)
-        read = Fault(path, f"is not a valid environment: {error}", damaged=True)
-    if isinstance(read, Fault):
+        read = Fault(path, f"is not a valid {what}: {error}", damaged=True)
+    if read is not None:
         report(read)
     return None
 

@@ -17,8 +17,7 @@ from tmm_cache.cache_errors import reraise
 from tmm_cache.disk import closing, opened
 from tmm_cache.fields import SIZES, is_size, measure, optional, parse
 from tmm_cache.keys import Document
-from tmm_cache.record import CLOCK, SCHEMA, TuningRecord
-from tmm_cache.record import blas_us as blas_us
+from tmm_cache.record import CLOCK, SCHEMA, TuningRecord, blas_us
 
 #: A problem and a config take about 900 bytes.
 HEADER_BYTES: Final = 4096

@@ -3,9 +3,8 @@
 A file of notes belongs to one state: versions, sizes and times of files, environment variables. Its
 name is a digest of that state, so another state uses another file. Each note is a line, appended in
 a single write, so any number of processes can share a file without a lock. Damaged or torn lines
-are ignored. A file that others than the user may have written, or that lies in such a folder or
-root, is neither read nor written. Nothing here warns, and only `write`
-raises OSError.
+are ignored. A file is neither read nor written if others than the user may have written it, its
+folder or its root. Nothing here warns, and only `write` raises OSError.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final
 
 from tmm_cache.cache_errors import reraise, suppress
 from tmm_cache.disk import append_line, closing, make_folder, open_regular, read_all
-from tmm_cache.files import json_lines
+from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.ownership import foreign, foreign_file, is_shared
 from tmm_cache.paths import NOTES, default_root
@@ -38,7 +37,7 @@ class Notes:
         root = default_root() if root is None else root
         self._root = root
         self.path = root / NOTES / f"{name}-{digest}.jsonl"
-        #: Why the file may be others', which is empty if it cannot be checked; None if it is not.
+        #: Why others may have written the file, empty if that cannot be checked; None: they cannot.
         self.foreign = foreign(root)
         self._notes: dict[str, JSON] = {}
         if self.foreign is None:
@@ -63,7 +62,7 @@ class Notes:
         if self.get(about) == value:
             return
         self._notes[about] = value
-        # Asked each time: others may have got the right to write since.
+        # Checked each time: others may have got the right to write since.
         if self.foreign is not None or foreign(self._root) is not None:
             return
         line = canonical([about, value]).encode("ascii")
@@ -76,9 +75,11 @@ class Notes:
             if not is_shared():
                 self.foreign = foreign_file(self._root, self.path, handle)
             data = read_all(handle, MAX_BYTES) if self.foreign is None else b""
-        for line in json_lines(data):
-            if isinstance(line, list) and len(line) == 2 and isinstance(line[0], str):
-                self._notes[line[0]] = line[1]
+        for line in data.split(b"\n"):
+            with suppress(ValueError):  # a killed process left a torn line
+                note = parse(line)
+                if isinstance(note, list) and len(note) == 2 and isinstance(note[0], str):
+                    self._notes[note[0]] = note[1]
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
@@ -89,10 +90,10 @@ def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
     stamps: list[JSON] = []
     for path in sorted(os.fspath(path) for path in paths):
         try:
-            of = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             reraise(error)
             stamps.append([path])
         else:
-            stamps.append([path, of.st_size, of.st_mtime_ns, of.st_ctime_ns])
+            stamps.append([path, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     return stamps

@@ -191,12 +191,13 @@ class TuningRecord:
         from tmm_cache import problem_fields  # not needed by calls
 
         us, blas = self.best.median_us, blas_us(self)
-        asked = problem_fields.shape(self.problem), problem_fields.dtypes(self.problem, short=True)
+        sizes = problem_fields.shape(self.problem)
+        dtypes = problem_fields.dtypes(self.problem, short=True)
         time = "not timed" if us is None else f"{us:.2f} µs"
         ratio = f", {blas / us:.2f}x over blas" if us and blas else ""
         tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
         return (
-            f"<TuningRecord {' '.join(asked)} {problem_fields.expression(self.problem)}: "
+            f"<TuningRecord {sizes} {dtypes} {problem_fields.expression(self.problem)}: "
             f"{problem_fields.printable(self.best.kernel)} {time}{ratio}, {tried}>"
         )
 
@@ -207,7 +208,8 @@ class TuningRecord:
         return replace(self, candidates=thin)
 
     def to_json(self) -> dict[str, JSON]:
-        """The JSON document of this record. Raises RecordError if problem or a config is not."""
+        """The JSON document of this record. Raises RecordError if the problem or a config is not
+        JSON."""
         return {
             "schema": SCHEMA,
             "clock": CLOCK,

@@ -1,9 +1,9 @@
 """Keeps the cache within its limit of size, and removes left-over temporary files.
 
 A save cleans its own folder and, now and then, the whole root. Only the least recently used records
-and notes of the root are removed: never a layer, a record that this process holds, or one that
-was just written. The last use of a record is its file's mtime: an
-index could be torn, and every process would write to it.
+and notes of the root are removed: never a layer, a record that this process holds, or one that was
+just written. The last use of a record is its file's mtime: an index could be torn, and every
+process would write to it.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
 
 
 def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    """The entries of a folder with such a name, without links: one may lead to a layer, or out of
-    the root. None if the folder can't be listed."""
+    """The entries of a folder with such a name, none if it can't be listed. Links are left out: one
+    may lead to a layer, or out of the root."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if names.fullmatch(entry.name) and not entry.is_symlink():

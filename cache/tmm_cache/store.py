@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
 from tmm_cache.fault_warnings import FaultWarnings, passed_over
-from tmm_cache.files import Fault, read_stored, record_bytes, write_record
+from tmm_cache.files import Fault, read_record, record_bytes, write_record
 from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.locks import acquire
@@ -115,17 +115,13 @@ class CacheStore:
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
             return held.record, path if os.path.isfile(path) else None
-        asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
+        text, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
-            stored = read_stored(path)
-            if isinstance(stored, Fault):
-                passed_over(stored)
-            elif stored is None:
-                continue
-            elif canonical(stored.problem) == asked:
+            stored = read_record(path, passed_over)
+            if stored is not None and canonical(stored.problem) == text:
                 return stored, path
-            else:
+            if stored is not None:
                 passed_over(Fault(path, "records another problem of the same digest"))
         return None, None
 
@@ -222,8 +218,8 @@ class CacheStore:
                     lock.release()
             if fault is not None:
                 # Only now: a save under the lock reports more precisely what became of the record.
-                told = "two processes may tune the same problem"
-                self._warnings.beside(path, fault, "locked", told)
+                consequence = "two processes may tune the same problem"
+                self._warnings.auxiliary(path, fault, "locked", consequence)
 
     def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Note a problem met where tuning is forbidden. Never raises OSError."""
@@ -237,8 +233,8 @@ class CacheStore:
             notes.write(about, {"gpu": gpu, "environment": environment, "problem": problem})
         except OSError as error:
             reraise(error)
-            told = "problems that are not tuned are not noted"
-            self._warnings.beside(notes.path, error, "written", told)
+            consequence = "problems that are not tuned are not noted"
+            self._warnings.auxiliary(notes.path, error, "written", consequence)
 
     def misses(self) -> list[Miss]:
         """The problems noted under the user's own root that have no record yet, each once per GPU
@@ -281,10 +277,10 @@ class CacheStore:
     def _stamps(self, gpu: str, environment: Document) -> Notes:
         # Not keyed by host name: a container gets a new one at each start, and verification is
         # about a kernel's code on this GPU under this software.
-        of = gpu, digest(environment)
-        if (found := self._verified.get(of)) is None:
+        key = gpu, digest(environment)
+        if (found := self._verified.get(key)) is None:
             # If two threads make them, both keep to the first.
-            found = self._verified.setdefault(of, Notes("verified", list(of), self.root))
+            found = self._verified.setdefault(key, Notes("verified", list(key), self.root))
             if found.foreign and self._warnings.is_own:
                 self._warnings.untrusted(found.foreign)
         return found

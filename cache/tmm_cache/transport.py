@@ -25,7 +25,7 @@ from tmm_cache.files import (
     Fault,
     has_checksum,
     read_file,
-    read_stored,
+    read_record,
     record_bytes,
     sealed,
     write_record,
@@ -165,13 +165,14 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
             imported.faults.append(f"{key[2]} was created in the future: {record.created}")
         else:
             path = record_path(root, *key)
-            present = None if force else read_stored(path)
-            if isinstance(present, Fault) and not present.damaged:
+            unread: list[Fault] = []
+            present = None if force else read_record(path, unread.append)
+            if unread and not unread[0].damaged:
                 # The record there may be newer, and readable the next time.
-                if present.place:
-                    raise OSError(f"{present.path} {present.reason}")
-                imported.faults.append(f"{key[2]}: {present.path} {present.reason}")
-            elif isinstance(present, TuningRecord) and present.created_at >= record.created_at:
+                if unread[0].place:
+                    raise OSError(f"{unread[0].path} {unread[0].reason}")
+                imported.faults.append(f"{key[2]}: {unread[0].path} {unread[0].reason}")
+            elif present is not None and present.created_at >= record.created_at:
                 imported.kept += 1
             else:
                 write_record(path, record_bytes(record, checked=True), environment)

@@ -367,7 +367,7 @@ def test_a_root_that_cannot_be_written_is_told_from_one_file(tmp_path: Path, cod
     error = OSError(getattr(errno, code), code)
     told = "notes cannot be locked .*; so" if code == "EIO" else "unwritten records are lost"
     with warned(told):
-        FaultWarnings(tmp_path).beside(tmp_path / "notes", error, "locked", "so")
+        FaultWarnings(tmp_path).auxiliary(tmp_path / "notes", error, "locked", "so")
 
 
 def _calls(module: str | None, function: Any) -> Any:

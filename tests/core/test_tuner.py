@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, Tuner, problem, settings
 from tmm_cache import CandidateResult, TuningRecord
-from tmm_cache.header import blas_us
+from tmm_cache.record import blas_us
 
 from tmm_core import Traits
 from tmm_core.registry.registry import Source

@@ -52,7 +52,7 @@ CACHE = [
            "a file that was cut off ends the command with a traceback", (TRANSPORT,)),
     Mutant("transport-future", "tmm_cache/transport.py", "elif record.created_at > latest:", "elif False:",
            "a record of the future wins over all that are tuned", (TRANSPORT,)),
-    Mutant("transport-unread", "tmm_cache/transport.py", "if isinstance(present, Fault) and not present.damaged:", "if False:",
+    Mutant("transport-unread", "tmm_cache/transport.py", "if unread and not unread[0].damaged:", "if False:",
            "a record that cannot be read this time is replaced", (TRANSPORT,)),
     Mutant("transport-limit", "tmm_cache/transport.py", "if len(data) > MAX_BYTES:\n        raise UsageError", "if False:\n        raise UsageError",
            "an export is written that no import reads", (TRANSPORT,)),

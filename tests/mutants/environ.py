@@ -333,8 +333,8 @@ ENVIRON = [
         "signal-no-record",
         "tmm_cache/files.py",
         """        reraise(error)
-        return Fault(path, f"is not a valid record""",
-        """        return Fault(path, f"is not a valid record""",
+        read = Fault(path, f"is not a valid""",
+        """        read = Fault(path, f"is not a valid""",
         "a handler's ValueError is taken for a damaged record",
         (f"{SIGNALS}::test_it_passes_from_the_cache",),
     ),

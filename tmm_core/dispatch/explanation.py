@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tmm_cache import CLOCK, TuningRecord, console, problem_fields
-from tmm_cache.header import blas_us
+from tmm_cache.record import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import Miss, dry_run

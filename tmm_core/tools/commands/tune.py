@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tmm_cache.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
-from tmm_cache.header import blas_us
+from tmm_cache.record import blas_us
 
 import tmm_core
 from tmm_core import dispatch
