@@ -414,14 +414,14 @@ def tune(
     Raises:
         TypeError: ``problems`` are none.
     """
-    asked = list(problems) if isinstance(problems, Iterable) else [problems]
-    if others := [type(p).__name__ for p in asked if not isinstance(p, Problem)]:
+    given = list(problems) if isinstance(problems, Iterable) else [problems]
+    if others := [type(p).__name__ for p in given if not isinstance(p, Problem)]:
         raise TypeError(f"tune() takes problems, made by tmm_core.problem(…), not {others[0]}")
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
         chooser = dispatch.default_dispatcher()
         records = []
-        for problem, following in itertools.zip_longest(asked, asked[1:]):
+        for problem, following in itertools.zip_longest(given, given[1:]):
             if following is not None:
                 chooser.prepare(following, current, force)
             records.append(chooser.tune(problem, current, force=force))

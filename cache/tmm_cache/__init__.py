@@ -3,9 +3,9 @@
 It depends on neither torch nor the kernels: problems, environments and configs are opaque JSON.
 
     store = CacheStore()
-    with store.lock(gpu, environment, problem, timeout=60) as mine:
+    with store.lock(gpu, environment, problem, timeout=60) as acquired:
         record = store.load(gpu, environment, problem)
-        if record is None and mine:
+        if record is None and acquired:
             store.save(gpu, environment, tune(problem))
 """
 

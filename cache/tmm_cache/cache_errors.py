@@ -175,7 +175,7 @@ class suppress:  # noqa: N801  # used like contextlib.suppress
         try:
             reraise(error)
         finally:
-            del error, trace  # the same cycle
+            del error, trace  # they would form a cycle, as in `reraise`
         return True
 
 

@@ -272,10 +272,10 @@ class Constants(MixedInputConfig):
         along = self.wide // max(1, parts)
         # Two bits of a unit's place along K are the lane's, and the others are the register's.
         bits = [[0, 1 << i] for i in range(self.wide.bit_length() - 1)]
-        mine, bits = (bits[-2:], bits[:-2]) if self.arranged else (bits[:2], bits[2:])
+        of_lanes, bits = (bits[-2:], bits[:-2]) if self.arranged else (bits[:2], bits[2:])
         registers = [*bits, [8, 0]]
         registers += [[64 << i, 0] for i in range((rows // _WGMMA).bit_length() - 1)]
-        lanes, warps = [*mine, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        lanes, warps = [*of_lanes, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
         if not parts:
             return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, self.wide])
         split = [

@@ -123,7 +123,7 @@ CONVERTED = [
            "an operator is left for a cost that nobody waits for",
            ("tests/core/test_enable.py::test_the_host_is_slowed_only_where_it_is_the_limit",)),
     Mutant("left-for-ever", "interop/aten.py",
-           "warm.WHEN_FORGOTTEN.append(_ask_again)", "",
+           "warm.WHEN_FORGOTTEN.append(_answer_anew)", "",
            "what was left to torch stays so although a record was made",
            ("tests/core/test_enable.py::test_what_was_left_is_answered_again_once_there_is_a_record",)),
     Mutant("samples-of-captures", "interop/host_bound.py",

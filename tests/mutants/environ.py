@@ -349,7 +349,7 @@ ENVIRON = [
     Mutant(
         "signal-cycle-suppress",
         "tmm_cache/cache_errors.py",
-        "            del error, trace  # as there",
+        "            del error, trace  # they would form a cycle, as in `reraise`",
         "            pass",
         "the same behind suppress",
         (f"{SIGNALS}::test_an_exception_that_passes_keeps_nothing_alive",),

@@ -9,7 +9,7 @@ BACKGROUND = "tests/core/test_background.py"
 EXACT = "tests/core/test_exact_m.py"
 
 PATH = [
-    Mutant("steps-in-one", "tuning/stages.py", "            run.samples = mine\n        yield ()\n", "            run.samples = mine\n        yield from ()\n",
+    Mutant("steps-in-one", "tuning/stages.py", "            run.samples = samples\n        yield ()\n", "            run.samples = samples\n        yield from ()\n",
            "a tuning is not resumed between measurements", (f"{TUNER}::test_a_tuning_holds_nothing_between_its_steps",)),
     Mutant("close-keeps", "tuning/tuner.py", "tuning.release(timer=self.timer is None)", "pass",
            "a tuning that is closed keeps its tensors", (f"{TUNER}::test_a_tuning_that_is_closed_frees_what_it_holds",)),
@@ -23,7 +23,7 @@ PATH = [
            "calls go on with a tuning that waits for compilers", (f"{BACKGROUND}::test_compilers_are_not_waited_for",)),
     Mutant("slice-beside", "tuning/background.py", "(place == 0 or not task.waited)", "True",
            "two tunings hold memory at a time", (f"{BACKGROUND}::test_compilers_are_not_waited_for",)),
-    Mutant("slice-not-alone", "tuning/background.py", "                if mine:\n", "                if True:\n",
+    Mutant("slice-not-alone", "tuning/background.py", "                if acquired:\n", "                if True:\n",
            "two processes disturb each other's measurements", (f"{BACKGROUND}::test_no_slice_while_another_process_measures",)),
     Mutant("slice-charged", "tuning/tuner.py", "deadline.at += waited if rested or starting", "deadline.at += waited if starting",
            "a tuning's budget ends while it rests", (f"{BACKGROUND}::test_rests_are_not_charged_to_the_budget",)),

@@ -93,4 +93,4 @@ def host_us(
                 for _ in range(CALLS):
                     call()
                 samples[name].append((time.perf_counter() - started) * 1e6 / CALLS)
-    return {name: statistics.median(mine) for name, mine in samples.items()}
+    return {name: statistics.median(times) for name, times in samples.items()}

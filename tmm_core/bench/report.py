@@ -54,8 +54,8 @@ class Section:
     def numbers(self) -> list[str]:
         """The columns of numbers, such as ``1.020×``, ``3.1 ±0.2`` and nothing at all."""
         cells = zip(*self.rows, strict=True)
-        told = zip(self.columns, cells, strict=True) if self.rows else ()
-        return [name for name, mine in told if all(map(_NUMBER.fullmatch, mine))]
+        columns = zip(self.columns, cells, strict=True) if self.rows else ()
+        return [name for name, column in columns if all(map(_NUMBER.fullmatch, column))]
 
 
 _NUMBER = re.compile(r"([\d.]+(e[-+]\d+)?[×%]?( .*)?)?")
@@ -79,8 +79,8 @@ def sections(results: Results) -> Iterator[Section]:
         yield Section(suite, columns, rows, lines=failed, detail=suite != SWEEP)
     for suite in dict.fromkeys(document["suite"] for document in results.regrets):
         said = suite.replace("random", "random M, weight and epilogue")
-        mine = [document for document in results.regrets if document["suite"] == suite]
-        yield Section(said, REGRET_COLUMNS, regrets(mine))
+        documents = [document for document in results.regrets if document["suite"] == suite]
+        yield Section(said, REGRET_COLUMNS, regrets(documents))
     if results.host is not None:
         host = results.host
         chosen = ", ".join(f"{what}: `{kernel}`" for what, kernel in host["kernels"].items())
@@ -179,10 +179,10 @@ def searches(results: Results) -> list[tuple[str, ...]]:
         steps: dict[str, list[Document]] = {"all": documents}
         for document in documents:
             steps.setdefault(document["search"]["step"], []).append(document)
-        for step, mine in steps.items():
-            lost = summarised(mine, lambda document: document["search"]["regret"], max)
-            room, *_ = summarised(mine, lambda document: document["search"]["blas_over_best"])
-            rows.append((suite, step, str(len(mine)), *lost, room))
+        for step, of_step in steps.items():
+            lost = summarised(of_step, lambda document: document["search"]["regret"], max)
+            room, *_ = summarised(of_step, lambda document: document["search"]["blas_over_best"])
+            rows.append((suite, step, str(len(of_step)), *lost, room))
     return rows
 
 
@@ -275,10 +275,10 @@ def regrets(documents: Sequence[Document]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     points = [document for document in documents if "us" in document]
     for least, most in _RANGES:
-        if mine := [p for p in points if least <= p["case"]["m"] <= most]:
-            ahead = summarised(mine, lambda p: p["torch_us"] / p["us"])
-            lost = summarised(mine, lambda p: p["us"] / p["best_us"], max)
-            rows.append((f"{least}…{most}", str(len(mine)), *ahead, *lost))
+        if inside := [p for p in points if least <= p["case"]["m"] <= most]:
+            ahead = summarised(inside, lambda p: p["torch_us"] / p["us"])
+            lost = summarised(inside, lambda p: p["us"] / p["best_us"], max)
+            rows.append((f"{least}…{most}", str(len(inside)), *ahead, *lost))
     return rows
 
 

@@ -178,8 +178,8 @@ def _times(
     captures = _captures(list(racing.values()), timer, copies, seconds)
     samples = pooled(captures)
     each = [
-        dict(zip(racing, map(statistics.median, normalised(mine)), strict=True))
-        for mine in captures
+        dict(zip(racing, map(statistics.median, normalised(capture)), strict=True))
+        for capture in captures
     ]
     ratios = [medians[TORCH] / medians[TMM] for medians in each]
     if len(ratios) > 1:
@@ -198,7 +198,9 @@ def _times(
         }
     if beside:
         samples += _samples(list(beside.values()), timer, copies, seconds / 2)
-    return {name: _summary(mine) for name, mine in zip((*racing, *beside), samples, strict=True)}
+    return {
+        name: _summary(series) for name, series in zip((*racing, *beside), samples, strict=True)
+    }
 
 
 def _other_clocks(
@@ -346,7 +348,7 @@ def pooled(captures: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Each run's samples, as many of every capture."""
     least = min(len(samples[0]) for samples in captures)
     parts = zip(*captures, strict=True)
-    return [[us for samples in mine for us in samples[:least]] for mine in parts]
+    return [[us for samples in of_run for us in samples[:least]] for of_run in parts]
 
 
 def _summary(samples: Sequence[float]) -> dict[str, Any]:

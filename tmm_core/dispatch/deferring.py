@@ -155,8 +155,8 @@ class Deferring(Measuring):
 
         try:
             line = LINE.of(str(problem), settings.progress)
-            with self._alone_on(key.device) as mine, line as tick:
-                if mine:
+            with self._alone_on(key.device) as acquired, line as tick:
+                if acquired:
                     drained(self._racing(query, candidates), tick)
         except Exception as error:
             reraise(error)

@@ -294,7 +294,7 @@ class Dispatcher(Deferring):
             return None
         if exact is None:
             if query.forbidden is None and self.missing(
-                key, query.able, record, asked=query.problem
+                key, query.able, record, called=query.problem
             ):
                 return None
             self.warn_untried(query.problem, self.untried.get(key))

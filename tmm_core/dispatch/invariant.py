@@ -242,8 +242,8 @@ class Invariance:
                 times.setdefault(name, _us_of_last_round(result, results[0]))
             for m, us in result.inside_us.items():
                 there = inside.get(m, Rung(math.inf, {}))
-                mine = {} if name is None else {name: min(us, there.times.get(name, math.inf))}
-                inside[m] = Rung(min(us, there.best_us), {**there.times, **mine})
+                own = {} if name is None else {name: min(us, there.times.get(name, math.inf))}
+                inside[m] = Rung(min(us, there.best_us), {**there.times, **own})
         best_us = statistics.median(results[0].samples_us)
         return Rung(best_us, times, [*inside.values()]) if times else None
 

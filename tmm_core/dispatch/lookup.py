@@ -193,16 +193,16 @@ class Lookup:
         able: list[Kernel[Any]],
         record: TuningRecord | None,
         resume: bool = False,
-        asked: Problem | None = None,
+        called: Problem | None = None,
     ) -> list[Kernel[Any]]:
         """The kernels that a tuning of ``key`` would time.
 
         Args:
             resume: Include kernels that a call does not try again.
-            asked: The problem of the call, if it is not ``key``.
+            called: The problem of the call, if it is not ``key``.
         """
         left = self.untried.left(key) if record is not None else ((), ())
-        return unmeasured(asked or key, able, record, resume, left)
+        return unmeasured(called or key, able, record, resume, left)
 
     def log_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())

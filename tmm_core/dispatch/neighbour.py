@@ -66,11 +66,11 @@ class Neighbours:
         """Yield records of the same family within :data:`FARTHEST`: first records of this
         environment, then of this GPU under other versions, then of this architecture by nearest SM
         count. Each kind is ordered by distance. Records are read lazily."""
-        asked = problem.to_json()
+        wanted = problem.to_json()
         ranked = []
-        for summary in self.families().get(_family(asked), ()):
+        for summary in self.families().get(_family(wanted), ()):
             rank = _rank(summary, problem.device)
-            octaves = _octaves(asked, summary.problem)
+            octaves = _octaves(wanted, summary.problem)
             if rank is not None and octaves <= FARTHEST:
                 order = (rank, octaves, str(summary.path))
                 ranked.append((order, summary))
@@ -105,5 +105,5 @@ def _family(document: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _octaves(asked: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:
-    return sum(abs(math.log2(max(1, asked[s]) / tuned[s])) for s in _SIZES)
+def _octaves(wanted: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:
+    return sum(abs(math.log2(max(1, wanted[s]) / tuned[s])) for s in _SIZES)

@@ -30,8 +30,8 @@ def install(implementation: str) -> None:
 
     @functools.wraps(prepare)
     def prepared(self: Any, model: Any, **kwargs: Any) -> Any:
-        asked = getattr(model.config, "_experts_implementation", None) == implementation
-        if not asked or not self.pre_quantized or self.quantization_config.dequantize:
+        wanted = getattr(model.config, "_experts_implementation", None) == implementation
+        if not wanted or not self.pre_quantized or self.quantization_config.dequantize:
             return prepare(self, model, **kwargs)
         utils = importlib.import_module("transformers.quantizers.quantizers_utils")
         self.modules_to_not_convert = self.get_modules_to_not_convert(

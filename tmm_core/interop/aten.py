@@ -242,7 +242,7 @@ def _change(stack: list[Enabled]) -> None:
     warm.drop_plans()
 
 
-def _ask_again() -> None:
+def _answer_anew() -> None:
     """Answer again what was left to torch, since records, settings or plugins changed."""
     with _lock:
         for each in _stack:
@@ -251,7 +251,7 @@ def _ask_again() -> None:
             _stack[-1].install()
 
 
-warm.WHEN_FORGOTTEN.append(_ask_again)
+warm.WHEN_FORGOTTEN.append(_answer_anew)
 
 
 def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:

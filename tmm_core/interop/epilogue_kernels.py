@@ -50,7 +50,7 @@ def kernels(
                 made = module.Pointwise(epilogue, width, dtype, like.device)
         except Exception as error:
             reraise(error)
-            tell(epilogue, error)
+            warn_of_failure(epilogue, error)
     _found[key] = made
     return made
 
@@ -68,13 +68,13 @@ def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
     """
     if issubclass(type(error), torch.OutOfMemoryError):
         raise error
-    tell(epilogue, error)
+    warn_of_failure(epilogue, error)
     for key, value in list(_found.items()):
         if value is kernels:
             _found[key] = None
 
 
-def tell(epilogue: Epilogue, error: Exception) -> None:
+def warn_of_failure(epilogue: Epilogue, error: Exception) -> None:
     warn(
         f"{NAME} failed for epilogue {epilogue}, which torch applies from now on in training: "
         f"{error_text(error)}"

@@ -252,10 +252,10 @@ def _with_residual(tail: Tail) -> Tail:
     (residual,) = [each for each in add.args if each is not z] or [None]
     if not isinstance(residual, Node):
         return tail
-    mine, theirs, sum_ = z.meta["val"], residual.meta.get("val"), add.meta["val"]
-    if not isinstance(theirs, torch.Tensor) or theirs.dtype is not mine.dtype:
+    product, added, total = z.meta["val"], residual.meta.get("val"), add.meta["val"]
+    if not isinstance(added, torch.Tensor) or added.dtype is not product.dtype:
         return tail
-    if tuple(theirs.shape) != tuple(mine.shape) or not sum_.is_contiguous():
+    if tuple(added.shape) != tuple(product.shape) or not total.is_contiguous():
         return tail
     return replace(grown, last=add, nodes=[*grown.nodes, add], residual=residual)
 

@@ -106,9 +106,9 @@ class Hooks:
         called = {id(plugin), *map(id, wrappers)}
         others = [i.plugin for i in self._implementations(hook) if id(i.plugin) not in called]
         results = self.manager.subset_hook_caller(hook, others)()
-        mine = [i for i in self._implementations(hook) if i.plugin is plugin and not _wraps(i)]
+        own = [i for i in self._implementations(hook) if i.plugin is plugin and not _wraps(i)]
         # pluggy drops results that are None.
-        if not wrappers and isinstance(results, list) and len(results) < len(mine):
+        if not wrappers and isinstance(results, list) and len(results) < len(own):
             raise TypeError(f"{hook} must return a list, got None")
         things: list[Any] = []
         for brought in results:

@@ -55,13 +55,13 @@ def watched(what: Callable[[], str], patience: float | None = None) -> Iterator[
 def _start() -> None:
     global _thread
     if enabled and (_thread is None or not _thread.is_alive()):  # also in a forked child
-        thread = threading.Thread(target=_look, name="tmm-watch", daemon=True)
+        thread = threading.Thread(target=_watch, name="tmm-watch", daemon=True)
         with suppress(RuntimeError):  # no thread can be started: nothing is reported
             thread.start()
             _thread = thread
 
 
-def _look() -> None:
+def _watch() -> None:
     global _thread
     while _running:
         time.sleep(min(_LOOK, PATIENCE / 4))

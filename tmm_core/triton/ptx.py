@@ -157,14 +157,14 @@ def edited(name: str, edits: Sequence[str]) -> Iterator[None]:
         _users += 1
         if _users == 1:
             _before = getattr(knobs.runtime, _HOOK)
-            setattr(knobs.runtime, _HOOK, _look)
+            setattr(knobs.runtime, _HOOK, _triton_hook)
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             # A hook installed by others in the meantime stays.
-            if _users == 0 and getattr(knobs.runtime, _HOOK) is _look:
+            if _users == 0 and getattr(knobs.runtime, _HOOK) is _triton_hook:
                 setattr(knobs.runtime, _HOOK, _before)
         _looking.edits = ()
 
@@ -184,7 +184,7 @@ _users = 0
 _before: Callable[..., Any] | None = None
 
 
-def _look(*arguments: Any) -> Any:
+def _triton_hook(*arguments: Any) -> Any:
     """Triton's hook: without arguments it returns its part of a kernel's key, else it may change
     the stages. Other threads compile as without it."""
     before = _before

@@ -124,8 +124,8 @@ class Background:
             return
         began, ended = now, False
         try:
-            with self._alone(task.problem) as mine:
-                if mine:
+            with self._alone(task.problem) as acquired:
+                if acquired:
                     queued = self._clock()
                     _wait_for_gpu(task.problem)
                     began += self._clock() - queued  # the caller's own launches

@@ -281,7 +281,7 @@ class _Host:
     ) -> bool:
         """Send a job; returns whether it will be answered."""
         number = next(self._numbers)
-        asked = {
+        request = {
             "kernel": candidate.kernel.name,
             "problem": problem.to_json(),
             "requirements": {name: getattr(problem, name) for name in REQUIREMENTS},
@@ -294,7 +294,7 @@ class _Host:
                 return False
             self._pending[number] = future, job["limit"]
         try:
-            self._write({**asked, **job, "id": number})
+            self._write({**request, **job, "id": number})
         except (TypeError, ValueError) as error:  # a config that is not JSON
             reraise(error)
             return self._pending.pop(number, None) is None
@@ -303,12 +303,12 @@ class _Host:
     def cancel(self, futures: set[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``."""
         with self._lock:
-            mine = {n: future for n, (future, _) in self._pending.items() if future in futures}
-            for number in mine:
+            cancelled = {n: future for n, (future, _) in self._pending.items() if future in futures}
+            for number in cancelled:
                 del self._pending[number]
-        if mine:
-            self._write({"cancel": list(mine)})
-        for future in mine.values():
+        if cancelled:
+            self._write({"cancel": list(cancelled)})
+        for future in cancelled.values():
             if future.cancel():
                 future.set_running_or_notify_cancel()  # else futures.wait() blocks
 

@@ -153,17 +153,17 @@ class Search:
                 self.empty[kernel] = error
                 continue
             yield ()
-            mine = yield from self._estimated(kernel, configs, deadline)
+            candidates = yield from self._estimated(kernel, configs, deadline)
             if not fresh or kernel is baseline:
-                self._anchors += mine
+                self._anchors += candidates
                 continue
-            estimates = {candidate: self._estimates[candidate] or 0.0 for candidate in mine}
+            estimates = {c: self._estimates[c] or 0.0 for c in candidates}
             least = min(estimates.values(), default=0.0)
-            if not mine:
+            if not candidates:
                 self.empty[kernel] = "its search space is empty for this problem"
             elif least > hopeless:
                 self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
-            self._handed |= {candidate for candidate in mine if estimates[candidate] > hopeless}
+            self._handed |= {c for c in candidates if estimates[c] > hopeless}
         self._hinted = _hinted(hints, new, problem)
         for hint in self._hinted:
             self._estimates.setdefault(hint, estimate_us(problem, hint.kernel, hint.config))
@@ -174,16 +174,16 @@ class Search:
     ) -> Steps[list[Candidate]]:
         """Return the candidates with these configs. After the deadline only the first is estimated,
         and the others are dropped."""
-        mine: dict[Candidate, None] = {}
+        candidates: dict[Candidate, None] = {}
         for config in dict.fromkeys(c for c in configs if not c.unmet_promises(self._problem)):
-            if time.monotonic() > deadline and mine:
+            if time.monotonic() > deadline and candidates:
                 break
-            mine[Candidate(kernel, config)] = None
+            candidates[Candidate(kernel, config)] = None
             estimate = estimate_us(self._problem, kernel, config)
             self._estimates[Candidate(kernel, config)] = estimate
-            if len(mine) % ESTIMATES_A_STEP == 0:
+            if len(candidates) % ESTIMATES_A_STEP == 0:
                 yield ()
-        return list(mine)
+        return list(candidates)
 
     def first(self) -> list[Candidate]:
         """Hand out the first batch: BLAS and the winner on record, hints, candidates without
@@ -302,8 +302,8 @@ class Search:
             if estimate := self._estimates.get(candidate):
                 ratios.setdefault(candidate.kernel, []).append(us / estimate)
         return {
-            kernel: min(mine) * caution[min(len(mine), len(caution)) - 1]
-            for kernel, mine in ratios.items()
+            kernel: min(factors) * caution[min(len(factors), len(caution)) - 1]
+            for kernel, factors in ratios.items()
         }
 
     def speculative(self, handed: int, room: int) -> list[Candidate]:
@@ -315,7 +315,7 @@ class Search:
         found: dict[Kernel[Any], list[Candidate]] = {}
         for candidate in self._ranked(dict.fromkeys(self._waiting(), 1.0)):
             found.setdefault(candidate.kernel, []).append(candidate)
-        able = dict.fromkeys((c for mine in found.values() for c in mine[:left]), 1.0)
+        able = dict.fromkeys((c for candidates in found.values() for c in candidates[:left]), 1.0)
         return self._ranked(able)[: max(left, room)]
 
     def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
@@ -328,10 +328,10 @@ class Search:
         for candidate in self._estimates:
             by_kernel.setdefault(candidate.kernel, []).append(candidate)
         for kernel in dict.fromkeys([*self.empty, *self._new]):
-            mine = by_kernel.get(kernel, [])
-            promised = [c for c in mine if c.config.assumes and kernel not in relying]
+            candidates = by_kernel.get(kernel, [])
+            promised = [c for c in candidates if c.config.assumes and kernel not in relying]
             if promised or kernel not in known:
-                ranked = self._ranked(dict.fromkeys(promised or mine, 1.0))
+                ranked = self._ranked(dict.fromkeys(promised or candidates, 1.0))
                 best = ranked[0] if ranked else Candidate(kernel, Config())
                 why = f"expects to take {self._estimates.get(best) or 0.0:.3g} µs"
                 why += "; what won nearby or looked better was tried instead"

@@ -297,15 +297,15 @@ class Tuning:
                 again()
                 yield from measuring(rounds=1)
                 more = yield from measuring(rounds=rounds // captures)
-                samples = [[*mine, *further] for mine, further in zip(samples, more, strict=True)]
+                samples = [[*first, *second] for first, second in zip(samples, more, strict=True)]
             # BLAS shows disturbances best: it is one kernel with a stable time.
             blas = next((i for i, run in enumerate(racing) if run.is_baseline), 0)
             if settle is not None and is_disturbed(samples[blas]):
                 samples = yield from measuring(rounds=rounds)
             return normalised(samples)
 
-        for run, mine in (yield from self._sampled(racing, sample)):
-            run.samples = mine
+        for run, samples in (yield from self._sampled(racing, sample)):
+            run.samples = samples
         yield ()
 
     def _measure_in_steady_state(self, racing: Sequence[CandidateRun]) -> Steps[None]:

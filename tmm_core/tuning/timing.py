@@ -3,10 +3,10 @@
 The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
 layer. They are captured once, and replayed in bursts of a few milliseconds, interleaved among
 candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
-activations from where a layer finds them. It includes no host time. The clock of tmm 0.1 was a
-single launch after a flush that writes. It ranked kernels by how they cope with 50 MB of dirty L2
-lines, which no model leaves there. It chose a kernel of 852 µs where cuBLAS takes 670
-(2048×28672×4096 on an H100).
+activations from where a layer finds them. It includes no host time. A single
+launch after a flush that writes would rank kernels by how they cope with 50 MB of dirty L2 lines,
+which no model leaves there. It chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on
+an H100).
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own
@@ -126,8 +126,8 @@ class GraphTimer:
         torch.cuda.synchronize(self.device)
         calls = [count * copies for count in replays]
         return [
-            [start.elapsed_time(end) * 1e3 / count for start, end in mine]
-            for mine, count in zip(spans, calls, strict=True)
+            [start.elapsed_time(end) * 1e3 / count for start, end in pairs]
+            for pairs, count in zip(spans, calls, strict=True)
         ]
 
     def alone(self, runs: Sequence[Run], rounds: int) -> list[list[float]]:
@@ -146,7 +146,7 @@ class GraphTimer:
                 torch.amax(flush)
                 spans[i].append(calls[i].timed(1))
             torch.cuda.synchronize(self.device)
-        return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
+        return [[s.elapsed_time(e) * 1e3 for s, e in pairs] for pairs in spans]
 
     def steady(self, runs: Sequence[Run], rounds: int, **options: Any) -> Samples:
         """µs of one call in chains replayed back to back for ``steady_us`` each, in a different
@@ -292,13 +292,13 @@ def normalised(series: Sequence[Sequence[float]]) -> list[list[float]]:
     The GPU's clock may change between rounds. On an H100 whose clock alternated, cuBLAS had a
     median of 164 µs in one series and of 180 in another, with the same quartiles, 163 and 191.
     """
-    middles = [statistics.median(mine) for mine in series]
+    middles = [statistics.median(samples) for samples in series]
     pace = [
         statistics.median(us / middle for us, middle in zip(each, middles, strict=True))
         for each in zip(*series, strict=True)
     ]
     usual = statistics.median(pace)
-    return [[us * usual / now for us, now in zip(mine, pace, strict=True)] for mine in series]
+    return [[us * usual / now for us, now in zip(samples, pace, strict=True)] for samples in series]
 
 
 def is_disturbed(samples: Sequence[float]) -> bool:

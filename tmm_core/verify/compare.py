@@ -169,11 +169,11 @@ def _pieces(
             here = ((source >= start) & (source < end)).nonzero()[:, 0]
         elif problem.along == "n":
             there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
-        mine = _one(problem, inputs, group, (start, end))
+        part = _one(problem, inputs, group, (start, end))
         first: tuple[Any, ...] = (group,) if problem.along == "k" else (...,)
         for r in here.split(high):
             for c in there.split(wide):
-                piece = _piece(sized, mine, source[r], at_rows[r], at_cols[c])
+                piece = _piece(sized, part, source[r], at_rows[r], at_cols[c])
                 yield (*first, r[:, None], c), piece
 
 

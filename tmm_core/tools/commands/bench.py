@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
     device = shared.device(options)
     if options.quick:
         options = _quick(options, on_gpu=device.type != "cpu")
-    asked, done = _tasks(options), _done(options)
-    tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
+    wanted, done = _tasks(options), _done(options)
+    tasks = [task for task in wanted if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
-        note(f"{len(asked) - len(tasks)} of {len(asked)} problems are measured already")
+        note(f"{len(wanted) - len(tasks)} of {len(wanted)} problems are measured already")
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
     interrupted = False
     name = "-".join(names).replace(" ", "_") if len(names) < 5 else "all"
@@ -75,9 +75,9 @@ def _quick(options: argparse.Namespace, *, on_gpu: bool) -> argparse.Namespace:
             "the ratios show what a call of tmm costs, not what it gains"
         )
     limits = {"budget": quick.BUDGET, "seconds": quick.TIMING if on_gpu else 0.02}
-    mine = {name: value for name, value in limits.items() if getattr(options, name) is None}
+    unset = {name: value for name, value in limits.items() if getattr(options, name) is None}
     seconds = min(options.max_seconds, quick.SECONDS)
-    return argparse.Namespace(**{**vars(options), **mine, "max_seconds": seconds})
+    return argparse.Namespace(**{**vars(options), **unset, "max_seconds": seconds})
 
 
 def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
@@ -103,14 +103,14 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
         return quick.tasks(on_gpu=shared.device(options).type != "cpu")
     suite = suites.SWEEP if options.kernel else "shapes"
     shapes = [*options.shapes, *((1, size, size, size) for size in options.squares)]
-    mine = [suites.Task(suite, case) for case in shared.cases(options, shapes)]
-    if options.kernel and not mine:
+    named = [suites.Task(suite, case) for case in shared.cases(options, shapes)]
+    if options.kernel and not named:
         raise UsageError("--kernel: on which problems? give --shapes or --squares")
-    mine += suites.random_problems(options.regret, options.dtype or torch.bfloat16)
+    named += suites.random_problems(options.regret, options.dtype or torch.bfloat16)
     usual = ["all"] if options.records else ["large"]
-    names = options.suite or ([] if mine or options.host else usual)
+    names = options.suite or ([] if named or options.host else usual)
     with shared.usage():
-        tasks = mine + suites.select(names, dtype=options.dtype, limit=options.limit)
+        tasks = named + suites.select(names, dtype=options.dtype, limit=options.limit)
     if options.records:
         return tasks
     if not options.tune:

@@ -114,12 +114,12 @@ def _versions(device: torch.device) -> Iterator[Finding]:
 
 
 def _device(device: torch.device) -> Iterator[Finding]:
-    mine = fingerprint(device)
+    gpu = fingerprint(device)
     if device.type == "cuda":
         driver = driver_version(device) or "of unknown version (no nvidia-smi)"
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
         text = (
-            f"{mine.name}, sm_{mine.sm}, {mine.sm_count} SMs, {free:.0f} of {total:.0f} GiB free, "
+            f"{gpu.name}, sm_{gpu.sm}, {gpu.sm_count} SMs, {free:.0f} of {total:.0f} GiB free, "
             f"driver {driver}"
         )
         yield Finding("device", "ok", text)
@@ -194,7 +194,7 @@ def _shown(value: object) -> str:
 
 
 def _cache(device: torch.device) -> Iterator[Finding]:
-    store, mine = dispatch.default_dispatcher().store, fingerprint(device)
+    store, gpu = dispatch.default_dispatcher().store, fingerprint(device)
     try:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root) as file:
@@ -226,18 +226,18 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         else:
             advice = "correct TMM_CACHE_PATH"
             yield Finding("cache layer", "problem", f"{layer} is not a readable folder", advice)
-    same = [each.environment == mine.environment for each in store.summaries(mine.gpu)]
-    text = f"{sum(same)} records for {mine.gpu}"
+    same = [each.environment == gpu.environment for each in store.summaries(gpu.gpu)]
+    text = f"{sum(same)} records for {gpu.gpu}"
     if other := len(same) - sum(same):
         text += f", {other} more for other versions (used as guesses)"
     yield Finding("records", "ok", text)
-    shipped, usable = record_check.current(mine)
+    shipped, usable = record_check.current(gpu)
     if shipped:
-        text = f"{shipped} shipped for {mine.gpu} and these versions"
+        text = f"{shipped} shipped for {gpu.gpu} and these versions"
         if usable < shipped:
             text += f", {shipped - usable} for kernels that have changed since"
         yield Finding("records", "ok", text)
-    missed = [miss for miss in store.misses() if miss.gpu == mine.gpu]
+    missed = [miss for miss in store.misses() if miss.gpu == gpu.gpu]
     if missed:
         text = f"{len(missed)} problems were met while tuning was forbidden"
         yield Finding("misses", "note", text, "tmm tune --misses")

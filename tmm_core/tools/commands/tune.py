@@ -113,11 +113,11 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
 def _of_misses(device: torch.device) -> list[Pending]:
     store, here = dispatch.default_dispatcher().store, fingerprint(device)
     misses = store.misses()
-    mine = [miss for miss in misses if miss.gpu == here.gpu]
-    if others := len(misses) - len(mine):
+    local = [miss for miss in misses if miss.gpu == here.gpu]
+    if others := len(misses) - len(local):
         note(f"{others} of {len(misses)} misses belong to other devices; tune them there")
     # Misses met under other versions are tuned under the present ones.
-    problems = {json.dumps(miss.problem, sort_keys=True): miss.problem for miss in mine}
+    problems = {json.dumps(miss.problem, sort_keys=True): miss.problem for miss in local}
     return [_of_document(problem, device) for problem in problems.values()]
 
 
@@ -152,8 +152,8 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
 def _line(outcome: Mapping[str, Any]) -> str:
     if outcome["status"] == "failed":
         return f"{outcome['problem']}  failed: {outcome['reason']}"
-    mine, blas = outcome["median_us"], outcome["blas_us"]
-    against = f", {blas / mine:.2f}× blas" if mine and blas else ""
+    us, blas = outcome["median_us"], outcome["blas_us"]
+    against = f", {blas / us:.2f}× blas" if us and blas else ""
     tried = outcome["candidates"]
     notes = [
         "on record" if outcome["status"] == "on record" else f"{outcome['seconds']:.1f} s",
@@ -163,4 +163,4 @@ def _line(outcome: Mapping[str, Any]) -> str:
     if left := outcome.get("untried"):
         notes.append(f"{len(left)} untried: {' '.join(next(iter(left.values())).split())[:160]}")
     chosen = report.chosen(outcome)
-    return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"
+    return f"{outcome['problem']}  {chosen}  {us:.1f} µs{against}  ({', '.join(notes)})"

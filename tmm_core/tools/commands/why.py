@@ -36,7 +36,7 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
         UsageError: No candidate that can serve the problem has an anatomy.
     """
     problem = explanation.problem
-    candidate, anatomy, note = told(explanation, registry)
+    candidate, anatomy, note = described(explanation, registry)
     kernel, config = candidate.kernel, candidate.config
     found: dict[str, Any] = {
         "problem": problem.to_json(),
@@ -106,7 +106,7 @@ def _recorded_us(explanation: Explanation, kernel: str, config: Any = None) -> f
     return None
 
 
-def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anatomy, str]:
+def described(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anatomy, str]:
     """The choice, or the fastest candidate on record that describes its anatomy, and a note on why.
 
     Raises:

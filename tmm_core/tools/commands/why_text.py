@@ -47,9 +47,9 @@ def text(found: dict[str, Any], width: int) -> str:
 def _times(found: dict[str, Any], topic: Any) -> None:
     parts = found["model_us"]
     if parts:
-        told = ", ".join(f"{name} {us:.3g}" for name, us in parts.items())
+        listed = ", ".join(f"{name} {us:.3g}" for name, us in parts.items())
         longest = max((name for name in parts if name != "launch"), key=lambda name: parts[name])
-        topic("model", f"µs of each alone: {told}; {longest} takes longest")
+        topic("model", f"µs of each alone: {listed}; {longest} takes longest")
     expected, measured = found["expected_us"], found["measured_us"]
     if expected is not None:
         compared = (
