@@ -185,7 +185,8 @@ UNINTERRUPTED = {
     "tmm_core/bench": "measurements of a developer",
     "tmm_core/testing": "tests of a developer",
     "tmm_core/tools": "a command reports what ends it",
-    "tmm_core/tuning/bind.py": "the exception is an outcome, whose reader raises it again",
+    "tmm_core/tuning/candidate_launchers.py:_bound": "the exception is an outcome, which "
+    "the reader raises again",
     "tmm_core/tuning/compile_pool.py:_run": "a thread, and signals interrupt the main one",
     "tmm_core/tuning/pool_host.py": "another process",
     "tmm_core/tuning/pool_worker.py": "another process",

@@ -25,10 +25,16 @@ from tmm_core import Problem, TmmWarning
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.steps import drained
-from tmm_core.tuning import bind, cold_operands, ranking, search, stages, tuner
+from tmm_core.tuning import (
+    candidate_launchers,
+    cold_operands,
+    ranking,
+    search,
+    stages,
+    tuner,
+)
 from tmm_core.tuning.background import Background, Task
-from tmm_core.tuning.bind import Deadline
-from tmm_core.tuning.candidate_launchers import CandidateLaunchers
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers, Deadline
 from tmm_core.tuning.candidate_run import (
     CandidateRun,
     for_the_bucket,
@@ -488,7 +494,7 @@ def test_what_was_tried_is_noted_and_the_timer_is_the_devices() -> None:
             problem(), settings(on_cache_miss=mode), Deadline(math.inf), Findings(), {}
         )
         assert isinstance(one._timer, HostTimer)
-        assert one._launchers._binding._workers == workers
+        assert one._launchers._workers == workers
         assert one._eager is (mode == "tune")
 
 
@@ -824,7 +830,7 @@ def test_hints_that_name_no_candidate_here_are_dropped() -> None:
 
 
 def test_a_deadline_has_passed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bind, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(candidate_launchers, "time", SimpleNamespace(monotonic=lambda: 5.0))
     assert [Deadline(at).passed for at in (4.9, 5.0, 5.1)] == [True, False, False]
 
 
@@ -849,30 +855,31 @@ def by_name(jobs: Any) -> dict[str, Any]:
 def test_what_is_compiled_is_bound_and_after_the_deadline_blas_alone() -> None:
     late: list[Any] = []
     deadline = Deadline(math.inf)
-    binding = bind.Binding(torch.device("cpu"), deadline, 2, lambda found: late.extend(found))
-    binding.waiting |= futures(a=True, b=True, slow=False)
-    waiting = {job[1].kernel.name: future for job, future in binding.waiting.items()}
-    found = by_name(drained(binding.some()))
+    compilers: Any = SimpleNamespace(cancel_pending=late.extend)
+    made = CandidateLaunchers(compilers, 2, None, torch.device("cpu"), None, deadline, {})
+    made._waiting |= futures(a=True, b=True, slow=False)
+    waiting = {job[1].kernel.name: future for job, future in made._waiting.items()}
+    found = by_name(drained(made.some()))
     while len(found) < 2:  # a thread may end after the other
-        found |= by_name(drained(binding.some()))
+        found |= by_name(drained(made.some()))
     assert all(callable(launcher) for launcher in found.values())
     assert sorted(found) == ["a", "b"]
-    assert (list(by_name(binding.waiting)), late) == (["slow"], [])
-    steps = binding.some()
+    assert (list(by_name(made._waiting)), late) == (["slow"], [])
+    steps = made.some()
     assert next(steps) == [waiting["slow"]]
     steps.close()
     deadline.at = 0.0
-    binding.waiting |= futures(c=True, blas=True)
-    found = by_name(drained(binding.some()))
+    made._waiting |= futures(c=True, blas=True)
+    found = by_name(drained(made.some()))
     assert set(late) == {waiting["slow"]}
-    assert list(by_name(binding.waiting)) == ["slow"]
+    assert list(by_name(made._waiting)) == ["slow"]
     assert str(found["c"]) == BUDGET_ENDED
     assert isinstance(found["c"], TimeoutError)
     assert callable(found["blas"])
     waiting["slow"].cancel()
-    found = by_name(drained(binding.some()))
+    found = by_name(drained(made.some()))
     assert (list(found), str(found["slow"])) == (["slow"], BUDGET_ENDED)
-    assert drained(binding.some()) == {}
+    assert drained(made.some()) == {}
 
 
 def test_which_compilations_go_on() -> None:

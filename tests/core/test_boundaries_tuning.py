@@ -862,7 +862,7 @@ def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -
     first: Any = First()
     launchers = CandidateLaunchers(compilers, 1, first, CPU, 7, deadline, {})
     jobs = [(asked, Candidate(FakeKernel(name), FakeConfig())) for name in names]
-    waiting = launchers._binding.waiting
+    waiting = launchers._waiting
     waiting |= zip(jobs, names.values(), strict=True)
     launchers._launch_first(first)
     assert launched == ["good", "bad"]

@@ -22,8 +22,8 @@ from tmm_core import Traits
 from tmm_core.registry.registry import Source
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
-from tmm_core.tuning import bind, search, stages, timing
-from tmm_core.tuning.bind import Deadline
+from tmm_core.tuning import candidate_launchers, search, stages, timing
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers, Deadline
 from tmm_core.tuning.cold_operands import LaunchError
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.findings import Findings
@@ -177,7 +177,7 @@ class Hangs(FakeKernel):
 def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bind, "BIND_LIMIT", 0.4)
+    monkeypatch.setattr(candidate_launchers, "BIND_LIMIT", 0.4)
     hangs = Hangs("a.hangs", lambda problem: True, tiles=range(1, 6))
     good = FakeKernel("good", tiles=(1, 2))
     timer = FakeTimer({"good": 5.0, "blas": 10.0})
@@ -198,7 +198,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
 def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bind, "BIND_LIMIT", 0.3)
+    monkeypatch.setattr(candidate_launchers, "BIND_LIMIT", 0.3)
     hangs = Hangs("hangs", lambda problem: problem.m != 64)
     record, _ = tune(FakeBlas(), hangs, times={"hangs": 5.0, "blas": 10.0})
     hangs.release.set()
@@ -1117,21 +1117,22 @@ def test_threads_are_started_beside_so_many_stalled_ones(monkeypatch: pytest.Mon
             ended.wait(30)
             return super().bind(problem, config)
 
-    monkeypatch.setattr(bind, "STALLED", 0.0)
+    monkeypatch.setattr(candidate_launchers, "STALLED", 0.0)
     kernel, compiled = Hanging("hanging"), Future[None]()
     compiled.set_result(None)
     jobs = [(problem(), search.Candidate(kernel, FakeConfig(tile=1 + i))) for i in range(40)]
-    deadline = bind.Deadline(time.monotonic() + 60)
-    binding = bind.Binding(torch.device("cpu"), deadline, 2, lambda futures: None)
-    binding.waiting = dict.fromkeys(jobs, compiled)
-    steps = binding.some()
+    compilers: Any = None
+    deadline = Deadline(time.monotonic() + 60)
+    made = CandidateLaunchers(compilers, 2, None, torch.device("cpu"), None, deadline, {})
+    made._waiting = dict.fromkeys(jobs, compiled)
+    steps = made.some()
     try:
         for _ in range(20):  # each starts what has room
             next(steps)
-        assert len(binding._begun) == 2 + 16
+        assert len(made._binding) == 2 + 16
     finally:
         ended.set()
-        for _, answer in list(binding._begun.values()):
+        for _, answer in list(made._binding.values()):
             answer.result(30)
 
 

@@ -13,7 +13,7 @@ PATH = [
            "a tuning is not resumed between measurements", (f"{TUNER}::test_a_tuning_holds_nothing_between_its_steps",)),
     Mutant("close-keeps", "tuning/tuner.py", "tuning.release(timer=self.timer is None)", "pass",
            "a tuning that is closed keeps its tensors", (f"{TUNER}::test_a_tuning_that_is_closed_frees_what_it_holds",)),
-    Mutant("close-compiles", "candidate_launchers.py", "        self.compilers.cancel_pending(self._binding.waiting.values())\n", "",
+    Mutant("close-compiles", "candidate_launchers.py", "        self.compilers.cancel_pending(self._waiting.values())\n", "",
            "a tuning that is closed goes on compiling", (f"{TUNER}::test_a_tuning_that_is_closed_frees_what_it_holds",)),
     Mutant("slice-unpaid", "tuning/background.py", "            self._credit -= task.left - began\n", "",
            "every call is delayed by a slice", (f"{BACKGROUND}::test_slices_are_short_and_within_their_share",)),

@@ -1,26 +1,62 @@
-"""Compiles the candidates of one tuning in other processes, then binds them in this one."""
+"""Makes the launchers of one tuning's candidates: compiles in other processes, then binds here.
+
+``bind`` compiles in this process what was not compiled elsewhere, and cannot be interrupted. So
+each candidate is bound in a thread of its own. A candidate that takes too long keeps its thread
+while others are bound in parallel. Several candidates that hang time out together.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
 
 import torch
 
 from tmm_core.errors import reraise
-from tmm_core.spec.launcher import BASELINE
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE, Launcher
+from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.tuning.bind import Binding, CompileJob, Deadline, Outcome
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.verify.data_sets import default_limit
+from tmm_core.verify.environment_faults import BUDGET_ENDED
+
+#: Seconds one candidate may take to bind.
+BIND_LIMIT = 60.0
+#: Seconds after which a candidate no longer occupies a worker slot.
+STALLED = 5.0
+#: Maximum number of stalled threads beside which others are started.
+_MOST_STALLED = 16
+
+#: The problem to compile for, and the candidate.
+CompileJob = tuple[Problem, Candidate]
+#: A launcher, or the exception that binding it raised.
+Outcome = Launcher | BaseException
+
+
+@dataclass
+class Deadline:
+    """The end of a tuning's budget. Waits that are not charged to the budget postpone it."""
+
+    #: A ``time.monotonic`` time.
+    at: float
+    #: Seconds for which the caller did not resume the tuning.
+    rested: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() > self.at
 
 
 class CandidateLaunchers:
     """Makes the launchers of candidates.
 
     Args:
+        workers: The number of threads that bind at one time.
         first_launches: Launches candidates in another process first; None: no such launches.
         memory: Bytes that tensors of a first launch may take.
         deadline: The time after which only BLAS is bound.
@@ -38,12 +74,19 @@ class CandidateLaunchers:
         ahead: dict[CompileJob, Future[None]],
     ) -> None:
         self.compilers, self._first = compilers, first_launches
-        self._device, self._memory = device, memory
+        self._workers, self._device, self._memory = workers, device, memory
         self.deadline = deadline
         self._ahead = ahead
-        self._binding = Binding(device, deadline, workers, compilers.cancel_pending)
         #: The jobs that were launched in another process.
         self._launched: set[CompileJob] = set()
+        #: The submitted jobs, each with a future that is done when ``bind`` may be called.
+        self._waiting: dict[CompileJob, Future[None]] = {}
+        #: The start of each job's thread, and the thread's future outcome, of jobs not given up.
+        self._binding: dict[CompileJob, tuple[float, Future[Outcome]]] = {}
+        self._outcomes: dict[CompileJob, Outcome] = {}
+        self._stalled = min(STALLED, BIND_LIMIT / 8)
+
+    # -- compiling -------------------------------------------------------------------------
 
     def submit(
         self, jobs: Sequence[CompileJob], ahead: Sequence[CompileJob] = ()
@@ -57,7 +100,7 @@ class CandidateLaunchers:
             return begun.pop(each) if each in begun else self.compilers.submit(*each)
 
         compiling = {each: future(each) for each in jobs}
-        self._binding.waiting |= compiling
+        self._waiting |= compiling
         self._ahead = {each: future(each) for each in ahead}
         self.compilers.cancel_pending(begun.values())
         return [f for f in compiling.values() if not f.done()] or [*compiling.values()]
@@ -65,12 +108,11 @@ class CandidateLaunchers:
     @property
     def all_compile(self) -> bool:
         """Whether :meth:`some` would wait for compilers."""
-        waiting = self._binding.waiting.values()
-        return bool(waiting) and not any(compiled.done() for compiled in waiting)
+        return bool(self._waiting) and len(self._compiling()) == len(self._waiting)
 
     def drop(self, jobs: Iterable[CompileJob]) -> list[CompileJob]:
         """Cancel the ``jobs`` that still compile, and return them."""
-        waiting = self._binding.waiting
+        waiting = self._waiting
         dropped = {job: waiting[job] for job in jobs if job in waiting and not waiting[job].done()}
         for job in dropped:
             del waiting[job]
@@ -79,33 +121,17 @@ class CandidateLaunchers:
 
     def release(self) -> None:
         """Cancel all jobs."""
-        self.compilers.cancel_pending(self._binding.waiting.values())
-        self._binding.waiting.clear()
+        self.compilers.cancel_pending(self._waiting.values())
+        self._waiting.clear()
         self.submit(())
 
-    def some(self) -> Steps[dict[CompileJob, Outcome]]:
-        """The launchers of the submitted jobs that are compiled, or the reasons why there are none.
-        Waits until there is one; empty if none is left."""
-        if self._first:
-            self._launch_first(self._first)
-        found = yield from self._binding.some()
-        for outcome in found.values():
-            if isinstance(outcome, BaseException):
-                reraise(outcome)
-        return found
-
-    def bound(self, jobs: Sequence[CompileJob]) -> Steps[dict[CompileJob, Outcome]]:
-        """The launcher of each job, or the reason why there is none."""
-        self.submit(jobs)
-        found: dict[CompileJob, Outcome] = {}
-        while some := (yield from self.some()):
-            found |= some
-        return found
+    def _compiling(self) -> list[Future[None]]:
+        return [compiled for compiled in self._waiting.values() if not compiled.done()]
 
     def _launch_first(self, first: FirstLaunches) -> None:
         """Once the jobs are compiled, launch their candidates in another process. A job that fails
         there gets a future with the failure."""
-        waiting = self._binding.waiting
+        waiting = self._waiting
         wait(waiting.values(), timeout=max(0.0, self.deadline.at - time.monotonic()))
         self.compilers.cancel_pending([*waiting.values()])
         for job in [job for job in waiting if job not in self._launched]:
@@ -121,3 +147,89 @@ class CandidateLaunchers:
                 self.deadline.at += time.monotonic() - started
                 waiting[job] = Future()
                 waiting[job].set_exception(failure)
+
+    # -- binding ---------------------------------------------------------------------------
+
+    def bound(self, jobs: Sequence[CompileJob]) -> Steps[dict[CompileJob, Outcome]]:
+        """The launcher of each job, or the reason why there is none."""
+        self.submit(jobs)
+        found: dict[CompileJob, Outcome] = {}
+        while some := (yield from self.some()):
+            found |= some
+        return found
+
+    def some(self) -> Steps[dict[CompileJob, Outcome]]:
+        """The outcomes of the submitted jobs that were bound since the last call: of all that are
+        compiled, and of at least one. Threads still run only for those that are stalled, so that
+        launches may be timed. Empty if no job is left."""
+        if self._first:
+            self._launch_first(self._first)
+        while self._waiting or self._binding or self._outcomes:
+            if self.deadline.passed and (compiling := self._compiling()):
+                self.compilers.cancel_pending(compiling)
+            now = time.monotonic()
+            self._collect(now)
+            ages = [now - begun for begun, _ in self._binding.values()]
+            stalled = sum(age >= self._stalled for age in ages)
+            self._start(self._workers + min(stalled, _MOST_STALLED))
+            if self._outcomes and len(self._binding) == stalled:
+                break
+            yield [*self._compiling(), *(answer for _, answer in self._binding.values())]
+        found, self._outcomes = self._outcomes, {}
+        for outcome in found.values():
+            if isinstance(outcome, BaseException):
+                reraise(outcome)
+        return found
+
+    def _collect(self, now: float) -> None:
+        """Take the outcomes of threads that ended. Give up candidates that have taken too long,
+        with their threads."""
+        for job, (begun, answer) in list(self._binding.items()):
+            if answer.done():
+                self._outcomes[job] = answer.result()
+            elif now - begun >= BIND_LIMIT:
+                self._outcomes[job] = TimeoutError(f"did not bind within {BIND_LIMIT:g} s")
+            else:
+                continue
+            del self._binding[job]
+
+    def _start(self, most: int) -> None:
+        """Start threads for compiled candidates, at most ``most`` in all. If no thread can be
+        started, bind one candidate here."""
+        for job, compiled in list(self._waiting.items()):
+            late = self.deadline.passed and job[1].kernel.name != BASELINE
+            if not compiled.done() or (len(self._binding) >= most and not late):
+                continue
+            if late:
+                self._outcomes[job] = self._bound(job, compiled)  # only returns the reason
+            else:
+                answer: Future[Outcome] = Future()
+                thread = threading.Thread(
+                    target=self._work, args=(job, compiled, answer), name="tmm-bind", daemon=True
+                )
+                try:
+                    thread.start()
+                    self._binding[job] = time.monotonic(), answer
+                except RuntimeError as error:  # no thread can be started
+                    reraise(error)
+                    if self._binding or self._outcomes:
+                        continue
+                    self._outcomes[job] = self._bound(job, compiled)
+            del self._waiting[job]
+
+    def _work(self, job: CompileJob, compiled: Future[None], answer: Future[Outcome]) -> None:
+        answer.set_result(self._bound(job, compiled))
+
+    def _bound(self, job: CompileJob, compiled: Future[None]) -> Outcome:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread starts on device 0
+            compiled.result()
+            problem, candidate = job
+            if self.deadline.passed and candidate.kernel.name != BASELINE:
+                raise CancelledError
+            return candidate.kernel.bind(problem, candidate.config)
+        except CancelledError:
+            return TimeoutError(BUDGET_ENDED)
+        except BaseException as error:  # compilers raise SystemExit and worse
+            return error

@@ -18,8 +18,7 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.tuning.bind import CompileJob
-from tmm_core.tuning.candidate_launchers import CandidateLaunchers
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers, CompileJob
 from tmm_core.tuning.candidate_run import (
     CandidateRun,
     for_the_bucket,

@@ -30,8 +30,7 @@ from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import require_precision
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
-from tmm_core.tuning.bind import CompileJob, Deadline
-from tmm_core.tuning.candidate_launchers import CandidateLaunchers
+from tmm_core.tuning.candidate_launchers import CandidateLaunchers, CompileJob, Deadline
 from tmm_core.tuning.candidate_run import CandidateRun
 from tmm_core.tuning.cold_operands import Copies
 from tmm_core.tuning.compile_pool import Compilers, compiling_threads
