@@ -41,34 +41,6 @@ NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
 
 
 @dataclass
-class _Answered:
-    """An operator that is answered, and the registration of its entry.
-
-    Attributes:
-        library: Holds the registration. Destroying it restores torch's kernel. None: not
-            registered.
-        left: Why the operator is no longer answered; empty while it is.
-    """
-
-    operator: Operator
-    library: Any = None
-    left: str = ""
-
-    def register(self, key: str) -> None:
-        """Let the entry answer, if it does not yet and the operator was not left."""
-        if self.library is None and not self.left:
-            name = self.operator.name
-            self.library = _registered(name, entry_of(self.operator), key)
-            _recent.append(torch.library.get_kernel(f"aten::{name}", key))
-
-    def leave(self, why: str = "") -> None:
-        self.left = why
-        if self.library is not None:
-            self.library._destroy()
-            self.library = None
-
-
-@dataclass
 class Enabled:
     """The effect of :func:`enable`. As a context manager it ends with the block, and what was in
     force before is in force again."""
@@ -78,7 +50,7 @@ class Enabled:
     on_cache_miss: settings.OnCacheMiss
     compile: bool
     key: str
-    answered: dict[str, _Answered] = field(default_factory=dict, repr=False)
+    answered: dict[str, Operator] = field(default_factory=dict, repr=False)
     _set_pass: bool = field(default=False, repr=False)
     _pace: Pace = field(init=False, repr=False)
 
@@ -115,12 +87,15 @@ class Enabled:
             except RuntimeError as error:  # this torch has none
                 reraise(error)
                 continue
-            if name not in self.answered:
+            operator = self.answered.get(name)
+            if operator is None:
                 operator = Operator(name, torchs, self.only, self.on_cache_miss, self._pace)
-                self.answered[name] = _Answered(operator)
-            elif self.answered[name].library is None:  # another block was inside this one
-                self.answered[name].operator.torchs = torchs.call_boxed
-            self.answered[name].register(self.key)
+                self.answered[name] = operator
+            elif operator.library is None:  # another block was inside this one
+                operator.torchs = torchs.call_boxed
+            if operator.library is None and not operator.left:
+                operator.library = _registered(name, entry_of(operator), self.key)
+                _recent.append(torch.library.get_kernel(f"aten::{name}", self.key))
         if self.compile:
             from tmm_core.interop import inductor  # imports parts of torch's compiler
 
@@ -137,14 +112,13 @@ class Enabled:
 
     def review(self) -> None:
         """Leave each operator to torch whose host cost exceeds the GPU time that it saved."""
-        for each in [*self.answered.values()]:  # which may grow, as another thread calls
-            operator = each.operator
+        for operator in [*self.answered.values()]:  # which may grow, as another thread calls
             operator.settle()
-            if each.left or operator.slowed < ENOUGH:
+            if operator.left or operator.slowed < ENOUGH:
                 continue
             cost = operator.slowed * overhead_us(operator.name)
             if cost > operator.saved_us:
-                each.leave(
+                operator.leave(
                     f"{operator.slowed} calls that torch answered while the host was the limit "
                     f"cost it {cost / 1e3:.1f} ms, and calls that others answered saved "
                     f"{operator.saved_us / 1e3:.1f} ms of a GPU that was the limit"
@@ -154,7 +128,7 @@ class Enabled:
         """Answer again what was left to torch."""
         for each in self.answered.values():
             if each.left:
-                each.left, each.operator.slowed = "", 0
+                each.left, each.slowed = "", 0
 
 
 _lock = threading.RLock()
@@ -271,8 +245,7 @@ def enabled_report() -> EnabledReport:
         enabled, active = (_stack[-1], True) if _stack else (_last, False)
         answered = dict(enabled.answered) if enabled is not None else {}
     found = {}
-    for name, each in answered.items():
-        operator = each.operator
+    for name, operator in answered.items():
         operator.settle()
         calls = {kernel: tally.calls for kernel, tally in operator.tallies.items()}
         found[name] = OperatorReport(
@@ -281,7 +254,7 @@ def enabled_report() -> EnabledReport:
             operator.saved_us,
             operator.slowed,
             overhead_us(name) if operator.slowed >= ENOUGH else None,
-            each.left,
+            operator.left,
             operator.declined,
         )
     return EnabledReport(found, active)

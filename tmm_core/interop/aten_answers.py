@@ -120,6 +120,8 @@ class Operator:
         saved_us: GPU time that kernels saved while the GPU was the limit.
         declined: Why the forced kernel did not serve the last call that torch answered for that
             reason.
+        library: Holds the registration of the operator's entry; None: it is not registered.
+        left: Why the operator is no longer answered; empty while it is.
     """
 
     def __init__(
@@ -135,10 +137,22 @@ class Operator:
         self.pace = pace
         self.tallies: dict[str, Tally] = {}
         self.passed, self.slowed, self.saved_us = 0, 0, 0.0
-        self.declined = ""
+        self.declined, self.left = "", ""
+        self.library: Any = None
         self._warned = False
         #: ``passed`` and the tallies' sum at the last :meth:`settle`.
         self._settled = 0, 0.0
+
+    def leave(self, why: str) -> None:
+        """Restore torch's kernel.
+
+        Args:
+            why: The new ``left``.
+        """
+        self.left = why
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
 
     def count(self, operand: Tensor) -> None:
         """Count a call that torch's kernel answers."""
