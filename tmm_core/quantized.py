@@ -112,10 +112,12 @@ class Quantized(torch.Tensor):
                     f"{name} of format {format} must have dtype {names}, got {t.dtype}"
                 )
         dtype = scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else form.result
-        return cls._of(data, scale, zero, (format, dtype, own, -1))
+        return cls._from_parts(data, scale, zero, (format, dtype, own, -1))
 
     @classmethod
-    def _of(cls, stored: Tensor, scale: Tensor, zero: Tensor | None, how: _How) -> Quantized:
+    def _from_parts(
+        cls, stored: Tensor, scale: Tensor, zero: Tensor | None, how: _How
+    ) -> Quantized:
         name, dtype, block, along = how
         shape, strides = list(stored.shape), list(stored.stride())
         if (pack := formats.named(name).pack) != 1:
@@ -202,7 +204,7 @@ class Quantized(torch.Tensor):
         zero = None if self.zero is None else function(self.zero)
         parts = function(self.stored), function(self.scale), zero
         how = self.format, dtype or self.dtype, self.block, along or self.along
-        return type(self)._of(*parts, how)
+        return type(self)._from_parts(*parts, how)
 
     def _show_parts(self) -> None:
         """Make nodes of the parts in the graph that torch.export traces. Torch does so where they
@@ -218,7 +220,7 @@ class Quantized(torch.Tensor):
     def __tensor_unflatten__(
         cls, parts: dict[str, Tensor], how: Any, size: Any, stride: Any
     ) -> Quantized:
-        return cls._of(parts["stored"], parts["scale"], parts.get("zero"), how)
+        return cls._from_parts(parts["stored"], parts["scale"], parts.get("zero"), how)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         kind, size = grids.text_of(self.block), tuple(self.shape)

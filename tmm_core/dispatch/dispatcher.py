@@ -241,14 +241,14 @@ class Dispatcher(Deferring):
         # A choice made during capture has fewer candidates, so it is not kept. A kept choice also
         # serves captures.
         kept = bucketed(replace(problem, capturing=False)), settings
-        choice = self._kept(kept, able) or self._recorded(query)
+        choice = self._earlier(kept, able) or self._recorded(query)
         background = settings.on_cache_miss == "background" and forbidden is None
         if choice is None and background:
             choice = self._later(query)
         elif choice is None and forbidden is None:
             # Two measurements at one time would disturb each other.
             with self._lock:
-                choice = self._kept(kept, able) or self._recorded(query) or self._tuned(query)
+                choice = self._earlier(kept, able) or self._recorded(query) or self._tuned(query)
         choice = choice or self._unmeasured(query, forbidden or "")
         if choice.lasting and not problem.capturing:
             self._choices[kept] = choice
@@ -280,7 +280,7 @@ class Dispatcher(Deferring):
         usual = Candidate(kernel, kernel.default_config(problem))
         return Choice(usual, "forced", f"default config{unverified}")
 
-    def _kept(self, kept: tuple[Problem, Settings], able: list[Kernel[Any]]) -> Choice | None:
+    def _earlier(self, kept: tuple[Problem, Settings], able: list[Kernel[Any]]) -> Choice | None:
         """Return the earlier choice, if its kernel can still serve."""
         choice = self._choices.get(kept)
         return choice if choice is not None and choice.candidate.kernel in able else None

@@ -173,12 +173,12 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
         measured=found[0] if found else None,
         rejected=rejected,
         able=tuple(able),
-        untried={name: _left(left[name]) for name in able if name in left},
+        untried={name: _reason_untried(left[name]) for name in able if name in left},
         store=str(dispatcher.store.root),
     )
 
 
-def _left(left: Left) -> str:
+def _reason_untried(left: Left) -> str:
     """Return the reason why a kernel is untried, and when it is tried again, in one line."""
     when = {
         "passing": "by later processes, and by `tmm tune`",

@@ -115,7 +115,7 @@ def _stacked_quantized(parts: Sequence[Any]) -> Quantized | None:
     stored, scale = stacked([t.stored for t in parts]), stacked([t.scale for t in parts])
     if stored is None or scale is None:
         return None
-    return Quantized._of(stored, scale, None, parts[0]._how)
+    return Quantized._from_parts(stored, scale, None, parts[0]._how)
 
 
 def move_together(*parts: Tensor) -> None:

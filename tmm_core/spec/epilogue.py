@@ -134,7 +134,7 @@ class Epilogue:
             return text
         texts = self._texts
         if texts is None:
-            kept = _of_process.setdefault(self._identity(), (len(_of_process), self._kept[0]))
+            kept = _of_process.setdefault(self._identity(), (len(_of_process), self._frozen[0]))
             texts = [PROCESS, str(kept[0])]
         return f"{text}@{hashlib.sha256(repr(texts).encode()).hexdigest()[:12]}"
 
@@ -178,10 +178,10 @@ class Epilogue:
     def interned(self) -> str:
         """Store this epilogue, with the present closure variables of its functions, and return the
         text under which the operator finds it."""
-        kept, cells = self._kept
+        kept, cells = self._frozen
         for cell, value in cells:
             if cell.cell_contents is not value:
-                del self.__dict__["_kept"]
+                del self.__dict__["_frozen"]
                 return self.interned()
         text = kept._text
         if text not in INTERNED:
@@ -189,7 +189,7 @@ class Epilogue:
         return text
 
     @cached_property
-    def _kept(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
+    def _frozen(self) -> tuple[Epilogue, list[tuple[Any, Any]]]:
         """A copy of this epilogue with its present closure variables, and these variables. Plans
         outlive calls, and equal epilogues share plans."""
         stages = self.stages or (self,)

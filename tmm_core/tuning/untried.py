@@ -99,7 +99,7 @@ class Untried:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         #: Notes that this process wrote, by problem, with the toolchain at that time.
-        self._mine: dict[Problem, tuple[Noted, str]] = {}
+        self._written: dict[Problem, tuple[Noted, str]] = {}
         #: The state of each device's file when it was read, and its notes.
         self._read: dict[DeviceFingerprint, tuple[list[JSON], Notes]] = {}
         #: The toolchain under which this process left kernels untried; None if it left none.
@@ -111,8 +111,8 @@ class Untried:
 
     def get(self, key: Problem) -> Noted | None:
         """Return the note about a record's problem; None if no kernel was ever left untried."""
-        if key in self._mine:
-            return self._mine[key][0]
+        if key in self._written:
+            return self._written[key][0]
         return Noted.from_json(self._notes(key.device).get(digest(key.to_json())))
 
     def again(self, key: Problem, noted: Noted) -> frozenset[Able]:
@@ -121,7 +121,7 @@ class Untried:
             return frozenset()
         now = toolchain.fingerprint()
         self._toolchain = self._toolchain or now
-        here = key in self._mine and self._mine[key][1] == now
+        here = key in self._written and self._written[key][1] == now
         return noted.again(now, here)
 
     def left(self, key: Problem) -> tuple[frozenset[Able], frozenset[Able]]:
@@ -148,7 +148,7 @@ class Untried:
         counts = {**before.tried, now: before.tried.get(now, 0) + 1}
         counts = dict(list(counts.items())[-_TOOLCHAINS:])
         noted = Noted(kept | short, counts)
-        self._mine[key] = noted, now
+        self._written[key] = noted, now
         self._toolchain = now if noted.kernels else self._toolchain
         self._notes(key.device).add(digest(key.to_json()), noted.to_json())
 
