@@ -25,9 +25,11 @@ _REST: Final = b'"candidates": ['
 _TIME: Final = optional(measure)
 
 
-class Best(NamedTuple):
-    """The winner of a record and BLAS's time; times are medians in microseconds."""
+class Header(NamedTuple):
+    """A record's problem, its winner and BLAS's time; times are medians in microseconds. In a
+    parsed header only the sizes of the problem and the fields' types are checked."""
 
+    problem: Document
     kernel: str
     config: Document
     us: float | None
@@ -43,27 +45,17 @@ class Best(NamedTuple):
         return quotient if math.isfinite(quotient) else None
 
     @classmethod
-    def of(cls, record: TuningRecord) -> Best:
-        best = record.best
-        return cls(best.kernel, best.config, best.median_us, blas_us(record))
-
-
-class Header(NamedTuple):
-    """The parsed header. Only the sizes of `problem` are checked."""
-
-    problem: Document
-    best: Best
-
-    @classmethod
     def of(cls, record: TuningRecord) -> Header:
-        return cls(record.problem, Best.of(record))
+        best = record.best
+        return cls(record.problem, best.kernel, best.config, best.median_us, blas_us(record))
 
 
 def with_header(document: dict[str, Any], record: TuningRecord) -> dict[str, Any]:
     """A record's document with a summary of its winner before the long fields."""
     candidates = document.pop("candidates")
-    best = Best.of(record)._replace(config=candidates[record.winner]["config"])  # as JSON
-    return document | {"best": best._asdict(), "candidates": candidates}
+    best = Header.of(record)._asdict() | {"config": candidates[record.winner]["config"]}  # as JSON
+    del best["problem"]
+    return document | {"best": best, "candidates": candidates}
 
 
 def read_header(path: Path) -> Header | None:
@@ -79,16 +71,16 @@ def read_header(path: Path) -> Header | None:
         return None
     try:
         document: Any = parse(data[:end].rstrip(b", \n") + b"}")
-        problem, best = document["problem"], Best(**document["best"])
+        header = Header(document["problem"], **document["best"])
         usable = (
             document["schema"] == SCHEMA
             and document["clock"] == CLOCK
-            and all(is_size(problem[size]) for size in SIZES)
-            and isinstance(best.kernel, str)
-            and isinstance(best.config, dict)
+            and all(is_size(header.problem[size]) for size in SIZES)
+            and isinstance(header.kernel, str)
+            and isinstance(header.config, dict)
         )
-        best = best._replace(us=_TIME(best.us), blas_us=_TIME(best.blas_us))
-        return Header(problem, best) if usable else None
+        header = header._replace(us=_TIME(header.us), blas_us=_TIME(header.blas_us))
+        return header if usable else None
     except (LookupError, ValueError, TypeError) as error:
         reraise(error)
         return None

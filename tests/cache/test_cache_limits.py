@@ -20,7 +20,7 @@ from cache_builders import (
 )
 from tmm_cache import CacheStore, Notes, disk, notes, paths
 from tmm_cache.cli import main
-from tmm_cache.header import HEADER_BYTES, Best, read_header
+from tmm_cache.header import HEADER_BYTES, Header, read_header
 from tmm_cache.locks import acquire
 from tmm_cache.transport import import_records
 
@@ -148,9 +148,9 @@ def test_a_header_may_take_four_kilobytes(store: CacheStore, extra: int, usable:
 
 
 def test_a_time_of_zero_gives_no_speedup() -> None:
-    assert Best("blas", {}, 0.0, 20.0).speedup is None
-    assert Best("blas", {}, 20.0, 0.0).speedup == 0.0
-    assert Best("blas", {}, 1e-300, 1e300).speedup is None
+    assert Header({}, "blas", {}, 0.0, 20.0).speedup is None
+    assert Header({}, "blas", {}, 20.0, 0.0).speedup == 0.0
+    assert Header({}, "blas", {}, 1e-300, 1e300).speedup is None
 
 
 @pytest.mark.parametrize(

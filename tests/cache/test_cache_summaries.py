@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
 from tmm_cache import CacheStore, scan
-from tmm_cache.header import HEADER_BYTES, Best, Header, read_header
+from tmm_cache.header import HEADER_BYTES, Header, read_header
 from tmm_cache.record import TuningRecord
 
 
@@ -33,7 +33,7 @@ def test_summaries_say_in_brief_what_entries_say(
     assert summaries == entries
     assert [each.load() for each in summaries] == [entry.record for entry in entries]
     assert summaries[0].problem["m"] == 2
-    assert summaries[0].header.best.kernel == "blas"
+    assert summaries[0].header.kernel == "blas"
 
 
 def test_the_winner_in_the_head_is_the_winner(store: CacheStore) -> None:
@@ -42,8 +42,8 @@ def test_the_winner_in_the_head_is_the_winner(store: CacheStore) -> None:
     head = read_header(str(path))
     assert head == Header.of(record())
     assert head is not None
-    assert (head.best.kernel, head.best.config) == (SPLIT_K.kernel, SPLIT_K.config)
-    assert (head.best.us, head.best.blas_us) == (11.5, 21.0)
+    assert (head.kernel, head.config) == (SPLIT_K.kernel, SPLIT_K.config)
+    assert (head.us, head.blas_us) == (11.5, 21.0)
 
 
 def test_a_file_without_a_head_is_read_in_full(store: CacheStore) -> None:
@@ -135,4 +135,4 @@ def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore
 def test_a_winner_that_was_not_timed_has_no_speedup(
     us: float | None, blas_us: float | None, speedup: float | None
 ) -> None:
-    assert Best("k", {}, us, blas_us).speedup == speedup
+    assert Header({}, "k", {}, us, blas_us).speedup == speedup

@@ -33,7 +33,7 @@ CACHE = [
            "a forged note passes a kernel as verified", (OWNERSHIP,)),
     Mutant("cache-infinite", "tmm_cache/fields.py", "if math.isfinite(number := float(text)):", "if (number := float(text)) or True:",
            "1e999 in a note or a header ends a command, or a call", (f"{FUZZ}::test_a_number_that_no_float_holds_is_refused",)),
-    Mutant("cache-header-times", "tmm_cache/header.py", "us=_TIME(best.us)", "us=best.us",
+    Mutant("cache-header-times", "tmm_cache/header.py", "us=_TIME(header.us)", "us=header.us",
            "a time of 400 digits ends `tmm-cache show`", (f"{FUZZ}::test_a_list_shows_a_header_that_no_store_wrote",)),
     Mutant("cache-damaged-miss", "tmm_cache/store.py", "if self._locate(**each)[0] is None:", "if True:",
            "a damaged note ends `tmm misses`", (f"{FUZZ}::test_a_damaged_note_of_a_miss_costs_itself",)),

@@ -13,7 +13,7 @@ from tmm_cache import console, problem_fields
 from tmm_cache.cache_errors import UsageError
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.files import Fault, Report
-from tmm_cache.header import Best
+from tmm_cache.header import Header
 from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.problem_fields import printable
 from tmm_cache.record import CandidateResult, TuningRecord
@@ -84,7 +84,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
 
 
 def _json(summary: Summary, record: TuningRecord) -> JSON:
-    best = Best.of(record)
+    best = Header.of(record)
     return {
         "digest": summary.digest,
         "path": str(summary.path),
@@ -116,7 +116,7 @@ def _print_list(found: Sequence[Summary], store: CacheStore) -> None:
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
-    problem, best = summary.problem, summary.header.best
+    problem, best = summary.problem, summary.header
     kind = (
         problem_fields.dtypes(problem, short=True),
         problem_fields.layouts(problem),
@@ -143,7 +143,7 @@ def _print_record(summary: Summary, record: TuningRecord, store: CacheStore) -> 
         ("problem", problem_fields.config(record.problem)),
         ("created", record.created),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
-        ("speedup", f"{_cell(Best.of(record).speedup, '.2f', 'x')} over blas"),
+        ("speedup", f"{_cell(Header.of(record).speedup, '.2f', 'x')} over blas"),
     ]
     for name, text in lines:
         console.print_paragraph(f"{name:<12}{text}", hanging=12)
