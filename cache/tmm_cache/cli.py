@@ -16,8 +16,8 @@ from tmm_cache.commands import clear, show, transfer
 from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, warnings_as_notes
 from tmm_cache.paths import is_nowhere
 from tmm_cache.store import CacheStore
+from tmm_cache.tmm import version
 
-DISTRIBUTION: Final = "tmm-core"
 _PROGRAM: Final = "tmm-cache"
 
 Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
@@ -32,9 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.version:
-        print(f"{parser.prog} {_version()}")
-        return DONE
     if options.run is None:
         parser.print_help()
         return DONE
@@ -46,15 +43,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return run(store, options)
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # 35 ms
-
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return f"of unknown version: no {DISTRIBUTION} is installed"
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog=_PROGRAM,
@@ -63,7 +51,7 @@ def _parser() -> Parser:
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
     _add_cache_dir(parser)
-    parser.flag("--version", text="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {version()}")
     parser.set_defaults(run=None, cache_dir=None)
     subparsers = parser.add_subparsers(metavar="command", parser_class=Parser)
 
