@@ -412,7 +412,7 @@ def tune(
         One record per problem.
 
     Raises:
-        TypeError: ``problems`` are none.
+        TypeError: ``problems`` contains something else than problems.
     """
     given = list(problems) if isinstance(problems, Iterable) else [problems]
     if others := [type(p).__name__ for p in given if not isinstance(p, Problem)]:

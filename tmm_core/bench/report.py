@@ -52,7 +52,7 @@ class Section:
 
     @property
     def numbers(self) -> list[str]:
-        """The columns of numbers, such as ``1.020×``, ``3.1 ±0.2`` and nothing at all."""
+        """The columns whose cells are numbers, such as ``1.020×`` or ``3.1 ±0.2``, or empty."""
         cells = zip(*self.rows, strict=True)
         columns = zip(self.columns, cells, strict=True) if self.rows else ()
         return [name for name, column in columns if all(map(_NUMBER.fullmatch, column))]

@@ -247,8 +247,8 @@ def of(dtype: torch.dtype, name: str = "") -> Format | None:
 
 
 def spelled(name: str, block: Block) -> str:
-    """The name of a format with its block of scales, as calls pass it: ``"int4/1x128"``; the name
-    alone for scales by tensor or row, which their shapes tell."""
+    """The name of a format with its block of scales, as calls pass it: ``"int4/1x128"``. For scales
+    by tensor or row it is the name alone: the shape of the scales shows which."""
     return name if block in (TENSOR, ROW) else f"{name}/{grids.text_of(block)}"
 
 
@@ -261,7 +261,7 @@ def read(names: str) -> tuple[tuple[str, Block | None], ...]:
     """The names and blocks of both operands in a call's text, ``"of a,of b"`` or empty.
 
     Raises:
-        ValueError: A block is none.
+        ValueError: The text after a slash names no block.
     """
     found = []
     for text in names.split(",") if names else ("", ""):

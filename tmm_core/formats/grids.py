@@ -46,7 +46,7 @@ def parse(text: str) -> Block:
     """The block of that text.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text names no block.
     """
     if text in ("tensor", "row"):
         return TENSOR if text == "tensor" else ROW

@@ -174,7 +174,7 @@ class _Conversion:
     # -- decide --------------------------------------------------------------------------
 
     def _layer(self, layer: nn.Module) -> Any:
-        """The class of a layer with a product; None: ``layer`` is none, or stays torch's."""
+        """The new class of a layer with a product; None: it has no product, or stays torch's."""
         kind = type(layer)
         if kind is Linear or getattr(kind, "computes_product", None) is kind:
             return None if layer._text else kind

@@ -147,7 +147,7 @@ def sequential(kind: Any, known: tuple[Activation, ...]) -> Any:
 
 
 def _epilogue(known: tuple[Activation, ...], module: Any) -> str:
-    """The epilogue that ``module`` computes; empty: none of the ``known`` ones."""
+    """The epilogue of the ``known`` ones that ``module`` computes; empty if it computes none."""
     for activation in known:
         if activation.is_(module):
             return activation.epilogue

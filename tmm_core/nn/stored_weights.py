@@ -30,8 +30,8 @@ def quantised(weight: Tensor, format: str) -> Quantized:
     format's longest that divides K; if none does, one for each row.
 
     Raises:
-        ValueError: No such format; or scales or a K that it cannot have; or a product with
-            activations of the weight's dtype is none that tmm computes.
+        ValueError: There is no such format, or it cannot have such scales or this K, or tmm has no
+            product of it with activations of the weight's dtype.
     """
     form, k = formats.named(format), weight.shape[-1]
     if weight.dtype not in formats.BESIDE:

@@ -270,7 +270,7 @@ class Search:
         self, candidates: Iterable[Candidate], times: Mapping[Candidate, float]
     ) -> list[Candidate]:
         """Return the ``candidates`` that are expected to lose, given the times so far. Candidates
-        that the first batch must have are none of them."""
+        that the first batch must have are left out."""
         if self._problem.batch_invariant:  # other M may prefer a slower arithmetic
             return []
         able = [c for c in candidates if c not in self._must]
