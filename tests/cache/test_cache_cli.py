@@ -167,6 +167,9 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
     assert cells(body[0])[-4:-1] == ["ok", "11.50", "4"]
     [full] = shown(capsys, path.stem)
     assert full["path"] == str(path)
+    path.with_name("environment.json").unlink()
+    assert main(["show", path.stem]) == 0
+    assert "torch=2.13.0" not in capsys.readouterr().out
 
 
 def test_show_of_an_unknown_digest_and_of_no_digest(filled: CacheStore, capsys: Captured) -> None:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 import types
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeKernel, register
+from fakes import FakeConfig, FakeKernel, problem, register
 from test_bench import ColumnTimer, document, small_problems
 from tmm_cache import CandidateResult
 
-from tmm_core.bench import grouped_baselines, host, providers, report, runner, series, suites
-from tmm_core.bench.case import Case
-from tmm_core.bench.results import Results
+from tmm_core import dispatch
+from tmm_core.bench import (
+    exhaustive,
+    grouped_baselines,
+    host,
+    provenance,
+    providers,
+    quick,
+    report,
+    runner,
+    series,
+    suites,
+)
+from tmm_core.bench.case import LAYOUTS, Case
+from tmm_core.bench.results import KINDS, Results
 from tmm_core.tuning.timing import GraphTimer
+from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 CPU = torch.device("cpu")
 
@@ -250,3 +266,440 @@ def test_columns_of_every_combination() -> None:
     assert given == [
         {"kernel": "one", "config": {"tile": 3}}, {"kernel": "one", "config": None},
     ]  # fmt: skip
+
+
+# -- calls --------------------------------------------------------------------------------
+
+
+def test_calls_of_groups_are_launched_with_a_bias_for_each_or_with_none() -> None:
+    bare = Case(m=32, n=16, k=16, dtype=torch.float32, groups=4).call(CPU)
+    assert bare.inputs() is bare
+    call = Case(m=32, n=16, k=16, dtype=torch.float32, groups=4, bias=True).call(CPU)
+    bias = call.inputs().bias
+    assert bias is not None
+    assert call.bias is not None
+    assert torch.equal(bias, call.bias.expand(4, 16))
+    plain = Case(m=32, n=16, k=16, bias=True).call(CPU)
+    assert plain.inputs() is plain
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands_lie_as_the_layout_says(layout: str) -> None:
+    call = Case(m=4, n=6, k=8, layout=layout).call(CPU)
+    assert [t.is_contiguous() for t in (call.a, call.b)] == [x == "n" for x in layout]
+    assert {a + b for a in "nt" for b in "nt"} == set(LAYOUTS)
+
+
+def test_sizes_of_groups_are_skewed_and_even_in_turn_unless_said() -> None:
+    assert Case(m=1, n=1, k=1, groups=2).routing == "both"
+
+
+def grouped(**fields: Any) -> Any:
+    return Case(m=24, n=16, k=16, dtype=torch.bfloat16, groups=3, **fields).call(CPU)
+
+
+def test_groups_by_torch_have_the_dtype_asked_for() -> None:
+    for out_dtype in (None, torch.float32):
+        call = grouped(out_dtype=out_dtype, bias=True, epilogue="silu")
+        y = grouped_baselines._on([call], lambda call: call.a @ call.b[0])(0)
+        assert y.dtype == (out_dtype or torch.bfloat16)
+        exact = torch.nn.functional.silu(call.a @ call.b[0] + call.bias)
+        torch.testing.assert_close(y.float(), exact.float(), atol=0.1, rtol=0.02)
+
+
+def test_scales_that_are_missing_are_ones_for_each_row_and_column() -> None:
+    call = Case(m=32, n=16, k=16, dtype=torch.float8_e4m3fn, groups=2).call(CPU)
+    a_scale, b_scale = grouped_baselines._row_scales(call)
+    assert torch.equal(a_scale, torch.ones(32))
+    assert torch.equal(b_scale, torch.ones(2, 16))
+    with pytest.raises(ValueError, match="torch has no grouped product of these 8-bit floats"):
+        grouped_baselines.eager([call])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_odd_groups_are_padded_and_cut(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """To multiples of 16 bytes along the dimension that lies together in memory."""
+    call = Case(m=15, n=13, k=11, dtype=torch.float32, groups=3, layout=layout).call(CPU)
+    given: list[torch.Tensor] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        given.extend((a, b))
+        assert offs is call.rows.offs  # type: ignore[union-attr]
+        return a @ b[0]
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", product)
+    y = grouped_baselines._padded(call)
+    torch.testing.assert_close(y, call.a @ call.b[0])
+    assert y.shape == (15, 13)
+    for t, plain in zip(given, (call.a, call.b), strict=True):
+        along = -1 if plain.stride(-1) == 1 else -2
+        assert t.stride(along) == 1
+        assert t.shape[along] % 4 == 0
+        assert not torch.isnan(t).any()
+
+
+def test_a_tensor_grows_in_its_own_layout() -> None:
+    t = torch.arange(6.0).view(2, 3)
+    for mine in (t, t.t().contiguous().t()):
+        grown = grouped_baselines._grown(mine, 1, 2)
+        assert grown.shape == (3, 5)
+        assert torch.equal(grown[:2, :3], t)
+        assert grown.sum() == t.sum()
+        assert (grown.stride(-1) == 1) == (mine.stride(-1) == 1)
+
+
+# -- the choice and its rivals ------------------------------------------------------------
+
+
+def candidate(us: float, **changes: Any) -> CandidateResult:
+    given: dict[str, Any] = {
+        "kernel": "k", "version": "1", "config": {}, "status": "ok", "samples_us": (us,),
+    }  # fmt: skip
+    return CandidateResult(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("best", "changes", "told"),
+    [
+        ("k {}", None, "found"),
+        ("b", None, "proposed, but not tried"),
+        ("c", None, "never proposed"),
+        ("a", {"samples_us": (), "reason": f"{BUDGET_ENDED} now"}, "not compiled in time"),
+        ("a", {"samples_us": (), "reason": "x", "status": "failed"}, "failed: x"),
+        ("a", {"samples_us": (), "reason": None, "status": "wrong"}, "wrong: None"),
+        ("a", {"samples_us": (1.0,) * exhaustive.SCREENING}, "lost in the screening round"),
+        ("a", {"samples_us": (1.0,) * (exhaustive.SCREENING + 1)}, "lost in the second round"),
+        ("a", {"samples_us": (1.0,) * exhaustive.SECOND}, "lost in the second round"),
+        ("a", {"samples_us": (1.0,) * (exhaustive.SECOND + 1)}, "lost in the deciding round"),
+        (
+            "a", {"samples_us": (1.0,) * (exhaustive.SECOND + 1), "steady_us": 1.0},
+            "lost in the steady-state round",
+        ),
+    ],
+)  # fmt: skip
+def test_the_step_that_lost_the_best(best: str, changes: dict[str, Any] | None, told: str) -> None:
+    tried = {} if changes is None else {"a": candidate(1.0, **changes)}
+    assert exhaustive.step(best, "k {}", tried, ["b", "k {}"]) == told
+
+
+BLAS, ONE, TWO = 'blas {"tile": 1}', 'fast {"tile": 1}', 'fast {"tile": 2}'
+
+
+def searched(
+    monkeypatch: pytest.MonkeyPatch,
+    use: dict[str, float],
+    steady: dict[str, float],
+    wrong: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The search of a problem whose tuning tried and chose one of two configs."""
+    kernels = [FakeKernel("blas"), FakeKernel("fast", tiles=(1, 2))]
+    best = candidate(1.0, kernel="fast", config={"tile": 1})
+    record: Any = types.SimpleNamespace(best=best, candidates=[best])
+    chooser = types.SimpleNamespace(able=lambda problem, current: kernels)
+    stub = types.SimpleNamespace(default_dispatcher=lambda: chooser)
+    monkeypatch.setattr(exhaustive, "dispatch", stub)
+
+    def race(problem: Any, device: Any, launchers: Any, **how: Any) -> Any:
+        last = how.get("steady", False)
+        assert how["captures"] == (exhaustive.CAPTURES if last else 1)
+        return (
+            {name: use[name] for name in launchers},
+            {name: us for name, us in steady.items() if name in launchers} if last else {},
+        )
+
+    class Verifier:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def verdict(self, launcher: str) -> Any:
+            return types.SimpleNamespace(ok=launcher not in wrong)
+
+        def release(self) -> None: ...
+
+    monkeypatch.setattr(exhaustive, "race", race)
+    monkeypatch.setattr(exhaustive, "Verifier", Verifier)
+    monkeypatch.setattr(exhaustive, "_bound", lambda *given: ({n: n for n in given[-1]}, {}))
+    return exhaustive.search(problem(), record, CPU)
+
+
+def test_a_search_finds_what_the_tuning_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = {BLAS: 10.0, ONE: 9.0, TWO: 8.0}
+    assert searched(monkeypatch, use, {BLAS: 10.0, TWO: 10.0}) == {
+        "chosen": ONE, "best": TWO, "step": "proposed, but not tried", "regret": 9 / 8,
+        "blas_over_best": 10 / 8, "candidates": 3, "tried": 1, "failed": {}, "us": use,
+        "steady_us": {BLAS: 10.0, TWO: 10.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("use", "steady", "wrong", "best"),
+    [
+        ((10.0, 9.0, 8.0), {}, [], TWO),
+        ((10.0, 9.0, 8.0), {BLAS: 10.0, TWO: 10.0 * (1 + exhaustive.CLOSE)}, [], TWO),
+        ((10.0, 9.0, 8.0), {BLAS: 10.0, TWO: 10.1 * (1 + exhaustive.CLOSE)}, [], ONE),
+        ((10.0, 9.0, 8.0), {}, [TWO], ONE),
+        ((10.0, 9.0, 10.0 * (1 - exhaustive.MARGIN)), {}, [ONE], ONE),
+        ((10.0, 10.0 * (1 - exhaustive.MARGIN), 10.0), {}, [], ONE),
+        ((10.0, 10.01 * (1 - exhaustive.MARGIN), 10.0), {}, [], BLAS),
+    ],
+)  # fmt: skip
+def test_the_best_of_a_search_is_chosen_by_the_rules_of_the_tuning(
+    monkeypatch: pytest.MonkeyPatch,
+    use: tuple[float, float, float],
+    steady: dict[str, float],
+    wrong: list[str],
+    best: str,
+) -> None:
+    found = searched(monkeypatch, dict(zip((BLAS, ONE, TWO), use, strict=True)), steady, wrong)
+    assert found["best"] == best
+    assert found["failed"] == {name: "wrong" for name in wrong if name != ONE}
+
+
+@pytest.mark.parametrize(
+    ("kind", "us", "asked", "steady"),
+    [
+        (GraphTimer, exhaustive.LONG_US, True, {"a": 7.0, "b": 8.0}),
+        (GraphTimer, exhaustive.LONG_US - 4, True, {}),
+        (GraphTimer, exhaustive.LONG_US, False, {}),
+        (object, exhaustive.LONG_US, True, {}),
+    ],
+)
+def test_long_products_race_in_steady_state_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, us: float, asked: bool, steady: dict[str, float]
+) -> None:
+    released: list[object] = []
+
+    class Timer(kind):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def measure(self, runs: Any, rounds: int, copies: int, burst_us: float) -> Any:
+            assert (len(runs), rounds, copies, burst_us) == (2, 5, 3, 9.0)
+            now = us + (0, 3, 1)[len(released)]
+            return [[now] * rounds, [now + 1] * rounds]
+
+        def steady(self, runs: Any, rounds: int, copies: int, steady_us: float) -> Any:
+            assert (len(runs), rounds, copies, steady_us) == (2, 1, 3, exhaustive.STEADY_US)
+            return [[7.0], [8.0]]
+
+        def release(self) -> None:
+            released.append(self)
+
+    copies = types.SimpleNamespace(runner=lambda launcher: types.SimpleNamespace(inputs=range(3)))
+    monkeypatch.setattr(exhaustive, "timer_for", lambda device: Timer())
+    monkeypatch.setattr(exhaustive, "Copies", lambda problem, device, memory: copies)
+    launchers: Any = {"a": None, "b": None}
+    how: dict[str, Any] = {"captures": 3, "rounds": 5, "burst_us": 9.0, "steady": asked}
+    found = exhaustive.race(problem(), CPU, launchers, **how)
+    assert found == ({"a": us + 1, "b": us + 2}, steady)  # medians over captures
+    assert len({*map(id, released)}) == 3
+
+
+def test_a_candidate_goes_by_its_kernel_and_fields_in_order() -> None:
+    found = exhaustive._proposed(problem(), [FakeKernel("fake", tiles=(3, 2))])
+    assert [*found] == ['fake {"tile": 3}', 'fake {"tile": 2}']
+    assert exhaustive._name(candidate(1.0, config={"b": 1, "a": 2})) == 'k {"a": 2, "b": 1}'
+    assert [each.config for each in found.values()] == [FakeConfig(tile=3), FakeConfig(tile=2)]
+
+
+def test_a_candidate_that_does_not_compile_costs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float | None] = []
+
+    class Compiling(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            waited.append(timeout)
+            return super().result(0)
+
+    def submit(problem: Any, candidate: Any) -> Future[None]:
+        made = Compiling()
+        if candidate.config.tile == 2:
+            made.set_exception(RuntimeError("no ptxas"))
+        else:
+            made.set_result(None)
+        return made
+
+    compilers = types.SimpleNamespace(submit=submit)
+    chosen = types.SimpleNamespace(tuner=types.SimpleNamespace(compilers=compilers))
+    monkeypatch.setattr(
+        exhaustive, "dispatch", types.SimpleNamespace(default_dispatcher=lambda: chosen)
+    )
+    asked = exhaustive._proposed(problem(), [FakeKernel("fake", tiles=(3, 2))])
+    launchers, failed = exhaustive._bound(problem(), CPU, asked)
+    assert [*launchers] == ['fake {"tile": 3}']
+    assert failed == {'fake {"tile": 2}': "RuntimeError: no ptxas"}
+    assert waited == [exhaustive.PATIENCE] * 2
+
+
+def test_without_records_kernels_are_compiled_into_an_empty_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
+    monkeypatch.setenv("TMM_LOCK_FILE", "/x")
+    usual, folder = dispatch.default_dispatcher(), os.environ.get("TRITON_CACHE_DIR")
+    with exhaustive.without_records():
+        root = dispatch.default_dispatcher().store.root
+        assert os.environ["TRITON_CACHE_DIR"] == f"{root}/triton"
+        assert os.environ["TMM_REQUIRE_LOCKED"] == "0"
+        assert "TMM_LOCK_FILE" not in os.environ
+        assert root != usual.store.root
+    assert dispatch.default_dispatcher() is usual
+    assert (os.environ.get("TRITON_CACHE_DIR"), os.environ["TMM_LOCK_FILE"]) == (folder, "/x")
+    assert not root.exists()
+
+
+def test_rivals_are_the_fastest_on_record_besides_the_choice() -> None:
+    results = [
+        candidate(3.0), candidate(1.0, config={"tile": 2}), candidate(2.0, kernel="other"),
+        *(candidate(4.0 + i, kernel=f"k{i}") for i in range(5)),
+    ]  # fmt: skip
+    record: Any = types.SimpleNamespace(candidates=results)
+    chosen: Any = types.SimpleNamespace(kernel="k", config={})
+    found = providers.known(record, chosen)
+    assert [(each.kernel, dict(each.fields)) for each in found] == [
+        ("k", {"tile": 2}), ("other", {}), ("k0", {}), ("k1", {}),
+    ]  # fmt: skip
+    assert [each.label for each in found][:2] == ["k tile=2", "other"]
+
+
+def test_inductor_compiles_the_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def compiled(function: Any, **more: Any) -> Any:
+        given.append(more)
+        return lambda *tensors: function(*tensors) + 1
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    resets: list[bool] = []
+    stub = types.SimpleNamespace(reset=lambda: resets.append(True))
+    monkeypatch.setitem(vars(torch), "_dynamo", stub)  # whose import takes a second
+    call = Case(m=4, n=4, k=4, dtype=torch.float32, epilogue="relu").call(CPU)
+    torch.testing.assert_close(
+        providers.inductor([call])(0),
+        providers.eager([call])(0) + 1,  # type: ignore[operator]
+    )
+    assert given == [{"mode": "max-autotune-no-cudagraphs", "dynamic": False}]
+    assert resets == [True]
+
+
+# -- the run ------------------------------------------------------------------------------
+
+
+def test_a_call_is_followed_by_a_small_kernel_and_keeps_its_result() -> None:
+    small = torch.ones(3)
+    version = small._version
+    run = runner._with_between(lambda copy: copy + 1, small)
+    assert run(4) == 5
+    assert small._version == version + 1
+
+
+def test_options_are_off_unless_given() -> None:
+    usual = runner.Options()
+    assert (usual.tune, usual.records, usual.seconds) == (True, True, 0.5)
+    assert (usual.kernels, usual.inductor, usual.clocks, usual.series) == (False, False, False, ())
+
+
+@pytest.mark.parametrize(("bucketed", "m"), [(False, 100), (True, 112)])
+def test_a_bucketed_task_is_tuned_at_the_edge_of_its_bucket(bucketed: bool, m: int) -> None:
+    task = suites.Task("s", Case(m=100, n=16, k=16), bucketed=bucketed)
+    assert runner._posed(task, CPU).m == m
+    assert (task.batch_invariant, suites.Task("s", task.case).bucketed) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "invariant", "prepared"),
+    [({}, False, 1), ({"tune": False}, False, 0), ({"records": False}, False, 0), ({}, True, 0)],
+)
+def test_the_next_problem_is_compiled_while_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], invariant: bool, prepared: int
+) -> None:
+    posed: list[int] = []
+    monkeypatch.setattr(runner, "prepare", lambda pose, tf32: posed.append(pose().m))
+    monkeypatch.setattr(runner, "_measure", lambda *_: None)
+    tasks = [suites.Task("s", Case(m=m, n=16, k=16), invariant) for m in (16, 32)]
+    documents = [*runner.run(tasks, CPU, runner.Options(**changes))]
+    assert [each["kind"] for each in documents] == ["problem"] * 2
+    assert posed == [32] * prepared
+
+
+def test_a_gpus_memory_is_given_back_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    runner._release(CPU)
+    runner._once(lambda copy: done.append(f"run {copy}"), False)
+    assert done == ["run 0"]
+    done.clear()
+    runner._release(torch.device("cuda", 0))
+    runner._once(lambda copy: done.append(f"run {copy}"), True)
+    assert done == ["emptied", "run 0", "waited"]
+
+
+def test_a_compiler_competes_where_there_are_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.providers, "inductor", lambda calls: lambda copy: None)
+    monkeypatch.setattr(runner.grouped_baselines, "eager", lambda calls: lambda copy: None)
+    options = runner.Options(inductor=True)
+    plain = Case(m=16, n=16, k=16, dtype=torch.float32).call(CPU)
+    assert runner.INDUCTOR in runner._runs([plain], options, {}, ())
+    assert runner.INDUCTOR not in runner._runs([grouped()], options, {}, ())
+
+
+# -- provenance, classes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("described", "commit"),
+    [("a1" * 20, ("a1" * 20, False)), ("a1" * 20 + "-dirty", ("a1" * 20, True)), (None, None)],
+)
+def test_the_commit_and_whether_files_changed(
+    monkeypatch: pytest.MonkeyPatch, described: str | None, commit: tuple[str, bool] | None
+) -> None:
+    monkeypatch.setattr(provenance.Path, "exists", lambda path: True)
+    monkeypatch.setattr(provenance, "_output", lambda command: described)
+    found = commit or (None, None)
+    assert provenance._commit() == found
+    about = provenance.describe(CPU, ["bench", "--quick"])
+    assert (about["commit"], about["uncommitted_changes"]) == found
+    assert (about["driver"], about["command"]) == (None, ["bench", "--quick"])
+
+
+def test_the_driver_is_that_of_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        ran.append(command)
+        if len(ran) == 2:
+            raise subprocess.TimeoutExpired(command, 20)
+        return types.SimpleNamespace(stdout=" 580.1\n" if len(ran) == 1 else " ")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    properties = types.SimpleNamespace(uuid="x-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gpu = torch.device("cuda", 0)
+    assert [provenance.driver_version(gpu) for _ in range(3)] == ["580.1", None, None]
+    query = ["--query-gpu=driver_version", "--format=csv,noheader"]
+    assert ran == [["nvidia-smi", "--id=GPU-x-1", *query]] * 3
+
+
+def test_a_call_is_warm_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CALLS", 3)
+    calls: list[int] = []
+    host.host_us({"one": lambda: calls.append(1)}, CPU, repeats=2)
+    assert len(calls) == 10 + 2 * 3
+
+
+def test_random_problems_are_those_of_earlier_results() -> None:
+    found = [(task.case.m, task.case.n, task.case.k) for task in suites.random_problems(3)]
+    assert found == [(2016, 27648, 5120), (10, 1280, 8192), (38, 5120, 5120)]
+
+
+def test_every_row_of_a_quick_run_is_a_class_with_problems() -> None:
+    assert quick.ROWS.keys() <= suites.shipped().keys()
+    assert all(suites.select([name], dtype=torch.bfloat16) for name in quick.ROWS)
+
+
+def test_each_class_has_a_section_of_its_own_problems() -> None:
+    classes = enumerate(("one", "two", "one"), start=1)
+    documents = [document(16 * number, 1.1, suite) for number, suite in classes]
+    found = {each.title: each for each in report.sections(Results(problems=documents))}
+    assert [len(found[name].rows) for name in ("one", "two")] == [2, 1]
+    assert len(report.SUMMARY_COLUMNS) == len(found[""].rows[0])
+    assert KINDS == ("run", "host", "problem", "regret")
+    assert (Results().problems, Results().runs) == ([], [])

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,14 +45,22 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
+        assert len(self.slept) < 20, "the ranks wait without end"
         self.now += self.step
         if self.events:
             self.events.pop(0)()
 
 
+def store() -> dist.Store:
+    """An empty store, which does not wait long for a key that it lacks."""
+    made = dist.HashStore()
+    made.set_timeout(timedelta(milliseconds=100))
+    return made
+
+
 def board(timeout: float = 1.5, me: int = 0, **documents: Any) -> Board:
     """A board of ranks 0 and 1 with these documents, whose names have ``_`` for ``/``."""
-    made = Board(dist.HashStore(), [0, 1], me, timeout)
+    made = Board(store(), [0, 1], me, timeout)
     for name, document in documents.items():
         made.put(name.replace("_", "/"), document)
     return made
@@ -151,8 +160,8 @@ def test_a_digest_tells_problems_their_order_and_their_devices() -> None:
 
 
 def test_each_tuning_of_a_group_has_a_clean_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    everything = store()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: everything)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3 if group is None else group)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
     group: Any = 1
@@ -328,7 +337,7 @@ def test_the_first_rank_leaves_last(
     chooser = SimpleNamespace(registry=SimpleNamespace(kernels=list))
     dispatch_to(monkeypatch, chooser)
     other: Any = {"kernels": [], "choices": [], "gpu": None}
-    mine = Board(dist.HashStore(), [0, 1, 2], me, 1.5)
+    mine = Board(store(), [0, 1, 2], me, 1.5)
     mine.put(f"chose/{1 - me}", other)
     with warned():
         ranks._compare(mine, [], {2})  # which was lost before

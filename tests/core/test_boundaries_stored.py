@@ -16,6 +16,7 @@ from tmm_core.integrations.checkpoints import (
     awq,
     block_scaled,
     compressed,
+    gpt_oss,
     gptq,
     hqq,
     words,
@@ -244,6 +245,29 @@ def test_the_version_is_that_whose_weights_have_a_mean_near_zero(mean: int, vers
     assert gptq._version(stored, torch.full((K // G, N), 7, dtype=U8)) == version
 
 
+def test_between_two_versions_it_is_the_second() -> None:
+    stored = FORMAT.packed(torch.tensor([[8, 9] * 8], dtype=U8))
+    for zero, version in ((8.0, 2), (7.99, 1), (8.01, 2)):
+        assert gptq._version(stored, torch.tensor([zero])) == version
+
+
+def test_a_group_of_gptq_is_of_128_unless_said() -> None:
+    codes = torch.arange(256 * 8, dtype=I32).view(256, 8) % 15 + 1  # with a mean of 8
+    qweight = words.packed(codes.t()).t().contiguous()
+    qzeros = words.packed(torch.full((2, 8), 7, dtype=I32))
+    found = gptq.read(qweight, qzeros, torch.tensor([[1.0] * 8, [2.0] * 8]).half())
+    expected = (codes - 8).float() * torch.tensor([1.0, 2.0]).repeat_interleave(128)[:, None]
+    assert torch.equal(found.dequantize().float().t(), expected)
+
+
+def test_columns_of_awq_are_interleaved() -> None:
+    """A word holds columns 0, 2, 4, 6, 1, 3, 5, 7 from its low bits on."""
+    word = sum(column << 4 * place for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+    qweight = torch.tensor([word] * 128).to(torch.int64).to(I32)[:, None]
+    found = awq.read(qweight, torch.zeros(1, 1, dtype=I32), torch.ones(1, 8).half())
+    assert found.dequantize().float()[:, 0].tolist() == [float(column) for column in range(8)]
+
+
 def test_the_order_of_columns_of_gptq() -> None:
     assert gptq.order(None, G) is None
     assert gptq.order(torch.arange(K) // G, G) is None
@@ -364,6 +388,51 @@ def test_blocks_of_8_bit_floats(scale: Tensor, values: float) -> None:
     assert found.scale.dtype is F32
     wide = block_scaled.read(torch.ones(256, 128).to(E4M3), torch.tensor([[1.0], [2.0]]))
     assert wide.dequantize()[:, 0].tolist() == [1.0] * 128 + [2.0] * 128
+
+
+def test_blocks_are_those_of_128_unless_said_and_one_scale_has_none() -> None:
+    weight = torch.full((200, 160), 2.0).to(E4M3)
+    scale, ends = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [0, 127, 128, 159]
+    values = [[2.0, 2.0, 4.0, 4.0]] * 2 + [[6.0, 6.0, 8.0, 8.0]] * 2
+    for found in (block_scaled.read(weight, scale), Quantized.from_fp8(weight, scale)):
+        assert found.block == (128, 128)
+        assert found.dequantize().float()[ends][:, ends].tolist() == values
+    rows = block_scaled.read(torch.ones(200, 256).to(E4M3), torch.ones(200, 2), (1, 128))
+    assert rows.block == (1, 128)
+    with pytest.raises(ValueError, match="1x64 must have shape"):  # as is said
+        block_scaled.read(torch.ones(200, 256).to(E4M3), torch.ones(200, 2), (1, 64))
+    assert block_scaled.read(weight, torch.ones(1, 1)).block == grids.TENSOR
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [((2, 4, 3, 8), (2, 4, 3)), ((2, 4, 3, 16), (2, 4, 2)), ((3, 16), (3,)), ((4, 3, 32), (4, 3))],
+)
+def test_what_is_no_mxfp4_weight(blocks: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"blocks must be \[E, N, K/32, 16\]"):
+        gpt_oss.read(torch.zeros(blocks, dtype=U8), torch.zeros(scales, dtype=U8))
+    found = gpt_oss.read(
+        torch.full((2, 4, 3, 16), 0x21, dtype=U8), torch.full((2, 4, 3), 128, dtype=U8)
+    )
+    assert found.shape == (2, 4, 96)
+    assert found.dequantize()[0, 0, :2].tolist() == [1.0, 2.0]
+
+
+def test_a_tensor_has_the_dtype_of_scales_of_16_bits() -> None:
+    data = torch.ones(4, 8, dtype=torch.int8)
+    for dtype, found in ((F16, F16), (BF16, BF16), (F32, BF16)):
+        assert Quantized(data, torch.ones(4, 1, dtype=dtype)).dtype == found
+    with pytest.raises(TypeError, match="argument 'data' must be Tensor, not NoneType"):
+        Quantized(None, torch.ones(4, 1))  # type: ignore[arg-type]
+
+
+def test_parts_tell_rows_from_k_unless_there_is_one_scale_for_whole_bytes() -> None:
+    data = torch.ones(4, 8, dtype=torch.int8)
+    assert not Quantized(data, torch.ones(())).is_directed
+    assert Quantized(data, torch.ones(4, 1)).is_directed
+    packed = Quantized(torch.zeros(1, 8, dtype=U8), torch.ones(1, 1), format="int4")
+    assert packed.block == grids.TENSOR
+    assert packed.is_directed
 
 
 def test_scales_of_integers_are_no_scales() -> None:

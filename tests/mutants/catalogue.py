@@ -21,6 +21,7 @@ from kernel_code import KERNELS
 from limits import LIMITS
 from measure import BENCH
 from mutant import Mutant
+from outer import OUTER
 from outputs import OUTPUTS
 from packed import PACKED
 from path import PATH
@@ -62,4 +63,5 @@ MUTANTS: list[Mutant] = [
     *DRAWN,
     *SWEPT,
     *SYSTEMATIC_CORE,
+    *OUTER,
 ]

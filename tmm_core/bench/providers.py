@@ -119,7 +119,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def known(record: TuningRecord, chosen: Plan) -> list[Series]:
     """The fastest candidates on record besides the choice."""
     found = {
-        f"{result.kernel} {config_text(result.config)}": result
+        f"{result.kernel} {config_text(result.config)}".rstrip(): result
         for result in fastest_first(record)[:MOST_KNOWN]
         if (result.kernel, dict(result.config)) != (chosen.kernel, dict(chosen.config))
     }
