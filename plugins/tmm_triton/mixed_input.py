@@ -346,9 +346,10 @@ _SHAPES = {
     256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
 }  # fmt: skip
 
-#: Configs proposed for one problem, half of them in either order of values along K. The best of 14
-#: to 27 was among the first three by estimate in each of the 17 products that were measured.
-_TRIED = 8
+#: Configs proposed for one problem where values along K have one order, and for each of two. The
+#: best of 14 to 27 was among the first three by estimate in each of the 17 products that were
+#: measured.
+_TRIED, _TRIED_EACH = 8, 3
 #: Maximum number of stages: more only take longer to fill.
 _MOST_STAGES = 12
 #: Minimum K of a part.
@@ -365,7 +366,7 @@ _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
 _READ, _BROUGHT = 0.59, 8.55e4
 #: Where ``a`` is arranged: the share of the memory's rate, the factor on the cost of decoding, and
 #: the µs that a launch takes longer (``benchmarks/results/h100/mixed_input_arranged.txt``).
-_READ_ARRANGED, _DECODE_ARRANGED, _ARRANGE_US = 0.55, 0.9, 2.0
+_READ_ARRANGED, _DECODE_ARRANGED, _ARRANGE_US = 0.66, 0.8, 0.9
 #: µs of the reducing kernel, and for each partial sum.
 _REDUCE_US, _PARTIAL_US = 2.57, 9.2e-7
 
@@ -432,10 +433,10 @@ class MixedInput(Built[MixedInputConfig]):
                 fitting += self._fitting(problem, m)
         fitting = sorted(dict.fromkeys(fitting), key=lambda c: self.estimate_us(problem, c))
         orders = [[c for c in fitting if c.arranged is order] for order in (True, False)]
-        share = _TRIED if not all(orders) else _TRIED // 2
-        tried = [c for order in orders for c in order[:share]]
-        tried.sort(key=lambda c: self.estimate_us(problem, c))
-        return with_early(tried, [w for w in ways(problem) if w == "wait"])
+        share = _TRIED_EACH if all(orders) else _TRIED
+        early = [w for w in ways(problem) if w == "wait"]
+        tried = [c for order in orders for c in with_early(order[:share], early)]
+        return sorted(tried, key=lambda c: self.estimate_us(problem, c))
 
     def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
         """The configs with tiles of ``m`` rows, and as many stages as fit."""
