@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import linecache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,21 @@ def test_a_kernel_sees_the_terms_of_its_problem_alone() -> None:
     y = tmm_core.matmul(a, B, residual=residual)
     torch.testing.assert_close(y, a @ B + residual)
     assert seen[2:] == [(False, True)]
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_plan_is_kept_if_its_choice_lasts(
+    lasting: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of a call which found another process tuning, nor that of a capture."""
+    plan = SimpleNamespace(
+        choice=SimpleNamespace(lasting=lasting), problem=SimpleNamespace(capturing=capturing)
+    )
+    monkeypatch.setattr(warm, "_planned", lambda call, pose: plan)
+    monkeypatch.setattr(warm, "_plans", {})
+    assert warm._built((), None, None) is plan  # type: ignore[arg-type, comparison-overlap]
+    assert (() in warm._plans) is (lasting and not capturing)
 
 
 def test_plans_of_a_kernel_that_multiplies_itself_are_dropped() -> None:

@@ -16,7 +16,16 @@ from torch.distributed.tensor import Shard
 
 import tmm_core
 from tmm_core import Quantized
-from tmm_core.nn import Experts, Linear, SwiGLU, experts, sharded, stored_weights
+from tmm_core.nn import (
+    Experts,
+    Linear,
+    SwiGLU,
+    experts,
+    gated_layers,
+    projections,
+    sharded,
+    stored_weights,
+)
 from tmm_core.nn.gated_product import _Joint, gated_linear, joint_operands
 from tmm_core.nn.joint_storage import seen_alone, stack, stackable, stacked
 from tmm_core.nn.together import do_no_more
@@ -193,9 +202,9 @@ def test_a_graph_refuses_halves_that_do_not_match(
             assert gated_linear(x, *given, "swiglu").shape == (2, 3, 8)
 
 
-@pytest.mark.parametrize("learning", [False, True])
+@pytest.mark.parametrize(("learning", "kernel"), [(False, True), (True, True), (True, False)])
 def test_shards_are_gated_with_and_without_a_gradient(
-    learning: bool, monkeypatch: pytest.MonkeyPatch
+    learning: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a kernel that gates, as on a CPU, they are two products. A compiler, and whoever
     differentiates forwards or casts, has to see the layers' calls."""
@@ -207,6 +216,8 @@ def test_shards_are_gated_with_and_without_a_gradient(
         return product(x, gate.weight, up.weight, gate.bias, up.bias)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(sharded, "gated", shards)
+    if not kernel:
+        monkeypatch.setattr(gated_layers, "learn", lambda *_: None)
     y = mlp._sharded_product(gate, up, x)
     assert y is not None
     assert y.requires_grad is learning
@@ -217,6 +228,24 @@ def test_shards_are_gated_with_and_without_a_gradient(
         assert mlp._sharded_product(gate, up, x) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert mlp._sharded_product(gate, up, x) is None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("learning", [False, True])
+def test_projections_in_a_graph_are_those_of_each_weight(
+    biased: bool, joint: bool, learning: bool
+) -> None:
+    weight, bias, x = torch.randn(7, 6), torch.randn(7), torch.randn(2, 3, 6)
+    parts = weight[:4], weight[4:] if joint else weight[4:].clone()
+    biases = [bias[:4], bias[4:]] if biased else []
+    right = F.linear(x, weight, bias if biased else None)
+    x.requires_grad_(learning)
+    y = projections.joint_linear(x, list(parts), biases)
+    torch.testing.assert_close(y.detach(), right)
+    if learning:
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3, 6))
 
 
 # -- experts ------------------------------------------------------------------------------

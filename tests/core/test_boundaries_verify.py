@@ -22,11 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tmm_core import Groups, Operand
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
+from tmm_core.spec.launcher import Bound
 from tmm_core.spec.operand import Scale
 from tmm_core.verify import (
     auxiliary_outputs,
     compare,
     data_sets,
+    forms,
     further_inputs,
     guard_bands,
     nonfinite,
@@ -956,6 +958,44 @@ def test_which_values_a_problem_is_verified_on(
 )  # fmt: skip
 def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[str, str]) -> None:
     assert further_inputs._aliases(problem(**fields)) == found
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+@pytest.mark.parametrize("seed", range(4))
+def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) -> None:
+    """Of an empty group, and beyond the last, nothing is read."""
+    fields: dict[str, Any] = {"bias": torch.float32} if along == "m" else {}
+    asked = problem(m=9, n=9, k=9, groups=Groups(3, along), residual=F32, **fields)
+    rows = Rows(torch.tensor([3, 3, 5]), (3, 3, 5), 9)
+    drawn = random_inputs.make(asked, CPU)
+    changes = list(nonfinite._changes(asked, replace(drawn, rows=rows), axis, random.Random(seed)))
+    *lines, term = changes if len(changes) > 3 else [*changes, None]
+    for change in lines:
+        lead, row, term_of_k = (0, *change.index)[-3:]
+        if along == "k":
+            assert term_of_k < 5
+        elif (along, axis) in (("m", "rows"), ("n", "columns")):
+            assert row < 5
+        else:
+            assert lead in (0, 2)
+    if axis == "rows":
+        assert term is not None
+        assert term.tensor is drawn.residual
+        matrix, row, col = (0, *term.index)[-3:]
+        assert {"m": row < 5, "n": col < 5, "k": matrix in (0, 2)}[along]
+
+
+@pytest.mark.parametrize(("batch", "lead"), [(1, (1, 5)), (3, (1, 3))])
+def test_n_d_operands_of_a_launcher_have_one_dimension_more(
+    batch: int, lead: tuple[int, ...]
+) -> None:
+    asked = problem(m=5, n=4, k=3, batch=batch)
+    found = forms.forms_of(Bound(torch.add, folded=lambda *_: None), asked)
+    assert list(found) == ["called with N-D operands"]
+    assert found["called with N-D operands"].lead == lead
+    assert forms.forms_of(Bound(torch.add), asked) == {}
+    assert forms.forms_of(Bound(torch.add, folded=lambda *_: None), replace(asked, m=0)) == {}
 
 
 # -- random inputs ------------------------------------------------------------------------
