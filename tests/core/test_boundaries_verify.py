@@ -839,12 +839,15 @@ def test_what_a_kernel_keeps_is_no_garbage() -> None:
 EVERY = {
     "other values at the same addresses", "strides of zero", "strides of zero in b",
     "rows far apart", "unusual addresses", "plain or equal tensors",
-    "one tensor as several arguments",
+    "one tensor as several arguments", "strides of zero in all operands", "a of zeros",
+    "b of zeros", "positive numbers", "one-hot rows", "one number in each operand",
 }  # fmt: skip
 DENSE, FLOODED = {"values in another order"}, {"many NaN and Inf"}
-GROUPED = {f"group sizes: {sizes}" for sizes in ("first", "last", "none", "few")}
+GROUPED = {
+    f"group sizes: {sizes}" for sizes in ("first", "last", "none", "few", "rising", "falling")
+}
 SIZED = {"a small, b large", "a large, b small", "zeros and whole numbers"}
-ALPHAS = {"alpha=0", "alpha=-", "large products and a small alpha"}
+ALPHAS = {"alpha=0", "alpha=nan", "alpha=-", "large products and a small alpha"}
 
 
 @pytest.mark.parametrize(
@@ -890,7 +893,10 @@ ALPHAS = {"alpha=0", "alpha=-", "large products and a small alpha"}
             DENSE | FLOODED | SIZED | {"sums that cancel", "large products"},
         ),
         ("hhf", {}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
-        ("ddd", {"scaled": True}, DENSE | FLOODED | {"alpha=0", "alpha=-"}),
+        (
+            "ddd", {"scaled": True},
+            DENSE | FLOODED | {"alpha=0", "alpha=nan", "alpha=-", "a large alpha"},
+        ),
         (
             "hhh", {"groups": Groups(3, "m")},
             GROUPED | FLOODED | SIZED | {"sums that cancel", "subnormal results"},
@@ -907,7 +913,7 @@ ALPHAS = {"alpha=0", "alpha=-", "large products and a small alpha"}
             "ddd", {"groups": replace(Groups(3, "m"), a_index=torch.int32)},
             GROUPED | FLOODED
             | {"a small, b large", "a large, b small", "one row of a to gather",
-               "all rows of a in order"},
+               "all rows of a in order", "each row of a twice"},
         ),
         (
             "ddd", {"groups": replace(Groups(3, "m"), out_index=torch.int32)},
@@ -930,7 +936,8 @@ def test_which_values_a_problem_is_verified_on(
     assert len(alphas) >= 4
     for plan in plans:
         usual = plan.recipe.values == further_inputs.USUAL and not plan.infinite
-        assert plan.judges_outputs is (usual and not plan.flooded)
+        assert plan.nonfinite is (plan.flooded or plan.name == "alpha=nan")
+        assert plan.judges_outputs is (usual and not plan.nonfinite)
         assert plan.flooded is (plan.name == "many NaN and Inf")
         assert plan.rolled is (plan.name == "values in another order")
         if problem(**fields).groups is not None and plan.name.startswith("group sizes"):
@@ -1083,18 +1090,28 @@ def test_rows_are_gathered_in_order_where_it_is_said() -> None:
 
 @pytest.mark.parametrize(("seed", "columns"), [(0, 4), (5, 4), (3, 1)])
 def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
-    a = torch.zeros(2, 11, columns)
-    further_inputs._flood(a, seed)
+    """Of other rows some are NaN, some have one Inf, and every third of these is Inf alone; two of
+    seven columns of b have an Inf or a zero."""
+    a, b = torch.zeros(2, 31, columns), torch.ones(columns, 10)
+    further_inputs._flood(a, b, seed)
     term = seed % columns
-    for row in range(11):
-        expected = {0: NAN, 1: NAN, 2: INF, 3: -INF, 4: 0.0}[row % 5]
-        assert torch.equal(a[:, row, term].isnan(), torch.tensor([math.isnan(expected)] * 2))
-        if not math.isnan(expected):
-            assert a[:, row, term].tolist() == [expected] * 2
-            others = [column for column in range(columns) if column != term]
-            assert (a[:, row, others] == 0).all()
-        else:
+    others = [column for column in range(columns) if column != term]
+    for row in range(31):
+        kind, value = row % 5, {2: INF, 3: -INF}.get(row % 5)
+        if kind == 0:
             assert a[:, row].isnan().all()
+        elif kind == 4:
+            assert (a[:, row] == 0).all()
+        elif value is not None:
+            assert (a[:, row, term] == value).all()
+            whole = row >= 12 and (row - kind) % 15 == 10
+            assert (a[:, row, others] == (value if whole else 0)).all()
+        else:  # the last value, and NaN before it
+            assert a[:, row, term - 1].isnan().all()
+            assert columns == 1 or (a[:, row, term] == -INF).all()
+    assert (b[term, 3::7] == 0).all() or columns == 1
+    assert (b[term - 1, 4::7] == INF).all()
+    assert (b[:, [0, 1, 2, 5, 6, 7, 8, 9]] == 1).all()
 
 
 @pytest.mark.parametrize(
