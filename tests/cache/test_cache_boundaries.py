@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import os
 import stat
@@ -31,6 +32,7 @@ from tmm_cache import (
     scan,
     size_limits,
     slug,
+    transport,
 )
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.fault_warnings import FaultWarnings
@@ -172,6 +174,19 @@ def test_a_file_that_a_user_named_is_as_readable_as_others(
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+def test_a_file_that_a_user_named_is_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    disk.require_target(tmp_path / "file")
+    with pytest.raises(cache_errors.UsageError, match="absent: there is no such folder"):
+        disk.require_target(tmp_path / "absent" / "file")
+
+
+def test_a_compressed_file_is_unpacked_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_BYTES", 100)
+    assert transport._unpacked(gzip.compress(b"x" * 100)) == b"x" * 100
+    with pytest.raises(ValueError, match="unpacks to more than 100 bytes"):
+        transport._unpacked(gzip.compress(b"x" * 101))
 
 
 def test_a_file_of_notes_grows_to_one_mebibyte(tmp_path: Path) -> None:
@@ -360,6 +375,14 @@ def test_a_lock_alone_makes_private_folders(store: CacheStore) -> None:
 def test_a_thread_in_which_no_user_calls_warns_all_the_same() -> None:
     with ThreadPoolExecutor() as pool, pytest.warns(CacheWarning, match="text"):
         pool.submit(cache_errors.warn_caller, "text", CacheWarning).result()
+
+
+def test_sixteen_causes_of_an_exception_are_looked_at() -> None:
+    error = ValueError(0)
+    for number in range(1, 20):
+        last, error = error, ValueError(number)
+        error.__cause__ = last
+    assert [each.args[0] for each in cache_errors.chain(error)] == [*range(19, 3, -1)]
 
 
 @pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT", "ENOTDIR", "ELOOP", "EIO"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import time
@@ -688,6 +689,35 @@ def test_a_call_is_warm_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_random_problems_are_those_of_earlier_results() -> None:
     found = [(task.case.m, task.case.n, task.case.k) for task in suites.random_problems(3)]
     assert found == [(2016, 27648, 5120), (10, 1280, 8192), (38, 5120, 5120)]
+
+
+def test_calls_with_a_result_to_write_make_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    into: set[str] = set()
+
+    def timed(calls: dict[str, Any], device: torch.device) -> dict[str, float]:
+        into.update(name for name, call in calls.items() if call() is call())
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(host, "host_us", timed)
+    host.measure(CPU, tune=False)
+    assert into == {"torch.mm(x, w, out=out)", "plan(x, w, out=out)"}
+
+
+def test_a_class_like_others_has_their_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"dtypes": "bf16", "shapes": [[16, 32, 64]]}
+    both = {"plain": plain, "again": {"like": "plain", "batch_invariant": True}}
+    monkeypatch.setattr(suites, "shipped", lambda: both)
+    [task] = suites.select(["again"])
+    assert (task.suite, task.case.m, task.batch_invariant) == ("again", 16, True)
+
+
+def test_torchs_groups_need_addresses_of_16_bytes() -> None:
+    memory = torch.zeros(24 * 16 + 8, dtype=torch.bfloat16)
+    call = grouped()
+    for first, refuses in ((0, False), (8, False), (4, True), (1, True)):
+        a = memory[first : first + 24 * 16].view(24, 16)
+        assert (a.data_ptr() - memory.data_ptr()) == 2 * first
+        assert grouped_baselines._refuses(dataclasses.replace(call, a=a)) is refuses
 
 
 def test_every_row_of_a_quick_run_is_a_class_with_problems() -> None:

@@ -306,6 +306,8 @@ def test_a_name_that_torch_lacks_is_noted_once(monkeypatch: pytest.MonkeyPatch) 
         assert compat.missing.pop() == path
         assert compat.missing == []
     assert compat.private("torch._C.DispatchKey.CPU", 3) == torch._C.DispatchKey.CPU
+    vmap = compat.private("torch._C._functorch.TransformType.Vmap", 3)
+    assert vmap == torch._C._functorch.TransformType.Vmap
     assert compat.missing == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -258,6 +259,22 @@ def test_a_measurement_is_a_record_or_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert ranks._measure(FIRST, current, False) == {"record": RECORD.to_json()}
     assert "no memory" in ranks._measure(FIRST, current, True)["error"]
     assert given == [(FIRST, current, False), (FIRST, current, True)]
+
+
+def test_an_exception_of_a_signal_handler_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alarm(number: int, frame: object) -> None:
+        raise TimeoutError("alarm")
+
+    def tune(*_: Any, **__: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+
+    dispatch_to(monkeypatch, SimpleNamespace(tune=tune))
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with pytest.raises(TimeoutError, match="alarm"):
+            ranks._measure(FIRST, settings.current(), False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 # -- comparing -----------------------------------------------------------------------------

@@ -804,9 +804,12 @@ def test_a_kernel_is_offered_if_it_describes_its_anatomy() -> None:
         raise RuntimeError("no")
 
     kernel: Any = FakeKernel("fake")
-    for anatomy, offered in ((lambda *_: 1, True), (lambda *_: None, False), (fails, False)):
+    asked: list[Any] = []
+    described = lambda problem, config: asked.append(config) or 1  # noqa: E731
+    for anatomy, offered in ((described, True), (lambda *_: None, False), (fails, False)):
         kernel.anatomy = anatomy
         assert why._default_anatomy(kernel, problem()) is offered
+    assert asked == [FakeConfig()]
 
 
 # -- the doctor ----------------------------------------------------------------------------
@@ -1018,6 +1021,19 @@ def test_a_miss_of_two_versions_is_tuned_once(monkeypatch: pytest.MonkeyPatch) -
     dispatcher = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(tune, "dispatch", dispatcher)
     assert len(tune._of_misses(CPU)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"), [(["8x8x8"], 1), (["8x8x8", "--misses"], 3), (["--misses"], 2)]
+)
+def test_misses_are_tuned_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], count: int
+) -> None:
+    pending: Any = object()
+    monkeypatch.setattr(tune, "_of_misses", lambda device: [pending] * 2)
+    assert len(tune._pending(cli._parser().parse_args(["tune", *arguments]), CPU)) == count
+    with pytest.raises(UsageError, match="give shapes"):
+        tune._pending(cli._parser().parse_args(["tune"]), CPU)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "on", "0", "false", "no", "off", ""])
