@@ -35,6 +35,7 @@ class Two(nn.Module):
         self.wide = nn.Linear(8, 16)
         self.act, self.other = nn.SiLU(), nn.SiLU()
         self.missing: Any = None
+        self.scaled = Scaled()
         if type(self).forward is gate_of_one_column:
             self.one = nn.Linear(8, 1)
 
@@ -138,6 +139,21 @@ def without_a_child(self: Any, x: Tensor) -> Tensor:
     return self.down(h)
 
 
+class Scaled(nn.Module):
+    """An activation that may also be scaled."""
+
+    def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
+        return F.relu(x) * by
+
+
+def with_another_argument(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.scaled(self.up(x), 2.0))
+
+
+def without_another_argument(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.scaled(self.up(x)))
+
+
 def closing_over(model: Any) -> Any:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.act(self.up(x)) + model
@@ -159,6 +175,8 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
         (gate_by_method, ["gated", "linear", "linear", "linear"], None),
         (gate_by_torch, ["gated", "linear", "linear", "linear"], None),
         (gate_of_one_column, ["epilogue", "linear", "linear", "linear"], "they differ in shape"),
+        (with_another_argument, ["linear"] * 3, None),
+        (without_another_argument, ["epilogue", "linear", "linear"], None),
         (without_a_child, ["epilogue", "linear", "linear"], None),
         (closing_over(1.0), ["linear"] * 3, "its forward is decorated or closes over variables"),
         (another_value, ["epilogue", "linear", "linear"], None),
@@ -194,7 +212,7 @@ def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | 
     report.undo()
     torch.testing.assert_close(model(X), expected[1])
     assert {type(each).__module__ for each in model.children()} <= {
-        "torch.nn.modules.linear", "torch.nn.modules.activation",
+        "torch.nn.modules.linear", "torch.nn.modules.activation", __name__,
     }  # fmt: skip
 
 

@@ -991,6 +991,11 @@ def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) ->
         assert term.tensor is drawn.residual
         matrix, row, col = (0, *term.index)[-3:]
         assert {"m": row < 5, "n": col < 5, "k": matrix in (0, 2)}[along]
+    elif along == "m":
+        assert term is not None
+        assert term.tensor is drawn.bias
+        assert term.index[0] in (0, 2)
+        assert term.index[1] < 9
 
 
 @pytest.mark.parametrize(("batch", "lead"), [(1, (1, 5)), (3, (1, 3))])
@@ -1181,7 +1186,16 @@ def test_a_reference_is_kept_for_the_next_launcher_if_it_is_small(share: int, ke
 @pytest.mark.parametrize("place", ["same", "apart", "near", "plain", "shared", "expanded"])
 def test_which_rounds_have_an_output_of_unusual_strides(place: Any) -> None:
     plan = further_inputs.Plan("x", random_inputs.Recipe(), place)
-    assert further_inputs.Round(None, plan).is_unusual is (place in ("apart", "near"))  # type: ignore[arg-type]
+    data = DataSets(problem(m=6, n=10, k=12), CPU)
+    made = further_inputs.Round(data, plan)
+    assert made.is_unusual is (place in ("apart", "near"))
+    made.inputs()
+    if made.is_unusual:
+        out = made.out()
+        assert out.tensor.shape == (6, 10)
+        assert (out.tensor == 0.5).all()
+        assert out.intact()
+        assert out.tensor.stride() != (10, 1)
 
 
 @pytest.mark.parametrize(
