@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import os
 import stat
+import sys
 import threading
 import time
 import warnings
@@ -426,6 +427,56 @@ def test_a_warning_points_beyond_tmm_torch_and_generated_code(
         _calls("user", inner)()
     assert caught[0].filename == ("<user>" if passed_over else f"<{module}>")
     assert caught[0].lineno == 2
+
+
+@pytest.mark.parametrize(
+    ("modules", "place"),
+    [
+        (["plugin"], "<plugin>:2"),
+        (["plugin", "tmm_core.api"], "<plugin>:2"),
+        (["plugin", None], "<plugin>:2"),
+        (["plugin", "json"], "<plugin>:2"),
+        (["plugin", "other"], "<other>:2"),
+        (["tmm_core.api"], ""),
+    ],
+)
+def test_the_place_of_a_fault_is_in_the_innermost_foreign_code(
+    modules: list[str | None], place: str
+) -> None:
+    call = partial(int, "x")  # which has no frame
+    for module in reversed(modules):
+        call = _calls(module, call)
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        _calls("tmm_cache.test", call)()
+    error = caught.value
+    own = error.__traceback__
+    assert own is not None
+    error.__traceback__ = own.tb_next  # without this test's
+    assert cache_errors.foreign_place(error) == place
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_handler_that_was_replaced_is_recognised_by_its_arguments(hidden: bool) -> None:
+    def handler(*given: Any) -> None:
+        raise TimeoutError("alarm")
+
+    def interrupted() -> None:
+        try:
+            handler(14, sys._getframe())
+        except TimeoutError:
+            if hidden:
+                raise ValueError("from the handler") from None
+            raise
+
+    def guarded(function: Any) -> None:
+        try:
+            function()
+        except (TimeoutError, ValueError) as error:
+            cache_errors.reraise(error)
+
+    with pytest.raises(TimeoutError, match="alarm"):
+        guarded(interrupted)
+    guarded(partial(int, "x"))  # nobody's handler
 
 
 # -- fields of a record -------------------------------------------------------------------
