@@ -64,7 +64,6 @@ def test_an_unknown_name_survives_a_pickle() -> None:
         {}, {"epilogue": "relu"}, {"epilogue": tmm_core.Epilogue("mine", F.relu)},
         {"alpha": 2}, {"alpha": 0.5, "epilogue": "silu"},
     ],
-    ids=str,
 )  # fmt: skip
 def test_an_ordinary_call_takes_the_shortest_path(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
@@ -97,7 +96,6 @@ class Sharded(Tensor):
         ({}, "quantize", False),
         ({"a": torch.empty(2, 2)}, None, False),
     ],
-    ids=str,
 )
 def test_plain_products_of_shards_are_computed_where_they_lie(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], epilogue: Any, in_place: bool
