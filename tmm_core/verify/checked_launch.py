@@ -116,12 +116,12 @@ class CheckedLauncher:
         given, launcher = inputs or of.inputs, self._launcher
         if into is None and (out is not None or not self._data.allocates):
             into = self._data.out(out or 0)
-        if into is None and not repeated:
-            self._data.poison_free_memory()
         tensor = None if into is None else into.tensor
         made = form or (lambda: given.launch(launcher, tensor))
 
         def launch() -> Tensor:
+            if into is None and not repeated:
+                self._data.poison_free_memory()  # last, or other allocations would take it
             try:
                 result: Tensor = made()
                 return result

@@ -113,6 +113,11 @@ class Expected:
         return found + torch.where(sums[1:].isnan().any(), 0.0, sums[0]).to(found.dtype)
 
 
+#: Bytes of results that malloc takes from its lists of free blocks, room for their alignment, and
+#: bytes of which floats of every dtype are NaN.
+_SMALL, _ROOM, _NAN = 2**16, 160, 0xFF
+
+
 @dataclass(frozen=True, slots=True)
 class InputSet:
     """Inputs between guard bands, and the expected results."""
@@ -168,6 +173,8 @@ class DataSets:
         self.rounds: list[Any] | None = None
         #: The last exception that a launcher raised.
         self.raised: BaseException | None = None
+        #: Blocks between those that were freed for a launcher's result.
+        self._kept: list[torch.Tensor] = []
         #: Inputs of which a launch changed more than the values.
         self.altered: set[str] = set()
         #: Whether :meth:`reduce` was called.
@@ -223,12 +230,22 @@ class DataSets:
     def poison_free_memory(self) -> None:
         """Fill the memory that a launcher is likely to allocate next with NaN. Otherwise correct
         results of an earlier launch could remain where this launch writes nothing."""
-        for each in [self.problem.empty_out(self.device) for _ in range(2)]:
+        made = [self.problem.empty_out(self.device) for _ in range(2)]
+        for each in made:
             poison(each)
+        size = made[0].untyped_storage().nbytes()
+        if self.device.type == "cpu" and size <= _SMALL:
+            # malloc takes an aligned block out of a larger free one, and joins free neighbours. So
+            # some blocks are kept, and the others have room.
+            blocks = [torch.empty(size + _ROOM, dtype=torch.uint8) for _ in range(8)]
+            for block in blocks:
+                block.fill_(_NAN)
+            self._kept = blocks[1::2]
 
     def release(self) -> None:
         """Release all tensors. The next use makes them again, with other values."""
         self._sets, self._outs, self._nonfinite, self.rounds = None, [], None, None
+        self._kept = []
         self.altered.clear()
 
     def reduce(self) -> None:
