@@ -234,7 +234,7 @@ def _values(units, zero, scale, T: gl.constexpr, C: gl.constexpr):
     elif C.SCALED == "wide":
         factor = scale.to(gl.float32).to(gl.int32, bitcast=True)
         operands += (_spread(factor, C),)  # type: ignore[assignment]
-    # Each call spells its results' dtypes: Triton 3.9 does not unwrap those of a constant tuple.
+    # Each call spells its results' dtypes, which Triton 3.9 does not unwrap in a constant tuple.
     if C.pairs == 4:
         pairs = gl.inline_asm_elementwise(
             PROGRAM, REGISTERS, operands, is_pure=True, pack=1,

@@ -113,8 +113,8 @@ class Expected:
         return found + torch.where(sums[1:].isnan().any(), 0.0, sums[0]).to(found.dtype)
 
 
-#: Bytes of results that malloc takes from its lists of free blocks, room for their alignment, and
-#: bytes of which floats of every dtype are NaN.
+#: The largest result, in bytes, that malloc takes from its lists of free blocks, the room for its
+#: alignment, and a byte that makes floats of every dtype NaN.
 _SMALL, _ROOM, _NAN = 2**16, 160, 0xFF
 
 
@@ -175,7 +175,7 @@ class DataSets:
         self.raised: BaseException | None = None
         #: Blocks between those that were freed for a launcher's result.
         self._kept: list[torch.Tensor] = []
-        #: Inputs of which a launch changed more than the values.
+        #: The names of inputs that a launch changed in more than their values.
         self.altered: set[str] = set()
         #: Whether :meth:`reduce` was called.
         self.is_reduced = False

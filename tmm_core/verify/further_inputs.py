@@ -529,7 +529,7 @@ def _plain(
 
 def _flood(a: torch.Tensor, b: torch.Tensor, seed: int) -> None:
     """Fill rows of ``a`` with NaN, and some with Inf. Set one element of other rows to Inf or −Inf,
-    beside NaN or not. Of columns of ``b`` set one element to Inf or zero."""
+    beside NaN or not. Set one element of some columns of ``b`` to Inf or zero."""
     values = values_of(a.dtype)
     term = seed % max(1, a.shape[-1])
     a[..., 0::5, :].fill_(math.nan)
