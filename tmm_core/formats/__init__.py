@@ -247,8 +247,8 @@ def of(dtype: torch.dtype, name: str = "") -> Format | None:
 
 
 def spelled(name: str, block: Block) -> str:
-    """The name of a format with its block of scales, as calls pass it: ``"int4/1x128"``. For scales
-    by tensor or row it is the name alone: the shape of the scales shows which."""
+    """The name of a format with its block of scales, as calls pass it: ``"int4/1x128"``. Scales
+    by tensor or row add nothing to the name: their shape shows which they are."""
     return name if block in (TENSOR, ROW) else f"{name}/{grids.text_of(block)}"
 
 

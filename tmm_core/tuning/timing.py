@@ -3,10 +3,9 @@
 The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
 layer. They are captured once, and replayed in bursts of a few milliseconds, interleaved among
 candidates. This clock includes a kernel's effect on the next one. It reads weights from memory, and
-activations from where a layer finds them. It includes no host time. A single
-launch after a flush that writes would rank kernels by how they cope with 50 MB of dirty L2 lines,
-which no model leaves there. It chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on
-an H100).
+activations from where a layer finds them. It includes no host time. A single launch after a flush
+that writes ranks kernels by how they cope with 50 MB of dirty L2 lines, which no model leaves
+there. That clock chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
 
 Large products are also timed in steady state (clock ``steady``: replays back to back). A kernel
 that loses to BLAS there does not win. At the limit of power, the GPU clock follows a kernel's own

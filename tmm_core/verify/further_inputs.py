@@ -441,10 +441,10 @@ def _applies(problem: Problem, place: Place) -> bool:
     """Whether a problem allows this place."""
     if place == "shared":
         return "b" in _aliases(problem)
-    if place in ("expanded b", "all expanded"):
-        return 0 in expanded_layout(problem.b, problem.b_shape).strides and (
-            place == "expanded b" or _applies(problem, "expanded")
-        )
+    if place == "all expanded":
+        return _applies(problem, "expanded") and _applies(problem, "expanded b")
+    if place == "expanded b":
+        return 0 in expanded_layout(problem.b, problem.b_shape).strides
     if place == "expanded":
         if problem.bias is not None:
             return True
@@ -536,7 +536,7 @@ def _flood(a: torch.Tensor, b: torch.Tensor, seed: int) -> None:
     for first, value in enumerate(values[1:], 2):
         a[..., first::5, term : term + 1].fill_(value)
         a[..., first + 10 :: 15, :].fill_(value)
-        a[..., 1::5, term : term + 1].fill_(value)
+    a[..., 1::5, term : term + 1].fill_(values[-1])
     a[..., 1::5, term - 1 :][..., :1].fill_(math.nan)
     if len(values_of(b.dtype)) > 1 and a.shape[-1] == b.shape[-2]:
         b[..., term : term + 1, 3::7].fill_(0)
