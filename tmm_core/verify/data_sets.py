@@ -237,7 +237,7 @@ class DataSets:
         if self.device.type == "cpu" and size <= _SMALL:
             # malloc takes an aligned block out of a larger free one, and joins free neighbours. So
             # some blocks are kept, and the others have room.
-            blocks = [torch.empty(size + _ROOM, dtype=torch.uint8) for _ in range(8)]
+            blocks = [torch.empty(size + _ROOM, dtype=torch.uint8, device="cpu") for _ in range(8)]
             for block in blocks:
                 block.fill_(_NAN)
             self._kept = blocks[1::2]
