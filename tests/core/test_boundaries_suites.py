@@ -1,0 +1,575 @@
+"""What each check of a conformance suite passes and fails, at its limits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import conformance_problems
+import pytest
+import torch
+from _pytest.outcomes import Failed, Skipped
+from fakes import FakeConfig, FakeKernel, problem
+
+from tmm_core import Epilogue, Operand, Port, Problem, Scale, Traits
+from tmm_core.formats import Format, named
+from tmm_core.testing import (
+    EpilogueConformance,
+    FormatConformance,
+    KernelConformance,
+    conformance,
+)
+from tmm_core.triton.interpreted import REMEDY
+
+F32 = torch.float32
+TRAITS = Traits(deterministic=True, batch_invariant=True)
+UNCLAIMED = Traits(deterministic=False, batch_invariant=False)
+
+
+def test_the_suite_poses_the_problems_of_the_table() -> None:
+    """``python tests/conformance_problems.py`` writes it."""
+    table = conformance_problems.FILE.read_text(encoding="utf-8").splitlines()
+    assert list(conformance_problems.lines()) == table
+
+
+# -- kernels ------------------------------------------------------------------------------
+
+
+class Exact(FakeKernel):
+    """The product in fp64, rounded once, and what a test adds for its rows, tile and run."""
+
+    def __init__(
+        self,
+        more: Callable[[int, int, int], float] = lambda rows, tile, run: 0.0,
+        sums: Callable[[int], str | None] = lambda tile: "fp64",
+        **fields: Any,
+    ) -> None:
+        super().__init__("exact", **{"traits": TRAITS, **fields})
+        self.more, self.sums = more, sums
+
+    def arithmetic(self, problem: Problem, config: FakeConfig) -> str | None:
+        return self.sums(config.tile)
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        runs = itertools.count()
+
+        def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            more = self.more(a.shape[-2], config.tile, next(runs))
+            y = (a.double() @ b.double() + more).to(problem.out.dtype)
+            return y if out is None else out.copy_(y)
+
+        return launch
+
+
+def suite(kernel: Any, **fields: Any) -> Any:
+    """The suite on problems of 35 rows."""
+    small = {"size": (40, 8, 16), "dtypes": (F32,), "device": "cpu"}
+    return type("Suite", (KernelConformance,), {**small, "kernel": kernel, **fields})()
+
+
+@pytest.mark.parametrize(
+    ("differs", "fault"), [(0, "run 1 "), (1, "run 1 "), (2, "run 2 "), (3, "")]
+)
+def test_runs_that_must_agree(differs: int, fault: str) -> None:
+    checked = suite(Exact(lambda rows, tile, run: float(run == differs)))
+    if not fault:
+        checked.test_deterministic()
+        return
+    with pytest.raises(AssertionError, match=fault):
+        checked.test_deterministic()
+
+
+def test_claims_that_are_not_made_are_not_tested() -> None:
+    checked = suite(Exact(lambda rows, tile, run: run, traits=UNCLAIMED))
+    for test in (checked.test_deterministic, checked.test_arithmetic, checked.test_batch_invariant):
+        with pytest.raises(Skipped, match="claims no"):
+            test()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "names", "found"),
+    [
+        ((1, 2), ("x", "x"), None),
+        ((1, 2, 3), ("x", "x", "x"), AssertionError),
+        ((1, 2, 3), ("x", "x", "y"), None),
+        ((1, 2, 3), ("x", "x", None), None),
+        ((1, 3), ("x", "y"), Skipped),
+        ((1, 3), ("x", None), Skipped),
+        ((1,), ("x",), Skipped),
+    ],
+)
+def test_configs_of_one_arithmetic_agree(tiles: Any, names: Any, found: Any) -> None:
+    """The third tile sums otherwise."""
+    kernel = Exact(
+        lambda rows, tile, run: float(tile == 3),
+        dict(zip(tiles, names, strict=True)).get,
+        tiles=tiles,
+    )
+    if found is None:
+        suite(kernel).test_arithmetic()
+        return
+    with pytest.raises(found, match=r"one arithmetic for tile=1 and tile=3|no two configs share"):
+        suite(kernel).test_arithmetic()
+
+
+@pytest.mark.parametrize(
+    ("rows", "passes"), [(1, False), (2, False), (17, False), (34, False), (3, True)]
+)
+def test_rows_that_must_not_matter(rows: int, passes: bool) -> None:
+    checked = suite(Exact(lambda m, tile, run: float(m == rows)))
+    if passes:
+        checked.test_batch_invariant()
+        return
+    with pytest.raises(
+        AssertionError, match=f"rows 0 to {rows} of 35 differ in {8 * rows} elements"
+    ):
+        checked.test_batch_invariant()
+
+
+def test_fewer_rows_may_be_declined() -> None:
+    few = Exact(lambda m, tile, run: m, against=lambda p: ["few"] * (p.m < 35))
+    with pytest.raises(Skipped, match="declines fewer rows than 35"):
+        suite(few).test_batch_invariant()
+    one = Exact(lambda m, tile, run: float(m == 1), against=lambda p: ["one"] * (p.m == 1))
+    suite(one).test_batch_invariant()
+
+
+@pytest.mark.parametrize(
+    ("time", "bytes_", "passes"),
+    [
+        (None, 0, True), (1e-3, 1, True), (0.0, 0, False), (-1.0, 0, False),
+        (float("inf"), 0, False), (float("nan"), 0, False), (1.0, -1, False), (1.0, 1.0, False),
+        (1.0, True, False),
+    ],
+)  # fmt: skip
+def test_estimates_are_positive_or_unknown(time: Any, bytes_: Any, passes: bool) -> None:
+    checked = suite(Exact(estimate=time, workspace=bytes_))
+    if passes:
+        checked.test_estimates()
+        return
+    with pytest.raises(AssertionError, match="tile=1: "):
+        checked.test_estimates()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossy(FakeConfig):
+    def to_json(self) -> dict[str, Any]:
+        return {"tile": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lenient(FakeConfig):
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> Any:
+        return cls(tile=doc["tile"])
+
+
+class Undecided(Exact):
+    asked = itertools.count(1)
+
+    def default_config(self, problem: Problem) -> FakeConfig:
+        return FakeConfig(tile=next(self.asked))
+
+
+def of_type(kind: type[FakeConfig], given: type[FakeConfig]) -> Exact:
+    kernel: Any = Exact()
+    kernel.config_type = kind
+    kernel.configs = lambda problem: [given(tile=2)]
+    kernel.default_config = lambda problem: given(tile=2)
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        (Undecided(), "two default configs"),
+        (of_type(Lossy, Lossy), "came back as"),
+        (of_type(Lenient, Lenient), "DID NOT RAISE"),
+        (of_type(FakeConfig, Lenient), "is not a"),
+        (of_type(FakeConfig, FakeConfig), ""),
+    ],
+    ids=["undecided", "lossy", "lenient", "another", "right"],
+)
+def test_configs_that_are_well_formed(kernel: Any, fault: str) -> None:
+    if not fault:
+        suite(kernel).test_configs_are_well_formed()
+        return
+    with pytest.raises((AssertionError, Failed), match=fault):
+        suite(kernel).test_configs_are_well_formed()
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        lambda p: p.groups is not None,
+        lambda p: p.bias is not None,
+        lambda p: p.a.layout == "strided",
+        lambda p: p.k == 1030,
+    ],
+    ids=["groups", "terms", "layouts", "sizes"],
+)
+def test_a_kernel_may_serve_one_kind_of_problem(served: Any) -> None:
+    kernel = FakeKernel("k", against=lambda p: [] if served(p) else ["no"])
+    suite(kernel).test_serves_something()
+
+
+def test_five_reasons_are_told_of_a_kernel_that_serves_nothing() -> None:
+    """Those that most problems have."""
+    asked = itertools.count()
+
+    def against(problem: Problem) -> list[str]:
+        number = next(asked)
+        return [name for each, name in enumerate("abcdef", 1) if number % each == 0]
+
+    kernel = FakeKernel("k", against=lambda p: against(p)[::-1])
+    with pytest.raises(Failed, match=r"on cpu: a; b; c; d; e\. Set sizes"):
+        suite(kernel).test_serves_something()
+
+
+@pytest.mark.parametrize("reasons", [[""], ["good", ""], [3], "declined"], ids=repr)
+def test_reasons_are_texts(reasons: Any) -> None:
+    kernel: Any = FakeKernel("k")
+    kernel.reasons_against = lambda problem: reasons
+    with pytest.raises(AssertionError, match="for Problem"):
+        suite(kernel).test_reasons_are_strings_and_never_raise()
+
+
+@pytest.mark.parametrize(("version", "passes"), [("1", True), ("", False), (1, False)])
+def test_versions_are_texts(version: Any, passes: bool) -> None:
+    kernel = type("Versioned", (FakeKernel,), {"version": version})("k")
+    del kernel.__dict__["version"]
+    if passes:
+        suite(kernel).test_version_is_stable()
+        return
+    with pytest.raises(AssertionError):
+        suite(kernel).test_version_is_stable()
+
+
+def test_a_kernel_is_checked_where_it_serves() -> None:
+    """Small sizes and groups may be declined, and then a reason is shown."""
+    wrong = Exact(lambda m, tile, run: float(m == 20))
+    with pytest.raises(Failed, match="exact is wrong on 20x16x16"):
+        suite(wrong).test_every_tile()
+    with pytest.raises(Skipped, match="declines small sizes"):
+        suite(Exact(against=lambda p: ["small"] * ((p.m, p.n) != (40, 8)))).test_every_tile()
+    never = suite(Exact(against=lambda p: ["never"]))
+    for test in (never.test_every_tile, never.test_use_of_ragged, never.test_configs_of_ragged):
+        with pytest.raises(Skipped, match=r"^never$"):
+            test()
+
+
+def test_a_search_space_of_groups_is_tried_along_each_dimension() -> None:
+    def tried(against: Callable[[Problem], list[str]]) -> list[Problem]:
+        seen: list[Problem] = []
+        checked = suite(FakeKernel("k", against=against))
+        checked._check_search_space = seen.append
+        checked.test_configs_of_ragged()
+        return sorted(seen, key=lambda p: p.along)
+
+    k, m, n = tried(lambda p: [])
+    assert (k.along, m.along, n.along) == ("k", "m", "n")
+    assert m.bias is not None  # the most revealing
+    assert m.groups is not None
+    assert m.groups.a_index is not None
+    assert k.a.layout == "col"
+    (m,) = tried(lambda p: ["bias"] * (p.bias is not None) + ["others"] * (p.along != "m"))
+    assert m.bias is None
+
+
+def test_a_launcher_may_not_depend_on_a_later_one() -> None:
+    class Last(Exact):
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            launch = super().bind(problem, config)
+            self.last = problem
+
+            def launch_last(*given: Any) -> Any:
+                return launch(*given) if self.last == problem else launch(*given).mul_(2)
+
+            return launch_last
+
+    checked = suite(Last())
+    posed = checked._probe()
+    checked._check(posed, "brief")
+    with pytest.raises(Failed, match="exact is wrong on 40x8x16"):
+        checked._check(posed, "whole")
+    checked.kernel.against = lambda p: ["wide"] * (p != posed)
+    checked.kernel.last = None
+    checked._check(posed, "repeated")
+
+
+def test_each_config_is_bound_once() -> None:
+    kernel = FakeKernel("k")
+    one, two = FakeConfig(tile=1), FakeConfig(tile=2)
+    found = suite(kernel)._bound(problem(), [one, two, one])
+    assert [config for config, _ in found] == [one, two]
+    assert len(kernel.bound) == 2
+
+
+def parametrized(kernel: Any, name: str, **fields: Any) -> list[Any]:
+    calls: list[Any] = []
+    made = suite(kernel, **fields)
+    made.pytest_generate_tests(
+        SimpleNamespace(
+            fixturenames=["ragged" if name == "ragged" else "probe"],
+            function=getattr(made, f"test_{name}"),
+            parametrize=lambda fixture, values, ids: calls.append((fixture, values)),
+        )
+    )
+    return calls
+
+
+@pytest.mark.parametrize("along", [None, "m", "n", "k"])
+def test_groups_are_posed_to_kernels_that_declare_them(along: str | None) -> None:
+    kernel: Any = FakeKernel("k")
+    kernel.supports = replace(kernel.supports, ragged=(along,) if along else ())
+    ((fixture, values),) = parametrized(kernel, "ragged")
+    assert fixture == "ragged"
+    if along:
+        assert values == list(suite(kernel).ragged_problems())
+    else:
+        (left_out,) = values
+        assert [mark.name for mark in left_out.marks] == ["skip"]
+    ((fixture, values),) = parametrized(kernel, "empties")
+    assert (fixture, values) == ("probe", list(suite(kernel).probes_of_empties()))
+
+
+@pytest.mark.parametrize(("dtype", "interpreted"), [(torch.bfloat16, True), (torch.bfloat16, False),
+                                                    (F32, True)])  # fmt: skip
+def test_the_interpreter_is_suspected_of_bf16(
+    dtype: torch.dtype, interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "interpreting", lambda: interpreted)
+    with pytest.raises(Failed) as caught:
+        suite(FakeKernel("k"))._fail(problem(a=Operand(dtype), b=Operand(dtype)), "off")
+    assert (REMEDY in str(caught.value)) is (interpreted and dtype is torch.bfloat16)
+
+
+# -- epilogues ----------------------------------------------------------------------------
+
+
+def of_epilogue(epilogue: Epilogue, **fields: Any) -> Any:
+    return type(
+        "Suite", (EpilogueConformance,), {"epilogue": epilogue, "device": "cpu", **fields}
+    )()
+
+
+def glu(gate: Any, up: Any) -> Any:
+    return gate * gate * up
+
+
+SQUARE = Epilogue("square", lambda z, by=2.0: by * z * z)
+GLU = Epilogue("square_glu", glu, gated=True)
+HALVES: dict[str, Any] = {"of": lambda y: y[..., ::2]}
+
+
+@pytest.mark.parametrize(
+    ("test", "epilogue", "fault"),
+    [
+        ("reference", SQUARE, ""),
+        ("reference", GLU, ""),
+        ("reference", replace(SQUARE, reference=lambda z, by: z[..., ::2]), r"\(22, 11\)"),
+        ("reference", replace(SQUARE, reference=lambda z, by: z.float()), "torch.float32 for"),
+        ("linear", Epilogue("triple", lambda z: 3 * z, linear=True), ""),
+        ("linear", Epilogue("more", lambda z: 3 * z + 1, linear=True), "reference is wrong"),
+        ("derivative", replace(SQUARE, derivative=lambda z, by: 2 * by * z), ""),
+        ("derivative", replace(SQUARE, derivative=lambda z, by: 4 * z), "derivative is wrong"),
+        ("derivative", replace(GLU, derivative=lambda g, u: (2 * g * u, g * g)), ""),
+        ("derivative", replace(GLU, derivative=lambda g, u: (2 * g, g * g)), "derivative is wrong"),
+        ("derivative", replace(GLU, derivative=lambda g, u: (2 * g * u, g)), "derivative is wrong"),
+        ("output_vjp", Epilogue("exp", lambda z, by=0.5: torch.exp(by * z),
+                                output_vjp=lambda grad, y, by: by * grad * y), ""),
+        ("output_vjp", Epilogue("exp", lambda z, by=0.5: torch.exp(by * z),
+                                output_vjp=lambda grad, y, by: 0.5 * grad * y), "output_vjp is"),
+        ("output_vjp", Epilogue("triple", lambda z: 3 * z, linear=True,
+                                output_vjp=lambda grad, y: 3 * grad if y is None else grad), ""),
+        ("outputs", replace(SQUARE, outputs=(Port("half", "row", reduce="max", **HALVES),)),
+         r"outputs.half is wrong: \(2, 11\)"),
+    ],
+)  # fmt: skip
+def test_forms_of_an_epilogue(test: str, epilogue: Epilogue, fault: str) -> None:
+    check = getattr(of_epilogue(epilogue), f"test_{test}")
+    arguments = (torch.float64,) if test == "reference" else ()
+    if not fault:
+        check(*arguments)
+        return
+    with pytest.raises(Failed, match=fault):
+        check(*arguments)
+
+
+@pytest.mark.parametrize("test", ["linear", "derivative", "output_vjp", "device",
+                                  "device_derivative", "outputs"])  # fmt: skip
+def test_forms_that_an_epilogue_does_not_have_are_skipped(test: str) -> None:
+    for epilogue in (SQUARE, replace(SQUARE, outputs=(Port("most", "row", reduce="max"),))):
+        with pytest.raises(Skipped):
+            getattr(of_epilogue(epilogue), f"test_{test}")()
+
+
+def test_device_functions_need_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tmm_core.testing import epilogue_conformance
+
+    monkeypatch.setattr(epilogue_conformance, "interpreting", lambda: False)
+    with pytest.raises(Skipped, match="needs a GPU, or TRITON_INTERPRET=1"):
+        of_epilogue(SQUARE)._evaluated(None)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "exact", "passes"),
+    [
+        (3.0, 3.0, True), (INF, INF, True), (NAN, NAN, True), (-INF, INF, False),
+        (NAN, 3.0, False), (3.0, NAN, False), (INF, 3.0, False), (3.0, INF, False),
+        (3.0 + 3e-6, 3.0, True), (3.0 + 5e-6, 3.0, False), (0.9e-6, 0.0, True),
+        (1.1e-6, 0.0, False), (-3.0 - 3e-6, -3.0, True), (-3.0 - 5e-6, -3.0, False),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_close(found: float, exact: float, passes: bool) -> None:
+    """Relative to the number and one."""
+    checked = of_epilogue(SQUARE, points=(1.0, 2.0, 4.0))
+    right = torch.arange(9.0, dtype=torch.float64).view(3, 3)
+    values, numbers = right.clone(), right.clone()
+    values[2, 1], numbers[2, 1] = found, exact
+    if passes:
+        checked._close(values, numbers, "reference", 1e-6)
+        return
+    with pytest.raises(Failed, match=r"square: reference is wrong: it is .* at 4, the reference"):
+        checked._close(values, numbers, "reference", 1e-6)
+
+
+def test_a_place_that_is_no_point_is_shown_by_its_indices() -> None:
+    checked = of_epilogue(SQUARE, points=(1.0, 2.0, 4.0))
+    with pytest.raises(Failed, match=r"it is 2 at \[1, 0\], the reference has 0; the tolerance is"):
+        checked._close(torch.tensor([[0.0], [2.0]]), torch.zeros(2, 1), "reference", 1e-6)
+
+
+@pytest.mark.parametrize(("slack", "passes"), [(1.0, False), (1.9, False), (2.1, True)])
+def test_device_functions_are_right_within_the_tolerance_of_fp32(
+    slack: float, passes: bool
+) -> None:
+    checked = of_epilogue(SQUARE, points=(1.0, 2.0), slack=slack)
+    ones = torch.ones(2, 2, dtype=torch.float64)
+    if passes:
+        checked._close(ones + 2 * 2 * 2e-5, ones, "device", None)
+        return
+    with pytest.raises(Failed, match="device is wrong"):
+        checked._close(ones + 2 * 2 * 2e-5, ones, "device", None)
+
+
+def test_points_of_each_kind_of_epilogue() -> None:
+    pairs = {(x, y) for x in (1.0, 2.0, 4.0) for y in (1.0, 2.0, 4.0)}
+    for epilogue in (GLU, replace(GLU, interleaved=True)):
+        checked = of_epilogue(epilogue, points=(1.0, 2.0, 4.0))
+        gate, up = epilogue.inputs(checked._z())
+        assert set(zip(gate.flatten().tolist(), up.flatten().tolist(), strict=True)) == pairs
+        assert checked._z().shape == (3, 6)
+    z = of_epilogue(SQUARE, points=(1.0, 2.0, 4.0))._z()
+    assert z.dtype is torch.float64
+    assert z.tolist() == [[x] * 3 for x in (1.0, 2.0, 4.0)]
+    assert [e.parameters for e in of_epilogue(SQUARE)._variants()] == [(2.0,), (3.0,)]
+    assert len(list(of_epilogue(GLU)._variants())) == 1
+
+
+# -- formats ------------------------------------------------------------------------------
+
+
+def of_format(form: Format, **fields: Any) -> Any:
+    return type("Suite", (FormatConformance,), {"format": form, "device": "cpu", **fields})()
+
+
+INT8, INT4 = named("int8"), named("int4")
+INT8_SCALE = Scale((1, 32), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("test", "form", "passes"),
+    [
+        ("stored_numbers_are_read_as_they_were_rounded", INT8, True),
+        ("stored_numbers_are_read_as_they_were_rounded",
+         replace(INT8, dequantize=lambda stored: stored), False),
+        ("stored_numbers_are_read_as_they_were_rounded",
+         replace(INT8, dequantize=lambda stored: stored.to(torch.float8_e4m3fn)), False),
+        ("stored_numbers_are_read_as_they_were_rounded",
+         replace(INT8, quantize=lambda numbers, dtype: numbers.clamp(-127, 127).to(dtype)), False),
+        ("rounding_is_close", INT8, True),
+        ("rounding_is_close",
+         replace(INT8, quantize=lambda numbers, dtype: (0.81 * numbers).to(dtype)), True),
+        ("rounding_is_close",
+         replace(INT8, quantize=lambda numbers, dtype: (0.77 * numbers).to(dtype)), False),
+        ("rounding_is_close", replace(INT8, limit=200.0), False),
+        ("values_are_scaled", INT8, True),
+        ("values_are_scaled", INT4, True),
+        ("values_are_scaled", replace(INT4, pack=1), True),
+    ],
+    ids=lambda of: of.name if isinstance(of, Format) else None,
+)  # fmt: skip
+def test_numbers_of_a_format(test: str, form: Format, passes: bool) -> None:
+    check = getattr(of_format(form), f"test_{test}")
+    if passes:
+        check()
+        return
+    with pytest.raises(AssertionError):
+        check()
+
+
+class Shifted(Format):
+    """Scales before it shifts."""
+
+    def values(
+        self, stored: Any, scale: Any = None, zero: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        found = super().values(stored, scale, None, *rest, **more)
+        return found if zero is None else found - zero
+
+
+class Backwards(Format):
+    """Packs the highest bits first."""
+
+    def packed(self, codes: Any, along: int = -1) -> Any:
+        return super().packed(codes.flip(along), along).flip(along)
+
+
+class Along(Format):
+    """Unpacks along the last dimension alone."""
+
+    def unpacked(self, stored: Any, along: int = -1) -> Any:
+        return super().unpacked(stored, -1)
+
+
+class Unscaled(Format):
+    def values(self, stored: Any, scale: Any = None, *rest: Any, **more: Any) -> Any:
+        return super().values(stored, None, *rest, **more)
+
+
+@pytest.mark.parametrize("kind", [Shifted, Backwards, Along, Unscaled])
+def test_values_of_a_format_that_is_wrong(kind: type[Format]) -> None:
+    fields = {name: getattr(INT4, name) for name in INT4.__dataclass_fields__}
+    with pytest.raises((AssertionError, RuntimeError)):
+        of_format(kind(**fields)).test_values_are_scaled()
+
+
+def test_a_format_is_known_while_it_is_tested() -> None:
+    """And stays, if it was known before."""
+    from tmm_core.formats import FORMATS
+
+    known: Any = FormatConformance.known
+    fixture = known._get_wrapped_function() if hasattr(known, "_get_wrapped_function") else (
+        known.__wrapped__
+    )  # fmt: skip
+    for form, stays in ((replace(INT8, name="int8_of_a_test"), False), (INT8, True)):
+        steps = fixture(of_format(form))
+        next(steps)
+        assert FORMATS[form.name] == form
+        next(steps, None)
+        assert (form.name in FORMATS) is stays
+
+
+def test_problems_of_a_format() -> None:
+    made = of_format(INT8)._problem(torch.float16, INT8_SCALE, 3, 5, 7)
+    assert (made.m, made.n, made.k) == (3, 5, made.k)
+    assert made.k % INT8_SCALE.block[1] == 0
+    assert (made.a.dtype, made.out.dtype, made.b.form) == (torch.float16, torch.float16, INT8)
+    assert made.b.scale == INT8_SCALE
