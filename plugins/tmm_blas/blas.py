@@ -38,15 +38,16 @@ from tmm_core import (
 Tensor = torch.Tensor
 
 #: Shares of peak arithmetic that cuBLAS reaches on an H200, by bytes of an element (720 TFLOPS in
-#: 16 bits), and with TF32; and µs of a launch by torch.
+#: 16 bits), and with TF32.
 REACH = {1: 0.63, 2: 0.72, 4: 0.88}
 TF32_REACH = 0.8
+#: µs of a launch by torch.
 LAUNCH_US = 4.0
 
-#: cuBLAS with a leading stride not a multiple of 16 bytes ran at 128–255 TFLOPS, its aligned
-#: neighbour at 720.
+#: Factor on cuBLAS's time if a leading stride is not a multiple of 16 bytes: it ran at 128–255
+#: TFLOPS, and at 720 for the aligned neighbour.
 UNALIGNED_PENALTY = 4.0
-#: Cost of eager gating in passes over the output: it makes five, in torch's slower kernels for
+#: Cost of eager gating in passes over the output. It makes five, in torch's slower kernels for
 #: strided halves (2048×14336×4096 on an H200: 214 µs after the product, 14 per pass).
 GATED_PASSES = 15
 
@@ -57,7 +58,7 @@ class BlasConfig(Config):
 
     Args:
         fused: Bias and relu inside cuBLASLt.
-        halves: Gate and up projection by a product each, as eager code has them.
+        halves: Gate and up projection as two products, as in eager code.
         blocks: 8-bit floats with scales of groups and blocks, by cuBLASLt.
     """
 
@@ -72,7 +73,7 @@ class Blas(Kernel[BlasConfig]):
     # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig
-    # Written out: what is new has to be declared, or BLAS declines it.
+    # Listed in full: BLAS declines a new feature until it is declared here.
     supports = Supports(
         devices=ANY,
         operands=ANY,
@@ -131,9 +132,9 @@ class Blas(Kernel[BlasConfig]):
         if config.fused and not _fusable(problem):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.halves and not _divisible(problem):
-            raise ValueError(f"halves are of a gated 2-D product of plain dtypes, not {problem}")
+            raise ValueError(f"halves need a gated 2-D product of plain dtypes, not {problem}")
         if config.blocks and not cublaslt_blocks.serves(problem):
-            raise ValueError(f"blocks are of e4m3 in groups of 128 along K, not {problem}")
+            raise ValueError(f"blocks need e4m3 in groups of 128 along K, not {problem}")
         if config.fused:
             return _bind_biased(torch._addmm_activation, problem.scaled)  # bias and relu
         if problem.epilogue.outputs:
@@ -186,7 +187,8 @@ def bind_product(problem: Problem) -> Bound:
 def _bind_by(
     mm: Callable[..., Tensor], problem: Problem, with_out: Launcher | None = None
 ) -> Launcher:
-    """The launcher with this product; ``with_out`` if there is an ``out`` that it does not take."""
+    """The launcher of the whole expression whose product is ``mm``. ``with_out`` serves calls with
+    ``out``, which some products do not take."""
     out_dtype = problem.out.dtype
     same = out_dtype == problem.a.dtype
     whole = problem.scaled and not (out_dtype.is_floating_point or out_dtype.is_complex)
@@ -210,7 +212,7 @@ def _bind_by(
     add_bias = _adds_bias(problem)
     biased = _bind_biased(torch.addmm, problem.scaled)
     if add_bias and problem.epilogue.is_identity and problem.residual is None:
-        # A layer's call: the general path costs the host as much again as the product.
+        # The call of a linear layer: the general path would double its time on the host.
         return biased
 
     def general(
@@ -250,7 +252,7 @@ def _bind_by(
         y = activation(torch.addmm(bias, a, b) if add_bias else mm(a, b))  # type: ignore[arg-type]
         return y if y.dtype is out_dtype else y.to(out_dtype)
 
-    # A layer's call takes no more host time than a small product.
+    # On the host, the call of a layer then takes no longer than a small product.
     return activated
 
 
@@ -265,9 +267,9 @@ def _adds_bias(problem: Problem) -> bool:
 def _bind_folded(
     problem: Problem, fold: Any, a: Tensor, b: Tensor, residual: Tensor | None, by_views: Launcher
 ) -> Launcher | None:
-    """Like :func:`bind_product`, if torch.matmul computes the same product of the same matrices: it
-    folds in C++, 1.3 µs faster than views. With a bias nothing is faster: F.linear takes b
-    transposed and 3-D rows, in the same time."""
+    """Like :func:`bind_product`, if torch.matmul folds dimensions into the same matrices: it folds
+    in C++, 1.3 µs faster than views. None otherwise, and with a bias: F.linear, which takes b
+    transposed and 3-D rows, is not faster than views."""
     if _adds_bias(problem) or problem.out.dtype != problem.a.dtype:
         return None
     if not _torch_folds(problem, a, b):
@@ -296,7 +298,7 @@ def whole_number(alpha: float, a: Tensor) -> int:
         RuntimeError: The dtype does not hold it.
     """
     if a.dtype is torch.bool:
-        return 1  # torch multiplies empty ones alone, whose product is False
+        return 1  # torch multiplies only empty matrices of bool, to False whatever alpha is
     one = a.new_ones(1, 1)
     return int(torch.addmm(a.new_zeros(1), one, one, alpha=alpha))
 
@@ -318,16 +320,16 @@ def finish(
     and with its roundings."""
     z = scaled(z, alpha)
     z = problem.epilogue.expression(z, bias, residual)
-    return delivered(problem, z, out)
+    return in_out_dtype(problem, z, out)
 
 
-def delivered(problem: Problem, y: Tensor, out: Tensor | None) -> Tensor:
-    """The result in the problem's dtype: torch's operators may have promoted it."""
+def in_out_dtype(problem: Problem, y: Tensor, out: Tensor | None) -> Tensor:
+    """The result in the problem's dtype, or in ``out``: torch's operators may have promoted it."""
     return y.to(problem.out.dtype) if out is None else out.copy_(y)
 
 
 def _divisible(problem: Problem) -> bool:
-    """Whether gate and up projection may be products of their own."""
+    """Whether the gate and up projections can be two products."""
     if not problem.gated or problem.epilogue.interleaved or problem.epilogue.outputs:
         return False
     plain = not problem.stored and problem.groups is None and problem.batch == 1
@@ -351,19 +353,19 @@ def _bind_halves(problem: Problem) -> Launcher:
             both = zip(bias.chunk(2), halves, strict=True)
             products = [torch.addmm(own, a, half) for own, half in both]
         y = problem.epilogue.apply_to(*products)
-        return delivered(problem, y if residual is None else y + residual, out)
+        return in_out_dtype(problem, y if residual is None else y + residual, out)
 
     return run
 
 
 def _bind_outputs(problem: Problem) -> Launcher:
-    """The result by the launcher of the epilogue without outputs, and these computed from it, by
-    torch's own operators."""
+    """Compute the result without auxiliary outputs, and these from the result, by torch's own
+    operators."""
     epilogue = problem.epilogue
     bare: Any = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
 
-    def run(*given: Any, outputs: tuple[Tensor, ...] = (), **scales: Any) -> Tensor:
-        y: Tensor = bare(*given, **scales)
+    def run(*args: Any, outputs: tuple[Tensor, ...] = (), **scales: Any) -> Tensor:
+        y: Tensor = bare(*args, **scales)
         for output, value in zip(outputs, epilogue.auxiliary(y), strict=True):
             output.copy_(value)
         return y
@@ -413,9 +415,9 @@ def _stored_values(problem: Problem) -> int:
 
 
 def _bind_values(problem: Problem) -> Launcher | None:
-    """The product of values that contain their scales; None if scales have to multiply an fp32
-    result. On a GPU such a result moves 10 bytes per element instead of 2, by estimate a third of
-    the product's time at K = 4096."""
+    """The product of values already multiplied by their scales; None if scales have to multiply an
+    fp32 result. On a GPU an fp32 result moves 10 bytes per element instead of 2, by estimate a
+    third of the product's time at K = 4096."""
     value = problem.value
     if problem.device.type != "cuda" or problem.out.dtype != value or value.itemsize > 2:
         return None
@@ -463,17 +465,8 @@ def _bind_dequantized(problem: Problem) -> Launcher:
 def _bind_blocks(problem: Problem) -> Launcher:
     product = cublaslt_blocks.bind(problem)
 
-    def run(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
-        **parts: Tensor,
-    ) -> Tensor:
-        z = product(a, b, parts["a_scale"], parts["b_scale"])
-        return finish(problem, z, bias, residual, alpha, out)
+    def run(a: Tensor, b: Tensor, *rest: Any, **parts: Any) -> Tensor:
+        return finish(problem, product(a, b, parts["a_scale"], parts["b_scale"]), *rest)
 
     return run
 
@@ -482,7 +475,8 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     shape_a, shape_b = (problem.m, 1), (1, 2 * problem.n if problem.gated else problem.n)
     by_row = any(t.scale is not None and t.scale.kind == "row" for t in (problem.a, problem.b))
     dtype = problem.out.dtype if problem.out.dtype != torch.float64 else torch.float32
-    # With row scales it needs a bf16 output; it adds a bias of the output's dtype if 16-bit.
+    # With row scales torch requires a bf16 output. It adds a bias only of the output's dtype, if
+    # that has 16 bits.
     after = by_row and dtype != torch.bfloat16
     add_bias = not after and problem.bias == dtype != torch.float32
     direct = not after and problem.out.layout == "row" and problem.out.dtype == dtype
@@ -490,7 +484,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     direct = direct and (add_bias or problem.bias is None)
     one = torch.ones((), dtype=torch.float32, device="cuda")
     if not torch.cuda.is_current_stream_capturing():
-        # It will be read on other streams.
+        # Other streams will read `one`.
         torch.cuda.current_stream().synchronize()
 
     def run(

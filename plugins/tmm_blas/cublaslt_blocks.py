@@ -20,13 +20,13 @@ from tmm_core import Problem
 Tensor = torch.Tensor
 
 GROUP = 128
-#: The oldest CUDA whose cuBLASLt has them.
+#: The oldest CUDA whose cuBLASLt takes such scales.
 CUDA = (12, 9)
 _UNIT = 4
 
 
 def serves(problem: Problem) -> bool:
-    """Whether torch multiplies these operands so."""
+    """Whether torch and cuBLASLt multiply the problem's operands with their scales."""
     device = problem.device
     width = 2 * problem.n if problem.gated else problem.n
     return (
@@ -81,7 +81,7 @@ def bind(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def of_groups(scale: Tensor) -> Tensor:
-    """Scales ``[rows, K/128]``, column-major."""
+    """Scales ``[rows, K/128]``, copied to column-major unless they already are."""
     rows, columns = scale.shape
     if scale.stride(0) == 1 and (columns == 1 or scale.stride(1) == rows):
         return scale
@@ -89,8 +89,8 @@ def of_groups(scale: Tensor) -> Tensor:
 
 
 def of_blocks(scale: Tensor) -> Tensor:
-    """Scales ``[K/128, N/128]`` as ``[L, N/128]``, column-major, where L is K/128 rounded up to a
-    multiple of 4."""
+    """Scales ``[K/128, N/128]``, padded to ``[L, N/128]`` and column-major. L is K/128 rounded up
+    to a multiple of 4."""
     rows, columns = scale.shape
     beyond = -rows % _UNIT
     if not beyond and scale.stride(0) == 1 and (columns == 1 or scale.stride(1) == rows):

@@ -1,4 +1,4 @@
-"""The values of stored operands, which torch multiplies.
+"""Dequantises stored operands to values, which torch multiplies.
 
 Scales for a whole row of ``a`` or column of ``b`` multiply the product, which is exact. The
 scales of groups and blocks differ along K, so they multiply the values.
@@ -22,12 +22,12 @@ Values = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
 def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
-    """A function that returns the values of operand ``of``, times the scales that differ along K.
-    It returns a plain operand itself. On a GPU it is one pass of a Triton kernel if that serves the
-    operand, otherwise torch's operators.
+    """A function that returns the values of operand ``of``, multiplied by the scales that differ
+    along K. It returns a plain operand unchanged. On a GPU a Triton kernel computes the values in
+    one pass if it serves the operand; otherwise torch's operators do.
 
-    Its arguments are the stored numbers, their scales and their zero points. Scales are read only
-    if they form a grid. Zero points form a grid too, or broadcast to the values.
+    The function's arguments are the stored numbers, their scales and their zero points. Scales are
+    read only if they form a grid. Zero points form a grid too, or broadcast to the values.
 
     Args:
         dtype: The values' dtype. The default holds them exactly, or with scales of a grid as
@@ -41,7 +41,7 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
     if dtype is None:
         wide = spec.zero is not None if scaled is None else wide_range(problem, scaled.dtype)
         dtype = torch.float32 if wide else problem.value
-    exact = scaled is None or scaled.dtype is dtype  # but for the last rounding
+    exact = scaled is None or scaled.dtype is dtype  # apart from the last rounding
     whole = spec.zero is None or not spec.zero.is_floating_point
     inner = dtype if exact and whole else torch.float32
     fused = _fused(problem, of, dtype)
@@ -53,18 +53,18 @@ def bind(problem: Problem, of: str, dtype: torch.dtype | None = None) -> Values:
             t = t.mT
             scale, zero = (x if x is None or x.dim() < 2 else x.mT for x in (scale, zero))
         if fused is not None:
-            found = fused(t, scale, zero)
+            result = fused(t, scale, zero)
         else:
-            found = form.values(t, scale, zero, inner, spec.block).to(dtype)
-        return found.mT if of == "b" else found
+            result = form.values(t, scale, zero, inner, spec.block).to(dtype)
+        return result.mT if of == "b" else result
 
     return values
 
 
 def bind_scaled(problem: Problem, of: str) -> Values | None:
-    """A function that gives the values of operand ``of`` with all of its scales, rounded once to
-    the dtype in which they are multiplied: then the product is the result. None where the scales of
-    rows have to multiply the product, in fp32: without a kernel, or beyond the range of fp16."""
+    """A function that returns the values of operand ``of``, multiplied by all of its scales and
+    rounded once to ``problem.value``, so that the product needs no scales. None if scales of rows
+    have to multiply the product in fp32: without a kernel, or beyond the range of fp16."""
     spec: Operand = getattr(problem, of)
     if spec.zero is not None and not spec.grid:
         return None
@@ -99,8 +99,8 @@ def _fused(problem: Problem, of: str, dtype: torch.dtype, folds: bool = False) -
 
 
 def rescaled(z: Tensor, scale: Tensor | None) -> Tensor:
-    """The product ``z`` times a scale that broadcasts to it: one number may have any number of
-    dimensions."""
+    """The product ``z`` times a scale that broadcasts to it. A scale of one number may have any
+    number of dimensions."""
     if scale is None:
         return z
     scale = Scale.numbers(scale, torch.float32)
@@ -108,7 +108,7 @@ def rescaled(z: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def wide_range(problem: Problem, scale: torch.dtype) -> bool:
-    """Whether values with their scales take fp32: on a CPU, for a wider result, and where scales
+    """Whether values times their scales need fp32: on a CPU, for a wider result, and where scales
     may exceed fp16's range."""
-    beyond = problem.value is torch.float16 and scale is not torch.float16
-    return problem.device.type == "cpu" or problem.out.dtype.itemsize > 2 or beyond
+    may_overflow = problem.value is torch.float16 and scale is not torch.float16
+    return problem.device.type == "cpu" or problem.out.dtype.itemsize > 2 or may_overflow

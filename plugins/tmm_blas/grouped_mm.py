@@ -7,8 +7,8 @@ multiple of 16 bytes, which would end the process; this kernel declines that too
 
 Scaled e4m3 is multiplied on Hopper only, with ragged rows, in the layout of ``torch._scaled_mm``.
 
-On a CPU ``offs`` is in host memory, and one product per group serves what torch refuses; 8-bit
-floats are dequantised, and scaled after the product.
+On a CPU ``offs`` is in host memory, so a loop of one product per group serves problems that torch
+refuses. 8-bit floats are dequantised, and scaled after the product.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from tmm_core import Launcher, Operand, Problem
 
 Tensor = torch.Tensor
 
-#: Bytes to which torch's grouped operators want rows aligned.
+#: Alignment of rows that torch's grouped operators require, in bytes.
 ALIGNMENT = 16
-#: The rate of torch's grouped product of 8-bit floats, relative to a single product; and the bytes
-#: per µs that an SM reads in grouped products. Both are fitted to 72 problems on an H100 and 72 on
-#: an H200.
+#: The rate of torch's grouped product of 8-bit floats, relative to a single product; and bytes per
+#: µs that an SM reads in grouped products. Fitted to 72 problems on an H100 and 72 on an H200.
 REACH_8_BIT, READS = 0.6, 18e3
 #: Dtypes of torch's grouped operator on a CPU.
 _ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,9 +49,9 @@ def reasons_against(problem: Problem) -> Iterable[str]:
     if _scales_rows(problem):
         yield from _reasons_against_scaled(problem)
     elif problem.value != torch.bfloat16:
-        yield f"torch's grouped product is of bf16, not {problem.value}"
+        yield f"torch's grouped product takes bf16, not {problem.value}"
     elif not problem.stored and problem.out.dtype != torch.bfloat16:
-        yield f"torch's grouped product is of bf16, not to {problem.out.dtype}"
+        yield f"torch's grouped product returns bf16, not {problem.out.dtype}"
     elif _splits_rows(problem):
         yield "torch's grouped product asserts that groups start at multiples of 16 bytes"
     if not (problem.a.aligned and problem.b.aligned):
@@ -62,7 +61,7 @@ def reasons_against(problem: Problem) -> Iterable[str]:
 
 
 def gathered(problem: Problem) -> Problem:
-    """The problem that torch gets: rows that an index names are copied, side by side."""
+    """The problem for torch: its ``a`` is a copy of the rows that an index names."""
     if problem.groups is None or problem.groups.a_index is None:
         return problem
     pitch = problem.a_shape[-1] * problem.a.dtype.itemsize
@@ -94,11 +93,11 @@ def _reasons_against_scaled(problem: Problem) -> Iterable[str]:
         yield "torch's scaled grouped product is for Hopper"
     dtypes = (problem.a.dtype, problem.b.dtype, problem.out.dtype)
     if dtypes != (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16):
-        yield "torch's scaled grouped product is of e4m3 to bf16"
+        yield "torch's scaled grouped product takes e4m3 and returns bf16"
     if problem.along != "m":
         yield "torch's scaled grouped product asserts that groups start at multiples of 16 bytes"
     if problem.a.layout != "row" or problem.b.layout != "col":
-        yield "torch's scaled grouped product is of row-major a and column-major b"
+        yield "torch's scaled grouped product takes a row-major a and a column-major b"
     if problem.k % 16 or width % 16:
         sizes = f"{problem.k} and {width}"
         yield f"torch's scaled grouped product takes multiples of 16 as K and N, not {sizes}"
@@ -115,7 +114,8 @@ def bind(problem: Problem) -> Launcher:
     folded = _folded(side_by_side)
     out_dtype, strides = problem.out.dtype, problem.out_strides
     packed = problem.empty_out("meta").is_contiguous()
-    # Torch's operators pack padded rows, except in place. An epilogue's result may not be ours.
+    # torch's operators return packed rows, so those in place keep the padding. They may not write
+    # to an epilogue's result, which can be somebody else's tensor.
     own = problem.epilogue.is_identity
     cleared = Tensor.masked_fill_ if own else Tensor.masked_fill
     eight_bit = problem.a.dtype.itemsize == 1
@@ -157,7 +157,7 @@ def bind(problem: Problem) -> Launcher:
         y = problem.epilogue.apply(z)
         if "out_weights" in rows:
             y = _combined(torch.mul, y, rows["out_weights"][:, None], own)
-        # Zeros replace what lies beyond the last group: 0 · NaN would not.
+        # Rows beyond the last group are overwritten: multiplied by 0, NaN would remain.
         beyond = _beyond(problem, offs) if groups.zeroed else None
         if beyond is not None:
             y = cleared(y, beyond, 0)
@@ -179,8 +179,8 @@ def bind(problem: Problem) -> Launcher:
 
 
 def _folded(problem: Problem) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A function from the stored weights of experts and their scales by row to values; None where
-    the scales have to multiply the product, which takes two passes over it."""
+    """A function from stored weights and their scales of rows to values; None if the scales have to
+    multiply the product, which takes two passes over it."""
     if problem.along != "m" or problem.b.scale is None or problem.b.grid or _scales_rows(problem):
         return None
     values = bind_scaled(problem, "b")
@@ -195,20 +195,20 @@ def _folded(problem: Problem) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def _combined(function: Any, y: Tensor, other: Tensor, own: bool) -> Tensor:
-    """``function(y, other)``, in place of an ``own`` result of the same dtype."""
+    """``function(y, other)``, in place if ``y`` is this call's ``own`` and keeps its dtype."""
     own = own and torch.promote_types(y.dtype, other.dtype) is y.dtype
     return function(y, other, out=y) if own else function(y, other)  # type: ignore[no-any-return]
 
 
 def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:
-    """Each group's bias, expanded to its rows of the product, or to its product."""
+    """The bias of each row of the product, or of each product if K is ragged."""
     if problem.along == "k":
         return bias[:, None, :]
     return bias[_groups_of(problem, offs)]
 
 
 def _groups_of(problem: Problem, offs: Tensor) -> Tensor:
-    """The group of each row or column; beyond the last group, any."""
+    """The group of each row or column; arbitrary beyond the last group."""
     places = torch.arange(problem.extent, device=offs.device, dtype=offs.dtype)
     group = torch.searchsorted(offs, places, right=True)
     return group.clamp_(max=offs.shape[0] - 1)
@@ -223,7 +223,7 @@ def _values(
     zero: Tensor | None,
     offs: Tensor,
 ) -> Tensor:
-    """An operand's values by ``values``, whose zero points are given the shape that broadcasts."""
+    """An operand's values, with zero points reshaped to broadcast to them."""
     if (problem.a if name == "a" else problem.b).grid:
         return values(t, scale, zero)
     if zero is not None and zero.numel() == 1:
@@ -242,7 +242,7 @@ def _values(
 def _rescaled(
     problem: Problem, z: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
 ) -> Tensor:
-    """The product ``z`` multiplied by the scales of rows, of both operands."""
+    """The product ``z`` times the row scales of both operands."""
     along = problem.along
     a_scale = None if problem.a.grid else a_scale
     b_scale = None if problem.b.grid else b_scale
@@ -303,7 +303,7 @@ def _with_strides(t: Tensor) -> Tensor:
 def _scaled_by_torch(
     a: Tensor, b: Tensor, offs: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
 ) -> Tensor:
-    """e4m3 with ragged rows; torch takes scales for every row and column."""
+    """The product of e4m3 with ragged rows. torch requires a scale for every row and column."""
     rows, columns = (a.shape[0],), (b.shape[0], b.shape[-1])
     by_row = _filled(a_scale, rows, a.device)
     by_column = _filled(b_scale, columns, a.device)
@@ -311,14 +311,14 @@ def _scaled_by_torch(
 
 
 def _filled(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A scale in that shape; missing, it is one."""
+    """The scale expanded to ``shape``; ones if there is none."""
     if scale is None:
         return torch.ones(shape, dtype=torch.float32, device=device)
     return scale.expand(shape).contiguous() if scale.numel() == 1 else scale
 
 
 def _by_groups(a: Tensor, b: Tensor, offs: Tensor, problem: Problem) -> Tensor:
-    """One product per group, with the ends in host memory."""
+    """One product per group; ``offs`` is in host memory."""
     along, z = problem.along, problem.empty_out("cpu")
     if (z.shape[-1], z.dtype) != (b.shape[-1], a.dtype):
         z = a.new_empty((*z.shape[:-1], b.shape[-1]))

@@ -23,7 +23,7 @@ def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M):
 
 @triton.jit
 def load(ptrs, rows, cols, M, N, WHOLE_ROWS: tl.constexpr, WHOLE_COLS: tl.constexpr):
-    """A tile with zeros outside [M, N]; dimensions known to be whole are not masked."""
+    """A tile with zeros outside [M, N]; a dimension that blocks divide needs no mask."""
     if WHOLE_ROWS and WHOLE_COLS:
         tile = tl.load(ptrs)
     elif WHOLE_COLS:
@@ -63,7 +63,7 @@ def words(source, row, word, rows, cols, stride):
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a @ b`` in fp32."""
     if a.dtype.primitive_bitwidth == 8:
-        # Otherwise Hopper would sum all of K with about 14 bits.
+        # Hopper's tensor cores sum 8-bit products with about 14 bits: add to fp32 along the way.
         PROMOTE: tl.constexpr = a.shape[1] if a.shape[1] < 128 else 128
         return tl.dot(a, b, acc, max_num_imprecise_acc=PROMOTE)
     else:  # noqa: RET505 (Triton compiles what follows a return)
@@ -72,7 +72,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def step(a, b, acc, PRECISION: tl.constexpr, SWAP: tl.constexpr = False):
-    """One step along K of plain operands: ``acc + a @ b``, or transposed."""
+    """One step along K of plain operands: ``acc + a @ b``; with SWAP, the transpose of that sum."""
     return dot(tl.trans(b), tl.trans(a), acc, PRECISION) if SWAP else dot(a, b, acc, PRECISION)
 
 
@@ -98,7 +98,7 @@ def rescale(
 
 @triton.jit
 def affine(acc, cols, N, bias_ptr, stride_bias, alpha):
-    """``alpha · acc + bias``, each if the problem has it."""
+    """``alpha · acc + bias``; either may be absent."""
     if alpha is not None:
         acc = acc * alpha
     if bias_ptr is not None:
@@ -139,8 +139,8 @@ def finish(
 
 @triton.jit
 def parts(acc, COUNT: tl.constexpr):
-    """The tile whole, or its left and its right half. No data moves between threads, since rows of
-    an MMA accumulator are spread along N in registers."""
+    """The whole tile, or its left and right halves. No data moves between threads: each thread of
+    an MMA accumulator holds elements of both halves."""
     if COUNT == 1:
         return (acc,)
     else:  # noqa: RET505 (Triton compiles what follows a return)

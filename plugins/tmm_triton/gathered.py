@@ -1,9 +1,9 @@
-"""``triton.gathered`` and ``triton.gathered_mixed_input``: rows of ``a`` that an index names are
-copied side by side, and a Hopper kernel multiplies the copy.
+"""``triton.gathered`` and ``triton.gathered_mixed_input``: copy the rows of ``a`` that an index
+names, then multiply the copy with a Hopper kernel.
 
-On Hopper TMA loads rows that lie side by side. ``triton.ragged`` gathers them through registers
-instead: it needs no copy, but reaches less of the tensor cores' rate. A copy reads and writes each
-row once; the faster kernel makes up for that where groups have many rows and K is long.
+Hopper's TMA loads only adjacent rows. ``triton.ragged`` gathers rows through registers instead: it
+needs no copy, but reaches less of the tensor cores' rate. The copy reads and writes each row once,
+which pays off where groups have many rows and K is long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ C = TypeVar("C", bound=Config)
 #: Rows and bytes of a row that one program copies.
 _ROWS, _BYTES = 8, 2048
 _WARPS = 4
-#: µs that the copy's launch adds in a graph.
+#: µs that the copy's launch adds in a CUDA graph.
 _LAUNCH_US = 1.5
 _INT32_MAX = 2**31 - 1
 
@@ -40,7 +40,8 @@ _INT32_MAX = 2**31 - 1
 def gather_kernel(
     a_ptr, index_ptr, offs_ptr, copy_ptr, M, K, G, stride, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Copy rows ``index[:offs[-1]]`` of a: an index past the last group may be anything."""
+    """Copy rows ``index[:offs[-1]]`` of a. Entries past the last group are not read as rows: they
+    may be anything."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     known = rows < tl.minimum(tl.load(offs_ptr + G - 1), M)
@@ -105,7 +106,7 @@ class _Copied(Built[C]):
 
         def run(a: torch.Tensor, *rest: Any, **extras: Any) -> torch.Tensor:
             index = extras.pop("a_index")
-            # torch reuses its memory in stream order, and for a graph takes it from its pool.
+            # torch reuses the copy's memory in stream order; a graph's copy is in the graph's pool.
             copy = a.new_empty(m, k)
             launch(*grid, a, index, extras["offs"], copy, m, k, count, a.stride(0))
             result: torch.Tensor = product(copy, *rest, **extras)
@@ -122,7 +123,7 @@ class Gathered(_Copied[WarpSpecializedConfig]):
     own_version = "3"
     traits = WarpSpecialized.traits
     config_type = WarpSpecializedConfig
-    # Scales would be gathered with their rows.
+    # Row scales of a would have to be gathered too.
     supports = replace(WarpSpecialized.supports, ragged=("m",), formats=(), scales=())
 
 
@@ -138,7 +139,7 @@ class GatheredMixedInput(_Copied[MixedInputConfig]):
 
 
 def gathered(problem: Problem) -> Problem:
-    """The problem of the copy."""
+    """The problem of the inner kernel: its ``a`` is the copy, and needs no index."""
     assert problem.groups is not None
     copy = Operand(problem.a.dtype, "row", True, problem.m * problem.k > _INT32_MAX)
     return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))

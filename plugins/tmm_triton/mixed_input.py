@@ -1,21 +1,21 @@
 """``triton.mixed_input``: multiplies 16-bit rows by packed weights on Hopper's tensor cores.
 
-It serves what is too large for :mod:`tmm_triton.streaming`. The result is computed transposed::
+It serves problems too large for :mod:`tmm_triton.streaming`. The result is computed transposed::
 
     out.T  [N, M]  =  weight [N, K]  ·  a.T [K, M]
                       in registers      in shared memory
 
-The weight is the operand that ``wgmma`` reads from registers. So it goes from memory to shared
-memory packed, and from there to registers, where it is decoded; decoded values are never stored.
-Every thread loads the pairs of values that ``wgmma`` expects of it.
+``wgmma`` reads the weight from registers. So the weight stays packed on its way through shared
+memory and is decoded in registers; decoded values are never stored. Every thread loads the pairs of
+values that ``wgmma`` expects in its registers.
 
 * A producer warp requests boxes of both operands from TMA. One to three consumers of four warps
   multiply their own rows of the weight by all rows of the tile of ``a``.
 * While one consumer decodes, the tensor cores work for the others.
-* Scales of groups are applied to the sums of each step, in fp32. A tile of 256 rows has no
-  registers for two sums, and a step has several groups of 32. There the weight's values are
-  multiplied and rounded to 16 bits, as dequantising does.
-* Blocks are persistent, so that the next tile's operands arrive while one is stored.
+* Scales of groups are applied to the sums of each step, in fp32. That is impossible for a tile of
+  256 rows, which has no registers for two sums, and for groups of 32, of which a step has several.
+  There the weight's values are multiplied and rounded to 16 bits, as dequantising does.
+* Blocks are persistent: the next tile's operands arrive while the last tile is stored.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _WGMMA = 64
 _SHARED_OVERHEAD = 1024
 #: Registers of a thread for operands and sums, by the number of consumers: 240, 160 or 112 in all.
 _MOST_REGISTERS = {1: 200, 2: 200, 3: 128, 4: 80}
-#: Registers per thread of a consumer and of the other warps, by the number of consumers: where
-#: ``a`` is left as it is, and where three of the other warps rearrange it.
+#: Registers per thread of a consumer and of the other warps: by whether three of the other warps
+#: rearrange ``a``, then by the number of consumers.
 _REGISTERS: dict[bool, dict[int, tuple[int, int]]] = {
     False: {1: (240, 24), 2: (240, 24), 3: (160, 24), 4: (112, 24)},
     True: {1: (240, 80), 2: (216, 80), 3: (144, 80), 4: (112, 64)},
@@ -80,11 +80,11 @@ class MixedInputConfig(TileConfig):
         BLOCK_K: Step along K.
         num_stages: Stages of the ring.
         num_warps: Warps of a consumer.
-        consumers: How many consumers share the tile.
-        k_ways: How many of them share the steps along K, for the same columns.
+        consumers: Number of consumers that share the tile.
+        k_ways: Number of consumers that share the steps along K, for the same columns.
         splits: Parts along K, added by a second kernel.
         evict_first: Operands are loaded with the ``evict_first`` hint.
-        arranged: Values along K are multiplied in an order in which a thread's stored pairs are
+        arranged: Values along K are multiplied in an order that makes a thread's stored pairs
             neighbours. A warp brings ``a`` into the same order.
         early: See :mod:`tmm_triton.pdl`; ``""`` or ``"wait"``.
     """
@@ -107,7 +107,7 @@ class MixedInputConfig(TileConfig):
         check("early", self.early, ("", "wait"))  # type: ignore[arg-type]
         check("k_ways", self.k_ways, [ways for ways in (1, 2, 3, 4) if self.consumers % ways == 0])
         if self.num_stages % self.k_ways or self.num_stages == self.k_ways:
-            # Each has its own stages, and holds one while it waits for its next one.
+            # Each consumer has its own stages, and holds one while it waits for the next.
             raise ValueError(f"{self.k_ways} consumers cannot share {self.num_stages} stages")
         if self.arranged and self.BLOCK_M > _MOST_ARRANGED:
             raise ValueError(f"at most {_MOST_ARRANGED} rows are arranged, not {self.BLOCK_M}")
@@ -116,12 +116,12 @@ class MixedInputConfig(TileConfig):
 
     @property
     def n_ways(self) -> int:
-        """How many consumers share the columns."""
+        """Number of consumers that share the columns."""
         return self.consumers // self.k_ways
 
     @property
     def high(self) -> int:
-        """Columns of the result of a consumer."""
+        """Columns of the result per consumer."""
         return self.BLOCK_N // self.n_ways
 
     @property
@@ -159,25 +159,27 @@ class Constants(MixedInputConfig):
     OFFSET: int
     #: Bytes of two stored values.
     PAIR: int
-    #: Each step is summed separately, and multiplied by its scales; or values are, by pairs of
-    #: 16-bit floats (``"pair"``) or in fp32 (``"wide"``).
+    #: The sums of each step are multiplied by their scales.
     PROMOTED: bool
+    #: How values are multiplied by their scales instead: pairs of 16-bit floats (``"pair"``), or in
+    #: fp32 (``"wide"``).
     SCALED: str | None
     PROGRAM: str
-    #: Rows are divided into groups, each with its own matrix of the weight; rows of no group become
-    #: zeros; and rows of the result are stored where an index says.
+    #: Rows are divided into groups, and each group has a matrix of the weight.
     RAGGED: bool
+    #: Rows of no group become zeros.
     ZEROED: bool
+    #: An index says where rows of the result are stored.
     SCATTERED: bool
     OVERLAPS: bool
-    #: Stands for the code of the properties below, which Triton's cache key does not hold.
+    #: Makes Triton's cache key depend on the code of the properties below.
     SOURCE: str = _SOURCE
 
     @classmethod
     def of(cls, problem: Problem, config: MixedInputConfig) -> Constants:
         form, b, value = problem.b.form, problem.b, problem.a.dtype
         assert form is not None
-        if b.grid and b.block[1] % config.BLOCK_K and not _small(b):
+        if b.grid and b.block[1] % config.BLOCK_K and not _groups_share_step(b):
             raise ConfigError(f"{config} has steps of several groups of {b.block[1]} values")
         if problem.gated and config.high != _WGMMA:
             raise ConfigError(f"{config} has {config.high} columns of gate and up, not {_WGMMA}")
@@ -186,10 +188,12 @@ class Constants(MixedInputConfig):
         parts = config.splits * config.k_ways
         if parts > 1 and problem.k < parts * config.BLOCK_K:
             raise ConfigError(f"{config} divides K {problem.k} into more parts than steps")
-        fine = multiplied(problem)
-        # Sums of steps fit the registers of tiles of fewer rows, and steps of one group.
-        promoted = b.grid and (fine is None or (config.BLOCK_M <= 128 and not _small(b)))
-        scaled = fine if b.grid and not promoted else None
+        method = value_scaling(problem)
+        # Separate sums of a step need registers, so at most 128 rows, and one group per step.
+        promoted = b.grid and (
+            method is None or (config.BLOCK_M <= 128 and not _groups_share_step(b))
+        )
+        scaled = method if b.grid and not promoted else None
         return cls(
             **vars(config),
             HALVES=2 if problem.gated else 1,
@@ -212,17 +216,17 @@ class Constants(MixedInputConfig):
 
     @property
     def rows(self) -> int:
-        """Rows of the weight of a consumer: all of both halves."""
+        """Rows of the weight per consumer, of both halves if gated."""
         return self.high * self.HALVES
 
     @property
     def parts(self) -> int:
-        """How many groups a step has."""
+        """Groups of values per step."""
         return max(1, self.BLOCK_K // self.GROUP) if self.GROUP else 1
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that arrive for a step."""
+        """Bytes of a stage: both operands of one step."""
         return self.BLOCK_K * (2 * self.BLOCK_M + self.n_ways * self.rows * self.PAIR // 2)
 
     @property
@@ -292,13 +296,13 @@ class Constants(MixedInputConfig):
 
     @property
     def at_once(self) -> int:
-        """Rows of ``a`` that a warp rearranges at once."""
+        """Rows of ``a`` that a warp rearranges at a time."""
         return 16
 
     @property
     def a_rows(self) -> gl.DistributedLinearLayout:
-        """The layout of these rows, [at_once, BLOCK_K]: a thread has what it reads and what it
-        writes in units of 16 bytes."""
+        """The layout of these rows, [at_once, BLOCK_K]: a thread reads and writes units of 16
+        bytes that it holds itself."""
         step = self.BLOCK_K
         own = [[0, 1], [0, 2], [0, 4], [0, step // 4], [0, step // 2]]
         others = [[0, 8 << i] for i in range((step // 32).bit_length() - 1)]
@@ -314,19 +318,20 @@ class Constants(MixedInputConfig):
 
     @property
     def worker_warps(self) -> list[int]:
-        """Warps of each role except the first consumer, which is Triton's default partition. Three
-        rearrange ``a``, or do nothing: Triton completes the producer to four warps in any case."""
+        """Warps of each role except the first consumer, which is Triton's default partition. The
+        producer is one warp, which Triton completes to four: the other three rearrange ``a``, or
+        do nothing."""
         return [4] * (self.consumers - 1) + [1] * 4
 
     @property
     def worker_registers(self) -> list[int]:
-        """Registers per thread of these roles: the producer has the minimum of setmaxnreg, if
-        nobody rearranges in its group of four warps."""
+        """Registers per thread of these roles. The producer's four warps have the minimum of
+        setmaxnreg unless they rearrange ``a``."""
         consumer, others = _REGISTERS[self.arranged][self.consumers]
         return [consumer] * (self.consumers - 1) + [others] * 4
 
 
-#: BLOCK_K, consumers, how many of them share K, and rows of the weight of each, by BLOCK_M.
+#: By BLOCK_M: BLOCK_K, consumers, k_ways, and rows of the weight per consumer.
 _SHAPES = {
     16: (
         (128, 1, 1, 64), (128, 2, 2, 64), (128, 3, 3, 64), (128, 4, 4, 64), (128, 2, 1, 64),
@@ -346,15 +351,14 @@ _SHAPES = {
     256: ((64, 2, 1, 64), (128, 2, 1, 64), (64, 1, 1, 64)),
 }  # fmt: skip
 
-#: Configs proposed for one problem where values along K have one order, and for each of two. The
-#: best of 14 to 27 was among the first three by estimate in each of the 17 products that were
-#: measured.
+#: Configs proposed for one problem where ``arranged`` has one possible value, and for each of two.
+#: In all 17 measured products the best of 14 to 27 was among the first three by estimate.
 _TRIED, _TRIED_EACH = 8, 3
 #: Maximum number of stages: more only take longer to fill.
 _MOST_STAGES = 12
 #: Minimum K of a part.
 _LEAST_PART = 512
-#: Maximum rows for which operands are loaded with ``evict_first``: it gains up to 5 %.
+#: Maximum rows for which operands are loaded with ``evict_first``, which gains up to 5 %.
 _EVICTED = 64
 #: Constants of the estimate, in µs: of a launch, of a step, and per element to store; per value to
 #: decode and per product, each of one consumer alone and of an SM. ``_READ`` is a share of the
@@ -365,7 +369,7 @@ _LAUNCH_US, _STEP_US, _STORE_US = 1.74, 0.159, 2.7e-4
 _DECODE_US, _MULTIPLY_US = (1.6e-5, 2.3e-5), (1.16e-7, 2.55e-7)
 _READ, _BROUGHT = 0.59, 8.55e4
 #: Where ``a`` is arranged: the share of the memory's rate, the factor on the cost of decoding, and
-#: the µs that a launch takes longer (``benchmarks/results/h100/mixed_input_arranged.txt``).
+#: the additional µs of a launch (``benchmarks/results/h100/mixed_input_arranged.txt``).
 _READ_ARRANGED, _DECODE_ARRANGED, _ARRANGE_US = 0.66, 0.8, 0.9
 #: µs of the reducing kernel, and for each partial sum.
 _REDUCE_US, _PARTIAL_US = 2.57, 9.2e-7
@@ -409,22 +413,22 @@ class MixedInput(Built[MixedInputConfig]):
             yield "is for packed weights"
         if problem.b.grid and problem.b.block[1] % 64:
             size = problem.b.block[1]
-            if not _small(problem.b):
+            if not _groups_share_step(problem.b):
                 yield f"groups of {size} are neither 32 values nor multiples of 64"
-            elif multiplied(problem) is None:
+            elif value_scaling(problem) is None:
                 yield f"scales of groups of {size} would be rounded to {problem.a.dtype}"
         if problem.groups is not None and problem.groups.a_index is not None:
             yield "TMA does not gather rows on Hopper"
 
     def arithmetic(self, problem: Problem, config: MixedInputConfig) -> str | None:
-        """The tile does not affect a row's sums, but how K is divided does, and whether sums or
-        values are multiplied by scales."""
+        """Named by what affects a row's sums: the division of K, and whether sums or values are
+        multiplied by scales. The tile's rows and columns do not."""
         c = Constants.of(problem, config)
         how = ("promoted" if c.PROMOTED else "rounded") + "/arranged" * c.arranged
         return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
 
     def configs(self, problem: Problem) -> list[MixedInputConfig]:
-        rows = max(16, min(256, triton.next_power_of_2(_each(problem)[0])))
+        rows = max(16, min(256, triton.next_power_of_2(_rows_per_group(problem)[0])))
         fitting: list[MixedInputConfig] = []
         for m in (16, 32, 64, 128, 256):
             # More than one tile of few rows would decode the weight again. Some groups are larger
@@ -443,12 +447,12 @@ class MixedInput(Built[MixedInputConfig]):
         for k, consumers, share, rows in _SHAPES[m]:
             if problem.batch_invariant:
                 if share > 1 or m > 128:
-                    continue  # every M has the same sums
+                    continue  # the sums of a row must not depend on M
                 k = 64
-            if problem.b.grid and problem.b.block[1] % k and not _small(problem.b):
+            if problem.b.grid and problem.b.block[1] % k and not _groups_share_step(problem.b):
                 k = 64
             if problem.gated and rows == _WGMMA:
-                continue  # a warp has the same columns of gate and up
+                continue  # a consumer needs 64 rows for each half
             n = rows // (2 if problem.gated else 1) * consumers // share
             both = m <= _MOST_ARRANGED and not problem.batch_invariant
             orders = (True, False) if both else (False,)
@@ -481,7 +485,7 @@ class MixedInput(Built[MixedInputConfig]):
         """Waves of tiles. A tile takes as long as the slowest of three: the steps of one consumer
         in sequence, the work of all consumers, and loading."""
         machine, c = Machine.of(problem.device), Constants.of(problem, config)
-        units = _units(problem, c)
+        units = _work_units(problem, c)
         steps = -(-problem.k // (c.BLOCK_K * c.splits))
         decoded, multiplied = float(c.rows * c.BLOCK_K), c.rows * c.BLOCK_K * c.BLOCK_M
         of_weight = c.n_ways * decoded * c.PAIR / 2
@@ -533,9 +537,9 @@ class MixedInput(Built[MixedInputConfig]):
         return [main, reduction(problem, c.splits, problem.m * problem.n)] if split else [main]
 
 
-def multiplied(problem: Problem) -> str | None:
-    """How values are multiplied by their scales without rounding these, as ``Constants.SCALED``;
-    None: they are not."""
+def value_scaling(problem: Problem) -> str | None:
+    """How values can be multiplied by unrounded scales, as ``Constants.SCALED``; None: they
+    cannot."""
     b, value = problem.b, problem.a.dtype
     assert b.form is not None
     if b.scale is None:
@@ -546,12 +550,12 @@ def multiplied(problem: Problem) -> str | None:
     return "wide" if through_fp32 and b.scale.dtype.is_floating_point else None
 
 
-def _small(b: Operand) -> bool:
-    """Whether a step has several groups."""
+def _groups_share_step(b: Operand) -> bool:
+    """Whether one step along K has several groups."""
     return b.grid and b.block[1] == 32
 
 
-def _each(problem: Problem) -> tuple[int, int]:
+def _rows_per_group(problem: Problem) -> tuple[int, int]:
     """The mean rows of a group, and the number of groups that have rows; all rows and one without
     groups."""
     if problem.groups is None:
@@ -560,9 +564,9 @@ def _each(problem: Problem) -> tuple[int, int]:
     return -(-problem.m // count), count
 
 
-def _units(problem: Problem, config: MixedInputConfig) -> int:
+def _work_units(problem: Problem, config: MixedInputConfig) -> int:
     """The number of units of work, if all groups have the same size."""
-    rows, count = _each(problem)
+    rows, count = _rows_per_group(problem)
     tile_rows = count * -(-rows // config.BLOCK_M)
     return tile_rows * -(-problem.n // config.BLOCK_N) * config.splits
 
@@ -570,10 +574,11 @@ def _units(problem: Problem, config: MixedInputConfig) -> int:
 def _blocks(problem: Problem, config: MixedInputConfig) -> int:
     """The number of blocks of the grid. The host does not know how many tiles groups have."""
     sms = max(1, problem.device.sm_count)
-    return sms if problem.groups is not None else min(sms, _units(problem, config))
+    return sms if problem.groups is not None else min(sms, _work_units(problem, config))
 
 
-#: An element of the tensor maps: its dtype, and Gluon's: a 16-bit float, or two stored values.
+#: Elements of tensor maps in Triton's and in Gluon's spelling: 16-bit floats, or units of stored
+#: values.
 _ELEMENTS = {
     torch.bfloat16: ("bf16", gl.bfloat16),
     torch.float16: ("fp16", gl.float16),
@@ -584,8 +589,8 @@ _ELEMENTS = {
 
 
 def _map(name: str, box: list[int], dtype: torch.dtype) -> tuple[str, Described]:
-    """The type and the value of the tensor map of an operand, read as elements of ``dtype`` in
-    boxes of memory's order; one of three dimensions has a matrix for each group."""
+    """The type and the value of an operand's tensor map. It reads elements of ``dtype`` in boxes in
+    memory order; a box of three dimensions is for an operand with a matrix for each group."""
     text, element = _ELEMENTS[dtype]
     layout = gl.NVMMASharedLayout.get_default_for(box, element)
     step = 16 // dtype.itemsize

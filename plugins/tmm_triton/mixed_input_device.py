@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tmm_core.triton import factors, releases
 from tmm_triton.blocks import store
 from tmm_triton.ragged import finish
-from tmm_triton.ragged_tiles import located, tabulated, zero_beyond
+from tmm_triton.ragged_tiles import find_tile, store_table, zero_beyond
 
 async_load = releases.async_load
 
@@ -61,7 +61,7 @@ def _unit_at(index, sizes, C: gl.constexpr):
     row = index % tile_rows * C.BLOCK_M
     end = M
     if C.RAGGED:
-        group, row, end = located(index % tile_rows, groups, M, C.BLOCK_M)
+        group, row, end = find_tile(index % tile_rows, groups, M, C.BLOCK_M)
     return (group, row, end, index // tile_rows * C.BLOCK_N), range_of_k
 
 
@@ -470,7 +470,7 @@ def mixed_input_kernel(
     tile_rows = gl.cdiv(M, C.BLOCK_M)
     if C.RAGGED:
         groups = (offs_ptr, table_ptr + gl.program_id(0) * G, G)
-        tile_rows = tabulated(groups, M, C.BLOCK_M, 4)
+        tile_rows = store_table(groups, M, C.BLOCK_M, 4)
         if C.ZEROED:
             zero_beyond((out_ptr, stride_om, out_index_ptr), groups, M, N, C.SCATTERED, 4)
     sizes = (M, N, K, tile_rows, groups)

@@ -18,15 +18,15 @@ from tmm_triton.blocks import finish, rescale
 from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.triton_kernel import hopper_or_later
 
-#: A larger workspace costs more traffic than splitting saves; kernels rely on one that 32 bits can
-#: index.
+#: Limit of the workspace, in bytes. A larger one costs more traffic than splitting saves. Kernels
+#: index it with 32 bits.
 MOST_WORKSPACE = 128 * 2**20
 #: µs that the reducing kernel adds if its launch overlaps the first one's tail.
 REDUCE_US = 1.5
 #: Elements of partial sums that a program of the reducing kernel loads at a time: 16 for each of
-#: 128 threads. They are at most so many ranges by as many columns as remain, at least 128
-#: bytes.
+#: 128 threads.
 _LOADED = 2048
+#: Maximum ranges among them. That leaves at least 32 columns, 128 bytes of each range.
 _MOST_AHEAD = 64
 #: The reducing kernel does not use a config's tile.
 _TILE = TileConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_stages=1, num_warps=4)
@@ -35,7 +35,7 @@ _TILE = TileConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_stages=1, num_warps=4
 @triton.jit
 def _in_order(total, parts, COUNT: tl.constexpr):
     """``total`` with COUNT parts added one after the other, ``parts[COUNT, M, N]``. The order of
-    ``tl.sum`` is Triton's: pairs of pairs since 3.8, and whatever threads hold the parts."""
+    ``tl.sum`` depends on Triton's version (since 3.8, pairs of pairs) and on the parts' layout."""
     if COUNT == 1:
         return total + parts.reshape(total.shape)
     else:  # noqa: RET505 (Triton compiles what follows a return)
@@ -59,8 +59,8 @@ def reduce_kernel(
     """Finish a tile of the sum of SPLIT_K parts [batch, M, N] that are ``apart`` elements apart.
 
     AHEAD partial sums are loaded at a time: loaded one by one, each costs a trip to L2 (0.2 µs on
-    an H200, 60 for 256 of them). The order of additions is still fixed, and with IN_ORDER, where
-    all parts are loaded at a time, it is that of K.
+    an H200, 60 for 256 of them). The order of additions is fixed. With IN_ORDER, all parts are
+    loaded at a time and added in the order of K.
     """
     z = tl.program_id(2)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -98,10 +98,12 @@ def reduction(problem: Problem, splits: int, apart: int) -> Build:
     }  # fmt: skip
     own: Typed = {"partials_ptr": ("*fp32", "workspace"), "apart": ("i32", apart)}
     grid = triton.cdiv(problem.m, m), triton.cdiv(problem.n, n), problem.batch
-    of = build(reduce_kernel, problem, _TILE, grid, constants, own, launch_pdl=overlap)
+    reducing = build(reduce_kernel, problem, _TILE, grid, constants, own, launch_pdl=overlap)
     # Parts are whole rows, so the width of a row's loads is valid for each part.
-    wide = {"apart": of.divisible["N"]} if "N" in of.divisible else {}
-    return replace(of, divisible={**of.divisible, **wide})
+    divisible = reducing.divisible
+    if "N" in divisible:
+        divisible = {**divisible, "apart": divisible["N"]}
+    return replace(reducing, divisible=divisible)
 
 
 def _tile(problem: Problem, splits: int) -> tuple[int, int, int]:

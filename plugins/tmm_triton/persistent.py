@@ -3,16 +3,16 @@
 A persistent program pays its prologue once. With ``FLATTEN`` the loops over tiles and over K are
 merged: the loads of the next tile then overlap the epilogue of this one. TMA removes address
 arithmetic and bounds checks from the loop: a whole tile is one instruction of one thread, and
-out-of-bounds elements, including the tail of K, arrive as zeros. An operand is described along its
-contiguous dimension, and transposed for the dot if that is the wrong one; ``wgmma`` reads shared
-memory either way.
+out-of-bounds elements, including the tail of K, arrive as zeros. A descriptor follows its operand's
+contiguous dimension. Where the dot needs the other order, the tile is transposed at no cost:
+``wgmma`` reads shared memory either way.
 
 Descriptors are made on the host: device-side ones need an allocator set in every thread that
 launches.
 
-The output is also stored by TMA if it can be described, in SUBTILE parts: half the staging buffer
-leaves room for one more pipeline stage. Gated problems keep two accumulators, fed from two tiles of
-the same descriptor of B.
+TMA also stores the output, if a descriptor can express it. SUBTILE=2 stores a tile in two halves:
+half the staging buffer leaves room for one more pipeline stage. Gated problems keep two
+accumulators, fed from two tiles of the same descriptor of B.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _GATED_SHAPES = [
 #: Additional µs from the launch to the first bytes through a descriptor, compared with pointers
 #: (2048×2048×512 on an H200: 14.0, while the machine's rates predict 9.4).
 _DESCRIBED_US = 2.0
-#: Assumed fraction that each further part of K adds to a product's time, until it is measured.
+#: Fraction that each further part of K adds to a product's time: assumed, not measured.
 _PART = 0.03
 
 
@@ -262,8 +262,8 @@ class Persistent(TritonKernel[PersistentConfig]):
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
     def anatomy(self, problem: Problem, config: PersistentConfig) -> Anatomy | None:
-        # A program sums all parts of K itself. There are no more programs than tiles, if there are
-        # fewer tiles than SMs.
+        # A program sums all parts of K itself. Fewer tiles than SMs are fewer programs than run at
+        # once.
         at_once = max(1, problem.device.sm_count, _programs(problem, config))
         return of_tiles(problem, config, reach=self.reach, splits=1, at_once=at_once)
 

@@ -260,7 +260,7 @@ _GATED_SHAPES = [
     (16, 32, 128, 5, 4),
     (16, 32, 256, 4, 2),
 ]
-#: Shapes besides if 8-bit operands pass through registers, which hold two sums on Hopper.
+#: Additional shapes if 8-bit operands pass through registers, which hold two sums on Hopper.
 _LOOSE_SHAPES = [(128, 64, 32, 4, 8), (64, 64, 32, 4, 8), (64, 64, 64, 4, 8)]
 #: Number of group ends that are compared at a time.
 _MOST_GROUPS = 256
@@ -270,7 +270,7 @@ _SKEW = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedConfig(FusedEpilogueConfig):
-    """A fused epilogue's tile, with the registers that ragged operands take besides."""
+    """A fused epilogue's tile; ragged operands take additional registers."""
 
     def registers(self, problem: Problem) -> int:
         problem = loosened(problem)
@@ -390,8 +390,8 @@ _INSIDE = {"m": {"a": "col"}, "n": {"b": "row"}, "k": {"a": "row", "b": "col"}}
 
 
 def loosened(problem: Problem) -> Problem:
-    """The problem with operands unaligned whose groups start inside rows of memory: they are loaded
-    as unaligned rows are."""
+    """The problem in which an operand counts as unaligned if its groups start inside rows of
+    memory: it is loaded like unaligned rows."""
     if problem.groups is None:
         return problem
     loose = {
@@ -403,7 +403,8 @@ def loosened(problem: Problem) -> Problem:
 
 
 def each(problem: Problem, times: int = 1) -> Problem:
-    """A batch of products of ``times`` the groups' mean size."""
+    """A batch of equal products, ``times`` as large along the ragged dimension as the mean
+    group."""
     groups = problem.groups
     assert groups is not None
     name = groups.ragged

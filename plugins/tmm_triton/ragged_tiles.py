@@ -1,10 +1,10 @@
 """Groups of different sizes in ``triton.warp_specialized``: which tiles there are, and tensor maps
 that end where a group does.
 
-With ragged rows each block first counts the tile rows of all groups. It leaves their running total
-in a table of its own in the workspace, in which every role finds a tile's group by binary search.
-So blocks visit existing tiles only, and their numbers of tiles differ by at most one. With a ragged
-sum every group has the same tiles, but its own k-steps: an empty group has one, of zeros.
+With ragged rows each block first counts the tile rows of all groups. It stores their running total
+in its table in the workspace, where every role finds a tile's group by binary search. So blocks
+visit existing tiles only, and their numbers of tiles differ by at most one. With a ragged K every
+group has the same tiles but a different number of k-steps: an empty group has one, of zeros.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _sum(x, y):
 
 
 @jit
-def bounds(group, groups, TOTAL):
+def group_bounds(group, groups, TOTAL):
     """Where a group starts and ends, clamped so that a wrong ``offs`` gives no invalid address."""
     offs, _, count = groups
     group = gl.minimum(group, count - 1)
@@ -59,7 +59,7 @@ def bounds(group, groups, TOTAL):
 
 
 @jit
-def tabulated(groups, M, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+def store_table(groups, M, BLOCK: gl.constexpr, WARPS: gl.constexpr):
     """Store, for each group, the tile rows of the groups up to it; returns their number."""
     offs, table, count = groups
     THREADS: gl.constexpr = 32 * WARPS
@@ -75,13 +75,13 @@ def tabulated(groups, M, BLOCK: gl.constexpr, WARPS: gl.constexpr):
         tiles = gl.where(known, gl.cdiv(end - start, BLOCK), 0)
         gl.store(table + group, total + gl.associative_scan(tiles, 0, _sum), mask=known)
         total += gl.sum(tiles, axis=0)
-    # All roles read it: the first partition starts the others after this.
+    # All roles read the table; the first partition starts the others after this barrier.
     barrier()
     return total
 
 
 @jit
-def located(tile_row, groups, M, BLOCK: gl.constexpr):
+def find_tile(tile_row, groups, M, BLOCK: gl.constexpr):
     """The group of a tile row, its first row in the result, and the group's end."""
     _, table, count = groups
     low = 0
@@ -92,12 +92,12 @@ def located(tile_row, groups, M, BLOCK: gl.constexpr):
         low = gl.where(before, middle + 1, low)
         high = gl.where(before, high, middle)
     before = gl.load(table + (low - 1), mask=low > 0, other=0)
-    start, end = bounds(low, groups, M)
+    start, end = group_bounds(low, groups, M)
     return low, start + (tile_row - before) * BLOCK, end
 
 
 @jit
-def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
+def box_start(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
     """Where a box starts, in the order of its descriptor's dimensions. A clipped one ends at
     ``end`` (:func:`tmm_triton.hopper.operand_layout.clipped`)."""
     outer, inner = (column, row) if COL else (row, column)
@@ -109,13 +109,13 @@ def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
 
 @jit
 def zero_beyond(out, groups, M, N, SCATTERED: gl.constexpr, WARPS: gl.constexpr):
-    """Zero the rows of the result that are in no group; the blocks divide them."""
+    """Zero the rows of the result that are in no group; the blocks share these rows."""
     pointer, stride, index = out
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     ELEMENT: gl.constexpr = pointer.dtype.element_ty
     columns = gl.arange(0, 256 * WARPS, layout=LAYOUT)
     zeros = gl.zeros([256 * WARPS], ELEMENT, LAYOUT)
-    _start, end = bounds(groups[2] - 1, groups, M)
+    _start, end = group_bounds(groups[2] - 1, groups, M)
     for row in range(end + gl.program_id(0), M, gl.num_programs(0)):
         start = row * stride
         if SCATTERED:

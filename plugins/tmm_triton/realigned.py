@@ -10,14 +10,12 @@ Copying an operand is O(n²) against the product's O(n³)::
 
 * Only misaligned operands are copied, in their own memory order; without a contiguous dimension
   the copy is row-major.
-* Eight bytes are loaded, shifted into place and stored at once: wherever a row starts and ends,
-  the aligned words it starts and ends in can be read. Where nothing is contiguous, elements
-  are loaded one by one.
+* Eight bytes are loaded, shifted into place and stored at once: the aligned words at both ends of
+  a row can always be read. Without a contiguous dimension elements are loaded one by one.
 * One launch copies all matrices of a batch; a matrix that the whole batch shares is copied once.
 * Zeros follow each row's end, so that a vector or a box that reaches past it reads zeros.
-* The inner kernel, part of the config, is given a problem with aligned operands and the output
-  as it is. It stores by pointers what TMA cannot write. If the inner kernel can overlap, it is
-  launched while the copy ends.
+* The config names the inner kernel. Its problem has aligned operands and the original output, which
+  it stores by pointers if TMA cannot. If it can overlap, it is launched while the copy ends.
 """
 
 from __future__ import annotations
@@ -119,8 +117,7 @@ def realign_kernel(
 ):  # fmt: skip
     """Realign x and, if there is a second misaligned operand, y."""
     if CHAINED:
-        # The product may be launched once every program runs; it waits itself for all of them to
-        # end.
+        # The product's launch may begin once every program runs. It waits for the copies itself.
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     if y_ptr is None or tile < x_tiles:
@@ -211,7 +208,7 @@ class Realigned(Built[RealignedConfig]):
                 continue
             worth = kernel.configs(served)
             if not problem.b.aligned:
-                # The copy does not exist early, and the inner kernel always waits for it.
+                # An early read of b would come before its copy is written.
                 worth = (inner for inner in worth if not getattr(inner, "early", ""))
             for inner in itertools.islice(worth, _MOST_OF_ONE):
                 config = RealignedConfig(inner=kernel.name, config=inner)
@@ -235,7 +232,7 @@ class Realigned(Built[RealignedConfig]):
         return _copied_bytes(problem) + inner.workspace_bytes(realigned(problem), config.config)
 
     def anatomy(self, problem: Problem, config: RealignedConfig) -> Anatomy | None:
-        # The product's: the copies have no tiles.
+        # The anatomy of the product: the copies have no tiles.
         inner: Kernel[Any] = inner_kernels()[config.inner]
         return inner.anatomy(realigned(problem), config.config)
 
@@ -252,16 +249,8 @@ class Realigned(Built[RealignedConfig]):
         product = inner_kernels()[config.inner].bind(served, _overlapping(config.config))
         copy = bind_copy(problem)
 
-        def run(
-            a: torch.Tensor,
-            b: torch.Tensor,
-            bias: torch.Tensor | None,
-            residual: torch.Tensor | None,
-            alpha: float,
-            out: torch.Tensor | None,
-        ) -> torch.Tensor:
-            a, b = copy(a, b)
-            return product(a, b, bias, residual, alpha, out)
+        def run(a: torch.Tensor, b: torch.Tensor, *rest: Any, **extras: Any) -> torch.Tensor:
+            return product(*copy(a, b), *rest, **extras)
 
         return run
 
@@ -287,10 +276,10 @@ class Misaligned:
     @classmethod
     def of(cls, problem: Problem) -> list[Misaligned]:
         """The misaligned operands of ``problem``, one or two."""
-        given = (problem.a, problem.a_shape[-2:]), (problem.b, problem.b_shape[-2:])
+        operands = (problem.a, problem.a_shape[-2:]), (problem.b, problem.b_shape[-2:])
         return [
             cls(place, operand, *(shape[::-1] if operand.layout == "col" else shape))
-            for place, (operand, shape) in enumerate(given)
+            for place, (operand, shape) in enumerate(operands)
             if not operand.aligned
         ]
 
@@ -327,13 +316,13 @@ def realigned(problem: Problem) -> Problem:
     operands = [problem.a, problem.b]
     for matrix in Misaligned.of(problem):
         operands[matrix.place] = matrix.copied
-    # A copy is written right before it is read, whatever was promised for the weight.
+    # A copied weight is not static: each call writes it right before the product reads it.
     static = problem.static_weights and problem.b.aligned
     return replace(problem, a=operands[0], b=operands[1], static_weights=static)
 
 
 def _copied_bytes(problem: Problem) -> int:
-    """An upper bound: the problem does not tell which operands the whole batch shares."""
+    """Upper bound of the copies' bytes: a problem does not say which operands a batch shares."""
     copied = (m.rows * m.pitch * m.operand.dtype.itemsize for m in Misaligned.of(problem))
     return problem.batch * sum(copied)
 
@@ -376,8 +365,8 @@ def bind_copy(
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """A function from a and b to aligned a and b; one operand may be unchanged.
 
-    The copies share one allocation per call: torch reuses its memory in stream order, and for a
-    graph takes it from the graph's pool.
+    A call allocates both copies at once. torch reuses this memory in stream order; in a CUDA graph
+    it is in the graph's pool.
     """
     build = copy_build(problem)
     launch = build.launch(problem.device.type).call
@@ -385,11 +374,11 @@ def bind_copy(
     batched, tiles = problem.batch > 1, [matrix.tiles for matrix in matrices]
     work = []
     for letter, matrix in zip("xy", matrices, strict=False):
-        given = [
+        strided = [
             d for d, name in ((-2, "stride"), (-1, "step")) if f"{letter}_{name}" in build.types
         ]
         shape, steps = (matrix.rows, matrix.cols), (matrix.pitch, 1)
-        work.append((matrix.place, matrix.transposed, shape, steps, given))
+        work.append((matrix.place, matrix.transposed, shape, steps, strided))
     sizes = [matrix.rows * matrix.pitch for matrix in matrices]
 
     def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -402,13 +391,13 @@ def bind_copy(
         start = 0
         args: tuple[Any, ...] = ()
         each = zip(work, counts, sizes, strict=True)
-        for (place, transposed, shape, steps, given), count, size in each:
+        for (place, transposed, shape, steps, strided), count, size in each:
             source = operands[place].mT if transposed else operands[place]
             if batched:
                 copy = workspace.as_strided((count, *shape), (size, *steps), start)
             else:
                 copy = workspace.as_strided(shape, steps, start)
-            args += (source, copy, *shape, *map(source.stride, given), steps[0])
+            args += (source, copy, *shape, *map(source.stride, strided), steps[0])
             args += (source.stride(0),) * batched
             if batched and count == 1:
                 copy = copy.expand(len(a), *shape)

@@ -1,5 +1,5 @@
-"""Names reduction orders: kernels with the same one give a row the same bits. The compiler options
-here make them round alike after the sum, too.
+"""Names reduction orders: kernels with the same order give a row the same bits. The compiler
+options here make them round alike after the sum, too.
 
 On Hopper every tensor-core instruction for 16-bit operands, ``wgmma m64nNk16`` of any width and
 ``mma m16n8k16``, adds the products of 16 consecutive k to its fp32 accumulators with the same
@@ -50,8 +50,8 @@ def options(problem: Problem) -> dict[str, Any]:
 
 
 def equal_splits(problem: Problem) -> tuple[int, ...]:
-    """The numbers of ranges, besides one, for K in batch-invariant mode, such that kernels sum the
-    same way for any step and any M."""
+    """The numbers of ranges of K in batch-invariant mode, besides one. With each of them all
+    kernels sum the same way, for any step and any M."""
     return tuple(
         splits
         for splits in _SPLITS

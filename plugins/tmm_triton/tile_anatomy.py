@@ -1,5 +1,5 @@
-"""Describes kernels of tiles for ``tmm explain``: the layout of a call's work, the terms of its
-time model, and its use of SM resources. Other kernels describe themselves.
+"""Describes tiled kernels for ``tmm explain``: the layout of a call's work, the terms of its time
+model, and its use of SM resources. Other kernels describe themselves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def of_tiles(
     splits: int,
     at_once: int = 0,
 ) -> Anatomy:
-    """The anatomy of a kernel whose programs compute a tile each.
+    """The anatomy of a kernel with one tile per program.
 
     Args:
         reach: As :attr:`tmm_triton.triton_kernel.TritonKernel.reach`.
         splits: Programs that share a tile's sum over K.
-        at_once: Programs that run at one time; 0: as many as SMs hold.
+        at_once: Programs that run at the same time; 0: as many as SMs hold.
     """
     shared = config.shared_memory(problem)
     tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
@@ -54,12 +54,12 @@ def of_tiles(
 
 
 def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
-    """The resources of each compiled function, compiled now for the problem's GPU, which need not
-    be present, or found in Triton's cache.
+    """The resources of each function, from Triton's cache or compiled now. The problem's GPU need
+    not be present.
 
     Raises:
         RuntimeError: The GPU is not supported, or kernels are interpreted here.
-        Exception: What Triton raises when it cannot compile.
+        Exception: Triton's own, if it cannot compile.
     """
     target = target_of(problem.device)
     if target is None or target.backend != "cuda":
@@ -88,8 +88,7 @@ def _warps(compiled: Any) -> int:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack and local memory per thread, as ``cuobjdump`` reads them, which
-    comes with Triton."""
+    """Registers and bytes of stack and local memory per thread, read by Triton's ``cuobjdump``."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -100,7 +99,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def _at_once(problem: Problem, shared: int, threads: int) -> int:
-    """The blocks that all SMs hold."""
+    """How many blocks all SMs hold at the same time."""
     room = problem.device.shared_memory + _RESERVED
     by_memory = room // (shared + _RESERVED) if shared else _BLOCKS
     resident = max(1, min(by_memory, _THREADS // threads, _BLOCKS))

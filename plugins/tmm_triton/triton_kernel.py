@@ -1,5 +1,5 @@
-"""Base classes of this package's kernels: declining, arithmetic names, and turning a list of
-configs into a search space."""
+"""Base classes of this package's kernels: they decline problems, name reduction orders, and turn
+lists of tiles into search spaces."""
 
 from __future__ import annotations
 
@@ -97,19 +97,16 @@ def version_with(own: str, inner: Iterable[Kernel[Any]]) -> str:
 
 
 class TritonKernel(Built[C]):
-    """A kernel of this package over pointers.
-
-    Subclasses implement ``configs`` and ``builds``.
-    """
+    """A tiled kernel. Subclasses implement ``configs`` and ``builds``."""
 
     supports = POINTERS
     #: Fraction of the tensor cores' peak that the main loop reaches if nothing else limits it; for
     #: estimates.
     reach: ClassVar[float] = 0.5
-    #: Factor on the estimate on Hopper and later, which makes it comparable with
-    #: ``triton.warp_specialized``'s. Medians over 869 shipped records lie between 1.02 and 1.23 for
-    #: tiled kernels. With it, tuning proposes 16 candidates for a problem instead of 19 (median),
-    #: and 222 of 290 winners are among them instead of 214.
+    #: Factor on the estimate on Hopper and later, which makes estimates comparable with those of
+    #: ``triton.warp_specialized``. Its medians over 869 shipped records are 1.02 to 1.23 for tiled
+    #: kernels. With it, tuning proposes a median of 16 candidates for a problem, instead of 19, and
+    #: they include 222 of 290 winners, instead of 214.
     behind: ClassVar[float] = 1.0
 
     def declines(self, problem: Problem) -> Iterable[str]:
@@ -141,7 +138,7 @@ class TritonKernel(Built[C]):
         return shared or self.own_arithmetic(problem, config)
 
     def own_arithmetic(self, problem: Problem, config: C) -> str | None:
-        """An arithmetic for this config only, regardless of ``early``, which does not affect
+        """A reduction order of this config alone, whatever its ``early``, which does not affect
         sums."""
         if getattr(config, "early", ""):
             config = replace(config, early="")  # type: ignore[call-arg]  # it has it
@@ -154,9 +151,9 @@ class TritonKernel(Built[C]):
     def every(
         self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
     ) -> list[C]:
-        """Return configs of the tiles that are :func:`proposed` from ``shapes``, with each
-        combination of ``values`` for the other fields. The first field changes slowest. A tile is
-        finished in parts only if it fills the registers."""
+        """The configs with each tile that :func:`proposed` makes from ``shapes`` and each
+        combination of ``values`` for the other fields, the first field slowest. A tile is finished
+        in parts only if it fills the registers."""
         config_type: Any = self.config_type
         names = [field.name for field in dataclasses.fields(TileConfig)]
         most = step_limit(problem)
@@ -225,8 +222,8 @@ def step_limit(problem: Problem) -> int:
 
 
 def fills_registers(problem: Problem, config: TileConfig) -> bool:
-    """Whether the accumulators take half of a thread's registers. Then it pays to finish the tile
-    in parts: on an H200 a fused 4096³ took 205 µs in two parts and 245 in one."""
+    """Whether the accumulators take half of a thread's registers. Then a tile is faster finished in
+    parts: on an H200 a fused 4096³ took 205 µs in two parts and 245 in one."""
     accumulators = config.BLOCK_M * config.BLOCK_N * (2 if problem.gated else 1)
     return problem.device.interpreted or accumulators >= 128 * 32 * config.num_warps
 
@@ -298,18 +295,18 @@ def without_gluon(problem: Problem) -> Iterable[str]:
 def missing_toolchain() -> tuple[str, ...]:
     """Why Triton's driver cannot build its launcher on this machine, if so.
 
-    It compiles a C extension when a process first launches a kernel, unless it is in its disk
-    cache; from Triton 3.7 on one extension serves every kernel.
+    The driver compiles a C extension when a process first launches a kernel, unless Triton's cache
+    has it. From Triton 3.7 on one extension serves every kernel.
     """
     if triton.knobs.build.impl is not None:
         return ()
     lacking = toolchain.lacking()
-    return () if lacking is None else _undriven(lacking)
+    return () if lacking is None else _driver_fault(lacking)
 
 
 @functools.cache
-def _undriven(lacking: str) -> tuple[str, ...]:
-    """Why Triton's driver does not load, which a failed build takes 50 ms to find."""
+def _driver_fault(lacking: str) -> tuple[str, ...]:
+    """Why Triton's driver does not load, if so. Cached: a failed build takes 50 ms."""
     try:
         triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
     except Exception as error:  # any failed build means the same

@@ -637,8 +637,8 @@ def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
     for changed, reason in (
         ({"device": replace(HOPPER, capability=(8, 0))}, "on the host"),
         ({"device": replace(HOPPER, cuda="hip-6.4")}, "on NVIDIA GPUs and on CPUs"),
-        ({"a": half, "b": half, "out": half}, "is of bf16"),
-        ({"out": Operand(FP32)}, "is of bf16"),
+        ({"a": half, "b": half, "out": half}, "takes bf16"),
+        ({"out": Operand(FP32)}, "returns bf16"),
         ({"b": Operand(BF16, "col", aligned=False)}, "16 bytes"),
         ({"m": 0}, "a dimension is 0"),
     ):

@@ -316,11 +316,11 @@ def test_the_baseline_is_torchs_on_hopper() -> None:
     assert blas.reasons_against(other) == []
     for changed, reason in (
         ({"device": replace(HOPPER, capability=(10, 0))}, "is for Hopper"),
-        ({"a": Operand(E5M2)}, "is of e4m3 to bf16"),
-        ({"out": Operand(FP32)}, "is of e4m3 to bf16"),
+        ({"a": Operand(E5M2)}, "takes e4m3 and returns bf16"),
+        ({"out": Operand(FP32)}, "takes e4m3 and returns bf16"),
         ({"groups": Groups(128, "k")}, "groups start at multiples of 16 bytes"),
         ({"groups": Groups(128, "n")}, "groups start at multiples of 16 bytes"),
-        ({"b": EIGHT}, "row-major a and column-major b"),
+        ({"b": EIGHT}, "a row-major a and a column-major b"),
         ({"k": 2056}, "multiples of 16 as K and N, not 2056 and 1536"),
         ({"n": 12, "epilogue": parse("swiglu")}, "not 2048 and 24"),
         ({"a": replace(EIGHT, aligned=False)}, "aligned to 16 bytes"),

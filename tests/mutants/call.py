@@ -111,7 +111,7 @@ VALID_CALLS = [
            "a scale's dimensions become the result's",
            (f"{VALID}::test_one_number_may_have_any_number_of_dimensions",)),
     Mutant("halves-dtype", "tmm_blas/blas.py",
-           "        return delivered(problem, y if residual is None else y + residual, out)\n",
+           "        return in_out_dtype(problem, y if residual is None else y + residual, out)\n",
            "        y = y if residual is None else y + residual\n"
            "        return y if out is None else out.copy_(y)\n",
            "the residual's dtype becomes the result's",

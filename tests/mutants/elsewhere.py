@@ -186,7 +186,7 @@ ELSEWHERE = [
            "tiles of groups spill registers",
            ("tests/plugins/test_quantize_epilogue.py::test_it_compiles_for_hopper",)),
     Mutant("hopper-step-scales-up", "hopper/config.py",
-           "math.gcd(found.B_OUTER, offset)", "found.B_OUTER",
+           "math.gcd(constants.B_OUTER, offset)", "constants.B_OUTER",
            "columns of up have their neighbours' scale", (f"{HOPPER}::test_which_columns_share_a_scale",)),
     Mutant("hopper-step-scales-group", "hopper/step_scales.py",
            "    pointer, stride_z, stride_n, _ = grid\n    if C.b_kind == \"stack\":", "    pointer, stride_z, stride_n, _ = grid\n    if C.BATCHED:",

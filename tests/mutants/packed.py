@@ -72,8 +72,8 @@ PACKED = [
     Mutant(
         "mixed-group-end",
         DEVICE,
-        "group, row, end = located(",
-        "group, row, _ = located(",
+        "group, row, end = find_tile(",
+        "group, row, _ = find_tile(",
         "rows of the next group are overwritten",
         GROUPS,
     ),

@@ -97,7 +97,8 @@ def test_the_8_bit_product_of_torch_has_its_own_limits(change: dict[str, Any], t
     ("change", "reason"),
     [
         ({}, ""), ({"a": COL}, "groups start at multiples of 16 bytes"),
-        ({"out": Operand(FP16)}, "is of bf16"), ({"device": replace(H100, capability=(10, 0))}, ""),
+        ({"out": Operand(FP16)}, "returns bf16"),
+        ({"device": replace(H100, capability=(10, 0))}, ""),
         ({"device": replace(H100, capability=(12, 0))}, "on the host"),
         ({"groups": Groups(8, "n")}, "groups start at multiples of 16 bytes"),
         ({"groups": Groups(8, "k"), "a": COL, "b": ROW}, ""),
@@ -176,7 +177,7 @@ def test_scales_of_blocks_are_for_cublaslt_within_its_limits(
     asked = replace(BLOCKS, **change)
     assert ("blocks" in ways(asked)) is served
     if not served and asked.groups is None:
-        with pytest.raises(ValueError, match="blocks are of e4m3 in groups of 128"):
+        with pytest.raises(ValueError, match="blocks need e4m3 in groups of 128"):
             Blas().bind(asked, BlasConfig(blocks=True))
 
 

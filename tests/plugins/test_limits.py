@@ -17,7 +17,7 @@ from tmm_core.spec.operand import Operand, Scale
 
 pytest.importorskip("triton")
 
-from tmm_triton.hopper.operand_layout import rows_brought
+from tmm_triton.hopper.operand_layout import box_rows_of_a
 
 from tmm_core.triton.pointwise import Pointwise
 
@@ -96,12 +96,12 @@ def test_a_capability_is_served_from_the_least_and_below_the_limit() -> None:
 def test_a_box_has_as_many_rows_as_swizzling_needs_and_no_more(m: int) -> None:
     device = replace(DEVICE, type="cuda")
     row = problem(m=m, device=device)
-    brought = rows_brought(row, 64)
+    brought = box_rows_of_a(row, 64)
     assert brought >= 8
     assert brought >= min(m, 64)
     assert brought <= max(8, 2 * m - 1, 1)
     assert brought <= 64
-    assert rows_brought(replace(row, a=replace(row.a, layout="col")), 64) == 64
+    assert box_rows_of_a(replace(row, a=replace(row.a, layout="col")), 64) == 64
 
 
 @pytest.mark.parametrize("by_row", [False, True])

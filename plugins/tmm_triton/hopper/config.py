@@ -12,10 +12,10 @@ import torch
 from tmm_core import Config, Operand, Problem
 from tmm_core.triton import releases
 from tmm_triton.hopper.operand_layout import (
+    box_rows_of_a,
     boxed,
     by_words,
     residual_by_tma,
-    rows_brought,
     scattered,
     side_by_side,
     stored_at_once,
@@ -54,7 +54,8 @@ class WarpSpecializedConfig(Config):
     """A tile, and how the block's warps share it.
 
     Args:
-        BLOCK_M, BLOCK_N, BLOCK_K: The tile, N of the output (a gated problem reads twice that).
+        BLOCK_M, BLOCK_N, BLOCK_K: The tile; BLOCK_N counts columns of the output (a gated problem
+            reads twice as many of B).
         GROUP_M: Tile rows that are walked as a group.
         num_stages: Stages of the ring.
         schedule: ``"cooperative"`` or ``"pingpong"``.
@@ -66,7 +67,7 @@ class WarpSpecializedConfig(Config):
         ranges: Ranges of K that a block sums one after the other and then adds up: the same sums
             as with as many ``splits``.
         evict_first: Operands are loaded with the ``evict_first`` hint.
-        early: Whether it starts before the previous launch has ended (:mod:`tmm_triton.pdl`).
+        early: How the launch overlaps the previous one (:mod:`tmm_triton.pdl`).
     """
 
     BLOCK_M: int
@@ -146,7 +147,7 @@ class WarpSpecializedConfig(Config):
 
     @property
     def narrow(self) -> int:
-        """Columns of the tile's second product, where no single one has as many as the tile."""
+        """Columns of the tile's second product; 0 if one product has all of the tile's columns."""
         lowest = self.BLOCK_N & -self.BLOCK_N
         return lowest if lowest != self.BLOCK_N else 0
 
@@ -209,10 +210,10 @@ class Constants(WarpSpecializedConfig):
     WEIGHTED: bool = False
     #: Elements that a thread stores at once where it stores through pointers.
     STORED: int = 1
-    #: Values along K that share a scale, 0 if a row has only one; the columns of B that share one;
-    #: and whether all columns of a product do.
+    #: Values along K that share a scale; 0 if a row has only one.
     A_GROUP: int = 0
     B_GROUP: int = 0
+    #: Columns of B that share a scale, and whether all columns of a product share one.
     B_OUTER: int = 1
     ALIKE: bool = False
     #: How each row is reduced to an auxiliary output; None if there is none.
@@ -230,15 +231,15 @@ class Constants(WarpSpecializedConfig):
         if self.WORDS is not None and (self.consumers == 3 or boxes > 1):
             raise ValueError(f"{self.WORDS} is loaded by words, {boxes} boxes at a time")
         if self.early in ("l2", "b") and self.WORDS == "b":
-            raise ValueError("b is loaded by words, which nothing does early")
+            raise ValueError("b is loaded by words, which starts only after the previous launch")
 
     @classmethod
     def of(cls, problem: Problem, config: WarpSpecializedConfig) -> Constants:
-        problem = multiplied(problem, config)
+        problem = main_problem(problem, config)
         if config.narrow and not side_by_side(problem):
             raise ValueError(f"tiles of {config.BLOCK_N} columns do not serve {problem}")
         if config.subtiles > 1 and config.subtiles % 2 and residual_by_tma(problem):
-            raise ValueError(f"two buffers in turn do not bring {config.subtiles} strips")
+            raise ValueError(f"two alternating buffers cannot load {config.subtiles} strips")
         for operand in (problem.a, problem.b):
             if operand.grid and operand.block[1] % config.BLOCK_K:
                 raise ValueError(f"{config} has steps of several groups of {operand.block[1]}")
@@ -246,7 +247,7 @@ class Constants(WarpSpecializedConfig):
         if group and config.BLOCK_N // config.subtiles % group:
             raise ValueError(f"strips of {config} have parts of groups of {group} columns")
         grouped = [port.kind if port.group else None for port in outputs] + [None, None]
-        found = cls(
+        constants = cls(
             **{**vars(config), "GROUP_M": 1},
             A_COL=problem.a.layout == "col",
             B_COL=problem.b.layout == "col",
@@ -261,7 +262,7 @@ class Constants(WarpSpecializedConfig):
             FETCH=residual_by_tma(problem),
             POINTERS=stored_by_pointers(problem),
             OUT_BYTES=problem.out.dtype.itemsize,
-            A_ROWS=rows_brought(problem, config.rows),
+            A_ROWS=box_rows_of_a(problem, config.rows),
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
             WORDS=by_words(problem),
             RAGGED=problem.groups.ragged if problem.groups else None,
@@ -279,22 +280,22 @@ class Constants(WarpSpecializedConfig):
         )
         # The up projection's columns begin at N.
         offset = problem.n if problem.gated else 0
-        alike = problem.b.grid and math.gcd(found.B_OUTER, offset) % found.columns == 0
-        return replace(found, ALIKE=alike)
+        shared = math.gcd(constants.B_OUTER, offset)
+        return replace(constants, ALIKE=problem.b.grid and shared % constants.columns == 0)
 
     @property
     def overlaps(self) -> bool:
-        """Whether it is launched while the previous launch may still run."""
+        """Whether the kernel is launched while the previous launch may still run."""
         return bool(self.early)
 
     @property
     def pieces(self) -> int:
-        """A power of two, at least the number of the first k-steps."""
+        """``PRIMED`` rounded up to a power of two."""
         return 1 << (self.PRIMED - 1).bit_length()
 
     @property
     def stacked(self) -> bool:
-        """Whether the result is a stack of matrices, with as many tiles each."""
+        """Whether the result is a stack of matrices with equally many tiles."""
         return self.out_kind == "stack"
 
     @property
@@ -322,7 +323,8 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def arrivals(self) -> int:
-        """Arrivals that make a stage full: the producer's, and the loader's."""
+        """Arrivals that make a stage full: one of the producer, one of the loader if there is
+        one."""
         return 1 if self.WORDS is None else 2
 
     @property
@@ -370,8 +372,8 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def paired(self) -> bool:
-        """Whether registers hold the sums of two products beside the accumulators, so that one is
-        multiplied while the other is scaled."""
+        """Whether registers hold the sums of two products besides the accumulators: one product
+        runs while the sums of the other are scaled."""
         fits = not self.halves and self.consumers < 3 and self.columns * self.products <= 128
         return self.stepped and fits
 
@@ -389,8 +391,8 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def halves(self) -> bool:
-        """Whether the tile's left and right half are separate products, like gate and up if gated:
-        registers suffice for a separate sum of only one of them at a time."""
+        """Whether the tile's left and right halves are separate products, like gate and up in a
+        gated tile: registers hold the separate sum of only one half at a time."""
         return self.promoted and not self.GATED and self.BLOCK_N == 256
 
     @property
@@ -453,8 +455,8 @@ def columns_grouped(problem: Problem) -> int:
     return max((port.group for port in problem.epilogue.outputs), default=0)
 
 
-def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
-    """The problem that the kernel itself computes."""
+def main_problem(problem: Problem, config: WarpSpecializedConfig) -> Problem:
+    """The problem of the main kernel, without the work of the reducing kernel."""
     return problem if config.splits == 1 else unfinished(problem)
 
 

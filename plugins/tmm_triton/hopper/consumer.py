@@ -1,5 +1,5 @@
-"""The consumers of ``triton.warp_specialized``: they multiply full stages, and leave or add up the
-parts of tiles that are cut along K, or sum up ranges of K apart."""
+"""The consumers of ``triton.warp_specialized``: they multiply full stages, and store or add up the
+parts of tiles that are split along K."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _acquire(flag):
 
 
 @jit
-def _promoted(a, b, acc):
-    """Sums of 8-bit floats have about 14 bits in the tensor cores: this waits for the sums of one
-    stage and adds them in fp32 while the other consumers multiply. Even the first is added, to
-    zeros: used directly, ptxas moved it around and waited after every wgmma of large tiles."""
+def _add_promoted(a, b, acc):
+    """Add one stage's products in fp32, since the tensor cores sum 8-bit floats with about 14 bits.
+    The other consumers multiply meanwhile. Even the first sums are added, to zeros: when they were
+    used directly, ptxas moved them and waited after every wgmma of large tiles."""
     part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=(part,))
     return acc + part
@@ -60,8 +60,8 @@ def _await_full(full, stage, phase, C: gl.constexpr):
 
 @jit
 def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
-    """B's part of a product, from this slot on: boxes that follow one another in shared memory are
-    one of all their columns."""
+    """B's part of a product, from this slot on: consecutive boxes in shared memory are viewed as
+    one box of all their columns."""
     KIND: gl.constexpr = C.b_kind
     b = as_matrix(b_ring.index(slot), KIND)
     SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
@@ -70,7 +70,7 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
         RING: gl.constexpr = [C.num_stages * C.b_boxes // BOXES] + SHAPE  # noqa: RUF005
         b = reinterpret(b_ring, b.dtype, RING, b.layout).index(slot // BOXES)
     elif BOXES > 1 and C.ahead:
-        # Of the right shape, but of any stage: joined_ahead reads on from the second product's.
+        # Only the shape matters: joined_ahead takes the address from the second product's boxes.
         b = reinterpret(b_ring.slice(0, BOXES), b.dtype, SHAPE, b.layout)
     elif BOXES > 1:
         b = reinterpret(b, b.dtype, SHAPE, b.layout)
@@ -90,10 +90,10 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     b = _columns(b_ring, stage * C.b_boxes, C.columns, C)
     AT: gl.constexpr = 0 if C.ahead else C.b_boxes - C.second // C.box_columns
     if C.promoted:
-        acc = _promoted(a, b, acc)
+        acc = _add_promoted(a, b, acc)
         if C.second:
             b = _columns(b_ring, stage * C.b_boxes + AT, C.second, C)
-            up = _promoted(a, b, up)
+            up = _add_promoted(a, b, up)
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
@@ -111,9 +111,9 @@ def _multiply_steps(
     begin, end, ring, barriers, stage, phase, reading, acc, up,
     WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the k-steps from ``begin`` up to ``end``. After each, release the stage before it,
-    ``reading`` at first. Return the position after them in the ring, the stage that is still read,
-    and the sums."""
+    """Multiply the k-steps from ``begin`` up to ``end``. After each step, release the stage of the
+    step before it, ``reading`` at first. Return the ring position after the steps, the stage that
+    is still read, and the sums."""
     full, empty = barriers
     for _ in range(begin, end):
         _await_full(full, stage, phase, C)
@@ -125,7 +125,7 @@ def _multiply_steps(
 
 
 @jit
-def _started(ring, stage, part, SECOND: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
+def _start_product(ring, stage, part, SECOND: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start a stage's first or second product, whose sums take the registers of ``part``."""
     a_ring, b_ring = ring
     KIND: gl.constexpr = C.a_kind
@@ -140,23 +140,22 @@ def _multiply_scaled(
     begin, end, ring, barriers, stage, phase, acc, up, lines, scales, grids,
     WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the k-steps from ``begin`` up to ``end``, and their sums by the step's scales.
-    Return the position after them in the ring, and the sums."""
+    """Multiply the k-steps from ``begin`` up to ``end``, and the sums of each step by its scales.
+    Return the ring position after the steps, and the sums."""
     full, empty = barriers
     LAYOUT: gl.constexpr = acc.type.layout
     SHAPE: gl.constexpr = [C.rows, C.columns]
-    # All products take these registers, so that each waits until the last one's sums are added.
-    # When the second product had registers of its own, ptxas started it earlier and spilled the
-    # first's.
+    # All products use these registers, so each starts when the previous sums are added. When the
+    # second product had its own registers, ptxas started it earlier and spilled those of the first.
     part = gl.zeros(SHAPE, gl.float32, LAYOUT)
     for step in range(begin, end):
         _await_full(full, stage, phase, C)
-        part = _started(ring, stage, part, False, WHO, C)
+        part = _start_product(ring, stage, part, False, WHO, C)
         later = scales_at(lines, step + C.scales_ahead, end, grids, C)
         part = warpgroup_mma_wait(0, deps=(part,))
         if C.second:
             acc = add_scaled(acc, part, scales[0], False, LAYOUT, C)
-            part = _started(ring, stage, part, True, WHO, C)
+            part = _start_product(ring, stage, part, True, WHO, C)
             part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage))
         if C.second:
@@ -173,9 +172,9 @@ def _multiply_pairs(
     begin, end, ring, barriers, stage, phase, acc, up, lines, scales, grids,
     WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Like :func:`_multiply_scaled`, for pairs of products: of two steps, or both of one. The
-    second runs while the first is scaled. A single last step is left, and its scales are returned
-    too.
+    """Like :func:`_multiply_scaled`, for pairs of products: one each of two steps, or both of one
+    step. The second runs while the first is scaled. A single last step is left to
+    :func:`_multiply_scaled`, and its scales are returned too.
 
     Both products end within an iteration: ptxas allows no reads of sums whose product still runs
     when the loop repeats.
@@ -189,13 +188,13 @@ def _multiply_pairs(
     for step in range(begin, end - STEPS + 1, STEPS):
         reading = stage
         _await_full(full, stage, phase, C)
-        one = _started(ring, stage, one, False, WHO, C)
+        one = _start_product(ring, stage, one, False, WHO, C)
         stage, phase = next_stage(stage, phase, C)
         if C.second:
-            other = _started(ring, reading, other, True, WHO, C)
+            other = _start_product(ring, reading, other, True, WHO, C)
         else:
             _await_full(full, stage, phase, C)
-            other = _started(ring, stage, other, False, WHO, C)
+            other = _start_product(ring, stage, other, False, WHO, C)
         later = scales_at(lines, step + C.scales_ahead, end, grids, C)
         if not C.second:
             last = scales_at(lines, step + 1 + C.scales_ahead, end, grids, C)
@@ -217,8 +216,8 @@ def _multiply_pairs(
 
 
 @jit
-def _finished(acc, up, C: gl.constexpr):
-    """The sums, when all products are done."""
+def _await_products(acc, up, C: gl.constexpr):
+    """Wait for all products; returns their sums."""
     if C.GATED or C.narrow:
         acc, up = warpgroup_mma_wait(0, deps=(acc, up))
     else:
@@ -227,7 +226,7 @@ def _finished(acc, up, C: gl.constexpr):
 
 
 @jit
-def _pass_by(unit, stage, phase, work, sizes, C: gl.constexpr):
+def _skip_unit(unit, stage, phase, work, sizes, C: gl.constexpr):
     """The ring position after the other consumer's unit."""
     _, first, last = unit_at(unit, work, sizes, C)
     return skip_stages(stage, phase, last - first, C)
@@ -235,9 +234,9 @@ def _pass_by(unit, stage, phase, work, sizes, C: gl.constexpr):
 
 @jit
 def part_at(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Addresses in the workspace of the consumer's rows of a share's part: register by register,
-    with each register of all threads contiguous. Row by row, a warp's access used 4 of every 32
-    bytes that it moved, and a part of 128×128 elements took 17 µs."""
+    """Addresses in the workspace of the consumer's rows of a share's part. A register of all
+    threads is contiguous. When rows were contiguous, a warp's access used 4 of every 32 bytes that
+    it moved, and a part of 128×128 elements took 17 µs."""
     SIZE: gl.constexpr = C.rows * C.columns
     THREADS: gl.constexpr = 32 * C.num_warps
     start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
@@ -257,7 +256,7 @@ def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
+def _store_part(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
     """Store the sum over a part of a tile for the block with its first k-steps."""
     LAYOUT: gl.constexpr = acc.type.layout
     gl.store(part_at(parts, tail_share(), 0, WHO, C, LAYOUT), acc)
@@ -269,17 +268,18 @@ def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _plus(acc, part):
-    """Their sum, by inline assembly: LLVM's vectorizer of straight-line code takes 0.7 s, half of a
-    compilation, to find that 128 additions a thread cannot be vectorized."""
+def _add(acc, part):
+    """``acc + part`` in inline assembly: LLVM's vectorizer of straight-line code takes 0.7 s, half
+    of a compilation, to find that 128 additions per thread cannot be vectorized."""
     return gl.inline_asm_elementwise(
         "add.rn.f32 $0, $1, $2;", "=f,f,f", [acc, part], gl.float32, is_pure=True, pack=1
     )
 
 
 @jit
-def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
-    """The sums over all of K: adds the other blocks' parts of this tile, in the order of K."""
+def _add_parts(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
+    """Add the other blocks' parts of this tile in the order of K; returns the sums over all of
+    K."""
     LAYOUT: gl.constexpr = acc.type.layout
     for part in range(1, C.tail_splits):
         flag = _flag(parts, tail_share() + part, WHO, C)
@@ -287,11 +287,11 @@ def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
             pass
         # Written by other SMs: bypass this one's L1.
         at = part_at(parts, tail_share() + part, 0, WHO, C, LAYOUT)
-        acc = _plus(acc, gl.load(at, cache_modifier=".cg"))
+        acc = _add(acc, gl.load(at, cache_modifier=".cg"))
         if C.b_boxes == 2:
             at = part_at(parts, tail_share() + part, 1, WHO, C, LAYOUT)
-            up = _plus(up, gl.load(at, cache_modifier=".cg"))
-        # Zero for the next launch, once every thread has seen it set.
+            up = _add(up, gl.load(at, cache_modifier=".cg"))
+        # Reset the flag for the next launch, once every thread has seen it set.
         barrier()
         gl.store(flag, 0)
     return acc, up
@@ -327,7 +327,7 @@ def consume(
     if C.stepped:
         ahead = upcoming(WHO if C.pingpong else 0, work, sizes, target[6], LAYOUT, WHO, C)
     if C.pingpong and WHO == 1:
-        stage, phase = _pass_by(0, stage, phase, work, sizes, C)
+        stage, phase = _skip_unit(0, stage, phase, work, sizes, C)
     for unit in range(WHO if C.pingpong else 0, work[0], STRIDE):
         tile, first, last = unit_at(unit, work, sizes, C)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
@@ -368,7 +368,7 @@ def consume(
                 stage, phase, reading, acc, up = _multiply_steps(
                     begin + 1, upto, ring, barriers, stage, phase, reading, acc, up, WHO, C
                 )
-                acc, up = _finished(acc, up, C)
+                acc, up = _await_products(acc, up, C)
                 mbarrier.arrive(empty.index(reading))
                 total += acc
                 if C.narrow:
@@ -399,14 +399,14 @@ def consume(
             )
         if C.pingpong:
             mbarrier.arrive(turn.index(1 - WHO))
-            stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
+            stage, phase = _skip_unit(unit + 1, stage, phase, work, sizes, C)
         bias = target[1]
         if C.BIAS:
             bias = bias_of(target[1], matrix, column, N, C.subtiles, C)
             if C.GATED:
                 bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.subtiles, C)
         if not C.stepped:
-            acc, up = _finished(acc, up, C)
+            acc, up = _await_products(acc, up, C)
             mbarrier.arrive(empty.index(reading))
         if C.ranges > 1:
             acc = total + acc
@@ -416,17 +416,17 @@ def consume(
         # code after it, which delayed the last stage by half an epilogue.
         if row < end:
             if C.tail_splits > 1 and first > 0:
-                _leave(acc, up, parts, WHO, C)
+                _store_part(acc, up, parts, WHO, C)
             else:
                 if C.tail_splits > 1 and last < work[5]:
-                    acc, up = _completed(acc, up, parts, WHO, C)
+                    acc, up = _add_parts(acc, up, parts, WHO, C)
                 if C.splits > 1:
                     row += matrix * gl.cdiv(sizes[0], C.BLOCK_M) * C.BLOCK_M
                 store_tile(
                     acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
                     EPILOGUE, OF, OF_2, WHO, C,
                 )  # fmt: skip
-                # Each buffer's phases of a tile.
+                # A tile uses each buffer this many times; every use flips the buffer's phase.
                 if C.subtiles // C.buffers % 2 == 1:
                     strip_phase ^= 1
     store_wait(0)

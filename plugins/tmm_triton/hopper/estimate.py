@@ -1,6 +1,6 @@
 """Estimates the Hopper kernel's time from its config: waves of tiles, memory and launch.
 
-Launched code does not depend on this module, so measurements may change it without a new version.
+Launched code does not depend on this module: new measurements change it without a new version.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ROW_BYTES = 85
 #: is 4 % faster in them in steady state. This constant and the next two are fitted to timings
 #: (``benchmarks/results/estimated_tiles.txt``).
 _POWER = 1 / 6
-#: Share of an epilogue that other consumers of the same tile do not hide, unless they are in step.
+#: Share of an epilogue that the tile's other consumers do not hide.
 _EXPOSED = 0.9
-#: Factor on multiplying if the first tiles are split, more than so many waves follow, and both
-#: operands are read again: then blocks do not work on a rectangle of tiles. On an H100, whose L2 is
-#: smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three parts, and 582
-#: in others. But such tiles win often, mostly on an H200: with 1.1 they were not proposed where
-#: they won by 5 to 14 % (``benchmarks/results/proposals.md``).
+#: Factor on multiplying if the first tiles are split, more than ``_FEW_WAVES`` waves follow, and
+#: both operands are read again: then blocks do not work on a rectangle of tiles. On an H100, whose
+#: L2 is smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three parts,
+#: and 582 in other tiles. But split tiles win often, mostly on an H200: with 1.1 they were not
+#: proposed where they won by 5 to 14 % (``benchmarks/results/proposals.md``).
 _IRREGULAR, _FEW_WAVES = 1.03, 2
 #: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
 #: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
@@ -41,16 +41,16 @@ _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
 #: µs to store, or add, a part of 128×256 elements (``tail_splits``), and to wait until another
 #: block's part can be added.
 _PART_US, _WAITING_US = 1.0, 3.0
-#: µs until the products of a range of K are done and added to those before, assumed.
+#: µs to end the products of a range of K and add their sums to those of earlier ranges: assumed.
 _ENDED_US = 0.3
 #: Bytes per µs at which the reducing kernel reads parts of every tile (``splits``) from L2.
 _PARTS_BYTES = 3e6
-#: How much longer multiplying takes where the sums of each step wait to be added, by the number of
-#: consumers, and in two halves. On an H100 with scales of blocks, tiles of 64×128, 128×128, 192×128
-#: and 128×256: ``benchmarks/results/h100/step_scales.txt``.
+#: Factor on multiplying where the sums of each step are added separately: by the number of
+#: consumers, and in two halves. Measured on an H100 with scales of blocks, in tiles of 64×128,
+#: 128×128, 192×128 and 128×256 (``benchmarks/results/h100/step_scales.txt``).
 _PROMOTED, _HALVES = {1: 1.6, 2: 1.4, 3: 1.25}, 1.25
 #: Maximum rows (columns) of the output for which ``evict_first`` is tried, since few tiles read the
-#: other operand; maximum for which it always won; and how much longer memory takes without it.
+#: other operand; maximum for which it always won; and the factor on memory's time without it.
 #: Saved on an H200, in µs:
 #:   32 to 128 rows: 2.3 to 4.7 of 17 to 70.
 #:   256 rows: 3.1 of 22.9 (4096²), 3.8 of 53.1 (8192²), -2.5 of 97 (28672×4096).
@@ -125,7 +125,7 @@ def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float
 
 
 def _waves(problem: Problem, config: WarpSpecializedConfig) -> float:
-    """Tiles per SM; the last ones may be split."""
+    """Tiles per SM; the last wave counts less if its tiles are split."""
     count, sms = tile_count(problem, config) * config.splits, Machine.of(problem.device).sms
     if config.tail_splits > 1:
         return count // sms + 1 / config.tail_splits
@@ -152,7 +152,7 @@ def _extent(problem: Problem, config: WarpSpecializedConfig) -> tuple[int, int]:
 def streams(problem: Problem) -> bool:
     """Whether operands are loaded with ``evict_first``."""
     if problem.groups is not None:
-        # Where one row of tiles is all of most groups, their part of b is read once.
+        # If most groups have a single row of tiles, their part of b is read once.
         return rows_ragged(problem) and _mean_rows(problem) <= SURELY_STREAMED
     return problem.batch == 1 and min(problem.m, problem.n) <= _STREAMED
 

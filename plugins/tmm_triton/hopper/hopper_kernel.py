@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_triton.hopper.consumer import consume
 from tmm_triton.hopper.producer import bring_words, prefetch, prime, produce
-from tmm_triton.ragged_tiles import tabulated, zero_beyond
+from tmm_triton.ragged_tiles import store_table, zero_beyond
 
 
 @jit
@@ -54,7 +54,7 @@ def warp_specialized_kernel(
     ring = (a_ring, b_ring)
     barriers = (full, empty)
     strides = (a_stride_z, b_stride_z)
-    # Groups take the place of a batch, and of split tiles, which they do not have.
+    # With groups, the fields of BATCH and TAIL are replaced below: grouped problems have neither.
     sizes = (M, N, K, GROUP_M, BATCH, TAIL)
     if C.early == "b":
         prime(a_desc, b_desc, strides, ring, barriers, sizes, "b", C)
@@ -73,22 +73,22 @@ def warp_specialized_kernel(
     else:
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
     if C.overlaps:
-        # The previous launch may run until here. It may write what this launch reads, read what it
-        # writes, or use the same flags and workspace. Nothing above touches memory that may be
-        # written, except b if the caller promises that b is not being written. All threads of the
-        # first partition wait, and then start the others through a barrier of the block. So no role
-        # loads, stores or reads a flag before all earlier launches are complete. Every block waits,
-        # so that this grid ends after the previous one: waiting for this one is waiting for all.
+        # The previous launch may run until here. It may write operands of this launch, read its
+        # output, or use the same flags and workspace. Nothing above touches such memory, except b
+        # if the caller promises that b is not being written. All threads of the first partition
+        # wait, and then start the others through a barrier of the block. So no role loads, stores
+        # or reads a flag before all earlier launches are complete. Every block waits, so this grid
+        # ends after the previous one: a launch that waits for this grid waits for all before it.
         gdc_wait()
     if C.RAGGED == "m":
         groups = (offs_ptr, table_ptr + gl.program_id(0) * G, G)
-        sizes = (M, N, K, GROUP_M, tabulated(groups, M, C.BLOCK_M, C.num_warps), groups)
+        sizes = (M, N, K, GROUP_M, store_table(groups, M, C.BLOCK_M, C.num_warps), groups)
     elif C.RAGGED == "k":
         sizes = (M, N, K, GROUP_M, G, (offs_ptr, table_ptr, G))
     prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.early == "b" else "ab", C)
     if C.overlaps:
-        # The next launch's blocks then start as SMs become free. After the wait: the next launch's
-        # early part must not overlap the previous launch.
+        # From here on the next launch's blocks start as SMs become free. This comes after the wait:
+        # the next launch's early part must not overlap the previous launch.
         gdc_launch_dependents()
     if C.ZEROED:
         out = (out_ptr, out_stride, out_index_ptr)

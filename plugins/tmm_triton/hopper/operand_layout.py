@@ -14,8 +14,8 @@ from tmm_core.triton import Described, pointer, releases
 
 #: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
-#: Maximum rows (columns) of the other operand if one is loaded word by word: for more it would be
-#: loaded again, while ``triton.realigned`` copies it once.
+#: Maximum rows (columns) of the other operand if one is loaded word by word. With more, every tile
+#: would load it again, while ``triton.realigned`` copies it once.
 _FEW = 128
 #: Maximum size of the clipped dimension, see :func:`clipped`.
 MOST_ROWS = 2**30
@@ -25,8 +25,9 @@ _UNLIMITED = 2**31 - 2**16
 
 
 def by_words(problem: Problem) -> str | None:
-    """The operand that TMA cannot read, ``"a"`` or ``"b"``, if there is only one, and so few rows
-    or columns of the other multiply it that it is read once or twice."""
+    """The operand that is loaded word by word, ``"a"`` or ``"b"``; None if there is none. TMA can
+    read the other operand but not this one, which few rows or columns of the other multiply: it is
+    read once or twice."""
     misaligned = [name for name in "ab" if not getattr(problem, name).aligned]
     plain = problem.batch == 1 and not problem.gated and problem.a.dtype.itemsize == 2
     plain = plain and problem.groups is None
@@ -62,7 +63,7 @@ def scattered(problem: Problem) -> bool:
 
 
 def side_by_side(problem: Problem) -> bool:
-    """Whether a tile may be two products side by side."""
+    """Whether a tile may consist of two products side by side."""
     if problem.native or by_words(problem):
         return False
     return releases.views_of_any_number() or not releases.views_end_with_boxes()
@@ -80,7 +81,7 @@ def residual_by_tma(problem: Problem) -> bool:
     )
 
 
-def rows_brought(problem: Problem, rows: int) -> int:
+def box_rows_of_a(problem: Problem, rows: int) -> int:
     """Rows of A in a box: a consumer's ``rows``, at most the next power of two of M. The tile's
     remaining rows multiply stale memory and are not stored. When TMA zero-filled the 60 missing
     rows of a 4×4096×14336, its time rose from about 40 µs to 70 on an H200. Swizzling needs at

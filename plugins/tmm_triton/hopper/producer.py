@@ -9,14 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tmm_core.triton import releases
 from tmm_triton.hopper.scheduler import (
-    described,
+    descriptor_index,
     next_stage,
     skip_stages,
     tile_at,
     unit_at,
     work_of,
 )
-from tmm_triton.ragged_tiles import bounds, placed
+from tmm_triton.ragged_tiles import box_start, group_bounds
 from tmm_triton.unaligned_loads import box_of, box_rows, box_words
 
 async_load = releases.async_load
@@ -47,12 +47,12 @@ def _load(
     A_KIND: gl.constexpr = C.a_kind
     B_KIND: gl.constexpr = C.b_kind
     matrix, row, column, end, _corner = tile_at(tile, sizes, C)
-    of_a = described(matrix, a_stride, A_KIND)
-    of_b = described(matrix, b_stride, B_KIND)
+    of_a = descriptor_index(matrix, a_stride, A_KIND)
+    of_b = descriptor_index(matrix, b_stride, B_KIND)
     start = first * C.BLOCK_K
     stop = gl.minimum(last * C.BLOCK_K, K)
     if C.RAGGED == "k":
-        begin, end = bounds(matrix, sizes[5], K)
+        begin, end = group_bounds(matrix, sizes[5], K)
         start = begin + first * C.BLOCK_K
         stop = begin + last * C.BLOCK_K
     for k in range(start, stop, C.BLOCK_K):
@@ -64,14 +64,14 @@ def _load(
             # Whole boxes of both operands, including elements that TMA fills with zeros.
             mbarrier.expect(ready, BYTES)
         for part in gl.static_range(ASKED_A):
-            where = placed(of_a, end, row + part * C.rows, k, C.A_COL, A_KIND)
+            where = box_start(of_a, end, row + part * C.rows, k, C.A_COL, A_KIND)
             slot = a_ring.index(stage * A_BOXES + part)
             if C.rows > C.A_ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_load(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
             at = column + part // EACH * N + part % EACH * C.box_columns
-            where = placed(of_b, end, k, at, C.B_COL, B_KIND)
+            where = box_start(of_b, end, k, at, C.B_COL, B_KIND)
             slot = b_ring.index(stage * B_BOXES + (part + C.ahead) % B_BOXES)
             async_load(b_desc, where, ready, slot)
         stage, phase = next_stage(stage, phase, C)

@@ -1,12 +1,12 @@
 """The tile scheduler of ``triton.warp_specialized``: the tiles of a block, their k-steps, and the
-stages of the ring that these use. All roles of a block follow the same schedule."""
+ring stages of the steps. All roles of a block follow the same schedule."""
 
 from __future__ import annotations
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
-from tmm_triton.ragged_tiles import bounds, located
+from tmm_triton.ragged_tiles import find_tile, group_bounds
 
 
 @jit
@@ -21,7 +21,8 @@ def tile_at(index, sizes, C: gl.constexpr):
     The last tiles are moved inside, because TMA takes longer to zero-fill elements than to load
     them. Elements that they share with the previous tiles are stored twice with the same bits, or
     once by pointers. Ragged rows are not moved, since another group may come before. Nor are
-    columns, if blocks of b have scales or an output has groups: a tile then has whole ones."""
+    columns, if blocks of b have scales or an output has groups: a tile then has whole blocks or
+    groups."""
     M, N, _, GROUP_M, COUNT, groups = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
@@ -35,7 +36,7 @@ def tile_at(index, sizes, C: gl.constexpr):
     end = M
     if C.RAGGED == "m":
         height = gl.maximum(height, 1)  # also called by a block without tiles
-        matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
+        matrix, row, end = find_tile(first + within % height, groups, M, C.BLOCK_M)
     else:
         row = (first + within % height) * C.BLOCK_M
     column = within // height * C.BLOCK_N
@@ -116,15 +117,15 @@ def unit_at(index, work, sizes, C: gl.constexpr):
     if C.RAGGED == "k":
         M, N, K, _, _, groups = sizes
         group = tile // (gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N))
-        start, end = bounds(group, groups, K)
+        start, end = group_bounds(group, groups, K)
         last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)
     return tile, first, last
 
 
 @jit
-def described(matrix, stride, KIND: gl.constexpr):
-    """The matrix's index in its descriptor: TMA does not support a stride of zero, so a matrix
-    shared by the whole batch is described alone."""
+def descriptor_index(matrix, stride, KIND: gl.constexpr):
+    """The matrix's index in its descriptor: TMA does not support a stride of zero, so the
+    descriptor of a matrix that the whole batch shares holds it alone."""
     return gl.where(stride == 0, 0, matrix) if KIND == "stack" else matrix
 
 

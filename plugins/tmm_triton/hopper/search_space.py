@@ -109,14 +109,14 @@ _WORD_TILES = (
 #: Tiles and configs proposed for one problem, and tiles if reading dominates. In 29 problems of
 #: that kind the best tile was among the first five by estimate, and in 19 it was the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
-#: Tiles of two products that are tried in addition, and the factor on the least estimate up to
-#: which they are. No estimate is exact enough to rank both kinds. In 22 problems on both GPUs the
-#: fastest of them was among the first four, with at most 1.11 times the least estimate.
+#: Tiles of two products that are tried in addition, and the maximum ratio of their estimate to the
+#: least one. No estimate is exact enough to rank both kinds. In 22 problems on both GPUs the
+#: fastest such tile was among the first four, with at most 1.11 times the least estimate.
 _SIDE_BY_SIDE_TRIED, _SIDE_BY_SIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
-#: How many tiles are tried in that mode with each number of ranges of K, and by how many configs
-#: the limit above is higher.
+#: How many tiles that mode tries with each number of ranges of K, and the configs that it adds to
+#: ``_CONFIGS_TRIED``.
 _RANGED_TRIED, _KINDS_TRIED = 2, 8
 #: Maximum K that counts as short.
 _SHORT_K = 1024
@@ -132,7 +132,7 @@ _BOTH_WAYS = 3
 
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
-    """The search space, best guess first; without a limit if ``SEARCH_LIMITED`` is not set."""
+    """The search space, best estimate first; without a limit if ``SEARCH_LIMITED`` is not set."""
     return _configs(problem, SEARCH_LIMITED.get())
 
 

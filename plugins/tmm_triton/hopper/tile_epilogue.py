@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from tmm_core.triton import releases
-from tmm_triton.hopper.scheduler import as_matrix, described
-from tmm_triton.ragged_tiles import placed
+from tmm_triton.hopper.scheduler import as_matrix, descriptor_index
+from tmm_triton.ragged_tiles import box_start
 
 async_load = releases.async_load
 async_store = releases.async_store
@@ -96,8 +96,8 @@ def fetch(staged, strip, matrix, row, column, end, WHO: gl.constexpr, C: gl.cons
     slot = WHO * BUFFERS + strip % BUFFERS
     ready = loaded.index(slot)
     mbarrier.expect(ready, BYTES)
-    of_r = described(matrix, stride, KIND)
-    where = placed(of_r, end, row, column + strip * C.width, False, KIND)
+    of_r = descriptor_index(matrix, stride, KIND)
+    where = box_start(of_r, end, row, column + strip * C.width, False, KIND)
     async_load(r_desc, where, ready, staging.index(slot))
 
 
@@ -269,5 +269,5 @@ def store_tile(
                 store_wait(0 if i == 0 and SUBTILES % BUFFERS else BUFFERS - 1)
             buffer.store(x.to(c_desc.dtype))
             fence_async_shared()
-            where = placed(matrix, M, row, at, False, KIND)
+            where = box_start(matrix, M, row, at, False, KIND)
             async_store(c_desc, where, staging.index(slot))

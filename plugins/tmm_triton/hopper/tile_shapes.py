@@ -40,7 +40,7 @@ def tile_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def groups_present(problem: Problem) -> int:
-    """How many groups can have anything at all."""
+    """Number of groups that can be non-empty."""
     assert problem.groups is not None
     return max(1, min(problem.groups.count, problem.extent))
 
@@ -54,8 +54,8 @@ def steps(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def tail_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The number of tiles that ``tail_splits`` splits, which come first: as many as an incomplete
-    wave has, rounded up to whole columns of tiles if rows of tiles overlap."""
+    """The number of tiles that ``tail_splits`` splits, which come first: the tiles of an incomplete
+    wave, rounded up to whole columns of tiles if rows of tiles overlap."""
     tail = tile_count(problem, config) % problem.device.sm_count
     rows = tile_rows(problem, config)
     return -(-tail // rows) * rows if _overlaps(problem.m, config.BLOCK_M) else tail
@@ -67,9 +67,9 @@ def _overlaps(size: int, block: int) -> bool:
 
 
 def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedConfig:
-    """A config of another problem, such as another M of the bucket, with no more parts than this
-    problem's last wave has SMs and room for. Blocks would wait forever for a part that no block
-    computes."""
+    """A config, perhaps of another M of the bucket, limited to the parts and ranges of K that this
+    problem has SMs, k-steps and workspace for. Otherwise blocks would wait forever for a part that
+    no block computes."""
     tail_splits = min(config.tail_splits, room_for_splits(problem, config))
     splits = min(config.splits, room_for_parts(problem, config))
     words = by_words(problem) == "b" and config.early in ("l2", "b")
@@ -81,8 +81,8 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
 
 
 def room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """SMs per tile of the last wave; 1 if a row's sums must not depend on M, if tiles overlap, or
-    if the host does not know their number."""
+    """The maximum of ``tail_splits``, SMs per tile of the last wave; 1 if a row's sums must not
+    depend on M, if tiles overlap, or if the host does not know how many there are."""
     tail = tail_tiles(problem, config)
     if not tail or problem.batch_invariant or problem.groups or not _alike(problem, config):
         return 1
@@ -120,8 +120,8 @@ def room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def room_for_ranges(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """How many ranges of K a block may sum one after the other: at most one for each k-step. Gated
-    problems, 8-bit operands and groups have one, as more are not implemented for them."""
+    """The maximum of ``ranges``: one for each k-step. Gated problems, 8-bit operands and groups
+    have one, since more are not implemented for them."""
     if problem.gated or problem.native or problem.groups is not None:
         return 1
     return -(-problem.k // config.BLOCK_K)

@@ -5,8 +5,8 @@ rounds and stores. Here the block is persistent and its warps have roles:
 
 * The producer, one warp with 24 registers per thread, walks all k-steps of all the block's tiles
   and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
-  for a free stage. The first few are requested before the warps take their roles, which costs
-  0.5 µs, in which they arrive. With ``evict_first`` they are loaded with that hint
+  for a free stage. The first few stages are requested before the warps take their roles, and arrive
+  in the 0.5 µs which that takes. ``evict_first`` adds this hint to the loads
   (``tmm_core.triton.ptx``), which saves 2 to 4 µs if few rows multiply a weight.
 * If TMA cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads
   it through registers (``tmm_triton.unaligned_loads``), and arrives at a stage like the producer.
@@ -89,7 +89,7 @@ from tmm_triton.hopper.config import (
     Constants,
     WarpSpecializedConfig,
     columns_grouped,
-    multiplied,
+    main_problem,
 )
 from tmm_triton.hopper.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper.operand_layout import (
@@ -180,7 +180,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             if problem.groups.a_index is not None:
                 yield "TMA does not gather rows on Hopper (triton.gathered copies them before)"
             if scattered(problem) and problem.residual is not None:
-                yield "rows of the result are scattered, and the residual's with them"
+                yield "rows of the result are scattered, which is not supported with a residual"
             if problem.extent > MOST_ROWS:
                 yield f"more than {MOST_ROWS} rows of groups (TMA)"
 
@@ -242,7 +242,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
         """The build of the product itself, which is launched first."""
         at, blocks = _parts(problem, config), _blocks(problem, config)
-        problem = multiplied(problem, config)
+        problem = main_problem(problem, config)
         c = Constants.of(problem, config)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
         groups, kinds = problem.groups, kinds_of(problem)
@@ -257,8 +257,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         def outer(name: str) -> tuple[str, int]:
             return name, -1 if getattr(problem, name).layout == "col" else -2
 
-        # The type and the value of each.
-        given: Typed = {
+        # The type and the value of each argument.
+        arguments: Typed = {
             "a_desc": descriptor("a", c.A_ROWS, config.BLOCK_K),
             "b_desc": descriptor("b", config.BLOCK_K, c.box_columns),
             "M": ("i32", problem.m),
@@ -268,32 +268,32 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             "GROUP_M": ("i32", config.GROUP_M),
         }
         if problem.batch > 1:
-            given |= {"BATCH": ("i32", problem.batch), "a_stride_z": ("i64", ("a", 0))}
-            given |= {"b_stride_z": ("i64", ("b", 0))}
+            arguments |= {"BATCH": ("i32", problem.batch), "a_stride_z": ("i64", ("a", 0))}
+            arguments |= {"b_stride_z": ("i64", ("b", 0))}
         if groups is not None:
-            given |= {"offs_ptr": ("*i32", "offs"), "G": ("i32", groups.count)}
+            arguments |= {"offs_ptr": ("*i32", "offs"), "G": ("i32", groups.count)}
             if groups.ragged == "m":
-                given |= {"table_ptr": ("*i32", "workspace"), "b_stride_z": ("i64", ("b", 0))}
+                arguments |= {"table_ptr": ("*i32", "workspace"), "b_stride_z": ("i64", ("b", 0))}
             for name in ("out_index", "out_weights"):
                 if dtype := groups.extras[name]:
-                    given[f"{name}_ptr"] = (pointer(dtype), name)
+                    arguments[f"{name}_ptr"] = (pointer(dtype), name)
         if c.WORDS is not None:
-            del given[f"{c.WORDS}_desc"]
-            given |= {"words_ptr": (pointer(problem.a.dtype), c.WORDS)}
-            given |= {"words_stride": ("i64", outer(c.WORDS))}
+            del arguments[f"{c.WORDS}_desc"]
+            arguments |= {"words_ptr": (pointer(problem.a.dtype), c.WORDS)}
+            arguments |= {"words_stride": ("i64", outer(c.WORDS))}
         if config.tail_splits > 1:
-            given |= {"parts_ptr": ("*fp32", "workspace")}
-            given |= {"flags_ptr": ("*i32", Zeros(blocks * c.a_boxes))}
-            given |= {"TAIL": ("i32", tile_shapes.tail_tiles(problem, config))}
+            arguments |= {"parts_ptr": ("*fp32", "workspace")}
+            arguments |= {"flags_ptr": ("*i32", Zeros(blocks * c.a_boxes))}
+            arguments |= {"TAIL": ("i32", tile_shapes.tail_tiles(problem, config))}
         if config.early == "l2":
-            given |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
-            given |= {"ahead_stride": ("i64", outer("b"))}
+            arguments |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
+            arguments |= {"ahead_stride": ("i64", outer("b"))}
         outputs = problem.epilogue.outputs
         for i, port in enumerate(outputs if c.GROUP else ()):
-            given[_PORTS[i]] = pointer(port.dtype), f"output_{i}"
+            arguments[_PORTS[i]] = pointer(port.dtype), f"output_{i}"
         if c.REDUCE is not None:
-            given |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", at)}
-            given |= {"port_stride": ("i64", problem.m)}
+            arguments |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", at)}
+            arguments |= {"port_stride": ("i64", problem.m)}
         constants: dict[str, Any] = {
             "EPILOGUE": device_function(problem.epilogue),
             **dict.fromkeys(_FUNCTIONS),
@@ -306,28 +306,28 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             divisible = {"N": ALIGNMENT, **dict.fromkeys(_PORTS[: len(outputs)], ALIGNMENT)}
         if c.POINTERS or c.ZEROED:
             stride = "i64" if problem.out.wide or problem.m == 1 else "i32"
-            given |= {"out_ptr": (pointer(problem.out.dtype), "out")}
-            given |= {"out_stride": (stride, ("out", -2))}
+            arguments |= {"out_ptr": (pointer(problem.out.dtype), "out")}
+            arguments |= {"out_stride": (stride, ("out", -2))}
         if c.POINTERS and c.stacked:
-            given["out_stride_z"] = ("i64", ("out", 0))
+            arguments["out_stride_z"] = ("i64", ("out", 0))
         if not c.POINTERS:
             type_of, out = descriptor("out", rows, width)
             describe, columns = out.describe, problem.n
             if config.splits > 1:  # parts of all tiles, one below the other
                 out = Described("workspace", lambda t: describe(t.view(-1, columns)))
-            given["c_desc"] = (type_of, out)
+            arguments["c_desc"] = (type_of, out)
         if problem.bias is not None:
-            given |= {"bias_ptr": (pointer(problem.bias), "bias")}
-            given |= {"bias_stride": ("i64", ("bias", -1))}
-            given |= {"bias_stride_z": ("i64", ("bias", 0))} if groups is not None else {}
+            arguments |= {"bias_ptr": (pointer(problem.bias), "bias")}
+            arguments |= {"bias_stride": ("i64", ("bias", -1))}
+            arguments |= {"bias_stride_z": ("i64", ("bias", 0))} if groups is not None else {}
         if residual_by_tma(problem):
-            given["r_desc"] = descriptor("residual", rows, width)
+            arguments["r_desc"] = descriptor("residual", rows, width)
         elif problem.residual is not None:
             # A dimension of one element may have any stride.
             wide = problem.residual.wide or 1 in (problem.m, problem.n)
             stride = "i64" if wide else "i32"
-            given |= {"residual_ptr": (pointer(problem.residual.dtype), "residual")}
-            given |= {"residual_stride_m": (stride, ("residual", -2))}
+            arguments |= {"residual_ptr": (pointer(problem.residual.dtype), "residual")}
+            arguments |= {"residual_stride_m": (stride, ("residual", -2))}
             if problem.residual.layout == "row":
                 # Neighbours are adjacent: aligned pairs are loaded at once.
                 constants["residual_stride_n"] = 1
@@ -336,25 +336,25 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
                     if c.stacked:
                         divisible["residual_stride_z"] = 4
             else:
-                given |= {"residual_stride_n": (stride, ("residual", -1))}
+                arguments |= {"residual_stride_n": (stride, ("residual", -1))}
         if problem.residual is not None and c.stacked:
-            given["residual_stride_z"] = ("i64", ("residual", 0))
+            arguments["residual_stride_z"] = ("i64", ("residual", 0))
         if c.STORED > 1 or (c.ZEROED and not c.POINTERS):
             # Scattered rows and zeros are stored 16 bytes at a time.
             step = ALIGNMENT // problem.out.dtype.itemsize
             whole = max(step, divisible.get("N", 1))
             divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
         if problem.scaled:
-            given["alpha"] = ("fp32", "alpha")
-        given |= parts(problem)
+            arguments["alpha"] = ("fp32", "alpha")
+        arguments |= parts(problem)
         if c.stepped:
             # As if each group were a product of a batch.
             stack = replace(problem, groups=None, batch=max(2, groups.count)) if groups else problem
-            given |= scaled_step.arguments(stack, "a" if groups else "")[0]
+            arguments |= scaled_step.arguments(stack, "a" if groups else "")[0]
         constants |= {
             name: None
             for name in warp_specialized_kernel.arg_names
-            if name not in given | constants
+            if name not in arguments | constants
         }
         options = {
             "num_warps": config.num_warps,
@@ -362,8 +362,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             "edits": config.edits,
             **reduction_order.options(problem),
         }
-        types = {name: each for name, (each, _) in given.items()}
-        values = {name: value for name, (_, value) in given.items()}
+        types = {name: each for name, (each, _) in arguments.items()}
+        values = {name: value for name, (_, value) in arguments.items()}
         return Build(
             warp_specialized_kernel, types, constants, divisible, options, values, (blocks, 1, 1)
         )
@@ -400,7 +400,7 @@ def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Elements of the workspace that sums over parts of K take."""
+    """Workspace elements for the sums over parts of K."""
     if config.splits > 1:
         return config.splits * part_elements(problem, config)
     if config.tail_splits == 1:
