@@ -58,11 +58,7 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     """Issue a warning that points at the user's line that called into tmm; a fixed stack level
     would not do, since ten to thirty frames lie between."""
     frame = sys._getframe(1)
-    # Generated functions have no module.
-    while (
-        frame.f_back is not None
-        and (frame.f_globals.get("__name__") or "tmm_core").partition(".")[0] in _BETWEEN
-    ):
+    while frame.f_back is not None and _package(frame) in _BETWEEN:
         frame = frame.f_back
     warnings.warn_explicit(
         message,
@@ -98,7 +94,7 @@ def reraise(error: BaseException) -> None:
     ``SystemExit`` is raised again only from a signal handler: a plugin may call ``sys.exit``.
     """
     for cause in chain(error, suppressed=True):
-        if _passes(cause, frames_of(cause)):
+        if _must_reraise(cause, frames_of(cause)):
             try:
                 raise cause
             finally:
@@ -137,7 +133,8 @@ def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseExc
             waiting += [(one, True) for one in _GROUP.exceptions.__get__(each)]
 
 
-def _passes(error: BaseException, frames: Sequence[FrameType]) -> bool:
+def _must_reraise(error: BaseException, frames: Sequence[FrameType]) -> bool:
+    """Whether :func:`reraise` raises this exception, whose traceback has these frames."""
     kind = type(error)
     if issubclass(kind, KeyboardInterrupt):
         return True
@@ -146,8 +143,8 @@ def _passes(error: BaseException, frames: Sequence[FrameType]) -> bool:
     handlers = {id(code) for code in _handlers()} if frames else ()
     if any(id(frame.f_code) in handlers or _is_interruption(frame) for frame in frames):
         return True
-    own = issubclass(kind, Exception | SystemExit | GeneratorExit)
-    return not own and not any(map(_is_foreign, frames))
+    ordinary = issubclass(kind, Exception | SystemExit | GeneratorExit)
+    return not ordinary and not any(map(_is_foreign, frames))
 
 
 class suppress:  # noqa: N801  # used like contextlib.suppress
@@ -179,7 +176,7 @@ class suppress:  # noqa: N801  # used like contextlib.suppress
         return True
 
 
-# A stranger's exception may define attributes of these names, and ``__class__``, that raise.
+# A third-party exception may define attributes of these names, and ``__class__``, that raise.
 _TRACEBACK: Final = BaseException.__dict__["__traceback__"].__get__
 _CAUSE: Final = BaseException.__dict__["__cause__"].__get__
 _CONTEXT: Final = BaseException.__dict__["__context__"].__get__
@@ -197,19 +194,17 @@ _OPTIMIZED: Final = 0x01
 _WARNING_CODE: Final = warn_caller.__code__
 
 
-def trace_of(error: BaseException) -> TracebackType | None:
-    """The traceback of any exception, without calling code of its class."""
-    trace: TracebackType | None = _TRACEBACK(error)
-    return trace
+def traceback_of(error: BaseException) -> Iterator[TracebackType]:
+    """The entries of an exception's traceback, outermost first. No code of its class runs."""
+    trace = _TRACEBACK(error)
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 def frames_of(error: BaseException) -> list[FrameType]:
     """The frames of an exception's traceback, outermost first."""
-    frames, trace = [], trace_of(error)
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames
+    return [trace.tb_frame for trace in traceback_of(error)]
 
 
 def _is_interruption(frame: FrameType) -> bool:
@@ -219,17 +214,17 @@ def _is_interruption(frame: FrameType) -> bool:
     The handler may have been replaced since.
     """
     code, values = frame.f_code, frame.f_locals
-    given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+    arguments = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & _VARARGS:
         rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
-        given += rest if type(rest) is tuple else ()
+        arguments += rest if type(rest) is tuple else ()
     if type(values) is dict and code.co_flags & _OPTIMIZED:
         # Before Python 3.13 the frame keeps this copy of its variables, the exception among them.
         # The cycle would keep all callers' variables until the cyclic GC runs.
         values.clear()
     return any(
         type(number) is int and interrupted is frame.f_back is not None
-        for number, interrupted in itertools.pairwise(given)
+        for number, interrupted in itertools.pairwise(arguments)
     )
 
 
@@ -243,18 +238,21 @@ def _handlers() -> Iterator[CodeType]:
             yield handler.__code__
 
 
+def _package(frame: FrameType) -> str:
+    """The top package of a frame's module. Generated functions have no module: they are tmm's."""
+    return (frame.f_globals.get("__name__") or "tmm_core").partition(".")[0]
+
+
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame belongs neither to tmm nor to the standard library. Generated functions have
-    no module."""
-    module = (frame.f_globals.get("__name__") or "tmm_core").partition(".")[0]
-    return module not in _OWN and module not in sys.stdlib_module_names
+    """Whether a frame belongs neither to tmm nor to the standard library."""
+    package = _package(frame)
+    return package not in _OWN and package not in sys.stdlib_module_names
 
 
 def foreign_place(error: BaseException) -> str:
     """File and line of the innermost foreign frame of an exception; empty if there is none."""
-    place, trace = "", trace_of(error)
-    while trace is not None:
+    place = ""
+    for trace in traceback_of(error):
         if _is_foreign(trace.tb_frame):
             place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
     return place

@@ -214,9 +214,9 @@ def table(
     *,
     right: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of a table, none longer than `width`: cells are folded, between words if they can
-    be. Columns in `right` are right-aligned. A row that is a string is an indented paragraph
-    across all columns, which continues the row above."""
+    """The lines of a table, none longer than `width`: cells are folded, between words if possible.
+    Columns in `right` are right-aligned. A row that is a string is an indented paragraph across all
+    columns, which continues the row above."""
     plain = [row for row in rows if not isinstance(row, str)]
     cells = list(zip(columns, *plain, strict=True))
     widths = [max(map(len, column)) for column in cells]
@@ -278,7 +278,7 @@ def paragraph(text: str, width: int, *, hanging: int = 0) -> list[str]:
 
 
 def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], Sequence[str]]]:
-    """Names that have the same texts, together, in the order of the first of each."""
+    """Group names by their texts, in the order in which each text first appears."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, texts in pairs:
         groups.setdefault(tuple(texts), []).append(name)

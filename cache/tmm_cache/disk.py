@@ -28,9 +28,9 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file. Raises OSError, also for anything else.
+    """A descriptor of a regular file. Raises OSError for anything else.
 
-    It never blocks: a FIFO or a socket in a file's place is refused.
+    It never blocks: a FIFO or a socket in place of a file is refused.
     """
     with suppress(FileNotFoundError):
         require_regular(os.stat(path))  # before opening: some devices have side effects
@@ -38,7 +38,8 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def opened(path: Path, flags: int) -> int:
-    """Like `open_regular`, without the `stat` before: for a path just checked, or one of 10,000."""
+    """Like `open_regular`, without its `stat` before opening: for a path that was just checked, or
+    for one of 10,000."""
     # Reading follows links, as in a mounted config volume; writing through one could change
     # somebody else's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
@@ -86,7 +87,7 @@ def append_line(path: Path, line: bytes, most: int) -> bool:
 
 def read_all(handle: int, most: int) -> bytes:
     """Read the rest of a file, at most one byte more than `most`. Raises OSError."""
-    # Its size plus one byte, which detects the end.
+    # The first read asks for one byte beyond the file's size: a short read marks the end.
     parts: list[bytes] = []
     size = 0
     room = min(os.fstat(handle).st_size, most) + 1
@@ -98,7 +99,7 @@ def read_all(handle: int, most: int) -> bytes:
 
 
 def touch(path: Path) -> None:
-    """Note in a file's mtime that it is used now, at most once a day."""
+    """Record in a file's mtime that it is used now, at most once a day."""
     # Fails where the root is read-only or belongs to another user.
     with suppress(OSError):
         if abs(time.time() - os.stat(path).st_mtime) > TOUCH_SECONDS:
@@ -170,7 +171,8 @@ def write_for_all(file: Path, data: bytes) -> None:
 def remove_with_lock(path: Path) -> None:
     """Remove a file, and a record's lock with the record. Raises OSError.
 
-    A process that holds the lock goes on; another may then tune the same problem beside it.
+    A process that holds the lock continues; another may then tune the same problem at the same
+    time.
     """
     path.unlink(missing_ok=True)
     path.with_name(path.name + LOCK_SUFFIX).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reports a store's faults, each once; a fault of a whole folder or root stands for its files."""
+"""Warns of a store's faults, each once: one warning for all files of a faulty folder or root."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tmm_cache.paths import VERSION, is_nowhere
 _UNWRITABLE: Final = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 
 
-def passed_over(fault: Fault) -> None:
-    """Warn of a fault; one that all files of a folder share is reported once per root."""
+def warn_of(fault: Fault) -> None:
+    """Warn of a fault. A fault that all files of a folder share is reported once per root."""
     if is_nowhere(fault.path):
         return
-    if fault.place:
+    if fault.of_folder:
         text = f"{fault.reason}; passed over, and records that exist only there are tuned again"
         parents = (fault.path, *fault.path.parents)[:3]
         root = next((path.parent for path in parents if path.name == VERSION), fault.path)
@@ -72,8 +72,9 @@ class FaultWarnings:
             about="place",
         )
 
-    def auxiliary(self, path: Path, error: OSError, done: str, consequence: str) -> None:
-        """Warn of an auxiliary file, without which records still work, or of the whole root."""
+    def auxiliary(self, path: Path, error: OSError, action: str, consequence: str) -> None:
+        """Warn that an auxiliary file cannot be ``action`` ("written", "locked"), or of a fault of
+        the whole root. Records work without the file."""
         if error.errno in _UNWRITABLE:
             self.unwritable(error)
         elif not (is_nowhere(self._root) or has_warned(self._root, about="place")):
@@ -81,6 +82,6 @@ class FaultWarnings:
             # One warning for a thousand files: the others most likely fail the same way.
             warn_once(
                 self._root,
-                f"{path.relative_to(self._root)} cannot be {done} ({reason}); {consequence}",
-                about=done,
+                f"{path.relative_to(self._root)} cannot be {action} ({reason}); {consequence}",
+                about=action,
             )

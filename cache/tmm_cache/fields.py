@@ -1,4 +1,4 @@
-"""Strict reading of JSON objects, with errors that name the field.
+"""Reads JSON objects strictly, with errors that name the field.
 
 A cache file may come from an untrusted archive, a full disk or an editor. "KeyError: 'winner'"
 helps nobody; "candidates[2].samples_us[0]: found -1.0, accepted is ..." does. Everything is
@@ -81,7 +81,7 @@ def shown(value: object) -> str:
 
 
 def kind(accepted: str, accepts: Callable[[Any], bool]) -> Reader:
-    """The reader of the values that `accepts` is true of."""
+    """The reader of the values for which `accepts` returns true."""
 
     def read(value: object) -> object:
         if not accepts(value):
@@ -214,7 +214,7 @@ def problem(value: object) -> dict[str, JSON]:
     try:
         text = canonical(values)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RefusedError(f"what is not JSON ({error})", "an object") from error
+        raise RefusedError(f"a value that is not JSON ({error})", "an object") from error
     if len(text) > PROBLEM_MAX or _HUGE.search(text):
         raise RefusedError("a number or a text that is huge", "a problem")
     return values

@@ -49,11 +49,11 @@ class Fault:
     path: Path
     reason: str
     damaged: bool = False
-    #: The fault affects every file of a folder: one warning, not thousands.
-    place: bool = False
+    #: Whether the fault affects every file of a folder: one warning, not thousands.
+    of_folder: bool = False
 
 
-#: Takes the faults that a walk over files meets; the walk goes on.
+#: Called with each fault that a walk over files meets; the walk goes on.
 Report: TypeAlias = Callable[[Fault], object]
 
 
@@ -71,7 +71,7 @@ def parse_stored(data: bytes, name: str) -> TuningRecord:
             if not has_checksum(data, document, found):
                 raise RecordError("checksum: found another than the content's; the file changed")
         document.pop("imported", None)  # of older versions
-        document.pop("best", None)  # repeats what the candidates hold
+        document.pop("best", None)  # a copy of the winner among the candidates
     record = TuningRecord.from_json(document)
     actual = digest(record.problem)
     if actual != name:
@@ -112,9 +112,9 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
     try:
         actual = digest(value)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"environment: found what is not JSON ({error})") from error
+        raise RecordError(f"environment: found a value that is not JSON ({error})") from error
     if actual != name:
-        raise RecordError(f"environment: found that of {actual}, accepted is {name}'s own")
+        raise RecordError(f"environment: its digest is {actual}, accepted is {name}")
     return value
 
 
@@ -127,7 +127,7 @@ def read_file(path: Path, *, most: int = MAX_BYTES) -> bytes | Fault | None:
         return None
     except OSError as error:
         reraise(error)
-        return Fault(path.parent, f"cannot be read: {error}", place=True)
+        return Fault(path.parent, f"cannot be read: {error}", of_folder=True)
     try:
         require_regular(status)
         with closing(opened(path, os.O_RDONLY)) as handle:
@@ -170,7 +170,7 @@ def _parsed(path: Path, parse: Callable[[bytes], T], what: str, report: Report) 
 
 
 def record_bytes(record: TuningRecord, checked: bool = False) -> bytes:
-    """The content of a record's file, sealed. `checked`: the record was just read, so it is not
+    """The sealed content of a record's file. `checked`: the record was just read, and is not
     checked again.
 
     Raises RecordError for a record that would not read back: a bug, better reported now than as a
@@ -196,7 +196,7 @@ def write_record(path: Path, data: bytes, environment: Document) -> None:
         write()
     except FileNotFoundError as error:
         reraise(error)
-        # A `clear` elsewhere removed the empty folder between two steps.
+        # Another process's `clear` removed the empty folder between two steps.
         write()
 
 

@@ -37,7 +37,8 @@ class Notes:
         root = default_root() if root is None else root
         self._root = root
         self.path = root / NOTES / f"{name}-{digest}.jsonl"
-        #: Why others may have written the file, empty if that cannot be checked; None: they cannot.
+        #: Why others may have written the file, empty if the reason is unknown. None: only this
+        #: user can have written it.
         self.foreign = foreign(root)
         self._notes: dict[str, JSON] = {}
         if self.foreign is None:
@@ -62,7 +63,7 @@ class Notes:
         if self.get(about) == value:
             return
         self._notes[about] = value
-        # Checked each time: others may have got the right to write since.
+        # Checked each time: others may have been given write permission since.
         if self.foreign is not None or foreign(self._root) is not None:
             return
         line = canonical([about, value]).encode("ascii")

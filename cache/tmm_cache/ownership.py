@@ -1,4 +1,4 @@
-"""Checks who owns files: a note of what was verified counts if only this user may have written it.
+"""Checks who owns files: notes of verified kernels count only if no other user can write them.
 
 Ownership is checked on the opened file and on each folder from the root down to it. All checks are
 by descriptor, so that nobody can exchange a folder between the check and the read. An ACL that lets

@@ -38,7 +38,7 @@ def _plain(mapping: Document, field: str) -> dict[str, JSON]:
     try:
         return plain(mapping)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{field}: found what is not JSON ({error})") from error
+        raise RecordError(f"{field}: found a value that is not JSON ({error})") from error
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -92,15 +92,16 @@ class CandidateResult:
             return ordered[middle]
         return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
 
-    def thinned(self, raced: bool = True) -> CandidateResult:
+    def thinned(self, is_complete: bool = True) -> CandidateResult:
         """A copy with three samples: the smallest, the median and the largest.
 
-        A candidate that was not sampled to the end keeps the median alone, to tell the two apart.
+        A candidate that was eliminated early keeps only its median, so that it remains
+        distinguishable.
         """
-        if self.median_us is None or (raced and len(self.samples_us) <= 3):
+        if self.median_us is None or (is_complete and len(self.samples_us) <= 3):
             return self
         three = (min(self.samples_us), self.median_us, max(self.samples_us))
-        return replace(self, samples_us=three if raced else (self.median_us,))
+        return replace(self, samples_us=three if is_complete else (self.median_us,))
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON object of this candidate, without fields equal to their default, so that adding

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tmm_cache.cache_errors import reraise
-from tmm_cache.fault_warnings import passed_over
+from tmm_cache.fault_warnings import warn_of
 from tmm_cache.files import Fault, Report, read_environment, read_record
 from tmm_cache.header import Header, read_header
 from tmm_cache.keys import Document, is_slug
@@ -72,7 +72,7 @@ class Summary:
 
     def load(self) -> TuningRecord | None:
         """The whole record; None if its file is gone, or damaged, with a `CacheWarning`."""
-        return self._record or read_record(self.path, passed_over)
+        return self._record or read_record(self.path, warn_of)
 
 
 def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path]:
@@ -113,7 +113,7 @@ def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[
         except OSError as error:
             reraise(error)
             if not isinstance(error, FileNotFoundError):
-                report(Fault(path, f"cannot be looked at: {error}", place=True))
+                report(Fault(path, f"cannot be looked at: {error}", of_folder=True))
 
 
 def _names(folder: Path, report: Report) -> list[str]:
@@ -123,5 +123,5 @@ def _names(folder: Path, report: Report) -> list[str]:
     except OSError as error:
         reraise(error)
         if not isinstance(error, FileNotFoundError):
-            report(Fault(folder, f"cannot be listed: {error}", place=True))
+            report(Fault(folder, f"cannot be listed: {error}", of_folder=True))
         return []

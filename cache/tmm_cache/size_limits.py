@@ -83,14 +83,12 @@ class SizeLimiter:
             for left in leftovers(path.parent):
                 with suppress(OSError):
                     left.unlink()
-        due = self._saves % _EVERY == 0
-        self._saves += 1
         self._bytes += size
-        if self._limit is not None and self._bytes > (1 - _ROOM) * self._limit:
-            due = True
-        if due:
+        room_used = self._limit is not None and self._bytes > (1 - _ROOM) * self._limit
+        if room_used or self._saves % _EVERY == 0:
             self._bytes = 0
             evict(self._root, self._limit, lambda file: file == path or file in held)
+        self._saves += 1
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -126,13 +124,13 @@ def evict(root: Path, limit: int | None, keep: Callable[[Path], bool]) -> int:
     if limit is None:
         return 0
     now = time.time()
-    files = sorted(_evictable(root, now))
-    total = sum(file.size for file in files)
+    listed = sorted(_evictable(root, now))
+    total = sum(file.size for file in listed)
     if total <= limit:
         return 0
     removed = 0
     touched = set()
-    for file in files:
+    for file in listed:
         if total <= _ROOM * limit:
             break
         if now - file.used > _RECENT_SECONDS and not keep(file.path) and _drop(file):
@@ -145,7 +143,7 @@ def evict(root: Path, limit: int | None, keep: Callable[[Path], bool]) -> int:
 
 
 def _evictable(root: Path, now: float) -> Iterator[_File]:
-    """Records of every schema, since an older tmm's may never be read again, and notes."""
+    """Notes, and records of every schema: nobody may ever read those of an older tmm again."""
     found = [
         record
         for version in _entries(root, _SCHEMA)
@@ -173,7 +171,7 @@ def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator
 
 
 def _drop(file: _File) -> bool:
-    """Remove a file, unless it was used or rewritten since the listing, and its lock."""
+    """Remove a file and its lock, unless it was used or rewritten since the listing."""
     try:
         if os.stat(file.path).st_mtime_ns != file.changed_ns:
             return False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
-from tmm_cache.fault_warnings import FaultWarnings, passed_over
+from tmm_cache.fault_warnings import FaultWarnings, warn_of
 from tmm_cache.files import Fault, read_record, record_bytes, write_record
 from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
@@ -118,11 +118,11 @@ class CacheStore:
         text, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
-            stored = read_record(path, passed_over)
+            stored = read_record(path, warn_of)
             if stored is not None and canonical(stored.problem) == text:
                 return stored, path
             if stored is not None:
-                passed_over(Fault(path, "records another problem of the same digest"))
+                warn_of(Fault(path, "records another problem of the same digest"))
         return None, None
 
     def is_verified(self, gpu: str, environment: Document, key: str) -> bool:
@@ -182,7 +182,7 @@ class CacheStore:
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
-            for summary in summaries(root, passed_over, gpu, full=full):
+            for summary in summaries(root, warn_of, gpu, full=full):
                 if summary.path not in held:
                     yield summary
 
@@ -256,7 +256,7 @@ class CacheStore:
         key = gpu, digest(environment), digest(problem)
         record = None if lock is None else lock.record(key)
         if isinstance(record, Fault):
-            passed_over(record)
+            warn_of(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
             return None, None
         return record, self.lock_path
@@ -279,7 +279,7 @@ class CacheStore:
         # about a kernel's code on this GPU under this software.
         key = gpu, digest(environment)
         if (found := self._verified.get(key)) is None:
-            # If two threads make them, both keep to the first.
+            # If two threads make notes, both use the first ones.
             found = self._verified.setdefault(key, Notes("verified", list(key), self.root))
             if found.foreign and self._warnings.is_own:
                 self._warnings.untrusted(found.foreign)

@@ -169,7 +169,7 @@ def import_records(file: Path, root: Path, force: bool) -> Imported:
             present = None if force else read_record(path, unread.append)
             if unread and not unread[0].damaged:
                 # The record there may be newer, and readable the next time.
-                if unread[0].place:
+                if unread[0].of_folder:
                     raise OSError(f"{unread[0].path} {unread[0].reason}")
                 imported.faults.append(f"{key[2]}: {unread[0].path} {unread[0].reason}")
             elif present is not None and present.created_at >= record.created_at:

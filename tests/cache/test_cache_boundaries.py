@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
     fault = files.read_file(path)
     assert isinstance(fault, files.Fault)
     assert (fault.path, fault.reason) == (path, "cannot be read: Input/output error")
-    assert (fault.damaged, fault.place) == (False, False)
+    assert (fault.damaged, fault.of_folder) == (False, False)
     monkeypatch.undo()
     large = files.read_file(path, most=0)
     assert isinstance(large, files.Fault)
@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_listed_is_one_fault(
     faults.clear()
     [summary] = scan.summaries(store.root, faults.append)
     assert summary.gpu == "nvidia-a100"
-    assert [(fault.path, fault.place) for fault in faults] == [(lost, True)]
+    assert [(fault.path, fault.of_folder) for fault in faults] == [(lost, True)]
 
 
 def test_records_of_two_gpus_have_two_keys(store: CacheStore) -> None:
@@ -537,7 +537,7 @@ def test_a_problem_without_end_is_no_json() -> None:
     deep: Any = {}
     for _ in range(100_000):
         deep = {"x": deep}
-    with pytest.raises(RecordError, match=r"found what is not JSON .*, accepted is an object"):
+    with pytest.raises(RecordError, match=r"a value that is not JSON .*, accepted is an object"):
         fields.problem(problem() | {"x": deep})
 
 

@@ -174,7 +174,7 @@ def test_a_file_that_vanishes_between_two_steps_is_a_silent_miss(
     [
         ("{", "is not a valid environment"),
         ("[]", "found no object"),
-        ("{}", "environment: found that of"),
+        ("{}", "environment: its digest is"),
     ],
 )
 def test_a_broken_environment_file_costs_a_warning_and_no_record(

@@ -215,7 +215,7 @@ def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
         (("problem", "batch"), 1.0, r"problem\.batch: found 1\.0"),
         (("problem", "a", "dtype"), 10**400, r"problem: found a number or a text that is huge"),
         (("problem", "a", "dtype"), "x" * 70_000, r"problem: found a number or a text"),
-        (("problem", "epilogue"), math.inf, r"problem: found what is not JSON"),
+        (("problem", "epilogue"), math.inf, r"problem: found a value that is not JSON"),
         (
             ("candidates", 0, "kernel"),
             "x" * 300,
@@ -319,7 +319,7 @@ for _ in range(100_000):
     "value", [object(), {1, 2}, math.nan, b"bytes", DEEP], ids=lambda value: type(value).__name__
 )
 def test_a_config_that_is_not_json_is_refused_when_written(value: Any) -> None:
-    with pytest.raises(RecordError, match="config: found what is not JSON"):
+    with pytest.raises(RecordError, match="config: found a value that is not JSON"):
         CandidateResult("k", "v", {"x": value}, "ok").to_json()
 
 
@@ -360,4 +360,4 @@ def test_three_samples_or_fewer_are_kept_as_they_are() -> None:
         assert few.thinned() is few
     many = CandidateResult("k", "1", {}, "ok", samples_us=(3.0, 1.0, 2.0, 5.0))
     assert many.thinned().samples_us == (1.0, 2.5, 5.0)
-    assert many.thinned(raced=False).samples_us == (2.5,)
+    assert many.thinned(is_complete=False).samples_us == (2.5,)

@@ -296,7 +296,7 @@ def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_scales_are_for_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "16x16x16", "--scales", "row", *CPU]) == 2
-    assert "--scales row is for --dtype e4m3 or e5m2" in capsys.readouterr().err
+    assert "--scales row needs --dtype e4m3 or e5m2" in capsys.readouterr().err
     assert main(["explain", "16x16x32", "--dtype", "e5m2", "--scales", "tensor", *CPU]) == 0
     shown = capsys.readouterr().out
     assert "16×16×32 float8_e5m2→bfloat16 nn scales tensor·tensor" in shown
@@ -361,7 +361,7 @@ def test_the_options_pose_grouped_products(capsys: pytest.CaptureFixture[str]) -
     assert main(["explain", "24x8x16", "--ragged", "n", *CPU]) == 2
     assert main(["explain", "2x24x8x16", *options]) == 2
     err = capsys.readouterr().err
-    assert "--ragged n is for --groups" in err
+    assert "--ragged n needs --groups" in err
     assert "--groups takes no batch" in err
 
 

@@ -15,7 +15,7 @@ STORED = "tests/core/test_boundaries_stored.py"
 
 OUTER = [
     Mutant("outer-outermost-frame", "tmm_cache/cache_errors.py",
-           "frame.f_back is not None\n        and (frame.f_globals", "True\n        and (frame.f_globals",
+           "frame.f_back is not None and _package", "True and _package",
            "a warning in a thread without a user's frame is an error",
            (f"{CACHE}::test_a_thread_in_which_no_user_calls_warns_all_the_same",)),
     Mutant("outer-absent-drive", "tmm_cache/disk.py",
@@ -103,8 +103,8 @@ OUTER = [
            "no rank is waited for",
            (f"{RANKS}::test_nobody_is_waited_for_once_there_is_a_verdict",)),
     Mutant("outer-ranks-seen", "tools/ranks.py",
-           "self._hold_against_mine(keys.pop(0))\n                    seen[rank] = time.monotonic()",
-           "self._hold_against_mine(keys.pop(0))",
+           "self._check_same_request(keys.pop(0))\n                    seen[rank] = time.monotonic()",
+           "self._check_same_request(keys.pop(0))",
            "a rank is lost after one timeout, however much it measures",
            (f"{RANKS}::test_a_rank_that_adds_a_key_now_and_then_is_waited_for",)),
     Mutant("outer-ranks-all-overdue", "tools/ranks.py",

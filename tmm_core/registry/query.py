@@ -15,7 +15,6 @@ import numbers
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,7 +23,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_cache.cache_errors import chain, trace_of
+from tmm_cache.cache_errors import chain, traceback_of
 from tmm_cache.fields import (
     A_NAME,
     NAME_MAX,
@@ -433,9 +432,9 @@ def place_of(kernel: Kernel[Any], error: BaseException | None, method: str = "bi
     found = _class_place(kind) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
     files = (*own, code.co_filename) if code is not None else tuple(own)
     for each in () if error is None else chain(error):
-        for frame, line in traceback.walk_tb(trace_of(each)):
-            if frame.f_code.co_filename.startswith(files):
-                found = f"{frame.f_code.co_filename}:{line}"
+        for entry in traceback_of(each):
+            if (file := entry.tb_frame.f_code.co_filename).startswith(files):
+                found = f"{file}:{entry.tb_lineno}"
     return found
 
 

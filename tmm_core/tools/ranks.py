@@ -1,15 +1,15 @@
-"""Distributed tuning: divides problems among ranks, with one result for all of them.
+"""Distributed tuning: divides problems among ranks, and gives all ranks the same records.
 
-Ranks that tune on their own may choose differently. So one rank measures each problem and every
+Ranks that tune separately may choose differently. So one rank measures each problem and every
 rank uses that record. The ranks exchange records through the process group's store. Keys are
 written once and polled, without blocking waits: after a timeout, the others take over the problems
 of a rank that died or hangs. No collective is entered, since a collective that one rank fails to
 join would hang all.
 
-Where the ranks have to agree (which ranks are lost, what is left to measure), the first proposal
-in the store wins.
+Where the ranks have to agree (which ranks are lost, which problems remain), the first proposal in
+the store wins.
 
-Importing this registers the sharding rules too (:mod:`tmm_core.interop.sharding`).
+Importing this module also registers the sharding rules (:mod:`tmm_core.interop.sharding`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tmm_core.launch import warm
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.compile_pool import COMPILE_LIMIT
 
-#: Attempts at a problem before it is given up: one more, after it may have killed a rank.
+#: Attempts at a problem: a second one, since the first may have killed its rank.
 ATTEMPTS = 2
 
 #: Seconds between two polls of the store per awaited rank, since one store serves all.
@@ -62,8 +62,8 @@ def tune(
         force: Also measure problems that have a record.
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
         timeout: Seconds without a new measurement, or without joining, after which a rank counts
-            as lost. Default: the longest time of one problem, which is four budgets, in which
-            another process may be measuring it, and a minute.
+            as lost. Default: the longest time of one problem, which is a minute and four budgets,
+            during which another process may be measuring the problem.
 
     Returns:
         One record per problem, the same on every rank. A problem that no rank could measure is
@@ -195,7 +195,7 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
             unlike = {str(problem) for problem, ours, other in pairs if ours != other}
             note = f"ranks {board.me} and {rank} choose differently for {_list(unlike)}"
         warn(note)
-    # If a rank holds the store, it is the first one: it leaves last.
+    # The first rank may hold the store, so it leaves last.
     board.put(f"left/{board.me}", True)
     if board.me == board.ranks[0]:
         board.await_all({rank: [f"left/{rank}"] for rank in others if rank not in silent})
@@ -258,7 +258,7 @@ class _Board:
         while missing:
             for rank, keys in list(missing.items()):
                 while keys and self.has(keys[0]):
-                    self._hold_against_mine(keys.pop(0))
+                    self._check_same_request(keys.pop(0))
                     seen[rank] = time.monotonic()
                 if not keys:
                     del missing[rank]
@@ -270,7 +270,7 @@ class _Board:
             time.sleep(PAUSE * len(missing))
         return sorted(missing)
 
-    def _hold_against_mine(self, key: str) -> None:
+    def _check_same_request(self, key: str) -> None:
         kind, _, rank = key.partition("/")
         if kind != "asked":
             return

@@ -38,7 +38,7 @@ from tmm_core.tools.commands import options as shared
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.verify import compare
 
-#: Free space below which records will soon not be written; one is some 20 kB.
+#: Free space below which it warns that records will soon not be written. A record takes 20 kB.
 LEAST_FREE_BYTES = 64 * 2**20
 
 #: Memory for a first launch on the probes below.
@@ -71,11 +71,11 @@ def run(options: argparse.Namespace) -> int:
     device = shared.device(options)
     findings: list[Finding] = []
     if not options.json:
-        print("\n".join(console.paragraph(_LEGEND, console.width())))
+        console.print_paragraph(_LEGEND)
     for finding in _examine(device):
         findings.append(finding)
         if not options.json:
-            # Printed as it is found, so that earlier findings survive whatever ends the process.
+            # Printed at once: if a check ends the process, the findings before it remain.
             mark, style = _MARKS[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
             line = f"{mark} {finding.about:<18}{finding.text}{advice}"
@@ -149,10 +149,10 @@ def _toolchain(device: torch.device) -> Iterator[Finding]:
 
 def _plugins(device: torch.device) -> Iterator[Finding]:
     registry = dispatch.default_dispatcher().registry
-    brought: dict[str, list[str]] = {}
+    kernels_of: dict[str, list[str]] = {}
     for kernel in registry.kernels():
-        brought.setdefault(_plugin(kernel.source), []).append(kernel.name)
-    for source, kernels in brought.items():
+        kernels_of.setdefault(_plugin(kernel.source), []).append(kernel.name)
+    for source, kernels in kernels_of.items():
         yield Finding("plugin", "ok", f"{source}: {', '.join(kernels)}")
     for fault in registry.faults():
         if fault.intended:
@@ -244,8 +244,8 @@ def _cache(device: torch.device) -> Iterator[Finding]:
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
-    """Compile, launch and compare every kernel with the reference; third-party kernels first in
-    another process, which they may crash."""
+    """Compile and launch every kernel, and compare its result with the reference. A third-party
+    kernel is first launched in another process, which it may crash."""
     try:
         settings.current()
     except SettingsError:
@@ -300,7 +300,8 @@ def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str |
 def _wrong(kernel: str, call: Call) -> str | None:
     """The fault in the kernel's result for this call; None if it is correct."""
     try:
-        # Compare here, to report the error instead of the refusal of a forced kernel.
+        # Without first-use verification, which would refuse the kernel instead of reporting the
+        # error.
         with torch.no_grad(), settings.override(verify=False):
             error = call.error(kernel=kernel)
     except Exception as fault:

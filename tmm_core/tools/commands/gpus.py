@@ -1,5 +1,5 @@
-"""GPUs that need not be present: those that records were measured on, and others by their data
-sheets. ``tmm explain --gpu H200`` answers from a GPU's records and from models."""
+"""Finds GPUs that need not be present: GPUs that have records, and others by their data sheets.
+``tmm explain --gpu H200`` answers from a GPU's records and from models."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SPECIFIED = (
 
 
 def find(store: CacheStore, text: str) -> DeviceFingerprint:
-    """The GPU whose name contains ``text``, ignoring case; if it has records of several
-    environments, the one with the most.
+    """The GPU whose name contains ``text``, ignoring case. If it has records of several
+    environments, its environment is the one with the most records.
 
     Raises:
         UsageError: No GPU matches, or more than one.

@@ -15,7 +15,7 @@ import tmm_core
 
 TEMPLATE = Path(__file__).parents[1] / "template"
 
-#: Template files whose place in the package differs from that in the template.
+#: Template files that have another path in the package.
 _PLACES = {"gitignore": ".gitignore", "workflow.yml": ".github/workflows/test.yml"}
 
 #: Module names that an import would resolve elsewhere.

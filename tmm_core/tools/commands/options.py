@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 @contextmanager
 def usage(what: str = "", *kinds: type[Exception]) -> Iterator[None]:
-    """A context in which a ValueError, or an error of these ``kinds``, is a mistake in the use of
-    ``what``, an option or a file: it becomes a UsageError."""
+    """A context that turns a ValueError, or an error of these ``kinds``, into a UsageError about
+    ``what``, an option or a file."""
     mistakes: tuple[type[Exception], ...] = (ValueError, *kinds)
     try:
         yield
@@ -85,16 +85,16 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
         UsageError: Options that contradict each other.
     """
     if options.scales and shapes and options.dtype not in IMPLIED:
-        raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
+        raise UsageError(f"--scales {options.scales} needs --dtype e4m3 or e5m2")
     if options.ragged and not options.groups:
-        raise UsageError(f"--ragged {options.ragged} is for --groups")
+        raise UsageError(f"--ragged {options.ragged} needs --groups")
     names = ("dtype", "layout", "out_dtype", "tf32", "scales", "groups", "ragged")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    fields = {name: value for name in names if (value := getattr(options, name)) is not None}
     found = []
     for batch, m, n, k in shapes:
         if options.groups and batch > 1:
             raise UsageError("--groups takes no batch")
-        found.append(Case(m=m, n=n, k=k, batch=batch, **options.epilogue, **given))
+        found.append(Case(m=m, n=n, k=k, batch=batch, **options.epilogue, **fields))
     return found
 
 

@@ -22,7 +22,8 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.compile_pool import compiling_threads
 from tmm_core.verify.verifier import Verifier
 
-#: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
+#: Launches on the same inputs. A race that is wrong once in twenty launches stays undetected with a
+#: probability of 0.2 %.
 REPEATS = 120
 
 #: Statuses that count as faults. "unknown" could not be checked. Others: "ok"; "blas" needs no
@@ -59,7 +60,7 @@ def current(device: DeviceFingerprint) -> tuple[int, int]:
 
 def verified(entries: Sequence[Summary], device: torch.device) -> Iterator[dict[str, Any]]:
     """A document for each record, with its ``status`` and perhaps a ``reason``. Correct winners are
-    stamped, so that no first call has to verify them."""
+    noted as verified, so that no first call has to verify them."""
     with ThreadPoolExecutor(compiling_threads()) as pool:
         found = [pool.submit(_compiled, entry.record, device) for entry in entries]
         try:

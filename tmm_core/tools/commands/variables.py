@@ -53,8 +53,8 @@ def _lock_file(text: str) -> None:
             raise ValueError(str(error).removeprefix(f"{absolute(text)}: ")) from error
 
 
-#: Checks of the variables that are no settings, by name: each raises ValueError, with what is wrong
-#: or accepted. Readers of a variable tolerate other values, since a typo must not cost a matmul.
+#: Checks of the variables that are no settings, by name: each raises ValueError with the fault.
+#: Readers of a variable tolerate other values, since a typo must not cost a matmul.
 CHECKS: dict[str, Callable[[str], object]] = {
     "TMM_ENABLE": flag,
     "TMM_CACHE_DIR": _folders,
@@ -94,14 +94,14 @@ def faults(environ: Mapping[str, str], registry: Registry) -> Iterator[tuple[str
 
 def _installed(name: str, text: str, registry: Registry) -> None:
     """Raise ValueError for names of kernels or plugins that this machine does not have."""
-    given, unknown = names(text), []
+    listed, unknown = names(text), []
     if name in OF_PLUGINS:
-        unknown = registry.unknown("plugin", given)
+        unknown = registry.unknown("plugin", listed)
     elif name == "TMM_DISABLE":
-        unknown = registry.unknown("kernel", given - {POINTWISE})
+        unknown = registry.unknown("kernel", listed - {POINTWISE})
     elif name == "TMM_KERNEL":
         try:
-            for kernel in given:
+            for kernel in listed:
                 registry.kernel(kernel)
         except TmmError as error:
             raise ValueError(str(error)) from error

@@ -1,6 +1,6 @@
 """``tmm verify``: checks every record that would answer here against references, ahead of time.
 
-Correct records are stamped, so that no first call has to verify them.
+Correct records are noted as verified, so that no first call has to verify them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             if document["status"] in record_check.FAULTS and not options.json:
                 print(_line(document), flush=True)
     except KeyboardInterrupt:
-        note(f"interrupted after {len(found)} records; correct ones are stamped")
+        note(f"interrupted after {len(found)} records; correct ones are noted as verified")
         interrupted = True
     if options.json:
         print_json(found)
