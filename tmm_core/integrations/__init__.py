@@ -1,1 +1,1 @@
-"""Ways into other libraries. Each module is imported by its user, never by ``import tmm_core``."""
+"""Integrations with other libraries. Users import them; ``import tmm_core`` does not."""

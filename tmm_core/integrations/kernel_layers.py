@@ -1,7 +1,7 @@
 """Layers for the ``kernels`` package, whose ``kernelize`` gives a module another layer's forward.
 
-``kernelize`` never looks at the module itself. A forward here checks at each call that the module
-computes what the layer stands for; otherwise it runs the forward of the module's own class.
+``kernelize`` does not examine the module. So a forward here checks at each call that the module
+computes the same as the layer; otherwise it runs the forward of the module's own class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tmm_core.nn.trace import NotProvenError, trace
 Tensor = torch.Tensor
 
 
-# kernelize takes layers without a constructor, methods or attributes of their own.
+# kernelize accepts only layers without their own constructor, further methods or attributes.
 class Linear(nn.Module):
     """``torch.nn.Linear`` over the kernel registry."""
 
@@ -110,12 +110,12 @@ def is_gated_mlp(module: nn.Module) -> bool:
     """Whether the class of ``module`` has the forward of a gated MLP of linear layers."""
     kind = type(module)
     if kind not in _proven:
-        given = module.__dict__.pop("forward", None) if is_ours(module) else None
+        replaced = module.__dict__.pop("forward", None) if is_ours(module) else None
         try:  # the proof is about the forward of the class
             _proven[kind] = _prove(module)
         finally:
-            if given is not None:
-                module.__dict__["forward"] = given
+            if replaced is not None:
+                module.__dict__["forward"] = replaced
     return _proven[kind] is not None
 
 
@@ -144,7 +144,7 @@ def _gating_activations() -> tuple[Activation, ...]:
     return tuple(dict.fromkeys(each for each in found if each and each.epilogue in GATED_BY))
 
 
-# Not looked up at a call: a graph being traced could not read a cache.
+# Made at import, not at a call: a tracer cannot read a cache.
 _ACTIVATIONS = _gating_activations()
 
 

@@ -42,7 +42,7 @@ def register() -> None:
     """Add ``experts_implementation="tmm"``, and let ``use_kernels=True`` choose tmm's layers.
 
     ``use_kernels=True`` needs the package ``kernels`` in a version that Transformers accepts. Call
-    it before a model is kernelized. A second call does nothing.
+    this function before a model is kernelized. A second call does nothing.
 
     Raises:
         ImportError: No Transformers with expert implementations (5.0 or later) is installed.
@@ -155,11 +155,11 @@ def _named(model: nn.Module) -> Iterator[set[type[nn.Module]]]:
             classes[kind] = "Conv1D"
         elif not hasattr(kind, "kernel_layer_name") and kernel_layers.is_gated_mlp(module):
             classes[kind] = "GatedMLP"
-    given = {kind: name for kind, name in classes.items() if "kernel_layer_name" not in vars(kind)}
-    for kind, name in given.items():
+    unnamed = {k: name for k, name in classes.items() if "kernel_layer_name" not in vars(k)}
+    for kind, name in unnamed.items():
         kind.kernel_layer_name = name  # type: ignore[attr-defined]
     try:
         yield set(classes)
     finally:
-        for kind in given:
+        for kind in unnamed:
             del kind.kernel_layer_name  # type: ignore[attr-defined]

@@ -31,9 +31,9 @@ from tmm_core.spec.problem import Problem
 #: The default on a miss: no call waits, since a model has hundreds of products.
 ON_CACHE_MISS: settings.OnCacheMiss = "background"
 
-#: The number of calls of an operator, answered by torch's kernel while the host was the limit,
-#: after which two times are compared: the host time that they cost, and the GPU time that other
-#: kernels saved while the GPU was the limit.
+#: After this many calls of an operator that torch's kernel answered while the host was the limit,
+#: two times are compared: the host time that these calls cost, and the GPU time that other kernels
+#: saved while the GPU was the limit.
 ENOUGH = 256
 
 #: The names by which ``ops`` selects operators: without the overload.
@@ -42,8 +42,8 @@ NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
 
 @dataclass
 class Enabled:
-    """The effect of :func:`enable`. As a context manager it ends with the block, and what was in
-    force before is in force again."""
+    """The effect of :func:`enable`. As a context manager it ends with the block, which restores the
+    state before it."""
 
     ops: tuple[str, ...]
     only: Callable[[Problem], bool] | None
@@ -111,8 +111,8 @@ class Enabled:
             self._set_pass = False
 
     def review(self) -> None:
-        """Leave each operator to torch whose host cost exceeds the GPU time that it saved."""
-        for operator in [*self.answered.values()]:  # which may grow, as another thread calls
+        """Leave an operator to torch if its host cost exceeds the GPU time that it saved."""
+        for operator in [*self.answered.values()]:  # a copy: another thread's call may add one
             operator.settle()
             if operator.left or operator.slowed < ENOUGH:
                 continue
@@ -120,12 +120,12 @@ class Enabled:
             if cost > operator.saved_us:
                 operator.leave(
                     f"{operator.slowed} calls that torch answered while the host was the limit "
-                    f"cost it {cost / 1e3:.1f} ms, and calls that others answered saved "
-                    f"{operator.saved_us / 1e3:.1f} ms of a GPU that was the limit"
+                    f"cost the host {cost / 1e3:.1f} ms, and calls that other kernels answered "
+                    f"while the GPU was the limit saved {operator.saved_us / 1e3:.1f} ms"
                 )
 
     def again(self) -> None:
-        """Answer again what was left to torch."""
+        """Answer the operators again that were left to torch."""
         for each in self.answered.values():
             if each.left:
                 each.left, each.slowed = "", 0
@@ -217,7 +217,8 @@ def _change(stack: list[Enabled]) -> None:
 
 
 def _answer_anew() -> None:
-    """Answer again what was left to torch, since records, settings or plugins changed."""
+    """Answer the operators again that were left to torch, since records, settings or plugins
+    changed."""
     with _lock:
         for each in _stack:
             each.again()

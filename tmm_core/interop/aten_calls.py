@@ -98,8 +98,8 @@ def grouped_call(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> GroupedArguments | None:
-    """A call of ``_grouped_mm`` with ragged groups. Torch takes no bias, no other dtype of the
-    result, and rows or columns at multiples of 16 bytes alone."""
+    """Convert a call of ``_grouped_mm`` with ragged groups. Torch takes no bias and no other dtype
+    of the result, and only rows or columns that start at multiples of 16 bytes."""
     if offs is None or a.dtype not in DTYPES or a.dtype != b.dtype:
         return None
     if bias is not None or out_dtype not in (None, a.dtype):

@@ -1,13 +1,14 @@
 """The host path of torch's own products while :func:`tmm_core.enable` is in force.
 
 Each entry below replaces one aten operator's kernel for one dispatch key. It looks the call up by a
-key of a few properties. Then it launches the chosen kernel, or calls torch's own, which was
-captured before. Torch's dispatcher has handled autograd, autocast, vmap and modes when an entry
-runs. Grad mode and ``requires_grad`` still have the caller's values, so nothing here reads them.
+key of a few properties. Then it launches the chosen kernel, or calls torch's own kernel, which it
+stored before replacing it. Torch's dispatcher has handled autograd, autocast, vmap and modes when
+an entry runs. Grad mode and ``requires_grad`` still have the caller's values, so nothing here reads
+them.
 
 A call that is passed on to torch takes longer than without the entry, and gains nothing. So once
-torch answers a call for good, the first part of its key decides about later calls. Calls that
-differ in the rest of the key may miss a gain, but torch's answer is never wrong.
+torch answers a call for good, the first part of its key is enough to pass on later calls. Calls
+that differ in the rest of the key may miss a gain, but torch's answer is never wrong.
 ``benchmarks/passed_on.py`` measures the cost that remains.
 """
 
@@ -60,11 +61,11 @@ def product(others: tuple[str, ...], op: Operator) -> Callable[..., Any]:
 
 @functools.cache
 def _maker(others: tuple[str, ...]) -> Callable[..., Any]:
-    """Makes entries with these tensors. Their source is generated, so that a call runs only the
-    statements that its operator needs."""
-    summed, given = "c" in others, "out" in others
-    parameters = ["keys", *["c"] * summed, "a", "b", *["*"] * (summed or given)]
-    parameters += ["beta=1", "alpha=1"] * summed + ["out"] * given
+    """The function that makes entries with these tensors. Their source is generated, so that a call
+    runs only the statements that its operator needs."""
+    summed, has_out = "c" in others, "out" in others
+    parameters = ["keys", *["c"] * summed, "a", "b", *["*"] * (summed or has_out)]
+    parameters += ["beta=1", "alpha=1"] * summed + ["out"] * has_out
     body = (f"    {line}" for line in _statements(others))
     lines = [f"def entry({', '.join(parameters)}):", *body, "return entry"]
     return written("make", "op, torchs, first, pace", lines, dict(_NAMES))  # type: ignore[no-any-return]
@@ -72,9 +73,9 @@ def _maker(others: tuple[str, ...]) -> Callable[..., Any]:
 
 def _statements(others: tuple[str, ...]) -> Iterator[str]:
     """Yield the statements of an entry with these tensors besides ``a`` and ``b``."""
-    summed, given = "c" in others, "out" in others
+    summed, has_out = "c" in others, "out" in others
     tensors = ("a", "b", *others)
-    out = ", out=out" if given else ""
+    out = ", out=out" if has_out else ""
     passed = f"torchs(keys, a, b{out})"
     whole, unlike, alpha, scale = passed, "", "", "1.0"
     call = f"plain_call(aligned, a, b{out})"
@@ -87,7 +88,7 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
         unlike, alpha, scale = " or beta != 1", "alpha == 1 or type(alpha), ", "float(alpha)"
         call = f"*call_with_summand(aligned, a, b, c, alpha{out})"
         terms = "*((c, None) if plan.as_bias else (None, c))"
-    apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and given]
+    apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and has_out]
     yield f"if {' or '.join(f'type({t}) not in PLAIN' for t in tensors)}{unlike}:"
     yield "    op.count(a)"
     yield f"    return {whole}"
@@ -109,9 +110,9 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
     yield f"plan = answers.get(key) or first(key, {call})"
     yield f"if {' and '.join(['plan.launch is not None', *apart])}:"
     yield "    try:"
-    yield f"        y = plan.launch(a, b, {terms}, {scale}, {'out' if given else None})"
+    yield f"        y = plan.launch(a, b, {terms}, {scale}, {'out' if has_out else None})"
     yield "        plan.count(pace, a)"
-    yield f"        return {'out' if given else 'y'}"
+    yield f"        return {'out' if has_out else 'y'}"
     yield "    except BaseException as error:  # a kernel may call sys.exit"
     yield "        op.failed(key, plan, error)"
     yield "        plan = THROUGH"

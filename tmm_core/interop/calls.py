@@ -1,4 +1,4 @@
-"""Prepares a public call for its operator: turns epilogues into text, which a tracer keeps as a
+"""Prepares a public call for its operator: turns epilogues into text, which a tracer stores as a
 constant, and registers the DTensor rules."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weights that torch's compiler freezes, and how two of them become one.
 
 With ``torch._inductor.config.freezing`` a graph without gradients keeps its parameters as
-constants, and torch computes at once what depends on these alone. So a concatenation of two weights
-that is added before costs nothing in a call. Parameters that are not frozen would be copied in each
-call, and are left alone.
+constants, and torch evaluates nodes that depend only on constants when it compiles. So a
+concatenation of two weights, added before, costs nothing in a call. Parameters that are not frozen
+would be copied in each call, and are left alone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def erase(graph: torch.fx.Graph, *nodes: Node) -> None:
 
 
 def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Node:
-    """Add a node, with its value as the compiler's other passes expect it."""
+    """Add a node, with the example value that the compiler's other passes expect."""
     node: Node = graph.call_function(target, arguments)
     values = torch.fx.map_arg(arguments, lambda n: n.meta["val"])
     node.meta["val"] = target(*values)
@@ -94,13 +94,13 @@ def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Nod
 
 
 def _source(weight: Node) -> Node:
-    """The input that a weight is, or is the transpose of."""
+    """The stored parameter of a weight, which is the parameter or its transpose."""
     source: Node = weight.args[0] if weight.target in TURNS else weight  # type: ignore[assignment]
     return source
 
 
 def _joined(graph: torch.fx.Graph, weights: list[Node]) -> Node:
-    """The columns of two weights side by side, in memory as they were."""
+    """The columns of two weights side by side, in the memory layout of the weights."""
     if any(weight is _source(weight) for weight in weights):
         return added(graph, aten.cat.default, (weights, 1))
     rows = added(graph, aten.cat.default, ([_source(weight) for weight in weights],))

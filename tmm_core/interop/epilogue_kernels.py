@@ -42,17 +42,17 @@ def kernels(
         reraise(error)
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # loading a kernel would end the capture
-    made = None
+    pointwise = None
     if _serves(epilogue, width, dtype, like.device):
         try:
             module = importlib.import_module("tmm_core.triton.pointwise")
             with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
-                made = module.Pointwise(epilogue, width, dtype, like.device)
+                pointwise = module.Pointwise(epilogue, width, dtype, like.device)
         except Exception as error:
             reraise(error)
             warn_of_failure(epilogue, error)
-    _found[key] = made
-    return made
+    _found[key] = pointwise
+    return pointwise
 
 
 def takes(z: torch.Tensor) -> bool:
@@ -61,7 +61,7 @@ def takes(z: torch.Tensor) -> bool:
 
 
 def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
-    """Use torch's operators in place of these kernels from now on.
+    """Use torch's operators instead of these kernels from now on.
 
     Raises:
         OutOfMemoryError: ``error`` is one. Torch's operators would not avoid it.
@@ -82,11 +82,11 @@ def warn_of_failure(epilogue: Epilogue, error: Exception) -> None:
 
 
 def _serves(epilogue: Epilogue, width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    found = fingerprint(device)
+    described = fingerprint(device)
     return (
         NAME not in settings.current().disable
-        and (device.type == "cuda" or (device.type == "cpu" and found.interpreted))
-        and bool(found.triton)
+        and (device.type == "cuda" or (device.type == "cpu" and described.interpreted))
+        and bool(described.triton)
         and dtype in _DTYPES
         and width > 0
         and all(

@@ -62,8 +62,8 @@ class Call:
 
 
 class Recorded(NamedTuple):
-    """The arguments of a product that have no derivative. They are passed as one, since autograd
-    handles each argument at a cost.
+    """The arguments of a product that have no derivative. They are passed as one argument, since
+    each argument costs autograd time.
 
     Attributes:
         text: The text of the head, or of its part (:class:`tmm_core.launch.warm.Part`).
@@ -233,10 +233,9 @@ def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """Flatten the DTensors ``[…, M, K]`` and ``[…, M, N]`` into matrices with the same rows. Rows
-    are summed over, so their order is free, and a sharded dimension becomes the first: DTensor
-    flattens without communication (torch 2.10: flattens at all) only if no other dimension is
-    sharded."""
+    """Flatten the DTensors ``[…, M, K]`` and ``[…, M, N]`` into matrices with the same rows. The
+    product sums over rows, so their order does not matter. A sharded dimension is moved to the
+    front: only there DTensor flattens it without communication (in torch 2.10, at all)."""
     for placement in getattr(a, "placements", ()):
         if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
             a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
@@ -255,7 +254,7 @@ def _is_direct(grad: Tensor) -> bool:
 
 
 class _Following(autograd_state.OneLevel):
-    """The rest of the epilogue after a product, by kernels. A node of its own frees the product
+    """The rest of the epilogue after a product, by kernels. As a separate node it frees the product
     before the gradients of the operands are computed."""
 
     @staticmethod

@@ -56,8 +56,8 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     )  # fmt: skip
     if rest is not None:
         y = followed(y, rest, eager=eager)
-    apart = residual is not None and inner is None
-    known = _known(y, offs, along) if clean or apart else None
+    adds_residual = residual is not None and inner is None
+    known = _known(y, offs, along) if clean or adds_residual else None
     if clean and (rest is not None or bias is not None or head is not IDENTITY):
         y = torch.where(known, y, 0)  # type: ignore[arg-type]
     if out_weights is not None:
@@ -65,9 +65,9 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     if out_index is not None:
         places = out_index.long()
         y = torch.zeros_like(y).index_copy(0, places, y)
-        if apart:
+        if adds_residual:
             known = torch.empty_like(known).index_copy(0, places, known)  # type: ignore[arg-type]
-    if apart:
+    if adds_residual:
         y = (y + torch.where(known, residual, 0)).to(y.dtype)  # type: ignore[arg-type]
     return y
 
@@ -175,8 +175,8 @@ class _Product(autograd_state.OneLevel):
         if wants_a:
             da = autograd_state.multiply_in_layout(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
             if a_index is not None:
-                # A row's gradient sums over all rows that gathered it; beyond the last group it
-                # is zero.
+                # The gradient of a row is the sum over all entries that gathered it. Entries beyond
+                # the last group add zero.
                 wide = torch.promote_types(da.dtype, torch.float32)
                 zeros = da.new_zeros(ctx.a[0], dtype=wide)
                 da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
@@ -239,7 +239,7 @@ def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torc
 
 
 def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
-    """Return the FLOPs, as if all rows were in a group; a multiply-add counts as two."""
+    """Return the FLOPs if all rows are in groups; a multiply-add counts as two."""
     call: Any = GroupedArguments(*given, **named)
     rows = call.a[-2] if call.a_index is None else call.a_index[0]
     k = max(call.a[-1], call.b[-2])  # if one operand is packed, the other has the whole K

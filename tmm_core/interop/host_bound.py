@@ -15,7 +15,7 @@ import torch
 
 from tmm_core.errors import reraise
 
-#: Calls between two samples, and what is added after each, up to the most.
+#: Calls between two samples at first, their increase after each sample, and their maximum.
 INTERVAL, MORE, MOST = 16, 16, 256
 
 
@@ -48,7 +48,7 @@ class Pace:
         if (limits := self._limits(operand)) is None:
             return
         self.host, self.gpu = limits
-        self.next = math.inf  # a review measures calls, which are no samples
+        self.next = math.inf  # calls that a review makes must not begin a sample
         try:
             self._review()
         finally:

@@ -52,8 +52,8 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
 
     def __init__(self, when: When = "records", before: Any = None) -> None:
         self.when = when
-        given = before if isinstance(before, (list, tuple)) else [before]
-        self.before = [each for each in given if each is not None]
+        passes = before if isinstance(before, (list, tuple)) else [before]
+        self.before = [each for each in passes if each is not None]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for each in self.before:
@@ -84,8 +84,8 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
 
 
 class Join(Pass):
-    """Joins gate and up of two weights that torch is about to freeze
-    (:mod:`tmm_core.interop.constants`), where :class:`Rewrite` then makes one call of both."""
+    """Joins the products of gate and up if torch is about to freeze their weights
+    (:mod:`tmm_core.interop.constants`) and :class:`Rewrite` then makes one call of both."""
 
     option = "joint_custom_post_pass"
 
@@ -124,12 +124,12 @@ class Rewrite(Pass):
             return
         a, b, bias, residual, alpha = found
         dtype = tail.product.meta["val"].dtype
-        given = [a, b, *(t for t in (bias, residual, tail.residual) if t is not None)]
-        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in given}
+        operands = [a, b, *(t for t in (bias, residual, tail.residual) if t is not None)]
+        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in operands}
         if dtype not in DTYPES or dtypes != {dtype}:
             return
         if residual is not None and tail.epilogue:
-            return  # it is added before the activation
+            return  # the summand is added before the activation
         if 0 in _hints(tail.product.meta["val"].shape):
             return
         if self.when == "records" and not pays(tail, found):
@@ -141,8 +141,7 @@ class Rewrite(Pass):
                 if shape is None:
                     return
                 summand = added(graph, torch.ops.aten.reshape.default, (tail.residual, shape))
-            given_ = (a, b, bias, summand, alpha, tail.epilogue)
-            y = added(graph, operator.matmul, given_)
+            y = added(graph, operator.matmul, (a, b, bias, summand, alpha, tail.epilogue))
             if tail.shape is not None:
                 y = added(graph, torch.ops.aten.reshape.default, (y, tail.shape))
         tail.last.replace_all_uses_with(y)
@@ -150,8 +149,8 @@ class Rewrite(Pass):
             graph.erase_node(node)
 
 
-#: The passes. The first runs before weights are frozen, and what it does is part of the key of
-#: torch's cache of compiled graphs.
+#: The passes. The first runs before weights are frozen, so torch's key of a compiled graph covers
+#: its changes.
 PASSES: tuple[type[Pass], ...] = (Join, Rewrite)
 
 

@@ -44,7 +44,7 @@ def quantize_rows(x: Tensor, *, group: int = 0) -> Quantized:
 
     Raises:
         TypeError: ``x`` has another dtype, or no dimension.
-        ValueError: The format has no such groups.
+        ValueError: ``group`` is another number.
         RuntimeError: A gradient of ``x`` would be recorded: rounding has none.
     """
     if type(group) is not int or group not in _GROUPS:
@@ -87,7 +87,7 @@ def _by_torch(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(rows: Tensor, group: int) -> Any:
-    """The kernel for these rows; None if torch has to."""
+    """The kernel for these rows; None if torch has to quantise them."""
     if not rows.is_cuda:
         return None
     aligned = not (rows.data_ptr() & 15 or rows.stride(0) * rows.element_size() & 15)
@@ -96,18 +96,18 @@ def _kernel(rows: Tensor, group: int) -> Any:
         return _found[key]
     if torch.cuda.is_current_stream_capturing():
         return None  # loading a kernel would end the capture
-    made, device = None, fingerprint(rows.device)
+    kernel, device = None, fingerprint(rows.device)
     # Before Hopper, Triton rounds to 8 bits by way of fp16.
     if device.triton and not device.cuda.startswith("hip") and device.capability >= (9, 0):
         try:
             module = importlib.import_module("tmm_core.triton.quantize_rows")
             with torch.cuda.device(rows.device):
-                made = module.QuantizeRows(rows.dtype, rows.shape[1], group, aligned, rows.device)
+                kernel = module.QuantizeRows(rows.dtype, rows.shape[1], group, aligned, rows.device)
         except Exception as error:
             reraise(error)
             warn(f"quantize_rows() runs by torch's operators from now on: {error_text(error)}")
-    _found[key] = made
-    return made
+    _found[key] = kernel
+    return kernel
 
 
 _library = torch.library.Library("tmm", "FRAGMENT")

@@ -1,5 +1,5 @@
-"""Recognises activations by their values: the graph of a forward has only elementwise functions and
-equals a known epilogue in float64 over a grid of points."""
+"""Recognises activations by their values: the graph of such a forward has only elementwise
+functions, and its results equal those of a known epilogue in float64 over a grid of points."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def interposed(module: nn.Module) -> bool:
 
 
 def _is_its_own(module: nn.Module, forward: Any) -> bool:
-    """Whether an attribute ``forward`` is what the class defines: the package ``kernels`` assigns
-    it to modules for which it has no kernel."""
+    """Whether the attribute ``forward`` is only the class's own: the package ``kernels`` assigns it
+    to modules for which it has no kernel."""
     return (
         isinstance(forward, types.MethodType)
         and forward.__self__ is module
@@ -124,14 +124,15 @@ def _function(graph: fx.Graph, candidates: Iterable[str]) -> str | None:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether it calls a function of single elements."""
+    """Whether the node calls a function of single elements."""
     if node.op == "call_function":
         return node.target in _ELEMENTWISE
     return node.op == "call_method" and node.target in _METHODS
 
 
 def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | None:
-    """The epilogue that a node applies to its only input by calling a function of torch's."""
+    """The epilogue that a node applies to its only input by calling a torch function; None if there
+    is none."""
     if not is_elementwise(node) or len(node.all_input_nodes) != 1:
         return None
     source = node.all_input_nodes[0]
@@ -150,7 +151,8 @@ def of_node(node: fx.Node, candidates: Iterable[str] = ACTIVATIONS) -> str | Non
 
 
 def named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -> str | None:
-    """The epilogue that ``function`` agrees with, near zero and far from it."""
+    """The candidate whose values equal those of ``function``, near zero and far from it; None if
+    there is none."""
     near = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
     grid = torch.cat([near, near * 250.0])
     with torch.no_grad():

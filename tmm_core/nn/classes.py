@@ -1,8 +1,7 @@
 """Subclasses of a model's own classes, to which ``convert`` changes modules in place.
 
 A module keeps its identity, its attributes and hooks, and stays an instance of its own class.
-Copies and pickles of it refer to what its class was made of, since the class itself cannot be
-imported.
+The new class cannot be imported, so copies and pickles of the module refer to its recipe.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ def subclass(
     """A subclass of ``kind`` of the same name; the same one for the same key.
 
     Args:
-        base: Inherited before ``kind``; None: nothing is.
-        key: What ``attributes`` follow from.
-        origin: A function and its arguments, which give the class where it is read from a pickle.
+        base: A class to inherit from before ``kind``, or None.
+        key: Equal keys promise equal ``attributes``.
+        origin: A function and its arguments, which make the class where a pickle is read.
     """
     found = _made.get((kind, base, key))
     if found is not None:
@@ -33,8 +32,8 @@ def subclass(
 
     def reduce(module: Any, protocol: Any) -> Any:
         reduced = super(made, module).__reduce_ex__(protocol)
-        function, given, *rest = reduced
-        if function is not copyreg.__newobj__ or given[0] is not made:  # type: ignore[attr-defined]
+        function, args, *rest = reduced
+        if function is not copyreg.__newobj__ or args[0] is not made:  # type: ignore[attr-defined]
             return reduced
         return (_new, (recipe,), *rest)
 
@@ -48,7 +47,7 @@ def subclass(
 
 
 class _Recipe:
-    """A class: in a copy itself, in a pickle how to make it again."""
+    """Refers to a made class: a copy keeps the class, a pickle keeps how to make it again."""
 
     def __init__(self, made: type, function: Callable[..., Any], *arguments: Any) -> None:
         self.made = made
@@ -92,7 +91,7 @@ def loaded(module: str, name: str) -> Any:
 
 
 def own(kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` itself, or what it was made a subclass of."""
+    """The class that a made subclass replaces; ``kind`` itself if it was not made here."""
     return getattr(kind, "_tmm_kind", kind)
 
 

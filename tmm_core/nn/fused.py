@@ -1,8 +1,8 @@
 """Modules whose forward computes several of its steps in one product.
 
-``convert`` changes the class of a module to a subclass of it, made here. The children stay as they
-are and keep their meaning for whoever calls, hooks, wraps or replaces them. Each call checks that
-everything the proof assumed still holds, and otherwise runs the module's own forward.
+``convert`` changes the class of a module to a subclass of it, made here. The children do not
+change: a caller may still call, hook, wrap or replace them. Each call checks that everything the
+proof assumed still holds, and otherwise runs the module's own forward.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Assumed(NamedTuple):
     tensors: tuple[str, ...]
     #: Children whose products get an epilogue.
     layers: tuple[str, ...]
-    #: Children that the epilogues stand for.
+    #: Children that the epilogues replace.
     activations: tuple[tuple[str, Activation], ...]
 
     def hold(self, module: nn.Module) -> bool:
+        """Whether all assumptions still hold for ``module``."""
         if self.kind.forward is not self.forward or compat.global_hooks():
             return False
         children = module._modules
@@ -77,7 +78,7 @@ def product(layer: Any, x: Tensor, epilogue: str) -> Tensor:
 
 
 def _forward(assumed: Assumed, fused: Any, symbols: bool = False) -> Any:
-    """A forward that calls ``fused`` while all that is ``assumed`` holds, else the class's own.
+    """A forward that calls ``fused`` while the assumptions hold, and otherwise the class's own.
 
     Args:
         symbols: Also call ``fused`` with a symbol of ``torch.fx``.
@@ -117,7 +118,7 @@ def _compiled(source: Any) -> Any:
 
 
 def gated(assumed: Assumed, names: tuple[str, str, str], epilogue: str) -> Any:
-    """The class of modules that are ``down(activation(gate(x)) * up(x))``: GatedMLPs too."""
+    """The class of modules that compute ``down(activation(gate(x)) * up(x))``, as GatedMLP does."""
     origin = gated, assumed, names, epilogue
     forward = _forward(assumed, GatedMLP.forward, symbols=True)
     facts = {"_names": names, "_epilogue": epilogue, "_text": epilogue}

@@ -1,8 +1,7 @@
 """Finds, in the trace of a forward, products that an epilogue can finish.
 
-The result is a program: the traced graph, with each product and its activation in one call. The
-modules keep their meaning; :mod:`tmm_core.nn.fused` runs the program only while everything that
-the proof assumed still holds.
+The result is a program: the traced graph, with each product and its activation in one call.
+:mod:`tmm_core.nn.fused` runs the program only while everything that the proof assumed still holds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Fusion:
 
     #: Name of the layer among the module's children.
     layer: str
-    #: Name of the activation among them; None: it is a function, or the layer's own.
+    #: Name of the activation among the children; None: it is a function, or the layer's own.
     activation: str | None
     epilogue: str
 
@@ -38,7 +37,7 @@ class Program:
     training: fx.Graph
     evaluation: fx.Graph
     fusions: list[Fusion]
-    #: Activations that stay apart: the layer's name, the activation, and why.
+    #: Activations that are not fused: the layer's name, the activation, and the reason.
     apart: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -139,11 +138,11 @@ class _Rewriting:
         self._fuse(source, multiplied, Fusion(str(source.target), act, GATED_BY[name]))
 
     def _fuse(self, source: fx.Node, last: fx.Node, fusion: Fusion) -> None:
-        # In the product's place: its input may be changed in place after it.
+        # Where the product was, and not later: its input may be changed in place after it.
         with self.graph.inserting_before(source):
             layer = self.graph.create_node("get_attr", fusion.layer)
-            given: Any = (layer, *source.all_input_nodes, fusion.epilogue)
-            fused = self.graph.call_function(self._product, given)
+            args: Any = (layer, *source.all_input_nodes, fusion.epilogue)
+            fused = self.graph.call_function(self._product, args)
         last.replace_all_uses_with(fused)
         for node in _unused(last, source):
             self.graph.erase_node(node)
@@ -162,12 +161,11 @@ def _unused(last: fx.Node, source: fx.Node) -> list[fx.Node]:
 
 
 def _halves(node: fx.Node) -> bool:
-    """Whether it splits its input's last dimension into two."""
+    """Whether the node splits its input's last dimension into two."""
     if (node.op, node.target) == ("call_method", "chunk") or node.target is torch.chunk:
-        given: dict[str, Any] = (
-            dict(zip(("input", "chunks", "dim"), node.args, strict=False)) | node.kwargs
-        )
-        return given.get("chunks") == 2 and given.get("dim") == -1
+        args: dict[str, Any] = dict(zip(("input", "chunks", "dim"), node.args, strict=False))
+        args |= node.kwargs
+        return args.get("chunks") == 2 and args.get("dim") == -1
     return False
 
 
@@ -238,12 +236,12 @@ def _called(node: Any) -> fx.Node:
 
 def _argument(node: fx.Node) -> fx.Node:
     """The node that ``node`` takes; for a call of a child, its only argument."""
-    given = (*node.args, *node.kwargs.values())
-    if not given or not isinstance(given[0], fx.Node):
+    args = (*node.args, *node.kwargs.values())
+    if not args or not isinstance(args[0], fx.Node):
         raise NotProvenError("its forward calls a child with something other than a tensor")
-    if node.op == "call_module" and len(given) != 1:
+    if node.op == "call_module" and len(args) != 1:
         raise NotProvenError("its forward passes more than one argument to a child")
-    return given[0]
+    return args[0]
 
 
 def _only_argument(node: fx.Node) -> bool:

@@ -1,5 +1,5 @@
-"""The product of a gated MLP's first two parameters, ``tmm::gated_linear``: one where they lie
-together in memory, else two, gated by torch."""
+"""``tmm::gated_linear``, the product of a gated MLP with gate and up: one product if their weights
+are adjacent in memory, otherwise two, gated by torch."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return t[:rows], t[rows:]
 
 
-def _differentiable(*given: Any) -> Tensor:
-    *tensors, _ = given
+def _differentiable(*args: Any) -> Tensor:
+    *tensors, _ = args
     if autograd_state.differentiated(*tensors):
-        return two_products(*given)
+        return two_products(*args)
     with compat.below_autograd():
-        return gated_linear(*given)  # type: ignore[no-any-return]
+        return gated_linear(*args)  # type: ignore[no-any-return]
 
 
 # A compiled graph cannot query addresses, so the operator does.

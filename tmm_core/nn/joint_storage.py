@@ -13,7 +13,7 @@ from tmm_core.errors import reraise
 from tmm_core.quantized import Quantized
 
 Tensor = torch.Tensor
-#: How many of a model's tensors lie in each storage, by its address.
+#: Number of a model's tensors in each storage, by the storage's address.
 Counts = Mapping[int, int]
 
 
@@ -51,8 +51,8 @@ def stack(parts: Sequence[Tensor]) -> None:
     if all(isinstance(t, Quantized) for t in parts):
         if stackable(parts) and stacked(parts) is None:
             for name in ("stored", "scale"):
-                whole_ = torch.cat([getattr(t, name) for t in parts])
-                for t, rows in zip(parts, whole_.split([len(t) for t in parts]), strict=True):
+                joint = torch.cat([getattr(t, name) for t in parts])
+                for t, rows in zip(parts, joint.split([len(t) for t in parts]), strict=True):
                     setattr(t, name, rows)
     elif stackable(parts):
         with torch.inference_mode(parts[0].is_inference()), torch.no_grad():
@@ -63,7 +63,7 @@ def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -
     """Why the parameters of linear layers cannot be one weight and one bias; None if they can.
 
     Args:
-        storages: Returns how many of the model's tensors lie in each storage, by address.
+        storages: Returns the number of the model's tensors in each storage.
     """
     for kind in ("weight", "bias"):
         given = [t for layer in layers if (t := getattr(layer, kind)) is not None]
@@ -72,7 +72,7 @@ def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -
         if any(t.is_meta for t in given) or (given and stacked(given) is not None):
             continue
         plain = [t for t in given if not isinstance(t, Quantized)]
-        # Lazy, since other libraries' types may have no address: they are not stackable.
+        # A generator: types of other libraries may have no address, and are not stackable.
         shared = (storages()[t.untyped_storage().data_ptr()] > 1 for t in plain)
         if given and (not stackable(given) or any(shared)):
             return "their weights share memory with others, or differ in dtype or device"
@@ -81,7 +81,7 @@ def against_one_product(layers: Sequence[Any], storages: Callable[[], Counts]) -
 
 def stackable(parts: Sequence[Tensor]) -> bool:
     """Whether these are plain parameters with a storage each, or quantised ones with scales for
-    rows, that differ in nothing but their rows."""
+    rows, that differ only in their rows."""
     start = parts[0]
     if len({id(t) for t in parts}) < len(parts):
         return False
@@ -95,8 +95,8 @@ def stackable(parts: Sequence[Tensor]) -> bool:
 
 
 def _alike(parts: Sequence[Tensor]) -> bool:
-    """Whether all have the same format and scales, for each row or parts of it, and no zero
-    points."""
+    """Whether all are quantised in the same format, with scales for each row or parts of it, and
+    without zero points."""
     start = parts[0]
     return isinstance(start, Quantized) and all(
         isinstance(t, Quantized)

@@ -39,10 +39,10 @@ class Linear(nn.Linear):
     static_weights = False
     #: The class of layers whose product can take an epilogue.
     computes_product: ClassVar[type]
-    # The class has them too: convert changes the class of torch's layers, which lack them.
+    # Also on the class: convert changes the class of torch's layers, whose instances lack them.
     _epilogue: EpilogueLike = None
     _text = ""
-    #: While attention's forward runs: computes this product with others of its input
+    #: While attention's forward runs: computes this product together with others of the same input
     #: (:mod:`tmm_core.nn.projections`).
     _once: Any = None
 
@@ -127,7 +127,7 @@ Linear.computes_product = Linear
 def finished_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str
 ) -> torch.Tensor:
-    """:func:`tmm_core.linear` by positions, which cost less than names to pass on."""
+    """:func:`tmm_core.linear` with positional arguments, which cost less to pass on."""
     return api.linear(input, weight, bias, epilogue=epilogue)
 
 
@@ -140,7 +140,7 @@ def is_leaf(module: nn.Module, input: Any) -> bool:
 
 
 def leaf(module: nn.Module, input: Any) -> Any:
-    """The ``torch.fx`` node that calls ``module`` on ``input``. Tracers recognise leaf modules by
-    torch's package name, and would trace into these."""
+    """The ``torch.fx`` node that calls ``module`` on ``input``. Tracers treat only modules of
+    torch's package as leaves, and would trace into tmm's."""
     path = input.tracer.path_of_module(module)
     return input.tracer.create_proxy("call_module", path, (input,), {})

@@ -22,8 +22,8 @@ from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
-#: The layout of each class that keeps its buffers as in a checkpoint, by package and name. Other
-#: classes rearrange them for their kernels.
+#: The layout of each class whose buffers are as in a checkpoint, by package and name. Other classes
+#: rearrange them for their kernels.
 LAYOUTS: dict[tuple[str, str], str] = {
     **{
         ("gptqmodel", f"{name}{kind}"): layout
@@ -35,14 +35,15 @@ LAYOUTS: dict[tuple[str, str], str] = {
     },
     ("awq", "WQLinear_GEMM"): "awq",
 }  # fmt: skip
-#: Modules of auto_gptq that do so; all of its classes are named QuantLinear.
+#: Modules of auto_gptq whose buffers are as in a checkpoint; all of its classes are named
+#: QuantLinear.
 _AUTO_GPTQ = ("qlinear_cuda", "qlinear_cuda_old", "qlinear_triton", "qlinear_tritonv2")
-#: Buffers that a layer's operand takes the place of.
+#: Buffers that a layer's operand replaces.
 _WORDS = ("qweight", "qzeros", "scales")
 
 
 def layout_of(kind: Any) -> str | None:
-    """The layout of a class's buffers, ``"gptq"`` or ``"awq"``; None if it is of no known class."""
+    """The layout of a class's buffers, ``"gptq"`` or ``"awq"``; None if the class is unknown."""
     package, _, rest = kind.__module__.partition(".")
     if package == "auto_gptq" and kind.__name__ == "QuantLinear":
         return "gptq" if rest.rpartition(".")[2] in _AUTO_GPTQ else None
@@ -50,7 +51,7 @@ def layout_of(kind: Any) -> str | None:
 
 
 def is_packed(layer: nn.Module) -> bool:
-    """Whether ``layer`` has the buffers of such a layer."""
+    """Whether ``layer`` has the buffers of a GPTQ or AWQ layer."""
     return all(isinstance(layer._buffers.get(name), Tensor) for name in _WORDS)
 
 
@@ -60,7 +61,7 @@ def unfit(layer: Any) -> str | None:
     if layout_of(kind) is None:
         return (
             f"{kind.__module__.partition('.')[0]}'s {kind.__name__} rearranges its weights for "
-            "kernels of its own; load the model with the package's backend in torch or Triton"
+            "its own kernels; load the model with the package's backend in torch or Triton"
         )
     bits = getattr(layer, "bits", getattr(layer, "w_bit", 4))
     if bits != 4 or layer.qweight.dtype is not torch.int32:
@@ -79,7 +80,7 @@ def unfit(layer: Any) -> str | None:
 
 
 def _read(layer: Any) -> tuple[Quantized, Tensor | None]:
-    """The weight of a layer, and the order of its K if that is not the activations'.
+    """The weight of a layer, and the order of its K if it differs from the activations' order.
 
     Raises:
         ValueError: A tensor has another dtype or shape, or groups differ in size.
@@ -110,7 +111,7 @@ class PackedProduct(ProductLayer):
         return self._parameters["weight"]
 
     def _swapped_in(self) -> None:
-        """Put the operand in the place of the words."""
+        """Replace the words by the operand."""
         weight, order = _read(self)
         bias = self._buffers.pop("bias", None)
         for name in _WORDS:
@@ -121,7 +122,7 @@ class PackedProduct(ProductLayer):
         self._non_persistent_buffers_set.add("_tmm_order")
 
     def _swapped_out(self) -> None:
-        """Put the words back."""
+        """Replace the operand by the words."""
         self._buffers.update(self._words())
         bias = self._parameters.pop("bias")
         if bias is not None:

@@ -1,8 +1,9 @@
-"""Weights of Transformers' expert layers, plain or quantised, as grouped products take them.
+"""Weights of Transformers' expert layers, plain or quantised, as operands of grouped products.
 
-Its quantised layers hold 8-bit floats in blocks (``FP8Experts``), or floats of 4 bits in groups
-of 32 (``FP8Experts`` of DeepSeek-V4, and gpt-oss's). Activations are multiplied as they are. With
-``convert(activations="fp8")`` they are rounded to 8 bits, as by Transformers' own kernels.
+Transformers' quantised layers hold 8-bit floats in blocks (``FP8Experts``), or 4-bit floats in
+groups of 32 (``FP8Experts`` of DeepSeek-V4, and the layers of gpt-oss). Activations are not
+quantised. With ``convert(activations="fp8")`` they are rounded to 8 bits, as Transformers' own
+kernels do.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ Tensor = torch.Tensor
 
 
 def of(layer: Any, name: str) -> Tensor:
-    """A layer's projection of that name, ``[E, N, K]``, in the memory of its parameters.
+    """A layer's projection of that name, ``[E, N, K]``, a view of its parameters.
 
     Raises:
-        ValueError: It is stored in no known format.
+        ValueError: Its format is unknown.
     """
     if (blocks := getattr(layer, f"{name}_blocks", None)) is not None:
         scales = getattr(layer, f"{name}_scales").detach()
@@ -42,21 +43,21 @@ def of(layer: Any, name: str) -> Tensor:
     scale = in_fp32(scale)
     if layer.block_size is not None:
         return Quantized(weight, scale, format="fp8", block=tuple(layer.block_size))
-    # One for each expert, or for each half of gate and up.
+    # One scale for each expert, or for each half of gate and up.
     rows = weight.shape[-2] // scale.shape[-2]
     return Quantized(weight, scale.repeat_interleave(rows, -2), format="fp8")
 
 
 def is_fp8(layer: Any) -> bool:
-    """Whether a layer of experts, or a linear one, is Transformers' for 8-bit floats, stores its
-    weights so, and computes the scales of its activations at each call."""
+    """Whether Transformers' layer, of experts or linear, stores its weights in e4m3 and computes
+    the scales of its activations at each call."""
     weight = getattr(layer, "down_proj", getattr(layer, "weight", None))
     dynamic = getattr(layer, "activation_scheme", None) == "dynamic"
     return dynamic and weight is not None and weight.dtype is torch.float8_e4m3fn
 
 
 def unfit(layer: Any) -> str | None:
-    """Why no operand describes the weights of an expert layer; None for plain ones too."""
+    """Why an operand cannot describe the weights of an expert layer; None if one can."""
     for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
         try:
             of(layer, name)
@@ -67,18 +68,19 @@ def unfit(layer: Any) -> str | None:
 
 
 def out_of_reach(layer: nn.Module) -> str | None:
-    """Why no operand describes weights that were rearranged for other kernels."""
+    """Why an operand cannot describe weights that were rearranged for other kernels; None if they
+    were not."""
     theirs = loaded("transformers.integrations.mxfp4", "Mxfp4GptOssExperts")
     if theirs is None or type(layer) is not theirs:
         return None
     return (
-        "its weights lie as kernels from a hub want them; load the model with "
+        "its weights are in the layout of kernels from a hub; load the model with "
         'experts_implementation="tmm"'
     )
 
 
 def gate_of(layer: nn.Module, gate: Any, activation: str | None) -> str | None:
-    """The gated epilogue of ``FP8Experts``'s own gate; None if it is another, or clamps."""
+    """The gated epilogue of ``FP8Experts``'s own gate; None for another gate, or if it clamps."""
     theirs = loaded("transformers.integrations.finegrained_fp8", "FP8Experts")
     if theirs is None or gate is not theirs._apply_gate:
         return None

@@ -1,4 +1,4 @@
-"""Modules with layers whose parameters lie one after the other in memory, as one weight."""
+"""Modules with layers whose parameters are adjacent in memory, as one weight."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KINDS = ("weight", "bias")
 
 
 class Together(nn.Module):
-    """A module that keeps parameters of some of its layers together.
+    """A module that keeps parameters of some of its layers adjacent in memory.
 
-    The parameters are the same objects under the same names. Whoever reads them as one weight
-    checks that they still are.
+    The parameters are the same objects under the same names. Code that reads them as one weight
+    checks first that they still are adjacent.
     """
 
     def _together(self) -> list[Any]:
@@ -53,7 +53,7 @@ class Together(nn.Module):
         return self.merged
 
     def separate(self) -> None:
-        """Give each layer a storage of its own, as torch's have."""
+        """Give each layer its own storage, as torch's layers have."""
         if not self.merged:
             return
         for layer in self._together():
@@ -64,12 +64,12 @@ class Together(nn.Module):
                         parameter.data = parameter.data.clone()
 
     def _swapped_in(self) -> None:
-        """Follow a change of the module's class to this one."""
+        """Called after the module's class was changed to this one."""
         self._register_hooks()
         self.merge()
 
     def _swapped_out(self) -> None:
-        """Prepare a change of the module's class to its own."""
+        """Called before the module's class is changed back."""
         self.separate()
         self._remove_hooks()
 
@@ -94,8 +94,8 @@ class Together(nn.Module):
             self.merge()
 
     def _take_own_storages(self) -> None:
-        """Separate parameters that pickle wrote one by one, each with the memory of all of them.
-        ``torch.save`` and ``deepcopy`` keep one memory."""
+        """Separate parameters that pickle wrote one by one, each with a copy of the joint storage.
+        ``torch.save`` and ``deepcopy`` keep one storage."""
         layers = [layer for layer in self._together() if isinstance(layer, nn.Linear)]
         for kind in _KINDS:
             own = [t for layer in layers if type(t := getattr(layer, kind)) is nn.Parameter]
@@ -107,7 +107,7 @@ class Together(nn.Module):
 
 
 def joint_operands(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the layers' joint product; None if they are not together in memory."""
+    """Weight and bias of the layers' joint product; None if they are not adjacent in memory."""
     if not all(isinstance(layer, nn.Linear) for layer in layers):
         return None
     return joint_of([layer.weight for layer in layers], [layer.bias for layer in layers])
@@ -116,7 +116,8 @@ def joint_operands(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None
 def joint_of(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The weights as one and the biases as one; None if they are not, or only some have a bias."""
+    """The weights as one tensor and the biases as one; None if either are not adjacent in memory,
+    or if only some layers have a bias."""
     weight = stacked(weights)
     given = [bias for bias in biases if bias is not None]
     if weight is None or not given:
@@ -130,8 +131,8 @@ def _merge_hook(module: Together, _: Any) -> None:
 
 
 def _apart_hook(module: Together, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Give each parameter a storage of its own in a state dict: safetensors refuses to save part
-    of a storage, and ``torch.save`` would write all of it with each."""
+    """Give each parameter its own storage in a state dict: safetensors refuses to save part of a
+    storage, and ``torch.save`` would write all of it with each parameter."""
     names = {id(layer): name for name, layer in module._modules.items()}
     for layer in module._together():
         for kind in _KINDS:
@@ -141,12 +142,13 @@ def _apart_hook(module: Together, state: dict[str, Any], prefix: str, _: Any) ->
                 state[entry] = seen_alone(t)
 
 
-#: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
+#: Without DTensor, which ``tmm::matmul`` has sharding rules for. Export traces on fake tensors.
 _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor(), Quantized)
 
 
 def do_no_more(layers: Sequence[Any], x: Tensor) -> bool:
-    """Whether calling the layers would do no more than one product does."""
+    """Whether calling the layers would only compute their products, so that one product can replace
+    the calls."""
     for layer in layers:
         if type(layer) is not Linear or layer._text:
             return False

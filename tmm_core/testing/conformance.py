@@ -77,9 +77,9 @@ class KernelConformance(RaggedProblems):
             is not enabled.
         dtypes: Operand dtypes to try. Tests of other properties use the first.
         sizes: ``(M, N, K)`` to try in every dtype; by default some ten, depending on the device.
-        size: For tests of other properties; by default (304, 208, 144) on a GPU and
+        size: ``(M, N, K)`` for tests of other properties; by default (304, 208, 144) on a GPU and
             (48, 80, 112) elsewhere. Multiples of 16 keep operands aligned, if the kernel needs
-            it.
+            that.
         epilogues: As ``matmul(epilogue=…)`` takes them.
         max_configs: Configs to try of one problem's search space; by default 64 on a GPU
             and 8 elsewhere, spread evenly over it.
@@ -94,7 +94,7 @@ class KernelConformance(RaggedProblems):
     # -- the kernel as a plugin --------------------------------------------------------
 
     def test_registers(self) -> None:
-        """The registry takes it, under its name."""
+        """The registry accepts the kernel under its name."""
         kernel = self.kernel
 
         class Plugin:
@@ -205,8 +205,8 @@ class KernelConformance(RaggedProblems):
             self._check(probe)
 
     def test_use_of_ragged(self) -> None:
-        """All further ways, for kernels that accept groups: of one row, all rows in one, most of
-        them empty; and rows gathered out of more, or out of one."""
+        """Right in all further ways of use, for kernels that accept groups: groups of one row, all
+        rows in one group, most groups empty, and rows gathered from more rows or from one."""
         served = [p for p in self.ragged_in_use() if not self.kernel.reasons_against(p)]
         if not served:
             self._decline(next(iter(self.ragged_in_use())))
@@ -218,7 +218,7 @@ class KernelConformance(RaggedProblems):
         self._check(probe, "repeated")
 
     def test_configs_of_outputs(self) -> None:
-        """And of each config."""
+        """The auxiliary outputs of every config are correct."""
         self._check_search_space(self._first_served(list(self.probes_of_outputs())))
 
     def test_ragged(self, ragged: Problem) -> None:

@@ -68,8 +68,8 @@ class EpilogueConformance:
         assert parse(f"{epilogue.name}+softcap(30)", known) == epilogue.then(parse("softcap(30)"))
 
     def test_its_key_follows_its_source(self) -> None:
-        """Its key holds a digest of its package's files, and is the same in every process: else old
-        records would serve a changed epilogue, or none would serve it at all."""
+        """Its key holds a digest of its package's files, and is the same in every process.
+        Otherwise old records would serve a changed epilogue, or no record would serve it."""
         assert replace(self.epilogue).key == self.epilogue.key
         if not self.epilogue.lasting:
             pytest.fail(
@@ -204,9 +204,12 @@ class EpilogueConformance:
     def _evaluated(
         self, function: Any, *, pair: bool = False, of: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, ...]:
-        """``function``, as :func:`tmm_core.triton.device_function` returns it, at the points or of
-        these tensors: z, or gate and up. ``pair``: it returns two values, like the derivative of a
-        gated epilogue."""
+        """Evaluate a device function at the points, or at the tensors ``of``: z, or gate and up.
+
+        Args:
+            function: From :func:`tmm_core.triton.device_function` and similar functions.
+            pair: It returns two values, like the derivative of a gated epilogue.
+        """
         device = ProbeProblems._device() if self.device is None else torch.device(self.device)
         if device.type != "cuda" and not interpreting():
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
@@ -251,7 +254,7 @@ class EpilogueConformance:
         off[(found == exact) | (found.isnan() & exact.isnan())] = 0
         place = divmod(int(off.argmax()), off.shape[-1])
         halves = self.epilogue.inputs(self._z())
-        # Outputs and products have other places than the points.
+        # Outputs and products are not evaluated at the points.
         z = [half[place].item() for half in halves] if off.shape == halves[0].shape else []
         at = f" at {', '.join(f'{value:g}' for value in z)}" if z else f" at {list(place)}"
         self._check(

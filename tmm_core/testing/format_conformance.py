@@ -43,7 +43,7 @@ class FormatConformance:
         format: The format.
         device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one and Triton's interpreter
             is not enabled.
-        dtypes: Dtypes of the plain operand beside it.
+        dtypes: Dtypes of the other operand, which is plain.
     """
 
     format: ClassVar[Format]
@@ -72,7 +72,7 @@ class FormatConformance:
             assert torch.equal(again, values)
 
     def test_rounding_is_close(self) -> None:
-        """Random numbers are nearer to what they are rounded to than to zero."""
+        """Rounding moves a number by at most a fifth of the format's limit."""
         limit = self.format.limit or 1.0
         numbers = torch.linspace(-limit, limit, 201, dtype=torch.float32, device="cpu")
         for dtype in self.format.storage:
@@ -97,8 +97,8 @@ class FormatConformance:
 
     # -- products ----------------------------------------------------------------------
 
-    # Each size twice, and each epilogue: interpreted, one case takes seconds. There the two cases
-    # of a size divide the pairs of a scale and a dtype.
+    # Each size is tested twice. Interpreted, one case takes seconds, so the two cases of a size
+    # share the pairs of a scale and a dtype.
     @pytest.mark.parametrize(
         ("m", "n", "k", "epilogue", "half"),
         [
@@ -111,7 +111,7 @@ class FormatConformance:
         ],
     )
     def test_products(self, m: int, n: int, k: int, epilogue: str | None, half: int) -> None:
-        """Every kernel that serves the format gives the values' product."""
+        """Every kernel that serves the format computes the product of the values."""
         served = []
         of_scale = self.format.scale_dtypes
         scales = zip(self.format.grids, itertools.cycle(of_scale), strict=False)
@@ -197,8 +197,8 @@ class FormatConformance:
         return codes[self.format.dequantize(codes).float().isfinite()]
 
     def _k(self, k: int, block: grids.Block) -> int:
-        """K, or more of it: three groups and whole stored elements; of a format whose last group
-        may be short, it is."""
+        """K, raised to three groups and to whole stored elements. The last group is short if the
+        format allows it."""
         form = self.format
         k = max(k, 3 * block[1] - (block[1] // 2 if form.short else 0))
         return -(-k // form.pack) * form.pack

@@ -67,9 +67,9 @@ def laid(operand: Operand, layout: str) -> Operand:
 
 
 def contiguous(problem: Problem) -> Problem:
-    """The problem of contiguous matrices: as aligned as their sizes are."""
+    """The problem with contiguous matrices, which are aligned if their sizes are."""
 
-    def found(name: str) -> Operand | None:
+    def packed(name: str) -> Operand | None:
         operand: Operand | None = getattr(problem, name)
         if operand is None or operand.layout == "strided":
             return operand
@@ -80,7 +80,7 @@ def contiguous(problem: Problem) -> Problem:
         seen = Operand.of(t.mT if flipped else t)
         return replace(operand, layout=seen.layout, aligned=seen.aligned and operand.aligned)
 
-    changes: Any = {name: found(name) for name in ("a", "b", "out", "residual")}
+    changes: Any = {name: packed(name) for name in ("a", "b", "out", "residual")}
     return replace(problem, **changes)
 
 
@@ -111,16 +111,15 @@ def usual_scale(form: Format) -> Scale:
 
 
 def whole_k(problem: Problem) -> Problem:
-    """The problem with this K, or the next number of values that has whole groups and stored
-    elements."""
+    """The problem with K rounded up to whole groups and stored elements."""
     a, b = problem.a, problem.b
     unit = math.lcm(a.pack, b.pack, max(1, a.block[1]), max(1, b.block[1]))
     return replace(problem, k=-(-problem.k // unit) * unit)
 
 
 def stored(plain: Problem, form: Format, scale: Scale | None = None) -> Problem:
-    """The problem with a weight of this format: beside another operand of the format if the dtype
-    implies it, else beside the plain one."""
+    """The problem with a weight of this format. If a dtype implies the format, ``a`` has it too;
+    otherwise ``a`` stays plain."""
     weight = Operand(
         form.storage[0], "col",
         format="" if form.implied else form.name, scale=scale or usual_scale(form),
@@ -208,7 +207,7 @@ class ProbeProblems:
         yield from self._followed_by_epilogues(base)
 
     def _followed_by_epilogues(self, base: Problem, **odd: Any) -> Iterator[Problem]:
-        """All terms of the expression, and of sizes that divide nothing."""
+        """All terms of the expression, also with sizes that no block divides."""
         full = replace(base, bias=base.out.dtype, residual=base.out, scaled=True)
         for text in ("silu", "swiglu"):
             yield replace(full, epilogue=parse(text))
@@ -344,8 +343,8 @@ class ProbeProblems:
             yield self._probe((side, side, size))
 
     def probes_of_outputs(self) -> Iterator[Problem]:
-        """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;
-        and of rows alone, where operands are aligned."""
+        """Every kind and reduction, with all terms of the expression and sizes that no block
+        divides; and outputs per row alone, with aligned operands."""
         base, odd = self._probe(), self._odd()
         aligned = contiguous(replace(base, m=odd["m"], scaled=True))
         base = contiguous(replace(aligned, **odd))
@@ -380,8 +379,8 @@ class ProbeProblems:
         return [each for plain in of_each for each in (_with_terms(plain), plain)]
 
     def fine_grained(self) -> Sequence[Problem]:
-        """Problems whose result is not rounded to 16 bits, which would hide a difference; and
-        others, in case the kernel takes none of those."""
+        """Problems whose result is not rounded to 16 bits, which would hide a difference; then
+        others, in case the kernel declines all of these."""
         plain, fp32 = self._long(), torch.float32
         wide = replace(plain, out=Operand(fp32))
         more = [self._probe(self._long_size(), fp32)] * (fp32 in self.dtypes)

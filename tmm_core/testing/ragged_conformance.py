@@ -52,7 +52,7 @@ class RaggedProblems(ProbeProblems):
         a = replace(b, layout="row") if form.implied else out
         for along in ("m", "n", "k"):
             if along == "k" and (b.grid or b.pack != 1):
-                continue  # groups would part stored elements and blocks
+                continue  # a group could end inside a stored element or a block
             problem = whole_k(replace(self._ragged(along), a=a, b=b, out=out))
             yield problem
             for scale in scales_of(form) if along != "k" else ():
@@ -122,7 +122,7 @@ class RaggedProblems(ProbeProblems):
         rows = self._ragged("m")
         yield replace(rows, k=0, bias=rows.a.dtype, epilogue=parse("sigmoid"))
         if self._device().type == "cuda":  # 1,500 programs of 2 ms in the interpreter
-            yield replace(rows, groups=Groups(300, "m"))  # no block of ends holds them all
+            yield replace(rows, groups=Groups(300, "m"))  # more than one block of offs
 
     def _layouts(self) -> Iterator[Problem]:
         for along in ("m", "n", "k"):

@@ -24,7 +24,7 @@ def square(y):
     return y * y
 
 
-#: ½(z + √(z² + b)), a smooth relu (arXiv:2112.11687), is not built in anywhere.
+#: ½(z + √(z² + b)), a smooth relu (arXiv:2112.11687) that is not built in.
 USERS = Epilogue("squareplus", lambda z, b=1.5: 0.5 * (z + (z * z + b).sqrt()), device=squareplus)
 #: No kernel can fuse it.
 UNFUSABLE = Epilogue("no_device_function", lambda z: z.sin())

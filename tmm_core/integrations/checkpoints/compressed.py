@@ -1,4 +1,5 @@
-"""compressed-tensors, pack-quantized: each 32-bit word holds eight numbers along K, two a byte."""
+"""compressed-tensors, pack-quantized: each 32-bit word holds eight numbers along K, two in each
+byte."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ Tensor = torch.Tensor
 def read(
     weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None = None
 ) -> Quantized:
-    """A weight of 4 bits of a compressed-tensors checkpoint, in the memory of its tensors.
+    """A 4-bit weight of a compressed-tensors checkpoint, in the memory of its tensors.
 
     Args:
-        weight_packed: ``[N, K/8]`` int32; the stored numbers are 8 larger.
+        weight_packed: ``[N, K/8]`` int32; 8 is added to each number before it is stored.
         weight_scale: ``[N, K/g]``.
-        weight_zero_point: ``[N/8, K/g]`` int32, packed along N; the stored numbers are 8 larger.
+        weight_zero_point: ``[N/8, K/g]`` int32, packed along N, with 8 added in the same way.
 
     Raises:
-        ValueError: A tensor has another dtype or shape, or K has no such groups.
+        ValueError: A tensor has another dtype or shape, or K is not a multiple of the groups.
     """
     n, k = weight_packed.shape[0], weight_packed.shape[-1] * 8
     words.check_words("weight_packed", weight_packed, (n, k // 8))

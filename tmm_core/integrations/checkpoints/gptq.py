@@ -34,8 +34,8 @@ def read(
         order: From :func:`order`; the weight's columns are put in this order.
 
     Raises:
-        ValueError: A tensor has another dtype or shape; or the groups are not in order of k: then
-            each product has to gather its activations.
+        ValueError: A tensor has another dtype or shape; or the groups are not in the order of k, so
+            that each product would have to gather its activations.
     """
     k, n = qweight.shape[0] * 8, qweight.shape[-1]
     group, count = words.groups(group, k)
@@ -68,9 +68,8 @@ def read(
 
 
 def order(g_idx: Tensor | None, group: int) -> Tensor | None:
-    """The k of each column when the columns of each group are brought together, ``[K]`` int64. A
-    product with such a weight gathers its activations by this index. None if columns are in that
-    order already.
+    """The k of each column after the columns are sorted by group, ``[K]`` int64. A product with the
+    sorted weight gathers its activations by this index. None if columns are sorted already.
 
     Raises:
         ValueError: Groups have other sizes than ``group``.
@@ -100,7 +99,7 @@ def written(
 
 
 def _version(stored: Tensor, zero: Tensor) -> int:
-    """1 if ``zero`` is one below the zero points, else 2. Weights have a mean near zero, in units
-    of the distance of two numbers; the wrong version moves it by one."""
+    """1 if ``zero`` is one below the zero points, else 2. In units of the quantisation step, the
+    mean of weights is near zero, and the wrong version moves it by one."""
     mean = FORMAT.unpacked(stored).float().mean() - zero.float().mean()
     return 1 if float(mean) > 0.5 else 2

@@ -1,4 +1,5 @@
-"""HQQ: two halves of all groups in the high and the low bits, in 4 bits, or a byte a number."""
+"""HQQ in 4 bits: a byte's high bits hold a number of the first half of the weight, its low bits one
+of the second half."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
-    """A weight of 4 bits of an HQQ layer, repacked along K.
+    """The 4-bit weight of an HQQ layer, repacked along K.
 
     Args:
         w_q: ``HQQLinear.W_q``, ``[N · K/g / 2, g]`` uint8.
@@ -22,7 +23,8 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
             ``zero``, both ``[N · K/g, 1]`` and not quantised themselves.
 
     Raises:
-        ValueError: It has other bits, or groups along N.
+        ValueError: It has another number of bits, groups along N, or quantised scales or zero
+            points; or a tensor has another dtype or shape.
     """
     if (
         meta["nbits"] != 4
@@ -30,11 +32,11 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
         or meta.get("packing", "4bit_u8") != "4bit_u8"
     ):
         raise ValueError(
-            "HQQ weights are read of 4 bits (4bit_u8) and with axis=1, groups along K; got "
+            "HQQ weights must have 4 bits (4bit_u8) and axis=1, groups along K; got "
             f"nbits={meta['nbits']}, axis={meta.get('axis')}, packing={meta.get('packing')}"
         )
     if meta.get("quant_scale") or meta.get("quant_zero"):
-        raise ValueError("HQQ weights are read with scales and zero points of 16 bits or more")
+        raise ValueError("HQQ weights must have scales and zero points that are not quantised")
     n, k = meta["shape"]
     group = meta["group_size"] or k
     if w_q.dtype is not torch.uint8 or 2 * w_q.numel() != n * k or k % group:
@@ -46,6 +48,6 @@ def read(w_q: Tensor, meta: Mapping[str, Any]) -> Quantized:
     parts = {name: meta[name] for name in ("scale", "zero")}
     for name, t in parts.items():
         if t.numel() * group != n * k:
-            raise ValueError(f"{name} must have one number a group, got {tuple(t.shape)}")
+            raise ValueError(f"{name} must have one number per group, got {tuple(t.shape)}")
     scale, zero = (t.reshape(n, k // group) for t in parts.values())
     return Quantized(FORMAT.packed(numbers), scale, zero, format="int4", group=group)

@@ -16,11 +16,7 @@ PLAIN = tuple(range(8))
 
 
 def check_words(name: str, t: Tensor, shape: tuple[int, ...]) -> None:
-    """Check the dtype and the shape of words.
-
-    Raises:
-        ValueError: The dtype or the shape is another.
-    """
+    """Raise ValueError unless the words are int32 of this shape."""
     if t.dtype is not torch.int32 or tuple(t.shape) != shape:
         raise ValueError(
             f"{name} must be int32 of shape {shape}, got {t.dtype} of shape {tuple(t.shape)}"
@@ -46,7 +42,7 @@ def unpacked(words: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
     """The numbers of words, uint8, eight times as many along the last dimension.
 
     Args:
-        order: Which of eight numbers each four bits of a word hold, the lowest first.
+        order: Which of the eight numbers each four bits of a word hold, the lowest bits first.
     """
     found = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
     for place, which in enumerate(order):
@@ -56,10 +52,10 @@ def unpacked(words: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
 
 def packed(numbers: Tensor, order: Sequence[int] = PLAIN) -> Tensor:
     """The words of numbers below 16."""
-    apart = numbers.unflatten(-1, (-1, 8)).to(torch.int32)
-    words = torch.zeros(apart.shape[:-1], dtype=torch.int32, device=numbers.device)
+    eights = numbers.unflatten(-1, (-1, 8)).to(torch.int32)
+    words = torch.zeros(eights.shape[:-1], dtype=torch.int32, device=numbers.device)
     for place, which in enumerate(order):
-        words |= apart[..., which] << (4 * place)
+        words |= eights[..., which] << (4 * place)
     return words
 
 
@@ -71,5 +67,5 @@ def zeros_of(weight: Quantized) -> Tensor:
 
 
 def unless_symmetric(zero: Tensor) -> Tensor | None:
-    """Zero points; None if all are 8, which needs none."""
+    """The zero points; None if all are 8, the default."""
     return None if bool((zero == 8).all()) else zero
