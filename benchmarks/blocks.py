@@ -1,8 +1,8 @@
 """Times the Hopper kernel with different numbers of blocks: `python benchmarks/blocks.py OUT.json`.
 
 A persistent kernel may launch fewer blocks than there are SMs without needing more waves. Each rule
-below rounds that least number up differently. Problems are random, and so none of them is tuned
-for.
+below rounds the least such number up differently. Problems are random, so that no rule is fitted to
+them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CAPTURES, ROUNDS, BURST_US = 3, 8, 5000.0
 
 
 def rules(least: int, sms: int) -> dict[str, int]:
-    """The number of blocks by each rule, from the least number that needs no further wave."""
+    """The number of blocks by each rule, from the least number that needs no additional wave."""
     rounded = {f"multiple of {n}": min(sms, math.ceil(least / n) * n) for n in (2, 4, 8)}
     return {"least": least, **rounded, "all SMs": sms}
 
 
 def measured(problem: Any, config: Any, counts: list[int], kernel: Any) -> dict[str, float]:
-    """µs of a call, by number of blocks, and torch's."""
+    """µs of a call by number of blocks, and of torch's call."""
     launchers = {}
     for count in counts:
         warp_specialized._blocks = lambda *_, count=count: count

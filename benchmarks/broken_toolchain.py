@@ -1,9 +1,9 @@
 """Shows that a broken toolchain leaves no verdict: `python benchmarks/broken_toolchain.py`.
 
-One product is computed in four processes that share a cache of their own, in which nothing is
-compiled: with a `ptxas` that fails, once more, with `ptxas` repaired, and once more. Each prints
-what answered, what it warned of, and what the record says. Exits with 1 if something is not as it
-should be. Takes about a minute on a GPU.
+One product is computed in four processes that share an empty cache: twice with a `ptxas` that
+fails, then twice with a working one. Each process prints the kernel that answered, its warnings,
+and the candidates on record. Exits with 1 if something is not as it should be. Takes about a minute
+on a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ print(json.dumps({
 }))
 """
 
-#: Tells its version, as Triton asks first, and then finds no library.
+#: Reports its version, which Triton asks for first, and then fails to load a library.
 BROKEN = """#!/bin/sh
 if [ "$1" = --version ]; then exec "{ptxas}" --version; fi
 echo "ptxas: error while loading shared libraries: libfoo.so: cannot open shared object file" >&2
@@ -116,7 +116,7 @@ def run(folder: Path) -> list[str]:
     for line in doctor.stdout.splitlines():
         if line[2:].startswith(("toolchain", "untried")):
             print(f"    {line[:150]}")
-    expect("untried" in doctor.stdout, "tmm doctor tells of the untried kernels")
+    expect("untried" in doctor.stdout, "tmm doctor reports the untried kernels")
 
     second = show("a second process, ptxas still fails", broken)
     expect(second["kernel"] == "blas", "BLAS answers again")

@@ -1,8 +1,8 @@
-"""What each kernel earns: `python benchmarks/earned.py [FOLDER…]`.
+"""Prints what each kernel gains: `python benchmarks/earned.py [FOLDER…]`.
 
-For every kernel, the records that it wins and by how much: the time of the fastest other kernel on
-the record divided by its own, in as many rounds as both were timed. Reads the records that ship
-with tmm, or those of the given cache folders.
+For every kernel, it lists the number of records that the kernel wins, and by how much: the time of
+the fastest other kernel divided by the winner's, in as many rounds as both were timed. It reads the
+records that ship with tmm, or the records of the given cache folders.
 """
 
 from __future__ import annotations

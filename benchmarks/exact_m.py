@@ -2,11 +2,11 @@
 
     python benchmarks/exact_m.py [--seconds 110] [-o FILE.json]
 
-Each weight is tuned at the edge of a bucket, unless a record ships. Then come two M inside the
-bucket, at which nothing was measured. For each of them: what the bucket's record alone chooses,
-seconds of the race, and what answers after it. Both are timed beside BLAS and the record's other
-finalists, in three captures with fresh allocations. Takes two minutes; writes JSON to
-``$OUT/exact_m.json`` unless told otherwise.
+Each weight is tuned at the edge of a bucket, unless a record ships. Two M inside the bucket follow,
+at which nothing was measured. For each M it reports the choice by the bucket's record alone, the
+duration of the race, and the choice after the race. Both choices are timed together with BLAS and
+the record's other finalists, in three captures with fresh allocations. Takes two minutes; writes
+JSON to ``$OUT/exact_m.json`` by default.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def others(problem: Problem, edge: Problem, record: TuningRecord) -> dict[str, L
     for name, each in found.items():
         try:
             launchers[name] = Bound.of(each.kernel.bind(problem, each.config)).run
-        except Exception as error:  # it costs this candidate alone
+        except Exception as error:  # a failure costs only this candidate
             print(f"{problem}: {name}: {error}")
     return launchers
 

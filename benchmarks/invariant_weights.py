@@ -1,12 +1,12 @@
-"""Measures batch-invariant mode on weights without records, beside unrestricted cuBLAS.
+"""Compares batch-invariant mode on weights without records with unrestricted cuBLAS.
 
     python benchmarks/invariant_weights.py [--seconds 140] [-o FILE.json]
 
-For each weight: seconds that the first call waits; then for some M the choice, its time in three
-captures beside cuBLAS's, and whether a row has the same bits as alone. The table of a weight's
-records shows each arithmetic beside BLAS at the measured M. If time is left, the slowest product is
-searched exhaustively, each arithmetic by itself. Begins no weight after ``--seconds``; writes JSON
-to ``$OUT/invariant_weights.json`` unless told otherwise.
+For each weight it reports the seconds that the first call waits. For some M it reports the choice,
+its time and cuBLAS's in three captures, and whether a row has the same bits as alone. The table of
+a weight's records compares each reduction order with BLAS at the measured M. If time is left, it
+searches the slowest product exhaustively, each reduction order separately. It begins no weight
+after ``--seconds``, and writes JSON to ``$OUT/invariant_weights.json`` by default.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def measured(x: torch.Tensor, w: torch.Tensor, alone: torch.Tensor) -> Row:
-    """One M: what answers, beside unrestricted cuBLAS."""
+    """One M: the choice and its time, compared with unrestricted cuBLAS."""
     problem = tmm_core.problem(x, w.T)
     plan = tmm_core.plan(x, w.T)
     same = bool(torch.equal(plan(x, w.T)[:1], alone))
@@ -75,7 +75,7 @@ def measured(x: torch.Tensor, w: torch.Tensor, alone: torch.Tensor) -> Row:
 
 
 def recorded(problem: Problem) -> dict[str, dict[str, float]]:
-    """BLAS's time over each arithmetic's, by M, as the weight's records have it."""
+    """The ratio of BLAS's time to each reduction order's, by M, from the weight's records."""
     chooser = dispatch.default_dispatcher()
     found: dict[str, dict[str, float]] = {}
     for rung in ladder(problem):
@@ -105,7 +105,7 @@ def recorded(problem: Problem) -> dict[str, dict[str, float]]:
 
 
 def searched(x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
-    """The fastest config of each arithmetic at this M, of all that the kernels know, in µs."""
+    """The fastest config of each reduction order at this M, among all configs, in µs."""
     problem = tmm_core.problem(x, w.T)
     able = dispatch.default_dispatcher().able(problem, settings.current())
     limit = SEARCH_LIMITED.set(False)

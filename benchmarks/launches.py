@@ -2,7 +2,7 @@
 `python benchmarks/launches.py SUITE:MxNxK… [--output FILE]`, with problems of `tmm bench`.
 
 Caches are flushed before each launch, and the GPU's clocks are left as they are. Nothing is tuned:
-the choice is a record's or a guess.
+the choice comes from a record or an estimate.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _WARM = 3
 #: The marker by which a launch is found in the profile.
 _LABEL = re.compile(r"\[\[(.*?)\]\]")
 _SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats")
-#: The columns of the table, each with its metric's names. The first name that exists is used, since
-#: names differ between architectures.
+#: The columns of the table, each with patterns of its metric's name. The first that matches is
+#: used, since names differ between architectures.
 _METRICS = {
     "us": (r"gpu__time_duration\.sum",),
     "DRAM": (r"(gpu|dram)__(dram_)?throughput\.avg\.pct_of_peak_sustained_elapsed",),

@@ -1,13 +1,13 @@
-"""Times products and gated layers of other projects beside torch and tmm, in use.
+"""Times products and gated layers of other projects, torch and tmm, back to back.
 
-Each provider's call is captured over so many weights that they exceed the L2 three times, and
-replayed in turn with the others. Products by tmm are tuned at their first use::
+Each provider's call is captured over so many weights that their size is three times the L2. The
+captures are replayed interleaved. Products by tmm are tuned at their first use::
 
     python benchmarks/peers.py --json peers.json
 
-* ``torch.cuda.tunable`` answers products by torch while it is enabled.
+* ``torch.cuda.tunable`` chooses the kernels of torch's products while it is enabled.
 * FlagGems (``flag-gems``) has a product in Triton.
-* Liger (``liger-kernel``) multiplies silu of the gate by the up projection in one kernel behind
+* Liger (``liger-kernel``) multiplies silu of the gate by the up projection in one kernel after
   torch's product; tmm does both in the product.
 
 A project that is not installed, or whose kernel fails here, is left out, and the reason printed.
@@ -93,7 +93,7 @@ def gated(m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Call]
 
 
 def by_tunable(call: Call) -> Call:
-    """A call that TunableOp answers, which measures its product at the first one."""
+    """A call whose kernel TunableOp chooses, by measuring the product here."""
     chooser = torch.cuda.tunable
     chooser.tuning_enable(True)
     chooser.set_filename(str(Path(tempfile.mkdtemp()) / "tunable.csv"))
@@ -112,13 +112,12 @@ def by_tunable(call: Call) -> Call:
 
 
 def measure(
-    what: str, sizes: tuple[int, int, int], given: tuple[dict[str, Call], int],
+    what: str, sizes: tuple[int, int, int], calls: dict[str, Call], copies: int,
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """µs of each provider, and how many times as fast as torch it is."""
-    calls, copies = given
     expected = None
-    for name, call in list(calls.items()):  # and tunes
+    for name, call in list(calls.items()):  # the first calls also tune
         try:
             if name == "TunableOp":
                 call = calls[name] = by_tunable(call)
@@ -153,7 +152,7 @@ def main() -> None:
     asked += [("product", products, sizes) for sizes in (SMALL if options.small else PRODUCTS)]
     with tmm_core.override(tune_budget=options.budget):
         for what, providers, sizes in asked:
-            found.append(measure(what, sizes, providers(*sizes, device), device))
+            found.append(measure(what, sizes, *providers(*sizes, device), device))
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
-"""Quantised weights and experts beside torch's bf16 products, in use.
+"""Compares quantised weights and experts with torch's bf16 products, back to back.
 
-Each provider's call is captured over so many weights that they exceed the L2 three times, and
-replayed in turn with the others. Products by tmm are tuned at their first use::
+Each provider's call is captured over so many weights that their size is three times the L2. The
+captures are replayed interleaved. Products by tmm are tuned at their first use::
 
     python benchmarks/quantised.py --json quantised.json
     python benchmarks/quantised.py --formats int4 --rows 1 16 --weights 4096x14336
@@ -9,7 +9,7 @@ replayed in turn with the others. Products by tmm are tuned at their first use::
 
 ``--bars`` measures 8-bit weights of few rows, products of two operands in 8-bit floats against
 ``F.scaled_mm`` with scales by block, and experts in 8-bit floats and in MXFP4 against torch's
-grouped product in bf16, each beside the ratio that it is to reach.
+grouped product in bf16. It compares each ratio with the ratio to reach.
 
 With ``humming-kernels`` installed its layer is timed in the same run.
 """
@@ -43,7 +43,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 WEIGHTS = ((28672, 4096), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096), (6144, 4096))
 ROWS = (1, 4, 16, 64, 256, 2048, 8192)
 FORMATS = ("int4", "int8", "fp8", "mxfp4", "fp8_blocks")
-#: Bytes that the weights of one provider have at least.
+#: Minimum bytes of the weights of one provider.
 ROTATED = 240e6
 ROUNDS = 11
 GROUP = 128
@@ -60,7 +60,7 @@ BOTH_IN_8_BITS = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts on one GPU: those that it holds, and a token's choices that fall on them."""
+    """A mixture's experts on one GPU; ``choices`` is how many of these a token chooses."""
 
     experts: int
     hidden: int
@@ -85,12 +85,12 @@ SMALL = {
 
 @dataclass
 class Problem:
-    """Calls that compute the same, the first of which the others are compared with."""
+    """Calls that compute the same product; the others are compared with the first."""
 
     form: str
     sizes: dict[str, Any]
     calls: dict[str, Call]
-    #: Weights of each provider, whose index a call takes.
+    #: Number of weights of each provider; a call takes the index of one.
     copies: int
     #: Bytes of one stored weight with its scales.
     bytes: int

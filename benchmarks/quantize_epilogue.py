@@ -1,11 +1,11 @@
-"""The epilogue ``quantize`` beside a launch of its own that rounds, in use.
+"""Compares the epilogue ``quantize`` with a separate launch that rounds, back to back.
 
     python benchmarks/quantize_epilogue.py --rows 1 16 256 2048 8192 --weight 14336x4096
 
 For each number of rows it prints µs of ``linear(x, w, epilogue="silu+quantize")``, of
 ``quantize_rows(linear(x, w, epilogue="silu"), group=128)`` and of the product with silu alone, and
-the choice for the first. Each product is tuned at its first use. The weights of one provider exceed
-the L2 three times, as in ``quantised``.
+the choice for the first. Each product is tuned at its first use. The weights are three times as
+large as the L2, as in ``quantised``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     n, k = map(int, options.weight.split("x"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = [plain(n, k, device=device) for _ in range(max(2, copies_of(2 * n * k, device)))]
-    print(f"{device}, bf16, {len(weights)} weights of {options.weight} in turn")
+    print(f"{device}, bf16, {len(weights)} weights of {options.weight}, interleaved")
     for rows in options.rows:
         x = plain(rows, k, device=device)
 
@@ -43,7 +43,7 @@ def main() -> None:
             return tmm_core.quantize_rows(alone(i), group=128)
 
         calls = [fused, apart, alone]
-        for call in calls:  # tunes
+        for call in calls:  # the first call tunes
             call(0)
         timer = timer_for(device)
         samples = timer.measure(calls, ROUNDS, copies=len(weights))

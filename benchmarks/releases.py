@@ -1,11 +1,11 @@
-"""Measures eight problems with the Triton that is installed, to be held against another release.
+"""Measures eight problems with the installed Triton, for a comparison with another release.
 
     python benchmarks/releases.py -o OLD.json
     PYTHONPATH=FOLDER_OF_ANOTHER_TRITON python benchmarks/releases.py --beside OLD.json -o NEW.json
 
-Each problem is tuned without records, and its choice is timed beside BLAS in three captures. With
-``--beside`` the choice of the other run is timed too, as this Triton compiles it. Ratios to BLAS,
-which both runs have in common, are compared. A minute for each run.
+Each problem is tuned without records, and its choice and BLAS are timed in three captures. With
+``--beside`` the choice of the other run is timed too, compiled by this Triton. The runs are
+compared by their ratios to BLAS, which does not depend on Triton. Each run takes a minute.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measured(shape: tuple[int, int, int, str], device: str, beside: Row | None) 
                 x, w.T, epilogue=epilogue, kernel=beside["kernel"], config=beside["config"]
             )
             launchers["the other's choice"] = other.launcher
-        except Exception as error:  # it declines this Triton
+        except Exception as error:  # the kernel declines this Triton
             row["declined"] = f"{type(error).__name__}: {error}"[:300]
     us, _ = exhaustive.race(
         problem, x.device, launchers, captures=CAPTURES, rounds=ROUNDS, burst_us=BURST_US

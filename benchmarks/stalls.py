@@ -3,13 +3,13 @@ foreground has the same winners.
 
     python benchmarks/stalls.py [--share 0.5] [--seconds 85] [-o FILE.json]
 
-Weights without records are called in turn until their tunings end, within two and a half minutes.
-The table shows milliseconds of torch's call, of the first call, and of the largest delay of a later
-one. It also shows seconds until the winner, and the foreground's winner with the ratio of both
-times there. A second table has the slowest steps of the tunings, with the functions and lines
-between which they lie. A larger share than the default of ``tune_share``, 0.1, makes the run
-shorter and slices more frequent, not longer. Writes JSON to ``$OUT/stalls.json`` unless told
-otherwise.
+Weights without records are called one after the other until their tunings end, within two and a
+half minutes. The table shows milliseconds of torch's call, of the first call, and of the largest
+delay of a later call. It also shows seconds until the winner, and the foreground's winner with the
+ratio of both times there. A second table has the slowest steps of the tunings, with the functions
+and lines at which they begin and end. A larger share than the default of ``tune_share``, 0.1, makes
+the run shorter and slices more frequent, not longer. Writes JSON to ``$OUT/stalls.json`` by
+default.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def milliseconds(call: Callable[[], object], on_gpu: bool) -> float:
 def serve(
     all_cases: Sequence[Case], share: float, seconds: float, on_gpu: bool, seen: list[Step]
 ) -> None:
-    """Call the weights in turn in background mode until their tunings end, or for so long."""
+    """Call the weights one after the other in background mode until their tunings end, or for
+    ``seconds``."""
     chooser = dispatch.default_dispatcher()
     defer = chooser.defer
 

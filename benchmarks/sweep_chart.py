@@ -1,4 +1,4 @@
-"""Draw TFLOPS of single kernels over the side of a square, as in docs/figures.md.
+"""Draws TFLOPS of single kernels over the side of a square, as in docs/figures.md.
 
 python benchmarks/sweep_chart.py benchmarks/results/h200 OUT.png
 """

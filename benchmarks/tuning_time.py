@@ -1,14 +1,13 @@
-"""Measures where the seconds of a first tuning go. Problems without records are tuned one after the
-other in the foreground, with a cold compile cache.
+"""Measures the stages of a first tuning. Problems without records are tuned one after the other in
+the foreground, with a cold compile cache.
 
     python benchmarks/tuning_time.py [--seconds 70] [--only decode square] [-o FILE.json]
 
-For each problem the table shows the seconds in all, the wait for compilers and for loading kernels
-(``bound``), and the seconds in each later stage. It also has the numbers of compile jobs that ended
-and that were cancelled, the number of timed candidates, and the winner beside BLAS. The JSON adds
-when each job began and ended, each stage with its share of the host's time, and the records. Writes
-to ``$OUT/tuning_time.json`` unless told otherwise. A small problem before them starts the
-compilers, and is not counted.
+For each problem the table shows the total seconds, the wait for compiling and loading kernels, and
+the seconds in each later stage. It also has the numbers of compile jobs that ended and that were
+cancelled, the number of timed candidates, and the times of the winner and of BLAS. The JSON adds
+the begin and end of each job, each stage with its share of the host's time, and the records. It is
+``$OUT/tuning_time.json`` by default. A small first problem starts the compilers and is not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SHAPES = [
     ("prefill", 3584, 4096, 7168, ""), ("epilogue", 4096, 8192, 2048, "relu"),
     ("between", 160, 7168, 5120, ""), ("decode", 33, 6400, 1600, ""),
 ]  # fmt: skip
-#: What starts the compilers.
+#: The problem that starts the compilers.
 FIRST = ("first", 512, 1024, 512, "")
 COMPILING = "compiling and loading"
 
@@ -78,7 +77,7 @@ class Row:
 
 
 class Watch:
-    """Notes jobs and stages of the tuning in progress, in its row."""
+    """Notes jobs and stages of the current tuning in its row."""
 
     def __init__(self) -> None:
         self.row = Row("", "")

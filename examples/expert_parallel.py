@@ -4,8 +4,8 @@
 
 runs on this many GPUs through NCCL, or on a CPU through gloo if there are fewer. Every rank has its
 own tokens, and ``E / ranks`` of the experts. Torch's all-to-all sends each token to the ranks of
-the experts that its router chose, once for each expert; one pair of grouped products there serves
-all received tokens; and the results go back the same way.
+the experts that its router chose, once for each expert. There one pair of grouped products serves
+all received tokens, and the results are sent back the same way.
 
 The number of tokens that a rank receives is unknown until the router has run, but a tensor's size
 must be known on the host. So a rank allocates room for the maximum, and the unused slots belong to
@@ -46,7 +46,7 @@ class Exchange(torch.autograd.Function):
 
 
 class ExpertParallel(torch.nn.Module):
-    """This rank's share of the experts of ``whole``, called with this rank's router's choice."""
+    """This rank's share of the experts of ``whole``."""
 
     def __init__(self, whole: Experts, rank: int, ranks: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ExpertParallel(torch.nn.Module):
             self.experts.down_proj.copy_(whole.down_proj[mine])
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As :class:`tmm_core.nn.Experts`, with global indices of experts on all ranks."""
+        """As :class:`tmm_core.nn.Experts`; ``chosen`` has indices into the experts of all ranks."""
         count, most = chosen.shape[-1], chosen.numel()
         expert = chosen.reshape(-1)
         owner = expert // self.each
@@ -78,12 +78,11 @@ class ExpertParallel(torch.nn.Module):
 
         arrived, here = Exchange.apply(tokens), Exchange.apply(numbers)
         ones = x.new_ones(len(here), 1)
-        answers = self.experts(arrived, here[:, None], ones)
-        back = Exchange.apply(answers)
+        results = Exchange.apply(self.experts(arrived, here[:, None], ones))
 
         rows = torch.empty_like(slot).index_copy(0, order, slot)
-        weighed = back[rows].view(*chosen.shape, -1) * weights[..., None]
-        return weighed.sum(1).to(x.dtype)
+        weighted = results[rows].view(*chosen.shape, -1) * weights[..., None]
+        return weighted.sum(1).to(x.dtype)
 
 
 def difference(

@@ -7,15 +7,15 @@ runs on this many GPUs through NCCL, or on a CPU through gloo if there are fewer
 hidden dimension over the ranks, as DTensors:
 
 * without tmm, gate and up projection are two products, each sharded by columns;
-* with tmm they are one, whose epilogue pairs gate and up. Each rank holds a block of gate rows
-  and the same block of up rows, one above the other, and multiplies them as local tensors: a
+* with tmm they are one product, whose epilogue pairs gate and up. Each rank holds a block of gate
+  rows and the same block of up rows, one above the other, and multiplies them as local tensors: a
   plain shard of the stacked weight would hold gate rows without their up rows.
 
 The down projection is sharded by rows. Its products are partial sums, which DTensor reduces.
 On GPUs the ranks first tune the problems of a step, each of them once on one rank.
 
-A third copy is trained with torch at twice the precision. The first copy's distance from it is the
-effect of rounding on this training; the second should be no further from either.
+A third copy is trained with torch at twice the precision. The distance of the torch copy from it
+is the effect of rounding on this training. The tmm copy should be no further from either.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         #: The loss before each step.
         self.losses: list[float] = []
-        #: Seconds of each step, and seconds until all its work was queued.
+        #: Seconds of each step, and seconds until all of the step's work was queued.
         self.seconds: list[float] = []
         self.queued: list[float] = []
 
@@ -206,10 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tmm": Training(TmmMLP(*start, mesh), lr),
         "wider": Training(TorchMLP(*(w.to(wider) for w in start), mesh), lr),
     }
-    given = {"torch": x, "tmm": x, "wider": x.to(wider)}
+    inputs_of = {"torch": x, "tmm": x, "wider": x.to(wider)}
     for step in range(options.steps):
         for name in list(runs) if step % 2 else reversed(runs):  # the order affects times
-            runs[name].step(given[name], target)
+            runs[name].step(inputs_of[name], target)
 
     # Adam's step is the sign of small gradients, which amplifies rounding.
     tolerance = options.tolerance or (0.02 if on_gpu else 1e-4)

@@ -1,7 +1,7 @@
-"""``log8``: weights as signed powers of 2^⅛ in a byte, with a scale for each row or one in all.
+"""``log8``: weights as signed powers of 2^⅛ in a byte, with a scale for each row or one for all.
 
 The lower seven bits are eight times the exponent, from 0 for the smallest magnitude 2^-15.875 to
-127 for 1; the highest bit is the sign. There is no zero: the smallest magnitude stands for it.
+127 for 1; the highest bit is the sign. There is no zero: it is rounded to the smallest magnitude.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The hooks that tmm loads. They import Triton when tmm calls them, at the first matmul, so that
-an installation without Triton keeps the epilogue."""
+"""The hooks that tmm loads. Each imports its module when tmm calls it, at the first matmul. So an
+installation without Triton loses only the kernel."""
 
 from __future__ import annotations
 
