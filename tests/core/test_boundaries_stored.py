@@ -344,12 +344,12 @@ META: dict[str, Any] = {
     [
         ({"nbits": 8}, "got nbits=8, axis=1"), ({"axis": 0}, "got nbits=4, axis=0"),
         ({"packing": "8bit"}, "packing=8bit"),
-        ({"quant_scale": True}, "scales and zero points of 16 bits or more"),
-        ({"quant_zero": True}, "scales and zero points of 16 bits or more"),
+        ({"quant_scale": True}, "scales and zero points that are not quantised"),
+        ({"quant_zero": True}, "scales and zero points that are not quantised"),
         ({"shape": (2, 6)}, "W_q must be uint8 of 2 × 6 numbers"),
         ({"group_size": 3}, "in groups of 3; got"),
-        ({"scale": torch.ones(3, 1)}, r"scale must have one number a group, got \(3, 1\)"),
-        ({"zero": torch.ones(5, 1)}, r"zero must have one number a group, got \(5, 1\)"),
+        ({"scale": torch.ones(3, 1)}, r"scale must have one number per group, got \(3, 1\)"),
+        ({"zero": torch.ones(5, 1)}, r"zero must have one number per group, got \(5, 1\)"),
     ],
 )  # fmt: skip
 def test_what_is_no_hqq_weight(changes: dict[str, Any], message: str) -> None:

@@ -109,7 +109,7 @@ def test_each_option_describes_its_part_of_a_problem(
     ("arguments", "shape", "message"),
     [
         (["--scales", "row"], (1, 2, 3, 4), "--scales row needs --dtype e4m3 or e5m2"),
-        (["--scales", "row", "--dtype", "fp16"], (1, 2, 3, 4), "--scales row is for"),
+        (["--scales", "row", "--dtype", "fp16"], (1, 2, 3, 4), "--scales row needs"),
         (["--ragged", "m"], (1, 2, 3, 4), "--ragged m needs --groups"),
         (["--groups", "2"], (2, 2, 3, 4), "--groups takes no batch"),
     ],

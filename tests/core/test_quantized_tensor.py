@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hqq's bytes": (lambda: _hqq(torch.zeros(48, 64)), ValueError, "W_q must be uint8"),
     "hqq's shape": (lambda: _hqq(shape=(24, 128)), ValueError, "W_q must be uint8 of 24 × 128"),
     "hqq's group": (lambda: _hqq(group_size=96), ValueError, "in groups of 96"),
-    "hqq's scales": (lambda: _hqq(scale=torch.ones(95, 1)), ValueError, "one number a group"),
+    "hqq's scales": (lambda: _hqq(scale=torch.ones(95, 1)), ValueError, "one number per group"),
     "block-scaled fp8's scales": (
         lambda: Quantized.from_fp8(E4M3, torch.ones(2, 2).to(torch.float8_e4m3fn)), ValueError,
         "weight_scale_inv must be",
