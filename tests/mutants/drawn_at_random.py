@@ -221,4 +221,18 @@ DRAWN = [
            "        formats.remove(self.format)",
            "a suite removes the format that it tests",
            ("tests/core/test_boundaries_suites.py::test_a_format_is_known_while_it_is_tested",)),
+    Mutant("drawn-tile-two-scales", "tmm_triton/operands.py",
+           "capability >= (10, 0)", "capability > (10, 0)",
+           "a tile on Blackwell spills its registers",
+           ("tests/plugins/test_boundaries_kernels.py::test_memory_and_registers_of_a_tile",)),
+    Mutant("drawn-in-order", "tmm_triton/partials.py",
+           "problem.batch_invariant and splits <= ahead", "problem.batch_invariant",
+           "the order of 65 partial sums is Triton's",
+           ("tests/plugins/test_boundaries_kernels.py::"
+            "test_partial_sums_are_added_in_tiles_of_a_row",)),
+    Mutant("drawn-gathered-memory", "tmm_triton/gathered.py",
+           "own = problem.m * problem.k *", "own = problem.m *",
+           "a copy of gathered rows is no memory of the kernel",
+           ("tests/plugins/test_boundaries_kernels.py::"
+            "test_rows_that_an_index_gathers_are_copied",)),
 ]  # fmt: skip

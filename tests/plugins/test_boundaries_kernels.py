@@ -14,11 +14,13 @@ pytest.importorskip("triton")
 
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of, run
+from tmm_triton import reduction_order
+from tmm_triton.gathered import Gathered, gathered
 from tmm_triton.hopper.config import Constants
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.operands import TileConfig
-from tmm_triton.partials import MOST_WORKSPACE
+from tmm_triton.partials import MOST_WORKSPACE, reduction
 from tmm_triton.persistent import PersistentConfig
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import times_us
@@ -27,7 +29,7 @@ from tmm_triton.split_k import SplitK, SplitKConfig
 from triton.runtime import interpreter
 
 import tmm_core
-from tmm_core import Machine, Operand, Port
+from tmm_core import Groups, Machine, Operand, Port, Problem, Scale
 from tmm_core.triton.interpreted import _mend
 
 FP16 = torch.float16
@@ -345,3 +347,122 @@ def test_programs_of_split_k_go_down_all_tiles_of_m(m: int, tiles: int) -> None:
     found = SplitK().anatomy(problem, config)
     assert found is not None
     assert found.group_m == tiles
+
+
+# -- what a tile takes ---------------------------------------------------------------------
+
+WIDE = TileConfig(BLOCK_M=64, BLOCK_N=128, BLOCK_K=32, num_stages=3, num_warps=4)
+LOOSE = Operand(torch.bfloat16, aligned=False)
+INT4 = Operand(torch.uint8, "col", format="int4", scale=Scale.parse("row"))
+GROUPED = replace(INT4, scale=Scale((1, 32)))
+E4M3 = torch.float8_e4m3fn
+
+
+def on(capability: tuple[int, int], **fields: Any) -> Problem:
+    """A problem for a GPU of that capability."""
+    return ask(device=replace(ask().device, capability=capability), **fields)
+
+
+@pytest.mark.parametrize(
+    ("problem", "memory", "registers"),
+    [
+        (ask(), 3 * (4096 + 8192), 64),
+        (ask(epilogue="swiglu"), 3 * (4096 + 16384), 128),
+        (ask(residual=Operand(torch.bfloat16)), 3 * (4096 + 8192), 64 + 64),
+        (ask(a=LOOSE), 3 * (4096 + 8192), 64 + 32),
+        (ask(b=LOOSE), 3 * (4096 + 8192), 64 + 64),
+        (ask(a=LOOSE, b=LOOSE, epilogue="swiglu"), 3 * (4096 + 16384), 128 + 32 + 128),
+        (ask(dtype=torch.float32), 3 * (8192 + 16384), 64),
+        # Two values a byte, unpacked to 16 bits beside the stages.
+        (ask(b=INT4), 3 * (4096 + 2048) + 8192, 64),
+        (ask(b=INT4, epilogue="swiglu"), 3 * (4096 + 4096) + 16384, 128),
+        (ask(b=GROUPED), 3 * (4096 + 2048) + 8192, 128),
+        (on((9, 0), dtype=E4M3), 3 * (2048 + 4096), 128),
+        (on((8, 9), dtype=E4M3), 3 * (2048 + 4096), 64),
+        (on((9, 0), b=INT4), 3 * (4096 + 2048) + 8192, 64),
+        (on((10, 0), b=INT4), 3 * (4096 + 2048) + 8192, 128),
+        (on((12, 0), b=INT4), 3 * (4096 + 2048) + 8192, 128),
+    ],
+)
+def test_memory_and_registers_of_a_tile(problem: Problem, memory: int, registers: int) -> None:
+    assert WIDE.shared_memory(problem) == memory
+    assert WIDE.registers(problem) == registers
+
+
+def test_sums_over_k_that_other_kernels_share() -> None:
+    """By 16-bit tensor cores of Hopper, and in equal ranges of whole steps."""
+
+    def names(problem: Problem) -> list[str | None]:
+        return [reduction_order.summed(problem, splits, 32) for splits in (1, 2, 3)]
+
+    order = "sm90-k16"
+    assert names(ask(k=192)) == [order, f"{order}/split2", f"{order}/split3"]
+    assert names(ask(k=64)) == [order, f"{order}/split2", None]
+    assert names(ask(k=65)) == [order, None, None]
+    others = [on((8, 0)), on((10, 0)), ask(dtype=torch.float32), ask(dtype=E4M3)]
+    cpu = replace(ask().device, type="cpu")
+    for other in (*others, ask(device=cpu)):
+        assert names(other) == [None] * 3
+    splits = {k: reduction_order.equal_splits(ask(k=k)) for k in (1023, 1024, 1040, 2048, 4096)}
+    assert splits == {1023: (), 1024: (2,), 1040: (), 2048: (2, 4), 4096: (2, 4, 8)}
+    assert reduction_order.equal_splits(on((8, 0))) == ()
+    assert reduction_order.options(ask()) == {}
+    assert reduction_order.options(ask(batch_invariant=True)) == {"enable_fp_fusion": False}
+    assert reduction_order.options(ask(batch_invariant=True, dtype=torch.float32)) == {}
+
+
+@pytest.mark.parametrize(
+    ("n", "splits", "tile", "in_order"),
+    [
+        (4096, 2, (1, 1024, 2), True),
+        (4096, 3, (1, 512, 4), True),
+        (4096, 64, (1, 32, 64), True),
+        (4096, 65, (1, 32, 64), False),
+        (40, 3, (1, 64, 4), True),
+        (41, 2, (1, 64, 2), True),
+    ],
+)
+def test_partial_sums_are_added_in_tiles_of_a_row(
+    n: int, splits: int, tile: tuple[int, int, int], in_order: bool
+) -> None:
+    """So that their order does not change with M; up to 64 at a time."""
+    for invariant in (False, True):
+        asked = ask(7, n, 4096, batch=3, batch_invariant=invariant)
+        found = reduction(asked, splits, 7 * n * 3)
+        constants = found.constants
+        assert tuple(constants[x] for x in ("BLOCK_M", "BLOCK_N", "AHEAD")) == tile
+        assert constants["IN_ORDER"] is (invariant and in_order)
+        assert constants["OVERLAP"] is found.options["launch_pdl"] is True
+        assert found.grid == (7, -(-n // tile[1]), 3)
+        # A row's width divides the distance of two parts.
+        assert found.divisible.get("apart") == (8 if n % 8 == 0 else None)
+    older = reduction(on((8, 0)), 2, 4096 * 4096)
+    assert older.constants["OVERLAP"] is older.options["launch_pdl"] is False
+
+
+def test_rows_that_an_index_gathers_are_copied() -> None:
+    """Whole rows of 16 bytes; the copy is memory of the kernel's own."""
+    kernel, groups = Gathered(), Groups(4, "m", torch.int64)
+    rows = ask(4096, 4096, 4096, groups=groups)
+    assert not kernel.reasons_against(rows)
+    for change, reason in (
+        ({"groups": None}, "is for rows that an index gathers"),
+        ({"groups": Groups(4, "m")}, "is for rows that an index gathers"),
+        ({"a": Operand(torch.bfloat16, "col")}, "not contiguous or not aligned to 16 bytes"),
+        ({"a": LOOSE}, "not contiguous or not aligned to 16 bytes"),
+        ({"k": 4100}, "are not multiples of 16 bytes"),
+    ):
+        changed: Any = change
+        assert reason in "; ".join(kernel.declines(replace(rows, **changed)))
+    assert not any("16 bytes" in why for why in kernel.declines(replace(rows, k=4104)))
+    inner, config = WarpSpecialized(), kernel.default_config(rows)
+    product = gathered(rows)
+    own = kernel.workspace_bytes(rows, config) - inner.workspace_bytes(product, config)
+    assert own == 4096 * 4096 * 2
+    more = kernel.estimate_us(rows, config) - (inner.estimate_us(product, config) or 0)
+    assert more > 2 * own / Machine.of(rows.device).memory
+    assert product.groups == Groups(4, "m")
+    for m, wide in ((2**19 - 1, False), (2**19, True)):
+        assert gathered(replace(rows, m=m)).a == Operand(torch.bfloat16, "row", True, wide)
+    copy, *_ = kernel.builds(replace(rows, k=24), config)
+    assert (copy.constants["COLS"], copy.divisible["K"]) == (32, 8)
