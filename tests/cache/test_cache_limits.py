@@ -1,4 +1,4 @@
-"""Tests limits and rare paths: exactly at a limit, one beyond it, a forked child, a write that is
+"""Limits and rare paths: exactly at a limit, one beyond it, a forked child, a write that is
 cut short, a wrong clock."""
 
 from __future__ import annotations

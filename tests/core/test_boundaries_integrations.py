@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("blas_alone")
 
 
 def kernelized(module: nn.Module, layer: type[nn.Module]) -> nn.Module:
-    """What ``kernelize`` does to a module."""
+    """A stand-in for what ``kernelize`` does to a module."""
     module.forward = types.MethodType(layer.forward, module)  # type: ignore[method-assign]
     return module
 
@@ -34,7 +34,7 @@ class Doubled(nn.Linear):
 
 
 class Turned(nn.Module):
-    """As Transformers' ``Conv1D``."""
+    """A weight in the order of Transformers' ``Conv1D``."""
 
     def __init__(self, features: int, inputs: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Gated(nn.Module):
 
 
 class Plain(nn.Module):
-    """No gated MLP."""
+    """A module that is no gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_layer_computes_what_the_module_does(
     layer: type[nn.Module],
     epilogues: list[str | None],
 ) -> None:
-    """By tmm where the module is what the layer stands for."""
+    """tmm computes it where the module has exactly the class that the layer replaces."""
     x = torch.randn(3, 8)
     expected = module(x)
     assert not kernel_layers.is_ours(module)
@@ -260,7 +260,7 @@ class GptOssExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """In place of tmm's."""
+    """A stand-in for tmm's experts."""
 
     def __init__(self, of: nn.Module, device: str) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ RECORD = TuningRecord(
 
 
 class Clock:
-    """The time of the module: it stands still but for sleeps, each of which is an event."""
+    """A clock for the module, which only sleeps advance; each sleep is recorded as an event."""
 
     def __init__(self, *events: Callable[[], object], step: float = 1.0) -> None:
         self.now, self.events, self.step = 0.0, list(events), step
@@ -53,7 +53,7 @@ class Clock:
 
 
 def store() -> dist.Store:
-    """An empty store, which does not wait long for a key that it lacks."""
+    """An empty store that waits only briefly for an absent key."""
     made = dist.HashStore()
     made.set_timeout(timedelta(milliseconds=100))
     return made
@@ -69,7 +69,7 @@ def board(timeout: float = 1.5, me: int = 0, **documents: Any) -> Board:
 
 @contextmanager
 def warned(*texts: str) -> Iterator[None]:
-    """One warning for each of the texts, in their order, which holds it."""
+    """Expect one warning per text, in this order, each containing its text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -79,7 +79,7 @@ def warned(*texts: str) -> Iterator[None]:
 
 
 def dispatch_to(monkeypatch: pytest.MonkeyPatch, dispatcher: Any) -> None:
-    """Make it the default dispatcher, for this module alone."""
+    """Make this dispatcher the default of the tested module alone."""
     monkeypatch.setattr(ranks, "dispatch", SimpleNamespace(default_dispatcher=lambda: dispatcher))
 
 

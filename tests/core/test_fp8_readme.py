@@ -1,4 +1,4 @@
-"""The page's code for 8-bit floats, as it is printed there."""
+"""The code for 8-bit floats in docs/models.md runs as printed."""
 
 from __future__ import annotations
 

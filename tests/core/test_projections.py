@@ -190,7 +190,7 @@ def test_what_replaces_a_parameter_leaves_three_products(joined: list[int]) -> N
     assert joined == [0, 3]
     assert not attention(converted).merged
     for each in (original, converted):
-        each.to(torch.float32).to(torch.float64)  # which gives each parameter a new storage
+        each.to(torch.float32).to(torch.float64)  # `to` gives each parameter a new storage
     with torch.no_grad():
         torch.testing.assert_close(logits(converted), logits(original))
     assert joined == [0, 3, 3, 3]
@@ -248,7 +248,7 @@ def test_adapters(first: str, joined: list[int]) -> None:
         torch.testing.assert_close(logits(converted), logits(original))
         merged, theirs = converted.merge_and_unload(), original.merge_and_unload()
         torch.testing.assert_close(logits(merged), logits(theirs))
-    assert not joined or joined[-1] == 3  # merged weights lie where they lay
+    assert not joined or joined[-1] == 3  # merged weights keep their storage
 
 
 def test_tied_and_half_biased_projections_stay_apart() -> None:

@@ -1,4 +1,4 @@
-"""Whatever ``torch.matmul`` is given: the same tensor, or the same error in the same words."""
+"""A product gives what ``torch.matmul`` gives: the same tensor, or an error of the same words."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def views(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str = "
 
 @st.composite
 def operands(draw: Any, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Mostly such as multiply, some that miss by a size, a dimension or a dtype."""
+    """Operands that mostly multiply; some differ by a size, a dimension or a dtype."""
     m, n, k = draw(sizes), draw(sizes), draw(sizes)
     dtype = draw(st.sampled_from(DTYPES))
     other = draw(st.sampled_from([dtype] * 9 + DTYPES[:1]))
@@ -112,7 +112,7 @@ def test_values_and_errors_are_torchs(pair: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int32])
 @pytest.mark.parametrize("shape", [(3, 5, 37), (4, 1, 37), (2, 3, 1, 5, 37), (1, 1, 37)], ids=str)
 def test_more_dimensions_are_the_same_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """To the bit, whoever folds them."""
+    """The bits are equal whether tmm or torch folds the dimensions."""
     *batch, m, k = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -149,7 +149,7 @@ def test_more_dimensions_are_the_same_product(shape: tuple[int, ...], dtype: tor
 
 @st.composite
 def outputs(draw: Any) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-    """Operands that multiply, and what makes a destination of some shape, layout and dtype."""
+    """Operands that multiply, and a function that makes an `out` of some shape and layout."""
     m, n, k = (draw(st.integers(1, 4)) for _ in range(3))
     batch = draw(st.sampled_from([(), (), (2,), (3, 1)]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int32]))
@@ -187,7 +187,7 @@ def test_out_is_torchs(case: tuple[Tensor, Tensor, Callable[[], Tensor]]) -> Non
     (mine, said), (theirs, torch_said) = results
     if a.dim() > 2 and isinstance(mine, Exception) and "more than one element" in str(mine):
         assert torch._debug_has_internal_overlap(make()) == 1
-        return  # torch writes over and over to the same place here, and refuses to in 2-D
+        return  # torch writes repeatedly to the same elements here, and refuses to in 2-D
     if "must match the size of tensor b" in str(theirs):
         # torch folds the batch into rows and then cannot find them in a transposed `out`.
         assert a.dim() > 2

@@ -170,7 +170,7 @@ COVERED: dict[type, dict[str, Any]] = {
     },
     Port: {
         **dict.fromkeys(("kind", "reduce", "of", "device", "group"), supports._outputs),
-        **dict.fromkeys(("name", "dtype")),  # any float that there is; 8 bits only with groups
+        **dict.fromkeys(("name", "dtype")),  # any float dtype; 8 bits only with groups
     },
 }  # fmt: skip
 

@@ -42,7 +42,7 @@ CUT = WarpSpecializedConfig(
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """A random matrix; a product with a square one keeps its scale."""
+    """A random matrix, scaled so that products by square ones keep their magnitude."""
     generator = torch.Generator("cuda").manual_seed(seed)
     full = torch.randn(*shape, generator=generator, device="cuda")
     return (full / shape[-1] ** 0.5).bfloat16()

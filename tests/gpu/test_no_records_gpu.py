@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def test_a_large_product_is_searched_by_both_clocks() -> None:
-    """A few of the kernels' configs; compiled anew, and timed in steady state too."""
+    """Only a few configs per kernel: each is compiled again, and also timed in steady state."""
     task = Task("mine", Case(m=2048, n=4096, k=4096, layout="nt"))
     usual = dispatch.default_dispatcher()
     options = runner.Options(records=False, seconds=0.1)

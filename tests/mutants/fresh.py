@@ -1,4 +1,4 @@
-"""Mutants of limits and boundaries in every area: equal to, none, one, exactly two, the most."""
+"""Mutants of limits in every area: a value at the limit, none, one, two, and the most."""
 
 from __future__ import annotations
 

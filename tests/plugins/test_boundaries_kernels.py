@@ -72,7 +72,7 @@ class Fences:
 def test_the_interpreter_does_no_work_whose_result_it_drops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both together were half of a launch."""
+    """Both kinds of work together took half of a launch."""
     _mend()
     options = interpreter.interpreter_builder.options
     assert (options.sanitize_overflow, options.debug) == (False, False)
@@ -113,7 +113,7 @@ CONFIGS = [*KERNELS.items(), (SplitK(), AHEAD), (SplitK(), replace(AHEAD, SPLIT_
 def test_nothing_is_touched_beside_an_operand(
     kernel: Any, config: Any, size: tuple[int, int, int], fences: Fences
 ) -> None:
-    """Not even what is never used: the next page may not be there."""
+    """Not even by loads that are never used: the next page may not be mapped."""
     m, n, k = size
     a, b = fences.matrix(m, k), fences.matrix(k, n)
     out, residual = fences.matrix(m, n), fences.matrix(m, n)
@@ -125,7 +125,7 @@ def test_nothing_is_touched_beside_an_operand(
 
 @interpreted
 def test_the_fences_are_seen(fences: Fences) -> None:
-    """A kernel that believes in one more row reads it."""
+    """A kernel that is given one row too many reads it."""
     a, b, out = fences.matrix(4, 16), fences.matrix(16, 16), fences.matrix(4, 16)
     kernel, config = next(iter(KERNELS.items()))
     problem = replace(problem_of(a, b, out), m=5)

@@ -1,4 +1,4 @@
-"""Tests limits: tiles at the edge, zeros, single rows, and alternative code paths."""
+"""Limits of kernels: tiles at the edge, zeros, single rows, and alternative code paths."""
 
 from __future__ import annotations
 
