@@ -434,7 +434,7 @@ def test_declines_without_a_toolchain(
     lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
-    kernel_module._undriven.cache_clear()
+    kernel_module._driver_fault.cache_clear()
     with monkeypatch.context() as missing:
         if lacking == "a C compiler":
             missing.setattr(kernel_module.toolchain.shutil, "which", lambda name: None)
@@ -446,7 +446,7 @@ def test_declines_without_a_toolchain(
         try:
             reasons = Grouped().reasons_against(ask())
         finally:
-            kernel_module._undriven.cache_clear()
+            kernel_module._driver_fault.cache_clear()
     (reason,) = reasons
     assert reason.startswith(f"Triton needs {lacking} (")
     # Once it is installed, this process finds it.
