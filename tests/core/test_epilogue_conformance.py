@@ -126,7 +126,7 @@ def test_what_is_wrong_is_named_with_its_place(test: str) -> None:
     epilogue, what = WRONG[test]
     suite: Any = type("Suite", (EpilogueConformance,), {"epilogue": epilogue})()
     arguments = (torch.float64,) if test == "test_reference" else ()
-    with pytest.raises(pytest.fail.Exception) as caught:
+    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception)) as caught:
         getattr(suite, test)(*arguments)
     said = str(caught.value)
     assert said.startswith(f"{epilogue.name}: {what} is wrong: ")

@@ -145,6 +145,14 @@ BLOCKS = replace(
 )
 
 
+def test_scales_of_blocks_are_not_for_torchs_grouped_product() -> None:
+    """Of either operand; it takes scales by row."""
+    rows = replace(EIGHT, groups=Groups(8, "m"))
+    assert grouped_mm._scales_rows(rows)
+    assert not grouped_mm._scales_rows(replace(rows, a=BLOCKS.a))
+    assert not grouped_mm._scales_rows(replace(rows, b=BLOCKS.b))
+
+
 @pytest.mark.parametrize(
     ("change", "served"),
     [
