@@ -61,18 +61,18 @@ def matmul(
 
     Args:
         a: ``[..., M, K]`` or ``[K]``, any strides; or :class:`tmm_core.Quantized`.
-        b: ``[..., K, N]`` or ``[K]``, of a's dtype (float8_e4m3fn and float8_e5m2 go
-            together), or quantised. With a gated epilogue the width is 2N: the gate's columns, then
+        b: ``[..., K, N]`` or ``[K]``, of a's dtype (float8_e4m3fn and float8_e5m2 may be
+            mixed), or quantised. With a gated epilogue the width is 2N: the gate's columns, then
             the up projection's.
         bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
-        alpha: Scales the product: whatever number torch.addmm takes, or a 0-d tensor, which may
-            require a gradient. If it does, or is on a GPU, torch applies it and everything after
-            it, since reading it would make the host wait; also a complex number.
+        alpha: Scales the product: a number that torch.addmm takes, or a 0-d tensor, which may
+            require a gradient. Torch applies a complex number, a tensor that requires a gradient
+            and a tensor on a GPU (reading it would make the host wait), and all that follows alpha.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
-        out: The tensor to write to, resized as torch does. Not differentiable; reads an
-            ``alpha`` on a GPU.
+        out: The tensor to write to, resized as torch does. The call is then not differentiable,
+            and waits for an ``alpha`` on a GPU.
         out_dtype: The result's dtype; a's by default, or bf16 if that is an 8-bit float.
             fp32 accumulators are rounded once.
         scale_a: The scale of an 8-bit ``a``; multiplies the product before the bias. fp32, on
@@ -81,7 +81,7 @@ def matmul(
         scale_b: Likewise for ``b``: one number, or one for each column, ``[..., 1, N]`` (2N
             where gated).
         kernel: Force this kernel; raises if it cannot serve the call.
-        config: Force this config of it; omitted fields take the default config's values.
+        config: Force this config of ``kernel``; omitted fields take the default config's values.
         on_cache_miss: ``"tune"``, ``"background"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
@@ -129,7 +129,7 @@ def matmul(
 
 
 def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) -> Tensor | None:
-    """The product of DTensors, if their shards are multiplied where they lie; else None."""
+    """The product of DTensors, if each rank can multiply its own shards; else None."""
     if torch.compiler.is_compiling() or not isinstance(call.a, compat.dtensor()):
         return None
     plain = type(call.alpha) is float and (epilogue is None or type(epilogue) is str)
@@ -146,7 +146,7 @@ def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) 
 
 
 def _answer(call: Arguments, epilogue: EpilogueLike) -> Tensor:
-    """:func:`matmul`, for calls of every kind."""
+    """:func:`matmul` without its fast path: any tensors, alpha and epilogue."""
     if not _are_tensors(*(getattr(call, name) for name in (*TENSORS, "out"))):
         tensors = {name: getattr(call, name) for name in (*TENSORS, "out")}
         more = {"alpha": call.alpha, "epilogue": epilogue, "out_dtype": call.out_dtype}
@@ -207,9 +207,9 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
         if out is not None and differentiated:
             refuse_gradients_of_out()
         if out is not None or (alpha.device.type == "cpu" and not differentiated):
-            read = number("matmul", alpha.detach(), a)
-            return _answer(call._replace(alpha=read), epilogue)
-    if out is not None:  # of a complex number
+            value = number("matmul", alpha.detach(), a)
+            return _answer(call._replace(alpha=value), epilogue)
+    if out is not None:  # alpha is complex
         with compat.uncast(out):
             return fallbacks.copied_to(_scaled_by_torch(call, epilogue), out, *call.given)
     return cast_first(lambda call: _scaled_by_torch(call, epilogue), call)  # type: ignore[no-any-return]
@@ -249,7 +249,7 @@ def linear(
         bias: ``[N]`` or ``[2N]``.
         scale_b: The scale of the weight's transpose: one number, or ``[1, N]``.
 
-    Other arguments are those of :func:`matmul`.
+    For the other arguments see :func:`matmul`.
 
     Raises:
         RuntimeError: ``weight`` is not 2-D; else as :func:`matmul`.
@@ -292,7 +292,7 @@ def linear(
     try:
         with settings.override(**forced) if any(forced.values()) else nullcontext():
             return _answer(call._replace(b=weight.t()), epilogue)
-    except NotImplementedError as error:  # its type has no transpose, or no operator of ours
+    except NotImplementedError as error:  # weight's type lacks a transpose, or tmm's operators
         reraise(error)
         if not fallbacks.foreign(weight):
             raise
@@ -318,7 +318,7 @@ def plan(
     """Choose and compile a kernel now. Calls of the returned :class:`Plan`, with tensors of
     the same shapes, strides and dtypes, have the lowest host cost.
 
-    Not differentiable. Arguments and errors are those of :func:`matmul`.
+    Not differentiable. For arguments and errors see :func:`matmul`.
     """
     alpha = number("plan", alpha)
     given = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
@@ -326,14 +326,14 @@ def plan(
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
-        made = warm.make_plan(call, parsed, current, warm.pose)
-    return made.ready(call, None if call is given else _parts_of)
+        chosen = warm.make_plan(call, parsed, current, warm.pose)
+    return chosen.ready(call, None if call is given else _parts_of)
 
 
 def _parts_of(call: Arguments) -> Arguments:
-    """The call with the parts of quantised operands, tmm's and other libraries', as arguments."""
-    read: Arguments = unpacked(foreign.read_operands(call))
-    return read
+    """The call with quantised operands, tmm's and other libraries', replaced by their parts."""
+    parts: Arguments = unpacked(foreign.read_operands(call))
+    return parts
 
 
 def problem(
@@ -431,8 +431,8 @@ def tune(
 
 def preload() -> None:
     """Import all kernels, list the records, and verify a small product on the current GPU now.
-    Otherwise the first calls without records do so, which takes about a second. Then take all
-    Python objects that exist out of later garbage collections (:func:`gc.freeze`): one of these
+    Otherwise the first calls without records do so, which takes about a second. Then exclude all
+    existing Python objects from garbage collection (:func:`gc.freeze`), since a collection of them
     would delay a call by 0.1 s. A server that tunes in the background calls this after it has
     loaded its model, before its first request."""
     dispatch.default_dispatcher().preload()
@@ -446,7 +446,7 @@ def kernels() -> list[KernelInfo]:
 
 
 def _layout(name: str) -> Any:
-    """The module that reads that layout of checkpoints."""
+    """The module that reads checkpoints of this layout."""
     return importlib.import_module(f"tmm_core.integrations.checkpoints.{name}")
 
 

@@ -60,7 +60,7 @@ def _holding(path: str, **otherwise: Any) -> Any:
 
 
 # -- whether the call needs torch's dispatcher (launch.warm) -------------------------------------
-# Each is one call of C, some 50 ns. The fallbacks answer that it does.
+# Each query is one call of C, some 50 ns. The fallbacks answer that the call needs the dispatcher.
 
 autocasts = private("torch._C._is_any_autocast_enabled", _always(True))
 dispatch_modes = private("torch._C._len_torch_dispatch_stack", _always(1))
@@ -93,7 +93,7 @@ def _functorch_transforms() -> bool:
 
 
 transforms_active = private("torch._C._are_functorch_transforms_active", _functorch_transforms)
-#: Whether this is a batch of gradients: ``is_grads_batched`` uses the legacy vmap, which no
+#: Whether a tensor is a batch of gradients: ``is_grads_batched`` uses the legacy vmap, which no
 #: functorch mode reveals.
 is_batched = private("torch._C._functorch.is_legacy_batchedtensor", _always(True))
 
@@ -112,7 +112,7 @@ single_level: Any = private(
 
 
 def _excluding_autograd() -> Any:
-    """The guard below, made of the keys that it excludes."""
+    """The fallback of :data:`below_autograd`, made of the dispatch keys that it excludes."""
     key = torch._C.DispatchKey
     keys = torch._C.DispatchKeySet(key.AutogradFunctionality)
     keys = keys.add(key.AutogradOther).add(key.AutogradNestedTensor)
@@ -161,9 +161,8 @@ def autocasts_on(device: str) -> bool:
 
 
 def uncast(out: torch.Tensor | None) -> AbstractContextManager[Any]:
-    """The context of a call that writes to ``out``: nothing is cast where the result's dtype is
-    given, as in torch.mm with out. Neither are operands, nor what is computed by torch's
-    functions."""
+    """The context of a call that writes to ``out``, which has the result's dtype. As in torch.mm
+    with out, autocast is off: for the operands and for the torch functions that the call uses."""
     if out is None or not autocasts_on(out.device.type):
         return nullcontext()
     return torch.autocast(out.device.type, enabled=False)  # torch.compile traces it
@@ -192,11 +191,11 @@ def _current_stream(device: int) -> int:
 
 
 #: Allocates a CUDA tensor on the current device below torch's dispatcher, as compiled graphs do,
-#: in half the 1.7 µs of ``new_empty``. A torch without CUDA has none of the three.
+#: in half the 1.7 µs of ``new_empty``. A torch without CUDA lacks this function and the next two.
 empty_strided_cuda = _empty_strided_cuda
 current_device: Any = torch.cuda.current_device
 current_stream: Any = _current_stream
-#: Makes the current stream wait for so many GPU cycles.
+#: Makes the current stream wait for the given number of GPU cycles.
 gpu_sleep: Any = private("torch.cuda._sleep", _always(None))
 if torch.backends.cuda.is_built():
     empty_strided_cuda = private("torch._C._dynamo.guards._empty_strided_cuda", _empty_strided_cuda)
@@ -209,7 +208,7 @@ def end_failed_capture(pool: Any) -> None:
     that could not be ended.
 
     Its allocator goes on recording into the pool, and its random generator counts as capturing, so
-    that the next ``torch.randn`` would raise. Ending another capture mends the latter.
+    that the next ``torch.randn`` would raise. Ending another capture resets the generator.
     """
     device = torch.cuda.current_device()
     try:
@@ -229,7 +228,7 @@ def graph_pass() -> Any:
 
 
 def freezable_inputs() -> set[int]:
-    """The inputs of the graph that torch compiles now that its freezing makes constants of:
+    """Indices of the inputs that torch's freezing turns into constants in the graph being compiled:
     parameters and buffers that the graph neither changes nor returns. Empty if unknown."""
     context: Any = private("torch._guards.TracingContext.try_get", _always(None))()
     parameters = getattr(context, "params_flat_unwrap_subclasses", None)
@@ -247,7 +246,7 @@ def inductor_config() -> Any:
 
 
 def tensor_guards() -> Any:
-    """The compiler's class that checks tensors against those it was made from; None if absent."""
+    """Dynamo's class of guards, which compare tensors with example tensors; None if absent."""
     return getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
@@ -264,7 +263,7 @@ def dtensor() -> Any:
 
 
 def schema_info() -> Any:
-    """The class that tells DTensor which arguments its cache is keyed by; None if absent."""
+    """The class that lists the arguments in the key of DTensor's cache; None if absent."""
     return private("torch.distributed.tensor._op_schema.RuntimeSchemaInfo", None)
 
 
@@ -279,17 +278,17 @@ def dtensor_spec(t: Any) -> Any:
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor without gradient that holds ``local`` on this rank; ``from_local`` derives a spec
-    and records a function, which takes 50 µs."""
+    """A DTensor without gradient that holds ``local`` on this rank. ``from_local`` would derive the
+    spec and record an autograd function, which takes 50 µs."""
     kind: Any = dtensor()
-    made: torch.Tensor
+    sharded: torch.Tensor
     try:
-        made = kind.__new__(kind, local, spec, requires_grad=False)
-    except TypeError as error:  # another torch's constructor
+        sharded = kind.__new__(kind, local, spec, requires_grad=False)
+    except TypeError as error:  # the constructor of another torch version
         reraise(error)
         more = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
-        made = kind.from_local(local, spec.mesh, spec.placements, **more)
-    return made
+        sharded = kind.from_local(local, spec.mesh, spec.placements, **more)
+    return sharded
 
 
 if missing:

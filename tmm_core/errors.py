@@ -79,14 +79,14 @@ _SHOWN, _TEXT = 200, 2000
 
 def reraise(error: BaseException) -> None:
     """Raise ``error`` again unless the guarded code itself caused it: a signal's handler may have
-    raised it meanwhile. It is the first statement of every handler that makes an exception a fault.
-    See :func:`tmm_cache.cache_errors.reraise`."""
+    raised it meanwhile. Every ``except`` clause that turns an exception into a fault calls this
+    function first. See :func:`tmm_cache.cache_errors.reraise`."""
     from tmm_cache import cache_errors
 
     try:
         cache_errors.reraise(error)
     finally:
-        del error  # as in that function
+        del error  # the traceback refers to this frame: they would form a cycle
 
 
 def plain_text(text: str, most: int = _TEXT) -> str:

@@ -1,7 +1,7 @@
 """Quantised tensors of other libraries, whose parts are read in place.
 
-A tensor is known by its type's name, so that no library is imported for it. A type that is not
-known, or one that also quantises activations, stays what it is: its own library answers.
+A tensor is recognised by its type's name, so that no library is imported for it. Tensors of other
+types, and tensors that also quantise activations, are left to their own libraries.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 
 
 def read(t: Any) -> Any:
-    """The tensor as a :class:`Quantized` that shares its memory; itself if it is of no known
-    type."""
+    """The tensor as a :class:`Quantized` that shares its memory; unchanged if its type is not
+    recognised."""
     kind = type(t)
     if kind is Tensor or kind is torch.nn.Parameter:  # torch.compile cannot trace the rest
         return t
@@ -28,7 +28,7 @@ def read(t: Any) -> Any:
 
 
 def read_operands(call: Any) -> Any:
-    """The call with such operands read."""
+    """The call with its operands passed through :func:`read`."""
     a, b = read(call.a), read(call.b)
     return call if a is call.a and b is call.b else call._replace(a=a, b=b)
 
@@ -56,18 +56,18 @@ def _float8(t: Any) -> Quantized | None:
     """torchao's ``Float8Tensor``, or its transpose."""
     if t.act_quant_kwargs is not None:
         return None
-    turned = t.dim() == 2 and t.qdata.stride(0) == 1 and t.qdata.stride(1) != 1
+    is_transposed = t.dim() == 2 and t.qdata.stride(0) == 1 and t.qdata.stride(1) != 1
     stored, scale, block = t.qdata, t.scale, _block(t)
-    if not turned:
+    if not is_transposed:
         return Quantized(stored, scale, format="fp8", block=block)
     if block is not None:
         block = block[1], block[0]
-    turned_back: Any = Quantized(stored.t(), scale.t(), format="fp8", block=block).t()
-    return turned_back  # type: ignore[no-any-return]  # torch types it as a Tensor
+    transposed: Any = Quantized(stored.t(), scale.t(), format="fp8", block=block).t()
+    return transposed  # type: ignore[no-any-return]  # torch types it as a Tensor
 
 
 def _block(t: Any) -> tuple[int, int] | None:
-    """The values that share a scale, as torchao has them; None: all."""
+    """The rows, and the values along K, that share a scale; None if all values share one."""
     if t.scale.numel() == 1:
         return None
     rows, k = t.block_size[-2:]
@@ -77,9 +77,9 @@ def _block(t: Any) -> tuple[int, int] | None:
 def _zero_points(t: Any) -> Tensor | None:
     """The zero points, or None where they are known to be zero.
 
-    They are read once, since that waits for a GPU: torchao has them for symmetric weights too, and
-    kernels are faster without. Tensors made in inference mode do not count changes, so that they
-    would have to be read in each call.
+    torchao stores zero points for symmetric weights too, and kernels are faster without. Reading
+    them waits for a GPU, so they are read once per version of the tensor. A tensor made in
+    inference mode has no version: its zero points are returned unread.
     """
     zero: Tensor = t.zero_point
     if torch.compiler.is_compiling() or zero.is_meta or type(zero) is not Tensor:

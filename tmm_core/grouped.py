@@ -65,16 +65,16 @@ def grouped_matmul(
         epilogue: As for :func:`tmm_core.matmul`. With a gated one ``b`` is 2N wide.
         out_dtype: The result's dtype; by default ``a``'s, and bf16 for 8-bit floats.
         a_index: int32 or int64 ``[T]``: row t of the product reads ``a[a_index[t]]``, gathered
-            while it is loaded. ``a`` has any number of rows; all indices must be in range. This
-            and the two below are for ragged rows.
+            while it is loaded. ``a`` has any number of rows; all indices must be in range. Like
+            ``out_index`` and ``out_weights``, it is for ragged rows.
         out_index: int32 or int64 ``[T]``: row t becomes ``result[out_index[t]]``. Indices must be
             distinct. With it, rows beyond ``offs[-1]`` are zero.
         out_weights: ``[T]``: row t is multiplied by it after the epilogue, before the residual.
         scale_a, scale_b: fp32 scales of 8-bit operands, in the shapes of
             ``torch.nn.functional.scaled_grouped_mm``: one for each row of ``a`` and each column
-            of ``b`` (2N where gated). ``[T]`` for an operand whose rows (columns) are ragged,
-            ``[G, M]`` and ``[G, N]`` else; both may be flat if a sum is ragged. Or one number. With
-            ``a_index`` a scale belongs to a row of ``a`` and is gathered with it.
+            of ``b`` (2N where gated), or one number. The shape is ``[T]`` for an operand whose rows
+            (columns) are ragged, else ``[G, M]`` and ``[G, N]``, which may be flattened if the sum
+            is ragged. With ``a_index`` a scale belongs to a row of ``a`` and is gathered with it.
         out: The tensor to write to. Not differentiable; data beyond the last group may be
             overwritten.
         kernel, config, on_cache_miss: As for :func:`tmm_core.matmul`.
@@ -116,14 +116,15 @@ def grouped_matmul(
         return _ragged(call)
     except RuntimeError as error:
         reraise(error)
-        # Torch refuses a tensor without strides wherever it meets it, in other words.
+        # Torch refuses a tensor without strides in various places, with other messages.
         if not all(map(strided, call.given)):
             addressable(*call.given)
         raise
 
 
 def _unpacked(call: GroupedArguments) -> GroupedArguments:
-    """The call with each quantised operand as its parts; the operators can take their classes."""
+    """The call with quantised operands replaced by their parts, whose classes have sharding rules
+    from then on."""
     call = unpacked(foreign.read_operands(call), grouped=True)
     for kind in {type(call.a), type(call.b)} - {Tensor}:
         prepare_for(kind)
@@ -131,7 +132,7 @@ def _unpacked(call: GroupedArguments) -> GroupedArguments:
 
 
 def _ragged(call: GroupedArguments) -> Tensor:
-    """A call with ``offs``, of every kind."""
+    """A call with ``offs``, through torch's dispatcher."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
     check_tensors("grouped_matmul", **named)
     call = _unpacked(call)
@@ -141,7 +142,7 @@ def _ragged(call: GroupedArguments) -> Tensor:
 
 
 def _batched(call: GroupedArguments) -> Tensor:
-    """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
+    """A call without ``offs``: a batch of products, or ragged rows if each group has a bias."""
     named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out") if name != "offs"}
     check_tensors("grouped_matmul", **named)
     call = _unpacked(call)
@@ -216,7 +217,7 @@ def grouped_linear(
         scale_a, scale_b: Scales of 8-bit ``x`` and ``weight``, per row of each: ``[rows of x]`` and
             ``[G, N]``; or one number.
 
-    Other arguments are those of :func:`grouped_matmul`.
+    For the other arguments see :func:`grouped_matmul`.
 
     Raises:
         RuntimeError: ``x`` is not 2-D or ``weight`` not 3-D; else as :func:`grouped_matmul`.

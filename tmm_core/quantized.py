@@ -26,8 +26,8 @@ _EACH = {
 }  # fmt: skip
 #: The operators among them that move dimensions.
 _MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
-#: Torch's properties that transpose stacks of matrices, and those that transpose a matrix. When a
-#: graph runs, torch.compile would read them again, and would compile that reading without end.
+#: Torch's properties that transpose stacks of matrices, and those that transpose a matrix. A
+#: compiled graph would read the property again when it runs, and compile that read, without end.
 _TURNS_STACKS: tuple[Any, ...] = (Tensor.mT.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
 _TURNS: tuple[Any, ...] = (*_TURNS_STACKS, Tensor.T.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
 #: Operators that may also change the dtype of the values.
@@ -42,14 +42,14 @@ class Quantized(torch.Tensor):
     >>> y = tmm_core.linear(x, w)                            # doctest: +SKIP
 
     It stands for its values wherever :func:`tmm_core.matmul`, ``linear`` and the grouped calls take
-    an operand, and in ``F.linear`` and ``@``. Other operators want :meth:`dequantize`. It has the
-    shape and the dtype of the values. It can be a parameter, moved, copied, saved and compiled.
+    an operand, and in ``F.linear`` and ``@``. For other operators call :meth:`dequantize`. It has
+    the shape and dtype of the values. It can be a parameter, moved, copied, saved and compiled.
     Products have no gradient for it. While gradients are recorded, a product is refused if the
     tensor or its scale requires one.
 
     Args:
-        data: The stored numbers, ``[..., outer, K]``; ``[..., outer, K/2]`` of a format with two
-            numbers in a byte, the lower of K in the low bits.
+        data: The stored numbers, ``[..., outer, K]``. A format with two numbers in a byte has
+            ``[..., outer, K/2]``, with the first of two along K in the low bits.
         scale: One number; ``[..., outer]`` or ``[..., outer, 1]``; or one for each group,
             ``[..., outer, K/group]``, or block. It has any strides, and a dtype that the format
             accepts; exponents (E8M0) are uint8 or float8_e8m0fnu.
@@ -60,7 +60,7 @@ class Quantized(torch.Tensor):
         block: The rows, and the values along K, that share a scale.
 
     Raises:
-        ValueError: No such format; or a dtype, shape, group or block that it has not.
+        ValueError: No such format; or a dtype, shape, group or block that it does not have.
         TypeError: A part is not a tensor, or a group or block is not of integers.
         RuntimeError: The parts are on several devices, or one is sparse or nested.
     """
@@ -93,11 +93,11 @@ class Quantized(torch.Tensor):
             raise ValueError(f"format {format} has no zero points")
         if scale.dtype in grids.EXPONENTS:
             scale = scale.view(EXPONENT)
-        given = scale.shape
+        original_shape = scale.shape
         scale, own = _gridded(form, data, scale, named)
         if zero is not None:
-            same = zero.shape in (given, scale.shape) or zero.numel() == scale.numel() == 1
-            if not same and (own != ROW or zero.shape != scale.shape[:-1]):
+            fits = zero.shape in (original_shape, scale.shape) or zero.numel() == scale.numel() == 1
+            if not fits and (own != ROW or zero.shape != scale.shape[:-1]):
                 raise ValueError(
                     f"zero must have the shape of scale, {tuple(scale.shape)}, "
                     f"got {tuple(zero.shape)}"
@@ -123,15 +123,15 @@ class Quantized(torch.Tensor):
         if (pack := formats.named(name).pack) != 1:
             strides = [step * pack for step in strides]
             shape[along], strides[along] = shape[along] * pack, stored.stride(along)
-        # Torch makes no view of a tensor made before an inference mode whose wrapper is made in it.
+        # If only the wrapper were made in inference mode, torch could make no view of it.
         with torch.inference_mode(stored.is_inference()):
-            made: Quantized = compat.wrapper_subclass(
+            wrapper: Quantized = compat.wrapper_subclass(
                 cls, shape, strides=strides, dtype=dtype, device=stored.device,
                 requires_grad=scale.requires_grad or (zero is not None and zero.requires_grad),
             )  # fmt: skip
-        made.stored, made.scale, made.zero = stored, scale, zero
-        made.format, made.block, made.along = name, block, along
-        return made
+        wrapper.stored, wrapper.scale, wrapper.zero = stored, scale, zero
+        wrapper.format, wrapper.block, wrapper.along = name, block, along
+        return wrapper
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Quantized(torch.Tensor):
 
     @property
     def is_directed(self) -> bool:
-        """Whether its parts tell rows from K: else its transpose stands for other values."""
+        """Whether scales or packing differ between rows and K, so that kernels need to know K."""
         return self.block != TENSOR or formats.named(self.format).pack != 1
 
     @property
@@ -227,16 +227,16 @@ class Quantized(torch.Tensor):
         return f"Quantized({self.format}, {size}, scale by {kind}, device='{self.device}')"
 
     def _along_after(self, operator: Any, rest: Sequence[Any]) -> int:
-        """The dimension of K after an operator of those that apply to each part."""
+        """The dimension of K after ``operator``, one of :data:`_EACH`."""
         if self.dim() < 2 or operator not in _MOVES:
             return self.along
-        places = list(range(self.dim()))
+        order = list(range(self.dim()))
         if operator is _aten.permute.default:
-            places = [place % self.dim() for place in rest[0]]
+            order = [dim % self.dim() for dim in rest[0]]
         else:
             one, other = rest or (-1, -2)
-            places[one], places[other] = places[other], places[one]
-        last = [place - self.dim() for place in places[-2:]]
+            order[one], order[other] = order[other], order[one]
+        last = [dim - self.dim() for dim in order[-2:]]
         if set(last) != {-1, -2}:
             raise NotImplementedError(
                 f"a quantised tensor has rows and K as its last two dimensions: apply "
@@ -298,7 +298,7 @@ class Quantized(torch.Tensor):
                 "a product of a quantised tensor that torch.func transforms: apply the transform "
                 "to one of its values, .dequantize()"
             )
-        # In inference mode torch passes operators that it otherwise takes apart first, like ``to``.
+        # In inference mode torch passes operators that it otherwise decomposes first, like ``to``.
         if (y := operator.decompose(*args, **kwargs)) is not NotImplemented:
             return y
         raise NotImplementedError(
@@ -325,17 +325,17 @@ def _check_parts(data: Any, scale: Any, zero: Any) -> None:
 
 
 def _expanded(t: Tensor, of: Quantized) -> Tensor:
-    """A part with as many dimensions as the stored numbers; one number may have fewer."""
+    """A part with as many dimensions as the stored numbers; a scalar part may have fewer."""
     return t.reshape([1] * of.dim()) if t.dim() < of.dim() else t
 
 
 def _gridded(
     form: formats.Format, data: Tensor, scale: Tensor, named: Block | None
 ) -> tuple[Tensor, Block]:
-    """A scale with a dimension for rows and one for K, unless it is one number; and its block.
+    """The scale with a dimension for rows and one for K, unless it is one number; and its block.
 
     Raises:
-        ValueError: The format has no such scales.
+        ValueError: The format has no scales of this shape.
     """
     if not data.dim():
         raise ValueError("data must have a dimension along K")
@@ -354,7 +354,7 @@ def _gridded(
     else:
         raise ValueError(
             f"scale must be one number, or have shape {tuple(data.shape[:-1])} or "
-            f"{(*data.shape[:-1], 1)} or that of a grid, got {tuple(scale.shape)}"
+            f"{(*data.shape[:-1], 1)} or one of a grid, got {tuple(scale.shape)}"
         )
     if own == TENSOR:
         shape, wanted = (), tuple(scale.shape)
@@ -373,13 +373,13 @@ def _gridded(
 
 
 def _read(layout: str, *tensors: Any, **more: Any) -> Quantized:
-    """A weight of a checkpoint of that layout."""
-    found: Quantized = Quantized.layouts(layout).read(*tensors, **more)
-    return found
+    """A weight of a checkpoint of this layout."""
+    weight: Quantized = Quantized.layouts(layout).read(*tensors, **more)
+    return weight
 
 
 def unpacked(call: Any, grouped: bool = False) -> Any:
-    """The call with the parts of quantised operands as arguments of their own.
+    """The call with quantised operands replaced by their parts, each an argument.
 
     Args:
         grouped: Scales by row have no dimension along K, as in grouped products.
@@ -407,7 +407,7 @@ def unpacked(call: Any, grouped: bool = False) -> Any:
         for part, value in parts.items():
             role = PART[operand, part]
             if getattr(call, role.name) is not None:
-                raise TypeError(f"{role.name} is given besides that of a quantised {operand}")
+                raise TypeError(f"{role.name} is given, but a quantised {operand} has its own")
             if grouped and value is not None and t.block == ROW:
                 value = value.squeeze(along_k)
             call = call._replace(**{role.name: value})

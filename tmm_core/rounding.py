@@ -21,8 +21,8 @@ def quantize(
     group: int | None = None,
     block: Block | None = None,
 ) -> Quantized:
-    """Round a weight to the nearest numbers of a format, with the scale of each group that its
-    largest value needs.
+    """Round a weight to the nearest numbers of a format. The scale of each group maps its largest
+    value to the format's largest number.
 
     >>> w4 = tmm_core.quantize(layer.weight, "int4", group=128)  # doctest: +SKIP
 
@@ -31,22 +31,22 @@ def quantize(
 
     Args:
         weight: ``[..., N, K]``, of a floating dtype.
-        format: As of :class:`Quantized`.
-        group: The number of values along K that share a scale; by default the most that the format
-            has; 0: all of K.
+        format: As for :class:`Quantized`.
+        group: The number of values along K that share a scale; by default the largest that the
+            format has; 0: all of K.
         block: The rows, and the values along K, that share a scale.
 
     Returns:
-        The weight, in new memory and without a gradient. Its scales have the weight's dtype; fp32
-        if the format lacks that, or the format's first one. A group with a NaN or an infinity is
-        NaN.
+        The weight, in new memory and without a gradient. The scales' dtype is the first that the
+        format accepts: the weight's, fp32, or the format's own. A group with a NaN or an infinity
+        is NaN.
 
     Raises:
         ValueError: No such format, group or block; or the groups do not divide K.
         TypeError: ``weight`` is no floating tensor.
     """
-    takes = isinstance(weight, Tensor) and not isinstance(weight, Quantized)
-    if not (takes and weight.is_floating_point() and weight.dim() > 1):
+    is_plain = isinstance(weight, Tensor) and not isinstance(weight, Quantized)
+    if not (is_plain and weight.is_floating_point() and weight.dim() > 1):
         raise TypeError("quantize() takes a floating tensor of two dimensions or more")
     form = formats.named(format)
     named = grids.block_of_call(group, block)
@@ -62,13 +62,13 @@ def quantize(
     rows, columns = grids.sizes(own, n, k)
     height, width = own[0] or max(n, 1), own[1] or max(k, 1)
     padded = torch.nn.functional.pad(numbers, (0, columns * width - k, 0, rows * height - n))
-    apart = padded.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
-    largest = apart.abs().amax(dim=(-3, -1))
+    blocks = padded.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
+    largest = blocks.abs().amax(dim=(-3, -1))
     largest = largest.amax() if own == grids.TENSOR else largest
     largest = largest.where(largest.isfinite(), torch.nan)
     limit = form.limit or torch.finfo(form.storage[0]).max
     if EXPONENT in form.scale_dtypes:
-        # The power of two of the largest code, as OCP Microscaling Formats 1.0 has it.
+        # The power of two of the largest code, as OCP Microscaling Formats 1.0 defines it.
         scale = grids.exponents(largest / 2 ** math.floor(math.log2(limit)))
     else:
         preferred = (weight.dtype, torch.float32, form.scale_dtypes[0])
@@ -79,6 +79,6 @@ def quantize(
     divisor = torch.where(factor == 0, 1.0, factor)
     scaled = grids.combined(torch.div, numbers, divisor, own, -1)
     if form.limit is None:
-        scaled = scaled.clamp(-limit, limit)  # a scale that was rounded down
+        scaled = scaled.clamp(-limit, limit)  # the scale may have been rounded down
     stored = form.packed(form.quantize(scaled, form.storage[0]))
     return Quantized(stored, scale, format=format, block=None if own == grids.TENSOR else own)

@@ -9,8 +9,8 @@
 ``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is called writes
                         its second operand, a matrix (docs/serve.md defines the promise)
 ``TMM_ARITHMETIC``      batch-invariant, with this arithmetic, as ``explain`` names it
-``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20), without the
-                        start of the compiling processes, once in a process
+``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20); starting the
+                        compile processes, once in a process, does not count
 ``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: a
                         quarter each of a GPU's free memory, at most 8 and 4 GiB)
 ``TMM_TUNE_SHARE``      share of the time that tuning in the background takes (default 0.1)
@@ -50,7 +50,7 @@ _FLAGS = {"1": True, "true": True, "on": True, "yes": True}
 _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
+def _is_instance(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
@@ -61,20 +61,20 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _ON_CACHE_MISS.__contains__,
         f"one of {', '.join(get_args(OnCacheMiss))}",
     ),
-    "kernel": (_is(str, NoneType), "a kernel's name"),
+    "kernel": (_is_instance(str, NoneType), "a kernel's name"),
     "disable": (lambda given: all(isinstance(name, str) for name in given), "kernels' names"),
-    "deterministic": (_is(bool), "True or False"),
-    "batch_invariant": (_is(bool), "True or False"),
-    "static_weights": (_is(bool), "True or False"),
-    "arithmetic": (_is(str, NoneType), "an arithmetic's name"),
+    "deterministic": (_is_instance(bool), "True or False"),
+    "batch_invariant": (_is_instance(bool), "True or False"),
+    "static_weights": (_is_instance(bool), "True or False"),
+    "arithmetic": (_is_instance(str, NoneType), "an arithmetic's name"),
     "tune_budget": (lambda s: isinstance(s, Real) and 0 < float(s) < math.inf, "positive seconds"),
     "tune_memory": (lambda n: n is None or (type(n) is int and n > 0), "positive bytes"),
     "tune_share": (
         lambda s: isinstance(s, Real) and 0 < float(s) <= 1,
         "a share, above 0, at most 1",
     ),
-    "verify": (_is(bool), "True or False"),
-    "progress": (_is(bool, NoneType), "True, False or None"),
+    "verify": (_is_instance(bool), "True or False"),
+    "progress": (_is_instance(bool, NoneType), "True, False or None"),
 }
 
 
@@ -87,7 +87,7 @@ class Settings:
     #: Force this kernel, and this config of it (a JSON object as text, hashable).
     kernel: str | None = None
     config: str | None = None
-    #: Verify a forced kernel at its first use; all others always are.
+    #: Verify a forced kernel at its first use. Other kernels are always verified.
     verify: bool = True
     disable: frozenset[str] = frozenset()
     deterministic: bool = False
@@ -101,7 +101,7 @@ class Settings:
     #: Bytes of tensors that a tuning, or a verification at first use, may hold in total, including
     #: each candidate's scratch memory. None: a share of the free memory.
     tune_memory: int | None = None
-    #: Share of the time that passes which ``on_cache_miss="background"`` spends on tuning.
+    #: Share of wall-clock time that ``on_cache_miss="background"`` spends on tuning.
     tune_share: float = 0.1
     #: None: show progress if stderr is a terminal.
     progress: bool | None = None
@@ -179,10 +179,9 @@ _DEFAULT = Settings()
 
 
 def within(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function(*arguments)`` under ``settings``, as :data:`overridden` returned them in
-    another thread, which does not share its overrides. ``static_weights`` is left out: the second
-    operand may have just been written, as a gradient in backward or as a weight that autocast
-    cast."""
+    """Call ``function(*arguments)`` under ``settings``, which :data:`overridden` returned in
+    another thread: threads do not share overrides. ``static_weights`` is off: the second operand
+    may have just been written, as a gradient in backward or as a weight that autocast cast."""
     # A compiled graph runs later, in any thread.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
@@ -211,10 +210,10 @@ def _under(settings: Settings | None, function: Callable[..., T], *arguments: An
 
 @contextmanager
 def nested() -> Iterator[None]:
-    """A context in which a plugin's code runs. A product that it computes is answered by BLAS: the
-    caller may hold the right to tune, and may be asking that very kernel. Settings are part of a
-    plan's key, so that other calls do not replay such an answer."""
-    # The environment is not read: it may still change, and says nothing that BLAS follows.
+    """A context in which a plugin's code runs. BLAS serves the products that this code computes:
+    the caller may hold the tuning lock, and may be querying that very kernel. Settings are part of
+    a plan's key, so other calls do not replay these choices."""
+    # The environment is not read: it may still change, and BLAS follows none of its settings.
     base = _active.get() or _DEFAULT
     if base.nested:
         yield
@@ -228,7 +227,7 @@ def nested() -> Iterator[None]:
 
 @functools.lru_cache(256)
 def changed(base: Settings, **changes: Any) -> Settings:
-    """``base`` with these fields changed, as one object however often it is asked for."""
+    """``base`` with these fields changed; equal calls return the same object."""
     return _intern(dataclasses.replace(base, **changes))
 
 

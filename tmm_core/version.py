@@ -1,4 +1,4 @@
-"""The version of tmm, in a module below everything that stamps or prints it."""
+"""The version of tmm, in a module that every other module may import."""
 
 from typing import Final
 

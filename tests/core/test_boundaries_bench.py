@@ -600,7 +600,7 @@ def test_options_are_off_unless_given() -> None:
 @pytest.mark.parametrize(("bucketed", "m"), [(False, 100), (True, 112)])
 def test_a_bucketed_task_is_tuned_at_the_edge_of_its_bucket(bucketed: bool, m: int) -> None:
     task = suites.Task("s", Case(m=100, n=16, k=16), bucketed=bucketed)
-    assert runner._posed(task, CPU).m == m
+    assert runner._problem_of(task, CPU).m == m
     assert (task.batch_invariant, suites.Task("s", task.case).bucketed) == (False, False)
 
 

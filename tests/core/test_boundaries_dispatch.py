@@ -27,7 +27,7 @@ from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
 from tmm_core.dispatch.explanation import _measurements, explain_problem, kernel_infos
 from tmm_core.dispatch.first_use import size_class
-from tmm_core.dispatch.invariant import LADDER, _at, _place, _us_of_last_round, ladder, weight
+from tmm_core.dispatch.invariant import LADDER, _at, _position, _us_of_last_round, ladder, weight
 from tmm_core.dispatch.lookup import Lookup
 from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.dispatch.saving import saving_us
@@ -108,9 +108,9 @@ def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
 
 def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
     edge = asked(64)
-    places = [_place(edge, m) for m in (32, 33, 34, 49, 50, 64)]
+    places = [_position(edge, m) for m in (32, 33, 34, 49, 50, 64)]
     assert len(set(places)) == len(places)
-    assert _place(edge, 40) == _place(edge, 41) != _place(edge, 49)
+    assert _position(edge, 40) == _position(edge, 41) != _position(edge, 49)
 
 
 def test_tuning_an_m_measures_its_bucket_once(tmp_path: Path) -> None:
@@ -1109,7 +1109,7 @@ def test_each_kernel_is_explained_once(m: int, inside: bool, tmp_path: Path) -> 
         ("rejected", "no: m is even"),
     ]
     facts = dict(found._facts())
-    assert facts.get("measured") == ("at M=64, whose bucket M=50 is in" if inside else None)
+    assert facts.get("measured") == ("at M=64, the bucket of M=50" if inside else None)
     columns, rows = _measurements(recorded(problem(m=64), result("fast", 5.0), lost))
     assert columns[:3] == ("kernel", "µs at M=64", "vs blas")
     assert [row[2] for row in rows] == [ABSENT, ABSENT]  # there is no time of BLAS

@@ -801,7 +801,7 @@ def test_the_best_of_each_kernel_that_was_not_tried_is_on_record(
     every = {c.config.to_json()["tile"]: c for c in one._estimates}
     left = one.untried([every[tile] for tile in known])
     assert [c.config.to_json()["tile"] for c, _ in left] == found
-    assert all(str(why).startswith("expects to take 5 µs; what won nearby") for _, why in left)
+    assert all(str(why).startswith("expects to take 5 µs; candidates that won") for _, why in left)
 
 
 def test_the_winner_that_a_record_is_completed_beside() -> None:

@@ -85,7 +85,7 @@ def test_one_line_for_a_step(monkeypatch: pytest.MonkeyPatch, now: list[float]) 
     assert "(20 products in 60 s so far)" in text
     assert text.endswith("\r")
     assert text.split("\r")[-2].strip() == ""
-    assert len(text.split("\r")) < 60 / progress.CHANGES * 1.2
+    assert len(text.split("\r")) < 60 / progress.CHANGE_INTERVAL * 1.2
     now[0] += 60.0
     step(line, now, 1, None)
     assert "(1 product in 3 s so far)" in made.getvalue()  # another step
@@ -95,7 +95,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, now: li
     made = stream(monkeypatch, False)
     step(progress.Progress(), now, 20, True)
     lines = made.getvalue().splitlines()
-    assert 5 <= len(lines) <= 60 / progress.LOGGED + 1
+    assert 5 <= len(lines) <= 60 / progress.LOG_INTERVAL + 1
     assert all(line.startswith("tuning 64×64×") for line in lines)
 
 

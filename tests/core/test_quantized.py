@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "twice": (
         lambda: tmm_core.matmul(X, WEIGHT.t(), scale_b=ONE), TypeError,
-        "scale_b is given besides that of a quantised b",
+        "scale_b is given, but a quantised b has its own",
     ),
     "plain": (
         lambda: tmm_core.matmul(X, WEIGHT.t().stored.to(BF16), scale_b=ONE), RuntimeError,

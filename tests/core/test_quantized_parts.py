@@ -68,7 +68,7 @@ def test_values_of_experts(kind: str, zeros: bool) -> None:
 
 def test_a_scale_is_not_given_twice() -> None:
     x, weight = torch.randn(M, K, dtype=BF16), quantized(N, K)
-    with pytest.raises(TypeError, match="scale_b is given besides that of a quantised b"):
+    with pytest.raises(TypeError, match="scale_b is given, but a quantised b has its own"):
         tmm_core.matmul(x, weight.t(), scale_b=torch.ones(()))
 
 

@@ -314,7 +314,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "group": (lambda: _int4(ones(24, 16), group=16), ValueError, "not 1x16"),
     "shape": (lambda: _int4(ones(24, 2), group=64), ValueError, r"have shape \(24, 4\), got"),
     "turned": (lambda: _int4(ones(2, 24)), ValueError, r"none of them of shape \(2, 24\)"),
-    "dimensions": (lambda: _int4(ones(3, 24, 2)), ValueError, "that of a grid"),
+    "dimensions": (lambda: _int4(ones(3, 24, 2)), ValueError, "one of a grid"),
     "dtype": (lambda: _int4(ones(24, 2).double()), ValueError, "scale of format int4 must have"),
     "zero's dtype": (
         lambda: _int4(ones(24, 2), ones(24, 2).int()), ValueError, "zero of format int4 must",
@@ -352,14 +352,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tmm_core.grouped_matmul(
             X.t().contiguous().t(), _int4(ones(24, 2)).t(),
             offs=torch.tensor([100, 256], dtype=torch.int32),
-        ), ValueError, "would part packed values",
+        ), ValueError, "would split packed values",
     ),
     "columns": (
         lambda: tmm_core.grouped_matmul(
             torch.ones(2, 5, 256, dtype=BF16),
             quantized("fp8", (128, 128), torch.float32, 256, 256)[0].t(),
             offs=torch.tensor([100, 256], dtype=torch.int32),
-        ), ValueError, "groups along N would part blocks of scales of b",
+        ), ValueError, "groups along N would split blocks of scales of b",
     ),
     "rows": (
         lambda: tmm_core.matmul(

@@ -224,7 +224,7 @@ DISPATCHING = [
     Mutant("invariant-first-rounds", "invariant.py", "fastest.samples_us[: len(result.samples_us)]",
            "fastest.samples_us", "an arithmetic that lost every race is chosen for its first rounds",
            ("tests/core/test_invariant.py::test_first_rounds_are_compared_with_first_rounds",)),
-    Mutant("invariant-inside", "invariant.py", "(edge, _place(edge, own.extent), ", "(edge, (0, False), ",
+    Mutant("invariant-inside", "invariant.py", "(edge, _position(edge, own.extent), ", "(edge, (0, False), ",
            "the first M of a bucket decides for all", ("tests/core/test_invariant.py",)),
     Mutant("bench-normalised", "bench/runner.py", "map(statistics.median, normalised(capture)), strict", "map(statistics.median, capture), strict",
            "the GPU's clock is in a ratio",

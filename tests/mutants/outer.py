@@ -179,7 +179,7 @@ OUTER = [
            "the clock between measures calls of their own kind",
            (f"{BENCH}::test_a_call_is_followed_by_a_small_kernel_and_keeps_its_result",)),
     Mutant("outer-next-problem", "bench/runner.py",
-           "prepare(partial(_posed, following, device), following.case.tf32)", "pass",
+           "prepare(partial(_problem_of, following, device), following.case.tf32)", "pass",
            "no problem is compiled while another is measured",
            (f"{BENCH}::test_the_next_problem_is_compiled_while_one_is_measured",)),
     Mutant("outer-own-cache", "bench/exhaustive.py",

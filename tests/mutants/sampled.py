@@ -113,8 +113,8 @@ SAMPLED = [
            ("tests/core/test_grouped.py::"
             "test_groups_of_equal_size_compile_before_any_other_call",)),
     Mutant("sampled-tuned-anew", "bench/runner.py",
-           "tmm_core.tune(_posed(task, device), budget",
-           "tmm_core.tune(_posed(task, device), force=True, budget",
+           "tmm_core.tune(_problem_of(task, device), budget",
+           "tmm_core.tune(_problem_of(task, device), force=True, budget",
            "a benchmark measures what it has measured",
            (f"{BENCH}::test_a_record_answers_for_its_problem",)),
     Mutant("sampled-residual-dtype", "bench/case.py",

@@ -133,7 +133,7 @@ SYSTEMATIC_CORE = [
            "explain() starts compilers",
            (f"{DISPATCH}::test_explaining_compiles_nothing_ahead_and_knows_what_was_chosen",)),
     Mutant("tree-weights-share", "dispatch/invariant.py",
-           "self._arithmetics.setdefault((about, settings), chosen)",
+           "self._arithmetics.setdefault((weight_digest, settings), chosen)",
            'self._arithmetics.setdefault(("", settings), chosen)',
            "all weights have the arithmetic of the first",
            (f"{DISPATCH}::test_each_weight_has_an_arithmetic_of_its_own",)),

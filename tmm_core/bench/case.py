@@ -73,7 +73,7 @@ class Case:
     routing: str = "both"
 
     def call(self, device: torch.device, *, filled: bool = True) -> Call:
-        """The call's tensors on ``device``, random or not ``filled`` with anything.
+        """The call's tensors on ``device``, random, or uninitialised if not ``filled``.
 
         Raises:
             UnknownNameError, ValueError: The epilogue is invalid.
@@ -85,24 +85,24 @@ class Case:
         plain = formats.pair(self.dtype, self.dtype).result or self.dtype
         out = Operand(self.out_dtype or plain)
         groups = Groups(self.groups, self.ragged) if self.groups else None
-        posed = Problem(
+        problem = Problem(
             self.m, self.n, self.k, a, b, out, fingerprint(device), batch=self.batch,
             epilogue=epilogue, groups=groups, bias=plain if self.bias else None,
             residual=out if self.residual else None,
         )  # fmt: skip
-        made = make(posed, device, allocate=partial(_packed, device), filled=filled)
-        fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        inputs = make(problem, device, allocate=partial(_packed, device), filled=filled)
+        fields = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
         call = Call(**fields, epilogue=epilogue, out_dtype=self.out_dtype)
         if groups is None:
             return call
-        # One bias for all groups; the same sizes of groups for each measurement of a case.
+        # All groups share one bias. All measurements of a case have the same group sizes.
         sizes: Sizes = "even" if self.routing == "even" else "skewed"
-        rows = Rows.of(groups, posed.extent, device, seeded(device, 0), sizes=sizes, whole=True)
+        rows = Rows.of(groups, problem.extent, device, seeded(device, 0), sizes=sizes, whole=True)
         rows = rows if self.routing == "both" else replace(rows, other_offs=())
-        return replace(call, rows=rows, bias=None if made.bias is None else made.bias[0])
+        return replace(call, rows=rows, bias=None if inputs.bias is None else inputs.bias[0])
 
     def problem(self, device: torch.device) -> Problem:
-        """The problem that the call poses; raises like :meth:`call`."""
+        """The call's problem; raises like :meth:`call`."""
         # Only shapes, strides and dtypes matter.
         return self.call(device, filled=False).problem()
 
@@ -110,7 +110,7 @@ class Case:
         document = asdict(self) | {"dtype": dtype_name(self.dtype)}
         if self.out_dtype is not None:
             document["out_dtype"] = dtype_name(self.out_dtype)
-        # Documents of cases without them are older than these fields, and stay the same case.
+        # Older documents lack these fields. A case without groups or scales keeps its document.
         unused = [] if self.scales else ["scales"]
         unused += [] if self.groups else ["groups", "ragged", "routing"]
         return {name: value for name, value in document.items() if name not in unused}
@@ -139,7 +139,7 @@ class Case:
 
 
 def _packed(device: torch.device, name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
-    """Memory without gaps, also where its rows are then misaligned."""
+    """Memory without gaps, even if its rows are then misaligned."""
     if spec.layout == "row":
         return torch.empty(shape, dtype=spec.dtype, device=device)
     *batch, rows, columns = shape
@@ -165,7 +165,7 @@ class Call(Inputs):
         return {name: value for name, value in given.items() if value is not None} | extras
 
     def problem(self) -> Problem:
-        """The problem this call poses."""
+        """The call's problem."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
     def inputs(self) -> Inputs:

@@ -34,8 +34,8 @@ from tmm_core.verify.verifier import Verifier
 
 #: The screening of all candidates: rounds, and µs of a burst.
 FIRST, FIRST_US = 3, 2000.0
-#: How many of them race against BLAS and the tuning's choice; the race's captures, its rounds in
-#: each, µs of a burst, and µs of a sample in steady state.
+#: The number of candidates that race against BLAS and the tuning's choice; rounds in each capture
+#: of the race, µs of a burst, and µs of a sample in steady state.
 FINALISTS, ROUNDS, BURST_US, STEADY_US = 6, 7, 5000.0, 0.15e6
 #: Seconds to wait for the compilation of one candidate.
 PATIENCE = 120.0
@@ -53,7 +53,7 @@ def without_records() -> Iterator[None]:
         hidden = {"TRITON_CACHE_DIR": f"{folder}/triton", "TMM_REQUIRE_LOCKED": "0"}
         with patch.dict(os.environ, hidden):
             os.environ.pop("TMM_LOCK_FILE", None)
-            with suppress(ImportError):  # no Triton, no kernels of it
+            with suppress(ImportError):  # without Triton no kernel was compiled
                 from tmm_core.triton.launch import forget_compiled
 
                 forget_compiled()

@@ -40,7 +40,7 @@ def measure(device: torch.device, *, tune: bool = True, budget: float | None = N
     x, w, bias = call.a, call.b, call.bias
     assert bias is not None
     out = torch.empty_like(x)
-    posed: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+    arguments: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
         "plain": (x, w, {}),
         "silu": (x, w, {"epilogue": "silu"}),
         "linear+bias": (x, w.t(), {"bias": bias}),
@@ -48,9 +48,9 @@ def measure(device: torch.device, *, tune: bool = True, budget: float | None = N
     matmul, linear = tmm_core.matmul, tmm_core.linear
     with torch.no_grad(), nullcontext() if tune else settings.override(on_cache_miss="heuristic"):
         if tune:
-            problems = [tmm_core.problem(a, b, **more) for a, b, more in posed.values()]
+            problems = [tmm_core.problem(a, b, **more) for a, b, more in arguments.values()]
             tmm_core.tune(problems, budget=budget)
-        plans = {name: tmm_core.plan(a, b, **more) for name, (a, b, more) in posed.items()}
+        plans = {name: tmm_core.plan(a, b, **more) for name, (a, b, more) in arguments.items()}
         plan, fused = plans["plain"], plans["silu"]
         calls: dict[str, Callable[[], object]] = {
             "torch.matmul(x, w)": lambda: torch.matmul(x, w),

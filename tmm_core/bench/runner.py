@@ -1,7 +1,7 @@
 """Times every task's providers interleaved, with the in-use clock of :mod:`tmm_core.tuning.timing`.
 
-torch is timed twice in the same loop: differences between columns that are smaller than the one
-between its two series are noise.
+torch is timed twice in the same loop. A difference between columns that is smaller than the
+difference between torch's two series is noise.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         if time.monotonic() >= options.deadline:
             return
         if options.tune and options.records and following and not following.batch_invariant:
-            prepare(partial(_posed, following, device), following.case.tf32)
+            prepare(partial(_problem_of, following, device), following.case.tf32)
         kind = "regret" if task.bucketed else "problem"
         document: Document = {"kind": kind, "suite": task.suite, "case": task.case.to_json()}
         started = time.monotonic()
@@ -115,11 +115,11 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
 
 def prepare(pose: Callable[[], Problem], tf32: bool, force: bool = False) -> None:
     """Start compiling the kernels of a problem, while another is measured."""
-    with suppress(Exception), precision(tf32):  # its own turn reports it
+    with suppress(Exception), precision(tf32):  # its own measurement reports the error
         dispatch.default_dispatcher().prepare(pose(), settings.current(), force)
 
 
-def _posed(task: Task, device: torch.device) -> Problem:
+def _problem_of(task: Task, device: torch.device) -> Problem:
     """The problem to tune for a task."""
     problem = task.case.problem(device)
     return bucketed(problem.bare()) if task.bucketed else problem
@@ -141,7 +141,7 @@ def _measure(
         call = task.case.call(device)
         record, started = None, time.monotonic()
         if options.tune:
-            (record,) = tmm_core.tune(_posed(task, device), budget=_budget(options))
+            (record,) = tmm_core.tune(_problem_of(task, device), budget=_budget(options))
         spent = round(time.monotonic() - started, 2) if options.tune else None
         plan = call.plan()
         document |= _described(plan) | {"tuning_seconds": spent, "error": call.error()}
@@ -167,8 +167,9 @@ def _times(
     document: Document,
 ) -> Document:
     """Each column's median and quartiles. The document gets the ratios of torch's time to tmm's and
-    to its own, normalised per round, and if it is about regret the time of the best known
-    candidate. A large product's ratios are medians over several captures, which it lists.
+    to torch's second series, normalised per round. If it is about regret, it also gets the time of
+    the best known candidate. For a large product it lists the ratios of several captures, and the
+    ratio is their median.
 
     Columns that do not compete are timed after the others. A column that is several times slower
     draws less power, and the columns after it in the same loop would run at a higher GPU clock.
@@ -232,8 +233,8 @@ def _other_clocks(
 
 
 def _with_between(run: Run, small: torch.Tensor) -> Run:
-    """The call followed by a small elementwise kernel, like the norms and activations of a model: a
-    kernel does not follow its own kind there, and loses what it gains from that."""
+    """The call followed by a small elementwise kernel, like the norms and activations of a model. A
+    kernel then does not follow a launch of itself, and loses what it gains from that."""
 
     def both(copy: int) -> object:
         result = run(copy)

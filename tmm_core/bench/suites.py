@@ -58,7 +58,8 @@ def shipped() -> dict[str, Any]:
 
 
 def random_problems(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Task]:
-    """The same ``count`` random problems each time, with M log-uniform in 1 … :data:`LARGEST_M`."""
+    """``count`` random problems, equal in each process, with M log-uniform in 1 …
+    :data:`LARGEST_M`."""
     generator = random.Random(0)
     found = []
     for _ in range(count):
@@ -141,7 +142,7 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
         ([groups["routing"]], ("skewed", "even", "both")),
     )
     experts = "experts" in suite
-    if unknown := {text for texts, those in known for text in texts if text not in those}:
+    if unknown := {text for texts, allowed in known for text in texts if text not in allowed}:
         raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
     if experts and any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"suite {name!r}: experts are [groups, N, K]")

@@ -68,8 +68,8 @@ class Deferring(Measuring):
         return Background(lambda problem: self._alone_on(problem.device))
 
     def preload(self) -> None:
-        """Import and list what a first call without a record needs, and load what its tuning
-        does."""
+        """Import the modules and list the records that a first call without a record needs, and
+        load the functions of its tuning."""
         self.registry.kernels()
         self._neighbours.families()
         _ = self.tuner.compilers, self.background
@@ -102,14 +102,14 @@ class Deferring(Measuring):
             background.abandon()
 
     def defer(self, name: Name, query: Query, steps: Steps[Any], why: str) -> None:
-        """Let later calls take ``steps``, which store a record.
+        """Let later calls run ``steps``, which store a record.
 
         Args:
             why: The reason to give if the stored record has no usable answer.
         """
         before = self.record_of(query.key)
 
-        def noting() -> Steps[None]:
+        def ending() -> Steps[None]:
             try:
                 yield from steps
                 self.ended[name] = why
@@ -120,7 +120,7 @@ class Deferring(Measuring):
 
         from tmm_core.tuning.background import Task
 
-        task = Task(query.key, noting(), lambda: self.record_of(query.key) != before)
+        task = Task(query.key, ending(), lambda: self.record_of(query.key) != before)
         self.background.add(name, task)
 
     def resume(self, problem: Problem, settings: Settings) -> None:

@@ -64,7 +64,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _around_plugins(method: Method) -> Method:
-    """Mark a method that runs plugins' code, since it compiles, verifies or times kernels."""
+    """Run a method under :func:`nested`: it compiles, verifies or times plugins' kernels."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -89,7 +89,7 @@ class Dispatcher(Deferring):
         #: Choices by the bucket's problem, with the caller's requirements, and by settings.
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
         #: Settings whose names of plugins and kernels were checked.
-        self._named: set[Settings] = set()
+        self._checked: set[Settings] = set()
         #: Kernels that failed outside of tuning because of the environment, and their buckets.
         self._outside: set[tuple[str, Problem]] = set()
         #: When this process last logged that another one is tuning.
@@ -129,8 +129,8 @@ class Dispatcher(Deferring):
             except BaseException as error:
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
-                    # ``checked_launch`` raises such an error. No attribute of a stranger's error
-                    # is read here.
+                    # ``checked_launch`` turns a GeneratorExit into a RuntimeError. No attribute of
+                    # a stranger's class is read here.
                     ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
                     if issubclass(type(error), Exception) and not ends:
                         raise
@@ -196,8 +196,8 @@ class Dispatcher(Deferring):
                 config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
-        if settings not in self._named:
-            self._named.add(settings)
+        if settings not in self._checked:
+            self._checked.add(settings)
             if unknown := self.registry.unknown_names(settings):
                 self.warn_once("; ".join(unknown))
         if settings.kernel is not None:
@@ -417,7 +417,7 @@ class Dispatcher(Deferring):
             UnsupportedProblemError: Called inside a plugin's code, which may itself be measured.
         """
         if settings.nested:
-            raise UnsupportedProblemError("a plugin's code cannot tune: it may be what is measured")
+            raise UnsupportedProblemError("a plugin's code cannot tune: it may itself be measured")
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
             record = None

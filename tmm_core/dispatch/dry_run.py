@@ -24,7 +24,7 @@ from tmm_core.tuning.untried import Noted
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What a call does if no record answers: tune or raise, and why."""
+    """A cache miss: whether the call would tune or raise, and why."""
 
     action: Literal["tune", "error"]
     reason: str
@@ -42,16 +42,16 @@ def dry_run(
     """
     try:
         return _DryRun(dispatcher).choose(problem, settings), None
-    except _Measuring as found:
-        miss = Miss("tune", str(found))
+    except _Measuring as measuring:
+        miss = Miss("tune", str(measuring))
     except CacheMissError as error:
         miss = Miss("error", f"CacheMissError: {error}")
-    guessing = replace(settings, on_cache_miss="heuristic")
-    guess = _DryRun(dispatcher, forbidden="without a record")
+    heuristic = replace(settings, on_cache_miss="heuristic")
+    untuned = _DryRun(dispatcher, forbidden="without a record")
     try:
-        return guess.choose(problem, guessing), miss
-    except CacheMissError:  # the store is locked, which forbids guesses
-        return guess._fallback(problem, "it always can"), miss
+        return untuned.choose(problem, heuristic), miss
+    except CacheMissError:  # the store is locked, which forbids untuned choices
+        return untuned._fallback(problem, "it always can"), miss
 
 
 class _Measuring(BaseException):
@@ -68,7 +68,7 @@ class _DryRun(Dispatcher):
         self._lock = threading.RLock()
         self._forbidden = forbidden
         invariance = Invariance(self, self.on_record, lambda rung, able: None)
-        invariance.know(original._invariance)
+        invariance.copy_from(original._invariance)
         self.__dict__["_invariance"] = invariance
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:

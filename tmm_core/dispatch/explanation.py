@@ -60,7 +60,7 @@ class Explanation:
     problem: Problem
     #: The choice; on a miss, the untuned choice that the settings do not allow.
     choice: Choice
-    #: What the call does instead, if no record answers and the settings allow no untuned choice.
+    #: Set if there is no record and the settings allow no untuned choice.
     miss: Miss | None
     #: The record that answers, and the problem for which it was measured.
     record: TuningRecord | None
@@ -136,8 +136,8 @@ class Explanation:
             yield "sums by", f"{choice.arithmetic}, as all M of this weight"
         if self.measured is not None and self.measured.extent != self.problem.extent:
             along = self.problem.along.upper()
-            bucket = f"{along}={self.problem.extent}"
-            yield "measured", f"at {along}={self.measured.extent}, whose bucket {bucket} is in"
+            own = f"{along}={self.problem.extent}"
+            yield "measured", f"at {along}={self.measured.extent}, the bucket of {own}"
         if self.record is None:
             yield "record", f"none in {self.store}"
         else:

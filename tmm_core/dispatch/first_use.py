@@ -3,8 +3,8 @@
 A tuning verifies its winner at the edge of a bucket. Any other kernel is compared with samples of
 a reference before its first result is used: if it is forced or untuned; if another one won its
 tuning; if its record came with a package, an image or an archive; and at every size
-(:func:`size_class`) at which it was not verified before. Stamps in the cache keep what was verified
-for later processes. A record says nothing about it: anybody may have written one.
+(:func:`size_class`) at which it was not verified before. Stamps in the cache record for later
+processes what was verified. A tuning record is no such evidence: anybody may have written it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _STEP, _TALLEST = 64, 512
 
 def size_class(extent: int, config: Mapping[str, JSON] = MappingProxyType({})) -> str:
     """Return the class of a size; a kernel of this config is verified once per class and bucket.
-    Each size up to :data:`EACH_SIZE` is a class. Larger sizes are one if they fill the last tile
-    alike, and the last group of tiles.
+    Each size up to :data:`EACH_SIZE` is a class. Larger sizes share a class if they fill the last
+    tile, and the last group of tiles, alike.
 
     >>> size_class(264), size_class(2056), size_class(3080)
     ('264', '8 of 1024', '8 of 1024')
@@ -66,16 +66,16 @@ class FirstUse:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
 
-    def may_launch(self, problem: Problem, choice: Choice, forced: bool = True) -> bool:
+    def may_launch(self, problem: Problem, choice: Choice, verifies_forced: bool = True) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification.
 
         Args:
-            forced: Forced kernels are verified too.
+            verifies_forced: Forced kernels are verified too.
         """
         candidate = choice.candidate
         if candidate.kernel.name == BASELINE or choice.origin == "fallback":
             return True
-        if choice.origin == "forced" and not forced:
+        if choice.origin == "forced" and not verifies_forced:
             return True
         if self._tuned_at(problem, choice) == problem.extent:
             return True  # the tuning verified it in every way
@@ -92,7 +92,7 @@ class FirstUse:
             # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
             evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
             device = evidence.device
-            key = _won(evidence.to_json(), _identity(choice.candidate))
+            key = _winner_key(evidence.to_json(), _identity(choice.candidate))
             if self._store.is_verified(device.gpu, device.environment, key):
                 return evidence.extent
         return None
@@ -100,7 +100,7 @@ class FirstUse:
     def stamp_winner(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Record that the winner was verified in every way of use, at the record's size."""
         best = record.best
-        key = _won(
+        key = _winner_key(
             record.problem, {"kernel": best.kernel, "version": best.version, "config": best.config}
         )
         self._store.mark_verified(device.gpu, device.environment, key)
@@ -160,7 +160,7 @@ def _identity(candidate: Candidate) -> dict[str, JSON]:
     return {"kernel": kernel.name, "version": kernel.version, "config": config}
 
 
-def _won(problem: Mapping[str, JSON], identity: Mapping[str, JSON]) -> str:
+def _winner_key(problem: Mapping[str, JSON], identity: Mapping[str, JSON]) -> str:
     """Return the key of a stamp for the winner of a problem's record."""
     return digest({**identity, "won": problem})
 

@@ -46,7 +46,7 @@ LARGEST = 2**28
 #: Status of a valid candidate that lost early. It may be the only one of its arithmetic.
 _ELIMINATED = "slow"
 #: µs assumed for a config without an estimate, so that it is chosen only as a last resort.
-_NO_IDEA = 1e6
+_NO_ESTIMATE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Rung:
 def least_regret(rungs: Sequence[Rung]) -> str | None:
     """The arithmetic with the lowest cost over the rungs relative to the best known at each: the
     mean plus :data:`WORST` times the worst. A rung counts by its mean over the M of its bucket: a
-    kernel may be ahead at the edge and far behind inside. Only those that serve the most rungs are
-    compared, and ties go to the first by name. None if there is no arithmetic."""
+    kernel may be ahead at the edge and far behind inside. Only the arithmetics that serve the most
+    rungs are compared. Ties go to the first by name. None if there is no arithmetic."""
     names = {name for rung in rungs for name in rung.times}
 
     def rank(name: str) -> tuple[int, float, str]:
@@ -102,7 +102,7 @@ class Invariance:
         self._choices: dict[tuple[Problem, tuple[int, bool], Settings, str], Choice] = {}
         self._notes: dict[DeviceFingerprint, Notes] = {}
 
-    def know(self, other: Invariance) -> None:
+    def copy_from(self, other: Invariance) -> None:
         """Copy the choices of ``other``."""
         self._arithmetics = dict(other._arithmetics)
         self._choices = dict(other._choices)
@@ -153,14 +153,14 @@ class Invariance:
         own = replace(problem, capturing=False)
         able = self._host.able(own, settings)
         if able and settings.arithmetic is None:
-            about, notes = digest(weight(own)), self._notes_of(own)
+            weight_digest, notes = digest(weight(own)), self._notes_of(own)
             rungs = list(self._rungs(own, settings))
-            noted = notes.get(about)
-            stands = self._is_offered(noted, rungs) and not force
-            if not stands and not is_gradient(own):
+            noted = notes.get(weight_digest)
+            is_kept = self._is_offered(noted, rungs) and not force
+            if not is_kept and not is_gradient(own):
                 chosen = self._measured(rungs, settings, tune=True, force=force)
                 if chosen is not None:
-                    notes.add(about, chosen)
+                    notes.add(weight_digest, chosen)
         return self._on_record(own, able, settings, tune=True, force=force)
 
     # -- the weight's arithmetic --------------------------------------------------------
@@ -168,18 +168,18 @@ class Invariance:
     def _arithmetic(self, problem: Problem, settings: Settings) -> str | None:
         """Return the weight's arithmetic: from notes, else from records, measured now if allowed,
         else from estimates."""
-        about = digest(weight(problem))
-        chosen = self._arithmetics.get((about, settings))
+        weight_digest = digest(weight(problem))
+        chosen = self._arithmetics.get((weight_digest, settings))
         if chosen is None:
-            chosen = self._resolved(problem, about, settings)
+            chosen = self._resolved(problem, weight_digest, settings)
             if chosen is not None:
                 # If two threads resolve it, both use the first result.
-                chosen = self._arithmetics.setdefault((about, settings), chosen)
+                chosen = self._arithmetics.setdefault((weight_digest, settings), chosen)
         return chosen
 
-    def _resolved(self, problem: Problem, about: str, settings: Settings) -> str | None:
+    def _resolved(self, problem: Problem, weight_digest: str, settings: Settings) -> str | None:
         notes, rungs = self._notes_of(problem), list(self._rungs(problem, settings))
-        noted = notes.get(about)
+        noted = notes.get(weight_digest)
         if isinstance(noted, str) and self._is_offered(noted, rungs):
             return noted
         if noted is not None:
@@ -193,7 +193,7 @@ class Invariance:
             chosen = self._measured(rungs, settings, tunes)
         if chosen is not None:
             if noted is None:
-                notes.add(about, chosen)
+                notes.add(weight_digest, chosen)
             return chosen
         return least_regret([self._expected(rung, able) for rung, able in rungs])
 
@@ -250,7 +250,7 @@ class Invariance:
     def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
         offered = self._offered(rung, able)
         times = {name: min(members.values()) for name, members in offered.items()}
-        return Rung(min(times.values(), default=_NO_IDEA), times)
+        return Rung(min(times.values(), default=_NO_ESTIMATE), times)
 
     def _is_offered(self, name: object, rungs: Sequence[tuple[Problem, list[Kernel[Any]]]]) -> bool:
         return any(name in self._offered(rung, able) for rung, able in rungs)
@@ -265,7 +265,7 @@ class Invariance:
                 configs = [kernel.default_config(problem), *kernel.configs(problem)]
                 for config in dict.fromkeys(configs):
                     if (name := kernel.arithmetic(problem, config)) is not None:
-                        expected = kernel.estimate_us(problem, config) or _NO_IDEA
+                        expected = kernel.estimate_us(problem, config) or _NO_ESTIMATE
                         offered.setdefault(name, {})[Candidate(kernel, config)] = expected
             except Exception as error:  # a plugin's kernel; costs only its candidates
                 reraise(error)
@@ -279,7 +279,7 @@ class Invariance:
             self._notes[device] = Notes("arithmetic", state, self._host.store.root)
         return self._notes[device]
 
-    # -- one M of it --------------------------------------------------------------------
+    # -- one M of the weight ------------------------------------------------------------
 
     def _within(
         self, problem: Problem, able: list[Kernel[Any]], wanted: str, settings: Settings
@@ -287,9 +287,9 @@ class Invariance:
         """Return the fastest candidate of that arithmetic on record, else by estimate."""
         own = replace(problem, capturing=False)
         edge = bucketed(own)
-        key = (edge, _place(edge, own.extent), settings, wanted)
+        key = (edge, _position(edge, own.extent), settings, wanted)
         choice = self._choices.get(key)
-        if choice is not None and self._may(choice.candidate, problem, able, wanted):
+        if choice is not None and self._may_serve(choice.candidate, problem, able, wanted):
             return choice
         choice = self._fastest(problem, able, wanted, settings)
         if choice is not None and not problem.capturing:
@@ -309,7 +309,7 @@ class Invariance:
             timed = [] if record is None else _around(record, problem.extent, key.extent)
             for result in timed:
                 candidate = self._host.candidate(result, able, problem)
-                if candidate is not None and self._may(candidate, problem, able, wanted):
+                if candidate is not None and self._may_serve(candidate, problem, able, wanted):
                     return self._host.chosen_by(candidate, key, problem, arithmetic=wanted)
         if record is None:
             self._host.require_record(problem, edge, settings)
@@ -323,7 +323,7 @@ class Invariance:
         reason = f"{why}; estimated {offered[best]:.3g} µs, the least of its arithmetic"
         return Choice(best, "heuristic", reason, arithmetic=wanted)
 
-    def _may(
+    def _may_serve(
         self, candidate: Candidate, problem: Problem, able: list[Kernel[Any]], wanted: str
     ) -> bool:
         kernel = candidate.kernel
@@ -331,8 +331,8 @@ class Invariance:
 
 
 def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResult]:
-    """Return the timed results of a bucket's record. Those timed at the measured M around this one
-    come first, ordered by these times."""
+    """Return the timed results of a bucket's record: first the results timed at the measured M
+    around this one, in the order of these times."""
     slower = behind(times_around(record.candidates, extent, edge))
     return sorted(
         fastest_first(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf)
@@ -347,7 +347,7 @@ def _us_of_last_round(result: CandidateResult, fastest: CandidateResult) -> floa
     return statistics.median(result.samples_us) * statistics.median(fastest.samples_us) / early
 
 
-def _place(edge: Problem, extent: int) -> tuple[int, bool]:
+def _position(edge: Problem, extent: int) -> tuple[int, bool]:
     """Return the position of this M among the measured M of the bucket, and whether it is one of
     them."""
     measured = (*inside(edge), edge.extent)
@@ -355,8 +355,8 @@ def _place(edge: Problem, extent: int) -> tuple[int, bool]:
 
 
 def weight(problem: Problem) -> dict[str, Any]:
-    """Return what all M of one weight share: the problem without M and what depends on M. That is
-    the layout and alignment of a, the output and the residual, and whether scales are scalars."""
+    """Return what all M of one weight share: the problem without M; the layout and alignment of a,
+    the output and the residual; and the kind of scales. M may change each of these."""
     document = problem.to_json()
     for name in ("a", "out", "residual"):
         if document[name] is not None:

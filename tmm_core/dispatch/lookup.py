@@ -104,7 +104,7 @@ class Lookup:
                     continue
                 candidate = Candidate(kernel, config)
                 if kernel.name == BASELINE and not fits(candidate, problem):
-                    # A call whose candidate does not bind falls back to BLAS. BLAS has no fallback.
+                    # If another kernel does not bind, BLAS answers. BLAS itself has no fallback.
                     if not any_version:
                         self.warn_kernel_once(
                             kernel, f"{config} on record is not a config for {problem}"
@@ -170,6 +170,7 @@ class Lookup:
         )
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
+        """Return why a call may not tune ``problem``; None if it may."""
         if problem.capturing:
             return "a CUDA graph is being captured"
         if self.store.locked:
@@ -227,8 +228,8 @@ class Lookup:
         return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
 
     def unstorable(self, record: TuningRecord) -> set[str]:
-        """Set aside kernels whose results in ``record`` no file can hold, and return their names.
-        Such a kernel must not cost the other kernels' times."""
+        """Set aside kernels whose results in ``record`` no file can hold, and return their names:
+        the other kernels' times can then be stored."""
         bad: dict[str, BaseException] = {}
         for result in record.candidates:
             try:
@@ -254,7 +255,7 @@ class Lookup:
             CacheMissError: A record is required.
         """
         if self.store.locked:
-            raise CacheMissError(self._unlocked(problem, key))
+            raise CacheMissError(self._locked_miss(problem, key))
         if settings.on_cache_miss == "error":
             mode, under = "", ""
             if problem.batch_invariant:
@@ -265,7 +266,7 @@ class Lookup:
                 f"allow 'tune' or 'heuristic'"
             )
 
-    def _unlocked(self, problem: Problem, key: Problem) -> str:
+    def _locked_miss(self, problem: Problem, key: Problem) -> str:
         """Explain a miss in a locked store."""
         bucket = f"{key.along.upper()}={key.extent}"
         return (

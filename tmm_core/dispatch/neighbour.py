@@ -44,7 +44,7 @@ class Neighbours:
         self._families: dict[str | None, list[Summary]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
-        """Add a saved record, in place of an older one of its problem."""
+        """Add a saved record. It replaces an older record of its problem."""
         if self._families is None:
             return  # listed with the others on first use
         new = self._store.summary(device.gpu, device.environment, record)

@@ -31,13 +31,13 @@ from tmm_core.spec.port import Port
 
 __all__ = ["BUILTIN", "EPILOGUES", "GATED_BY", "SPELLINGS", "parse", "text_of"]
 
-#: All by name.
+#: All epilogues by name.
 EPILOGUES: dict[str, Epilogue] = {IDENTITY.name: IDENTITY}
 #: Epilogues by other names, torch's functions and classes of modules: a name, or a function of the
 #: activation's arguments that returns the name, or None if no epilogue has these arguments.
 SPELLINGS: dict[Any, str | Callable[..., str | None]] = {nn.Identity: IDENTITY.name}
 for _module in pkgutil.iter_modules(__path__):
-    if not _module.name.startswith("_"):  # what several share
+    if not _module.name.startswith("_"):  # functions that several epilogues share
         _family = importlib.import_module(f"{__name__}.{_module.name}")
         EPILOGUES.update({epilogue.name: epilogue for epilogue in _family.EPILOGUES})
         SPELLINGS.update(getattr(_family, "SPELLINGS", {}))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import triton.language as tl
 
-    INLINE_PTX = True  # for whom kernels are compiled: tmm_core.triton.device_functions sets it
+    INLINE_PTX = True  # tmm_core.triton.device_functions sets it for the compiler's target
 
 LOG2_E = math.log2(math.e)
 

@@ -1,9 +1,9 @@
 """``quantize``: z, and as auxiliary outputs z in 8-bit floats (e4m3) with the scales of groups of
 128 columns.
 
-The next product takes both outputs as its ``a``, so that no launch of its own has to round z. The
-outputs are what ``quantize_rows(z, group=128)`` gives. A group lies in one tile. The largest value
-of a whole row is known only after all tiles of the row, and would take another pass.
+The next product takes both outputs as its ``a``, so that rounding z takes no separate launch. The
+outputs are the results of ``quantize_rows(z, group=128)``. A group lies in one tile. A scale for a
+whole row would take another pass: its largest value is known only after all tiles of the row.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def device_scaled(groups):
     power = tl.where(divisor < SMALL, 1.0 / SMALL, 1.0)
     divisor = (divisor * power)[:, :, None]
     inverse = tl.div_rn(1.0, divisor)
-    # Division by a product and one step of Newton's, which rounds as division does (P. Markstein,
-    # IBM J. Res. Dev. 34, 1990): div.rn for each element took 60 more registers per thread.
+    # A product with the reciprocal and one Newton step round as division does (P. Markstein, IBM
+    # J. Res. Dev. 34, 1990). div.rn for each element took 60 more registers per thread.
     numbers = groups * power[:, :, None]
     found = numbers * inverse
     return tl.fma(tl.fma(-found, divisor, numbers), inverse, found)

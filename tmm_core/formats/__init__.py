@@ -1,4 +1,4 @@
-"""Operand formats: how stored numbers map to values, where that takes more than a dtype.
+"""Operand formats: how stored numbers map to values, if the dtype alone does not determine it.
 
 Each module of this package that defines a ``FORMAT`` is one format and is discovered automatically:
 a new format is one file, and removing the file removes the format. Plugins add formats through the
@@ -42,10 +42,10 @@ class Format:
         zeros: Whether an operand may have zero points, one for each scale.
         origin: The code that stands for zero where there is no zero point.
         limit: The largest magnitude of dequantised numbers, to which random values are scaled;
-            None: they are about as large as their values.
+            None: dequantised numbers are about as large as the values.
         result: Default dtype of the result, bias and residual where both operands are stored.
-        implied: Whether the dtype alone tells the format, without a scale. Else callers name it
-            (:class:`tmm_core.Quantized`) and give a scale.
+        implied: Whether the dtype alone determines the format, without a scale. Else callers name
+            the format (:class:`tmm_core.Quantized`) and give a scale.
         native: Whether tensor cores multiply two such operands as they are stored.
         decode: Device function ``decode(block, dtype)``: converts a block of codes to values of a
             dtype of 16 bits or more, as ``dequantize``. A plain function, in which
@@ -111,9 +111,8 @@ class Format:
 
         Args:
             scale, zero: Grids of ``block``; grids of a tensor or row broadcast. None: a scale of
-            one,
-                and no zero point.
-            dtype: The dtype of the computation; by default the result's of :attr:`dequantize`.
+                one, and no zero point.
+            dtype: The dtype of the computation; by default the dtype that ``dequantize`` returns.
             along: The dimension of K, -1 or -2.
         """
         numbers = self.dequantize(self.unpacked(stored, along))
@@ -143,10 +142,10 @@ class Format:
         return own
 
     def block_of(self, shape: tuple[int, ...], outer: int, k: int, stack: int = 1) -> Block:
-        """The block of a grid of that shape, ``(rows, columns)``, from those that the format has.
+        """The format's block whose grid has this shape, ``(rows, columns)``.
 
         Raises:
-            ValueError: None has that shape, or several have.
+            ValueError: No block has such a grid, or several have.
         """
         fit = {
             grids.simplest(each, outer, k, stack)
@@ -170,7 +169,7 @@ class Pair(NamedTuple):
     Attributes:
         a, b: None: plain numbers.
         result: The default dtype of the result; None: the operands cannot be multiplied.
-        blocks: The values that share a scale, of both, where they are neither one nor a row.
+        blocks: For both operands, the values that share a scale; None: a tensor or a row.
     """
 
     a: Format | None
@@ -189,7 +188,7 @@ class Pair(NamedTuple):
         return 1 if self.a is None else self.a.pack, 1 if self.b is None else self.b.pack
 
 
-#: All formats by name, and those that a storage dtype implies.
+#: All formats by name, and the formats that a storage dtype implies.
 FORMATS: dict[str, Format] = {}
 IMPLIED: dict[torch.dtype, Format] = {}
 
@@ -229,7 +228,7 @@ def discover() -> None:
 
 
 def named(name: str) -> Format:
-    """The format of that name.
+    """The format of this name.
 
     Raises:
         ValueError: No installed format has it.
@@ -242,7 +241,7 @@ def named(name: str) -> Format:
 
 
 def of(dtype: torch.dtype, name: str = "") -> Format | None:
-    """The format of an operand of that dtype, whose format has that name if it is not implied."""
+    """The format of this name, else the format that ``dtype`` implies; None for plain numbers."""
     return named(name) if name else IMPLIED.get(dtype)
 
 

@@ -113,7 +113,7 @@ def factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def exponents(scale: Tensor) -> Tensor:
     """The largest exponents whose powers of two do not exceed these positive numbers. NaN gives the
     exponent that stands for NaN."""
-    # The exponent's bits: log2 rounds up what is just below a power.
+    # The exponent's bits: log2 would round a number just below a power of two up.
     bits = (scale.float().view(torch.int32) >> 23).clamp(0, 254)
     return torch.where(scale.isnan(), 255, bits).to(EXPONENT)
 
@@ -139,8 +139,8 @@ def combined(
         if size <= 1 or values.dim() < -dimension:
             continue
         if along == dimension and shape[dimension] % size == 0:
-            # Without a copy of the scales.
-            apart = values.unflatten(dimension, (-1, size))
-            return function(apart, part.unsqueeze(dimension)).view(shape)
+            # Broadcasting avoids a copy of the scales.
+            blocks = values.unflatten(dimension, (-1, size))
+            return function(blocks, part.unsqueeze(dimension)).view(shape)
         part = part.repeat_interleave(size, dimension).narrow(dimension, 0, shape[dimension])
     return function(values, part)

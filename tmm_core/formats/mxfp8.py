@@ -1,7 +1,7 @@
 """8-bit floats with a power of two for each 32 values along K (OCP Microscaling Formats 1.0).
 
-Tensor cores multiply two such operands from Blackwell on; here they are weights, which kernels
-decode, and BLAS multiplies the values of two.
+Tensor cores multiply two such operands from Blackwell on. Here kernels decode a weight of this
+format; BLAS multiplies the values if both operands have it.
 """
 
 from __future__ import annotations

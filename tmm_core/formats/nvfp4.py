@@ -1,8 +1,8 @@
 """4-bit floats (e2m1) with a scale for each 16 values along K, as NVFP4 checkpoints store them.
 
-Two are in a byte, the one of lower K in the low bits. The scales are e4m3; where a checkpoint has a
-factor for the whole tensor besides, scales in fp32 include it. Tensor cores multiply such operands
-from Blackwell on; here BLAS multiplies their values, and no kernel decodes them.
+Two are in a byte, the one of lower K in the low bits. The scales are e4m3. If a checkpoint also has
+a factor for the whole tensor, the scales are fp32 and include it. Tensor cores multiply such
+operands from Blackwell on. Here BLAS multiplies their values, and no kernel decodes them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tmm_core.launch.output_memory import check_outputs
 from tmm_core.spec.arguments import PART, PARTS, TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 
-#: Torch's code for a tensor that overlaps itself; another code means that torch cannot tell.
+#: Torch's code for a tensor that overlaps itself. Another code means "unknown".
 _OVERLAPS = 1
 
 #: Tensor types without overridden behaviour.
@@ -45,10 +45,10 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     shape = product_shape(a, b, pair.packs)
     if pair.result is None:
         if not call.formats:
-            _let_torch_say(a, b)
+            _raise_torchs_error(a, b)
         refuse_dtypes(call)
     if a.dtype is torch.bool:
-        _let_torch_say(a, b)
+        _raise_torchs_error(a, b)
     result = check_terms(call, pair, epilogue, bias=bias, residual=residual)
     width = b.shape[-1] if b.dim() > 1 else 1
     if epilogue.gated:
@@ -149,14 +149,14 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
     """
     if isinstance(alpha, torch.Tensor) and not alpha.dim() and not alpha.requires_grad:
         alpha = alpha.item()
-    elif torch.compiler.is_dynamo_compiling() and _is_numpys(alpha):
+    elif torch.compiler.is_dynamo_compiling() and _is_numpy_number(alpha):
         # In a graph, numpy's numbers are tensors; tmm's matmul takes these too.
         alpha = torch.as_tensor(alpha, device="cpu")
         return alpha if function == "matmul" else alpha.item()
     elif not isinstance(alpha, (float, int, complex, torch.SymFloat, torch.SymInt)):
         numpy = sys.modules.get("numpy")
         numbers = () if numpy is None else (numpy.number, numpy.bool_)
-        if not isinstance(alpha, numbers) or alpha.dtype.kind == "m":  # a time
+        if not isinstance(alpha, numbers) or alpha.dtype.kind == "m":  # timedelta64
             kind = type(alpha).__name__
             raise TypeError(f"{function}(): argument 'alpha' must be Number, not {kind}")
         alpha = float(alpha) if alpha.dtype.kind == "f" else alpha.item()
@@ -172,7 +172,7 @@ def number(function: str, alpha: Any, operand: Any = None) -> Any:
     return alpha
 
 
-def _is_numpys(alpha: Any) -> bool:
+def _is_numpy_number(alpha: Any) -> bool:
     """Whether a graph's ``alpha`` is a number of numpy. Dynamo asks a symbol for no attribute."""
     return type(alpha) not in (int, bool, float) and getattr(alpha, "ndim", None) == 0
 
@@ -310,7 +310,7 @@ def product_shape(a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1,
     k = b.shape[-2] if b.dim() > 1 else b.shape[0]
     batch = _broadcast(a.shape[:-2], b.shape[:-2])
     if a.shape[-1] != k or batch is None:
-        _let_torch_say(a, b)
+        _raise_torchs_error(a, b)
         raise RuntimeError(f"cannot multiply shapes {tuple(a.shape)} and {tuple(b.shape)}")
     rows = [a.shape[-2]] if a.dim() > 1 else []
     cols = [b.shape[-1]] if b.dim() > 1 else []
@@ -325,7 +325,7 @@ def _values_like(t: torch.Tensor, pack: int, along: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.float32, device="cpu").expand(shape)
 
 
-def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
+def _raise_torchs_error(a: torch.Tensor, b: torch.Tensor) -> None:
     """Raise torch's own error for operands that cannot be multiplied. Only CUDA tensors are passed
     to torch, whose error names their device. Others are replaced by empty tensors of their shapes,
     strides and dtypes. Nothing is computed or read before torch raises."""

@@ -87,8 +87,8 @@ class Fold(NamedTuple):
         return t.view(self.flat)
 
     @staticmethod
-    def outputs(made: Any) -> Any:
-        return made  # they are made in the shapes for kernels
+    def outputs(allocated: Any) -> Any:
+        return allocated  # already in the shapes for kernels
 
     def in_place(
         self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
@@ -97,8 +97,10 @@ class Fold(NamedTuple):
         has to be copied or is empty."""
         given = {"a": a, "b": b} | ({} if residual is None else {"residual": residual})
         flat = {name: self.flattened(name)(t) for name, t in given.items()}
-        lie = [t.numel() and flat[name].data_ptr() == t.data_ptr() for name, t in given.items()]
-        return flat if all(lie) else None
+        are_views = all(
+            t.numel() and flat[name].data_ptr() == t.data_ptr() for name, t in given.items()
+        )
+        return flat if are_views else None
 
     def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
         """Return the function that converts the N-D tensor of this name for kernels."""

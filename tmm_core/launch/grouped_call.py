@@ -78,7 +78,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     if pair.result is None:
         refuse_dtypes(call)
     along = None if offs is None else ragged_along(a, b)
-    _refuse_parted(pair, along)
+    _refuse_split_blocks(pair, along)
     if along is not None and not pair.result.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     width = b.shape[-1]
@@ -127,9 +127,9 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 def check_grouped_parts(
     call: GroupedArguments, pair: formats.Pair, along: Ragged | None, count: int
 ) -> None:
-    """Check the shapes of scales and zero points, which are as torch's for one number per row of a
-    and column of b. Each group has its own numbers, unless a row (column) belongs to one group
-    only. Torch takes them flat if K is ragged.
+    """Check the shapes of scales and zero points. One number per row of a and column of b has the
+    shapes that torch takes: each group has its own numbers, unless a row (column) belongs to one
+    group only. If K is ragged, torch takes flat shapes.
 
     Args:
         along: None: a batch.
@@ -147,17 +147,17 @@ def check_grouped_parts(
     check_parts(call, pair, a=shapes(a, a.shape[-2]), b=shapes(b, b.shape[-1]))
 
 
-def _refuse_parted(pair: formats.Pair, along: Ragged | None) -> None:
+def _refuse_split_blocks(pair: formats.Pair, along: Ragged | None) -> None:
     """Refuse groups that could start within a stored element, or within a block of one scale.
 
     Raises:
         ValueError: They could.
     """
     if along == "k" and (pair.packs != (1, 1) or pair.blocks != (None, None)):
-        raise ValueError("groups along K would part packed values, or those of one scale")
+        raise ValueError("groups along K would split packed values, or values of one scale")
     for name, of, block in (("a", "m", pair.blocks[0]), ("b", "n", pair.blocks[1])):
         if along == of and block is not None and block[0] > 1:
-            raise ValueError(f"groups along {of.upper()} would part blocks of scales of {name}")
+            raise ValueError(f"groups along {of.upper()} would split blocks of scales of {name}")
 
 
 def check_operands(

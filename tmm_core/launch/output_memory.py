@@ -59,7 +59,7 @@ def allocating_outputs(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) 
 def allocator(epilogue: Epilogue, shape: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
     """Return a function that allocates the auxiliary outputs for a result of ``shape``,
     uninitialised, on the device of the tensor that it is given."""
-    made = [(port, math.prod(port.shape(shape))) for port in epilogue.outputs]
+    sizes = [(port, math.prod(port.shape(shape))) for port in epilogue.outputs]
     return lambda like: [
-        port.placed(like.new_empty(size, dtype=port.dtype), shape) for port, size in made
+        port.placed(like.new_empty(size, dtype=port.dtype), shape) for port, size in sizes
     ]

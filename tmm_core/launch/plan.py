@@ -83,8 +83,8 @@ class Plan(_Callable):
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
 
     It takes ``(a, b, bias=None, residual=None, out=None)`` and, by keyword, the call's scales,
-    unless they belong to an operand. It launches on the current stream, without a look-up. ``out``
-    is row-major, has the result's shape and dtype, and is aligned to 16 bytes.
+    except for those of a :class:`tmm_core.Quantized`. It launches on the current stream, without a
+    look-up. ``out`` is row-major, has the result's shape and dtype, and is aligned to 16 bytes.
 
     Raises, when called:
         ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan's;
@@ -141,7 +141,7 @@ class Plan(_Callable):
         """Make this plan callable for the arguments it was made of, and return it.
 
         Args:
-            read: Turns a call's quantised operands into their parts, where it was made of such.
+            read: Replaces quantised operands by their parts, if the plan was made of such operands.
         """
         run = self._written(call)
         object.__setattr__(

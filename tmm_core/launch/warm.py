@@ -100,7 +100,7 @@ class Epilogues(Protocol):
 
 
 class Answerer(Hashable, Protocol):
-    """Chooses the kernel of a problem, and learns of one that failed."""
+    """Chooses the kernel of a problem, and quarantines kernels that failed."""
 
     @property
     def registry(self) -> Epilogues: ...
@@ -133,7 +133,7 @@ def forget_plans() -> None:
 
 
 def drop_plans() -> None:
-    """Drop all plans: the next call chooses again, but nothing that it chooses by has changed."""
+    """Drop all plans, although records, settings and plugins are unchanged."""
     for table in TABLES:
         table.clear()
 

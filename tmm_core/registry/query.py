@@ -334,11 +334,11 @@ def _items(result: Any, most: int, what: str) -> list[Any]:
     return found
 
 
-def _such(holds: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
-    """A check that returns a result that ``holds`` accepts, and raises ``fault`` for others."""
+def _check(accepts: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
+    """A function that returns a result if ``accepts`` is true of it, and else raises ``fault``."""
 
     def check(result: Any) -> Any:
-        if not holds(result):
+        if not accepts(result):
             raise InvalidResultError(fault.format(shown(result)))
         return result
 
@@ -360,24 +360,24 @@ def _is_config_type(result: Any) -> bool:
 
 #: Attributes that are read once, when a kernel is registered.
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
-    "name": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}: it has no name, {A_NAME}"),
-    "supports": _such(lambda x: issubclass(type(x), Supports), "must be a Supports, got {}"),
-    "traits": _such(_is_traits, "must be a Traits of True and False, got {}"),
-    "config_type": _such(
+    "name": _check(lambda x: is_name(x) and bool(x.strip()), f"is {{}}: it has no name, {A_NAME}"),
+    "supports": _check(lambda x: issubclass(type(x), Supports), "must be a Supports, got {}"),
+    "traits": _check(_is_traits, "must be a Traits of True and False, got {}"),
+    "config_type": _check(
         _is_config_type, "must be a Config subclass without an unmet_promises of its own, got {}"
     ),
-    "version": _such(lambda x: is_name(x) and bool(x.strip()), f"is {{}}, not {A_NAME}"),
+    "version": _check(lambda x: is_name(x) and bool(x.strip()), f"is {{}}, not {A_NAME}"),
 }
-_arithmetic: Callable[[Any], str | None] = _such(
+_arithmetic: Callable[[Any], str | None] = _check(
     lambda x: x is None or (type(x) is str and x.isprintable() and 0 < len(x) <= TEXT_MAX),
     f"returned {{}}, not a printable text of 1 to {TEXT_MAX} letters",
 )
-_anatomy: Callable[[Any], Anatomy | None] = _such(
+_anatomy: Callable[[Any], Anatomy | None] = _check(
     lambda x: x is None or issubclass(type(x), Anatomy), "returned {}, not an Anatomy"
 )
 
 
-_launcher: Callable[[Any], Launcher] = _such(
+_launcher: Callable[[Any], Launcher] = _check(
     # Callers distinguish launchers from exceptions by isinstance, which runs the code of a hostile
     # `__class__`. Here its exception is caught.
     lambda x: callable(x) and not isinstance(x, BaseException),

@@ -61,7 +61,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, entry_point: importlib.metadata.EntryPoint) -> Source:
-        """The origin of what an entry point yields, as far as its metadata can be read."""
+        """The origin of an entry point's plugin, as far as the metadata can be read."""
         found = {"name": "", "version": ""}
         with suppress(BaseException):  # damaged metadata: the plugin may still load
             dist = entry_point.dist

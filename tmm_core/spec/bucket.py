@@ -26,7 +26,7 @@ def bucket_edge(m: int) -> int:
 
 
 def bucketed(problem: Problem) -> Problem:
-    """Return the problem whose record answers for ``problem``: the one of its bucket's edge."""
+    """Return the problem at the edge of the bucket; its record answers for ``problem``."""
     return problem.at(bucket_edge(problem.extent))
 
 

@@ -34,8 +34,8 @@ _MOST_BYTES = 32 * 2**20
 _LEAST_BYTES = 8192
 #: Hidden folders in which packages keep shared libraries.
 _LIBRARY_FOLDERS = (".dylibs", ".libs")
-#: Ends of what an installer writes itself.
-_INFORMATION = (".dist-info", ".egg-info", ".data", ".pth", "__pycache__")
+#: Suffixes of the files and folders that an installer itself writes.
+_INSTALLER_SUFFIXES = (".dist-info", ".egg-info", ".data", ".pth", "__pycache__")
 #: A text that differs in every process.
 PROCESS = os.urandom(6).hex()
 _numbers = itertools.count()
@@ -58,16 +58,17 @@ def version_of(kernel: Any, stated: str, distribution: str = "") -> str:
 
 
 def _beside(distribution: str, counted: set[str]) -> list[str]:
-    """Return a digest of the files that a distribution installs outside of the packages that are
-    counted, such as a compiled module, or nothing if there are none."""
+    """Return a digest of the files that a distribution installs outside the ``counted`` packages,
+    such as a compiled module; an empty list if there are none."""
     found = []
     with suppress(BaseException):  # damaged metadata: the plugin may still load
         installed = importlib.metadata.distribution(distribution) if distribution else None
         for file in (installed.files if installed is not None else None) or ():
             top = file.parts[0]
             module = top.partition(".")[0]
-            # Scripts lie above the folder. Files of an editable installation only name a place.
-            if module not in counted | {"", "__editable__"} and not top.endswith(_INFORMATION):
+            # Scripts lie above the folder. Files of an editable installation only contain a path.
+            own = top.endswith(_INSTALLER_SUFFIXES)
+            if module not in counted | {"", "__editable__"} and not own:
                 found.append((str(file.locate()), str(file)))
     stamps = tuple(_stamp(path, name) for path, name in sorted(found))
     return [_digest(distribution, stamps)] if stamps else []
@@ -181,7 +182,7 @@ def _walk(folder: str) -> Iterator[str]:
             and (name[0] != "." or name in _LIBRARY_FOLDERS)
             and os.path.realpath(os.path.join(place, name)) not in seen
         ]
-        # A module may be compiled alone; else its source counts.
+        # A .pyc file counts only if its source is missing.
         sources = {f"{name}c" for name in names if name.endswith(".py")}
         yield from (os.path.join(place, name) for name in names if name not in sources)
 
@@ -196,11 +197,11 @@ class _Stamp(NamedTuple):
 
 def _stamp(path: str, name: str) -> _Stamp:
     try:
-        of = os.stat(path)
+        status = os.stat(path)
     except OSError as error:  # just removed
         reraise(error)
         return _Stamp(path, name, 0, 0, 0)
-    return _Stamp(path, name, of.st_size, of.st_mtime_ns, of.st_ctime_ns)
+    return _Stamp(path, name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @functools.lru_cache(256)

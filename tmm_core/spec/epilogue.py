@@ -45,7 +45,7 @@ class Epilogue:
     Args:
         name: An identifier, as users write it in ``epilogue="…"``.
         reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
-            ``(gate, up, *parameters)``. Runs in any floating dtype, fp64 included.
+            ``(gate, up, *parameters)``. It has to accept any floating dtype, fp64 included.
         device: The same function of fp32 blocks in Triton's language, its parameters annotated
             ``tl.constexpr``. It is a ``@triton.jit`` function, or a plain one, which is jitted when
             a kernel first fuses it, so that defining an epilogue need not import Triton. A plain
@@ -55,8 +55,9 @@ class Epilogue:
             ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
             operators, so that it can be differentiated again. ``None``: torch differentiates
             the reference.
-        device_derivative: The same in Triton's language, as ``device``. With all three, training
-            takes one kernel for the epilogue and one for its derivative.
+        device_derivative: The derivative in Triton's language, like ``device``. With ``device``,
+            ``derivative`` and this, training takes one kernel for the epilogue and one for its
+            derivative.
         parameters: Default values of the extra arguments, baked into compiled kernels. ``None``:
             the numbers that ``reference`` has as defaults.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
@@ -69,14 +70,14 @@ class Epilogue:
             is then one fused kernel while training too. ``y`` is None for a linear epilogue. A
             gated epilogue has none.
         outputs: Auxiliary outputs: a call returns ``(result, *outputs)``. They are not
-            differentiable. In a chain each is of the whole chain's result.
+            differentiable. In a chain each is computed from the whole chain's result.
         outputs_of: ``y -> tuple``, all outputs of a result of 16 or 32 bits at once, as BLAS
             computes them. None: each by its own reference.
 
     Raises:
-        ValueError: The name is no identifier. A parameter is no finite number, or not above 0 where
-            it has to be. Two outputs have one name. Or an interleaved epilogue is not gated, or has
-            a derivative.
+        ValueError: The name is no identifier. A parameter is not finite, or not above 0 in a
+            ``positive`` epilogue. Two outputs have one name. Or an interleaved epilogue is not
+            gated, or has a derivative.
         TypeError: A device function is not a function.
     """
 
@@ -132,7 +133,7 @@ class Epilogue:
             text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
         if self.builtin and not self.outputs:
             return text
-        texts = self._texts
+        texts = self._lasting_texts
         if texts is None:
             kept = _of_process.setdefault(self._identity(), (len(_of_process), self._frozen[0]))
             texts = [PROCESS, str(kept[0])]
@@ -142,10 +143,10 @@ class Epilogue:
     def lasting(self) -> bool:
         """Whether other processes can have the same key. Each function then is None, a function of
         torch's, or a function without a closure in a module with files."""
-        return all(stage._texts is not None for stage in self.stages or (self,))
+        return all(stage._lasting_texts is not None for stage in self.stages or (self,))
 
     @cached_property
-    def _texts(self) -> list[str] | None:
+    def _lasting_texts(self) -> list[str] | None:
         """Texts that identify the epilogue in every process; None if there are none."""
         texts = [text for each in self._functions if (text := lasting_text(each)) is not None]
         return [repr(self._fields), *texts] if len(texts) == len(self._functions) else None

@@ -49,7 +49,7 @@ class Groups:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ValueError(f"there is at least one group, got {self.count}")
+            raise ValueError(f"there must be at least one group, got {self.count}")
         if self.ragged not in get_args(Ragged):
             raise ValueError(f"products are ragged along m, n or k, not {self.ragged!r}")
         if self.ragged != "m" and len(self.given) > 1:

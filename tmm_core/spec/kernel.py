@@ -115,8 +115,8 @@ class Kernel(abc.ABC, Generic[C]):
     def version(self) -> str:
         """A version that changes whenever results or speed may, so that only edited kernels are
         timed again. The default is a digest of all files of the packages that define the class, its
-        base classes and its config. A version that a class states is combined with that digest. A
-        class in no file has a version that is valid in this process. tmm's own kernels state
+        base classes and its config. A version that a class states is combined with that digest. The
+        version of a class in no file is valid only in this process. tmm's own kernels state
         versions; a test compares them with digests of PTX
         (``tests/plugins/ptx_digests.json``)."""
         if is_own(type(self)):
@@ -191,8 +191,8 @@ class Kernel(abc.ABC, Generic[C]):
         return None
 
     def resources(self, problem: Problem, config: C) -> Sequence[Resources]:
-        """The SM resources of each function that :meth:`bind` compiles; compiles them for the
-        problem's device, which need not be present. For ``tmm explain --why``.
+        """The SM resources of each function that :meth:`bind` compiles, for ``tmm explain --why``.
+        Compiles them for the problem's device, which need not be present.
 
         Raises:
             Exception: They cannot be determined.

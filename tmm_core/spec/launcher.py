@@ -17,13 +17,13 @@ class Launcher(Protocol):
 
     Operands are 2-D, or 3-D if the problem is batched, with exactly the shapes, dtypes and stride
     classes of the problem it was bound to. ``out`` is the destination (allocated by the launcher if
-    ``None``, with :attr:`Problem.out_strides`) and is returned. It launches on the current
+    ``None``, with :attr:`Problem.out_strides`) and is returned. The launcher uses the current
     stream of the current device and does not synchronise.
 
     Other tensors of a problem follow by keyword, if it has them: scales and zero points such as
-    ``a_scale``, and ``outputs``. That is a tuple of contiguous tensors to write, one for each
-    auxiliary output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A
-    kernel that does not declare such problems need not take them.
+    ``a_scale``, and ``outputs``, a tuple of contiguous tensors to write, one for each auxiliary
+    output of the epilogue: ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
+    that does not declare problems with these tensors need not accept them.
     """
 
     def __call__(
@@ -46,10 +46,11 @@ class Bound:
         run: The launcher.
         body: The launcher's statements, which a plan inlines after its own checks
             (:class:`tmm_core.launch.codegen.Body`).
-        folded: Makes a launcher for N-D operands that creates no views. (Two views cost 2 µs in a
-            call whose kernel may take 3.) It takes the fold (:class:`tmm_core.launch.fold.Fold`),
-            the caller's a, b and residual, and a launcher that creates views; it returns a launcher
-            for operands of the same shapes and strides, or None.
+        folded: Makes a launcher for N-D operands that creates no views, since two views cost 2 µs
+            in a call whose kernel may take 3. Its arguments are the fold
+            (:class:`tmm_core.launch.fold.Fold`), the caller's a, b and residual, and a launcher
+            that creates views. It returns a launcher for operands of the same shapes and strides,
+            or None.
     """
 
     run: Launcher

@@ -18,8 +18,8 @@ from tmm_core.spec.problem import Problem
 _TENSOR = {
     (8, 0): 2.9e6, (8, 6): 0.87e6, (8, 9): 1.3e6, (9, 0): 7.5e6, (10, 0): 15.2e6, (12, 0): 1.2e6,
 }  # fmt: skip
-#: FLOP per µs of one SM: in fp32, 128 lanes × 2 × 1.7 GHz (64 lanes at 1.4 GHz on sm_80); and in
-#: other dtypes without tensor cores here, such as fp64.
+#: FLOP per µs of one SM without tensor cores: in fp32, 128 lanes × 2 × 1.7 GHz (64 lanes at 1.4 GHz
+#: on sm_80); and in other dtypes, such as fp64.
 _FMA, _OTHER = 0.43e6, 0.04e6
 #: Bytes per µs of memory: measured by a copy for the H200, as specified for the others.
 _MEMORY = {"H200": 4.27e6, "H100": 3.35e6, "A100": 1.9e6, "B200": 7.7e6}
@@ -39,7 +39,7 @@ class Machine:
     sms: int
     #: FLOP of the tensor cores of one SM in 16 bits.
     tensor: float
-    #: Bytes of memory.
+    #: Bytes moved to or from memory.
     memory: float
 
     #: µs of an empty kernel with its launch and drain (H200); and µs until memory reaches full

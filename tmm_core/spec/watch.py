@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from tmm_cache.cache_errors import suppress
 
-#: Seconds after which a query is reported, and a query that may compile.
+#: Seconds after which a query is reported: usually, and if it may compile.
 PATIENCE, COMPILE_PATIENCE = 10.0, 120.0
 #: Seconds between two checks. The thread ends when no query is running.
-_LOOK = 0.5
+_INTERVAL = 0.5
 
 #: False in a process that forks, and so must not have threads.
 enabled = True
@@ -34,8 +34,8 @@ class _Query:
     due: float | None
 
 
-#: The running queries, by their addresses. A signal's exception may end a query where it is taken
-#: out of here; then it goes with its last reference.
+#: The running queries, by their addresses. If an exception of a signal's handler prevents a query's
+#: removal, the entry disappears with the last reference to the query.
 _running: weakref.WeakValueDictionary[int, _Query] = weakref.WeakValueDictionary()
 
 
@@ -64,7 +64,7 @@ def _start() -> None:
 def _watch() -> None:
     global _thread
     while _running:
-        time.sleep(min(_LOOK, PATIENCE / 4))
+        time.sleep(min(_INTERVAL, PATIENCE / 4))
         _report(time.monotonic())
         if not _running:
             # A query that starts after this starts another thread, or keeps this loop running.

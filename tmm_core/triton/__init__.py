@@ -1,6 +1,6 @@
 """Tools for authors of Triton kernels: launches, epilogues, numerics under the interpreter.
 
-It imports Triton, so no other module of ``tmm_core`` imports it at the top.
+This package imports Triton, so no other module of ``tmm_core`` imports it at the top.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def source(
     return make(fn, signature, dict(constants), attributes)
 
 
-#: Held while hashing functions: another thread would take one that is being hashed for done.
+#: Held while hashing functions: another thread would use a hash that is not complete.
 _hashing = threading.Lock()
 
 
@@ -95,9 +95,9 @@ def hash_after_callees(fn: Any, constants: Mapping[str, Any]) -> None:
     """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, callees first.
     Call it before anything hashes a function of Triton's, as a dict does.
 
-    Triton reads the constants that a callee uses before it computes its hash, which
-    finds these. So the hash of silu would depend on whether sigmoid was hashed before, and
-    processes that compiled kernels in different orders would not find each other's in the cache.
+    Triton adds a callee's constants to the caller's hash before it hashes the callee, and only
+    hashing the callee finds them. So the hash of silu would depend on whether sigmoid was hashed
+    before. Processes that compile in different orders would not find each other's kernels.
     """
     with _hashing:
         for each in (fn, *constants.values()):

@@ -75,9 +75,9 @@ class Dequantize:
         operand: Dtype and format of the stored numbers, whether rows are aligned, and the dtype and
             block of scales and zero points.
         k: The number of values in a row.
-        dtype: Of the values.
-        device: Where they are.
-        scaled, zeros: Whether scales and zero points, grids both, are applied.
+        dtype: The values' dtype.
+        device: The device of the stored numbers.
+        scaled, zeros: Whether grids of scales and of zero points are applied.
 
     Raises:
         ValueError: The format has no device function, packs more than two numbers, or has groups
@@ -94,7 +94,7 @@ class Dequantize:
         self._chunk, self._rows = build["constants"]["CHUNK"], build["constants"]["ROWS"]
         self._pack = build["constants"]["PACK"]
         self.launch = Launch(dequantize_kernel, device=device, **build)
-        # The interpreter wants the tensor.
+        # The interpreter takes the tensor itself.
         self._address: Any = Tensor.data_ptr if self.launch.compiled is not None else lambda t: t
 
     def __call__(self, stored: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
@@ -128,7 +128,7 @@ def arguments(
     """The types, constants, divisibility and options of the kernel.
 
     Raises:
-        ValueError: As of :class:`Dequantize`.
+        ValueError: As for :class:`Dequantize`.
     """
     form = operand.form
     if form is None or form.pack > 2:
@@ -202,7 +202,7 @@ def dequantizer(
     try:
         scaled = operand.grid or (folds and operand.scale is not None)
         return Dequantize(operand, problem.k, dtype, torch.device(device.type), scaled, zeros)
-    except ValueError as error:  # groups or packing that it does not read
+    except ValueError as error:  # groups or packing that the kernel cannot read
         reraise(error)
         return None
     except Exception as error:

@@ -29,8 +29,8 @@ def device_function(epilogue: Epilogue) -> Any:
     """The ``@triton.jit`` function of ``epilogue``: it takes the fp32 accumulator (two of them if
     gated) and returns a block of its shape. Parameters are baked in.
 
-    A kernel takes it as a ``tl.constexpr`` argument and calls it; Triton's cache key covers its
-    source and that of all its callees.
+    A kernel takes it as a ``tl.constexpr`` argument and calls it. Triton's cache key covers the
+    sources of the function and of all its callees.
 
     Raises:
         ValueError: A stage has no device function (``epilogue.fusable`` is False).
@@ -95,12 +95,12 @@ def step_function(problem: Problem, plain: Any) -> Any:
     """The ``@triton.jit`` function of one step along K for the formats of a problem's operands.
 
     Args:
-        plain: That of plain operands, and of operands that tensor cores multiply as they are
+        plain: The step for plain operands, and for operands that tensor cores multiply as they are
             stored: ``plain(a, b, acc, PRECISION, SWAP=False)``.
 
     Returns:
-        A function with that signature, whose ``b`` is as it is stored: it unpacks and decodes it.
-        Of a ``b`` with zero points it takes those of its columns, in fp32, as a sixth argument.
+        A function with this signature that takes ``b`` as stored, unpacks it and decodes it. A
+        sixth argument, if ``b`` has zero points, is the zero points of its columns, in fp32.
 
     Raises:
         ValueError: The format of ``b`` has no device function, or more than two values in an

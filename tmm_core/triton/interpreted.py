@@ -1,10 +1,10 @@
 """Launches in Triton's interpreter, with correct products of bf16 and 8-bit blocks.
 
-The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
-blocks is silently off by a factor of 1e6 there. It multiplies and casts NaN and Inf of 8-bit
-floats as the numbers next to the largest, and rounds some numbers to 8 bits to half of
-themselves. Its loads and stores of bf16 are right, and its casts
-from and to fp32; an integer cast to bf16 keeps its bits.
+The interpreter stores a bf16 block as 16-bit integers and multiplies these: ``tl.dot`` of two bf16
+blocks is silently off by a factor of 1e6 there. It multiplies and casts NaN and Inf of 8-bit floats
+as the numbers next to the largest, and rounds some numbers to 8 bits to half of themselves. Its
+loads and stores of bf16 are right, and so are its casts between bf16 and fp32. An integer cast to
+bf16 keeps its bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AS_INTEGERS = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
-#: Those of 8 bits, whose casts lose NaN and Inf.
+#: The 8-bit types, whose casts lose NaN and Inf.
 _EIGHT_BITS = (tl.float8e4nv, tl.float8e5)
 
 #: Advice for wrong numbers in the interpreter.
@@ -69,9 +69,10 @@ def _handle(data: Any, kind: tl.dtype) -> Any:
 
 @functools.cache
 def _mend() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers, cast 8-bit
-    floats (and integers to bf16) by their values, and take masks that a Python bool made
-    integers, which 3.9 refuses. Does nothing if this Triton's interpreter is built differently."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers. Make it cast
+    8-bit floats, and integers to bf16, by their values. Make it take masks that a Python bool
+    turned into integers, which 3.9 refuses. Does nothing if this Triton's interpreter is built
+    differently."""
     from triton.runtime import interpreter
 
     _quicken(interpreter)
@@ -109,9 +110,7 @@ def _mend() -> None:
         stored = _AS_INTEGERS[kind.scalar]
         largest = torch.finfo(stored).max
         numbers = torch.tensor(wide(block).data, device="cpu").clamp(-largest, largest)
-        return interpreter.TensorHandle(
-            numbers.to(stored).view(torch.uint8).numpy(), kind.scalar
-        )  # fmt: skip
+        return interpreter.TensorHandle(numbers.to(stored).view(torch.uint8).numpy(), kind.scalar)
 
     def create_dot(a: Any, b: Any, *rest: Any, **more: Any) -> Any:
         return multiply(wide(a), wide(b), *rest, **more)

@@ -57,8 +57,8 @@ class Launch:
     _compiled: ClassVar[dict[tuple[Any, ...], CompiledKernel]] = {}
     #: Held while compiling a kernel, so that a tuner's threads compile none twice.
     _compiling: ClassVar[dict[tuple[Any, ...], threading.Lock]] = {}
-    #: Held while loading one, by the types of its arguments, for which Triton 3.6 compiles a C
-    #: launcher, in up to 2 s on a busy host.
+    #: Held while loading a kernel, by the types of its arguments: Triton 3.6 compiles a C launcher
+    #: for them, which takes up to 2 s on a busy host.
     _loading: ClassVar[dict[tuple[str, ...], threading.Lock]] = {}
 
     def __init__(
@@ -238,8 +238,8 @@ def _direct(compiled: CompiledKernel, low: CCall | None, device: int) -> tuple[s
 
     Args:
         low: The call of the C function of the installed Triton. Without it the launcher object is
-            called, which takes 0.6 µs more. If a later release calls that object otherwise, the
-            handle itself is called, which is public.
+            called, which takes 0.6 µs more. If a later release changes the arguments of that
+            object, the handle itself is called, which is public.
     """
     values = {
         "current_device": compat.current_device,

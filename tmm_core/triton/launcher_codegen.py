@@ -61,21 +61,21 @@ def launcher(
     extras: Sequence[str] = (),
     outputs: int = 0,
 ) -> Bound:
-    """The :data:`~tmm_core.Launcher` of a kernel made of these launches in sequence: it allocates
-    the output if none is given, and launches.
+    """The :data:`~tmm_core.Launcher` of a kernel that consists of these launches in sequence. It
+    allocates the output if none is given.
 
     It is generated as source with every constant inlined: between the call and Triton's C function
     there is no loop, tuple or further call of tmm.
 
     Args:
         steps: At least one, all on one device.
-        shape, dtype: Of the output, which is row-major where it is made here, and of a ragged
-            problem padded (:func:`grouped_strides`).
-        workspace: Elements and dtype of scratch memory made anew for every call, if any: the
-            tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
-        extras: Names of the tensors that a ragged problem has besides
-            (:attr:`tmm_core.Groups.given`); a plain one may have parts of stored operands.
-        outputs: How many the problem's epilogue has: the tensors ``"output_0"`` and so on.
+        shape, dtype: The output's. An output that is allocated here is row-major; the output of a
+            ragged problem is padded (:func:`grouped_strides`).
+        workspace: Elements and dtype of scratch memory, if any: the tensor ``"workspace"``. Every
+            call allocates its own, since two threads may launch at once.
+        extras: Names of the further tensors of a ragged problem (:attr:`tmm_core.Groups.given`).
+            A plain problem may have parts of stored operands instead.
+        outputs: The number of auxiliary outputs: the tensors ``"output_0"`` and so on.
     """
     first = steps[0].launch
     compiled = first.compiled is not None
@@ -125,8 +125,8 @@ def launcher(
         by_views: Launcher,
     ) -> Bound | None:
         """The launcher for N-D tensors without views: kernels use only a tensor's address, which a
-        view shares, and strides, which are known. A view is made only to build a descriptor, as
-        long as that is cached."""
+        view shares, and strides, which are known. A view is made only to build a descriptor, which
+        is then cached."""
         flat = fold.in_place(a, b, residual)
         if flat is None or not names.folds(fold):
             return None
@@ -174,8 +174,8 @@ class _Names:
         return [name for name in LAUNCHED_PARTS if name in self._addresses]
 
     def folds(self, fold: Fold) -> bool:
-        """Whether the launches can use the caller's extras in place: those of a batch may have to
-        be repeated, and launches do not read their strides."""
+        """Whether the launches can use the caller's extras in place. Extras of a batch may have to
+        be repeated. Otherwise launches must not read an extra's strides."""
         read = self._strided if fold.batch is None else self._addresses
         return read.keys().isdisjoint(LAUNCHED_PARTS)
 
@@ -191,7 +191,7 @@ class _Names:
             elif t != "out":
                 yield f"{t}_stride = {t}.stride()"
         for t in self._addresses:
-            # The interpreter wants the tensor.
+            # The interpreter takes the tensor itself.
             yield address(t) if self._compiled else f"{t}_ptr = {t}"
 
     def invocation(self, index: int, step: Step) -> str:

@@ -8,12 +8,12 @@ Triton has the hint for pointer loads (``eviction_policy``), but for TMA loads o
 ``joined`` makes one ``wgmma`` of two that multiply the same ``a`` by neighbouring columns. Triton's
 tensors have powers of two, so a tile of 144 columns is a product of 128 and one of 16. The second
 reads ``a`` from shared memory again, which takes longer than its multiplication. ``wgmma`` itself
-takes any multiple of 8 columns. ``joined_ahead`` does so where the second's columns precede the
+takes any multiple of 8 columns. ``joined_ahead`` is for a second product whose columns precede the
 first's in memory.
 
 Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``). If
-one cannot be made, a kernel that is correct without it is compiled without it, with a warning, and
-any other is not compiled.
+an edit cannot be made, a kernel that is correct without it is compiled without it, with a warning.
+Any other kernel is not compiled.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def joined(ptx: str, ahead: bool = False) -> str:
     memory, as rows along K follow one another.
 
     Args:
-        ahead: The first's follows the second's.
+        ahead: The first group's ``b`` follows the second's instead.
 
     Raises:
         UnknownPTXError: It has other groups than pairs that multiply the same ``a``, or waits for
@@ -124,7 +124,8 @@ def joined_ahead(ptx: str) -> str:
     return joined(ptx, ahead=True)
 
 
-#: The disadvantage of a kernel without an edit, for the warning; without any other it is wrong.
+#: The disadvantage of a kernel without an edit, for the warning. Without an edit that is not listed
+#: here, a kernel is wrong.
 _LACKS = {
     "evict_first": "loads are not marked evict_first",
     "joined": "columns beside each other are multiplied apart",
@@ -141,7 +142,7 @@ def marked(src: ASTSource, edits: Sequence[str]) -> ASTSource:
 
 @contextlib.contextmanager
 def edited(name: str, edits: Sequence[str]) -> Iterator[None]:
-    """A context in which what this thread compiles is edited.
+    """A context in which the PTX that this thread compiles is edited.
 
     Args:
         name: The kernel's name, for warnings.
@@ -152,7 +153,7 @@ def edited(name: str, edits: Sequence[str]) -> Iterator[None]:
         _without(name, edits, "this Triton has no stage inspection hook")
         yield
         return
-    _looking.name, _looking.edits = name, edits
+    _compiling.name, _compiling.edits = name, edits
     with _lock:
         _users += 1
         if _users == 1:
@@ -166,17 +167,17 @@ def edited(name: str, edits: Sequence[str]) -> Iterator[None]:
             # A hook installed by others in the meantime stays.
             if _users == 0 and getattr(knobs.runtime, _HOOK) is _triton_hook:
                 setattr(knobs.runtime, _HOOK, _before)
-        _looking.edits = ()
+        _compiling.edits = ()
 
 
-class _Looking(threading.local):
+class _Compiling(threading.local):
     """The kernel that a thread compiles, and the edits of its PTX."""
 
     name: str = ""
     edits: Sequence[str] = ()
 
 
-_looking = _Looking()
+_compiling = _Compiling()
 _lock = threading.Lock()
 #: How many threads compile with edits; the hook is installed while any does.
 _users = 0
@@ -186,13 +187,13 @@ _before: Callable[..., Any] | None = None
 
 def _triton_hook(*arguments: Any) -> Any:
     """Triton's hook: without arguments it returns its part of a kernel's key, else it may change
-    the stages. Other threads compile as without it."""
+    the stages. In threads without edits it changes nothing."""
     before = _before
     if not arguments:
         return before() if before is not None else ("", "")
     if before is not None:
         before(*arguments)
-    stages, name, edits = arguments[1], _looking.name, _looking.edits
+    stages, name, edits = arguments[1], _compiling.name, _compiling.edits
     if not edits:
         return None
     if "ptx" not in stages:

@@ -1,8 +1,8 @@
 """The differences between Triton's releases, in one place.
 
-Each difference is chosen by what the installed Triton has, never by its version number. So a later
-release is tried like those that are known, its kernels are verified like all others, and only what
-does not compile or is wrong is set aside.
+Each difference is detected by the names that the installed Triton has, never by its version number.
+So a later release is tried like the known releases. Its kernels are verified like all others, and
+only kernels that do not compile or are wrong are set aside.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _GLUON = {
 
 
 def __getattr__(name: str) -> Any:
-    """A function of Gluon, which takes 0.2 s to import and so is imported when first asked for.
+    """A function of Gluon, which takes 0.2 s to import, and so is imported at its first use.
 
     Raises:
-        ImportError: The installed Gluon has it under none of the known names.
+        ImportError: The installed Gluon has the function under none of the known names.
     """
     if name not in _GLUON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -51,14 +51,15 @@ def __getattr__(name: str) -> Any:
 
 
 def views_end_with_boxes() -> bool:
-    """Whether Gluon refuses a view of shared memory that is larger than what it is a view of, as
-    it does since it has these names."""
+    """Whether Gluon refuses a view of shared memory that is larger than the viewed memory. Releases
+    that name the function ``async_load`` do."""
     return hasattr(_owner(_TMA), "async_load")
 
 
 def views_of_any_number() -> bool:
-    """Whether Gluon views a part of a number of boxes that is no power of two, as it does since it
-    has this name. Where it refuses larger views and has not these, it ends the process."""
+    """Whether Gluon can view a part whose number of boxes is no power of two. Releases that name
+    the function ``reinterpret`` can. An older release that refuses larger views ends the process
+    at such a part."""
     return hasattr(_owner(_MEMORY), "reinterpret")
 
 
@@ -72,9 +73,9 @@ def _owner(place: str) -> Any:
 
 
 def options_for(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a compilation. Products and sums are fused into one instruction, which Triton
-    3.10 will not do unless asked, unless the environment says otherwise. A release that does not
-    know an option ignores it."""
+    """The options of a compilation. Unless the environment sets it, the option that fuses a product
+    and a sum into one instruction is on; in Triton 3.10 its default will be off. A release that
+    does not know an option ignores it."""
     if "TRITON_DEFAULT_FP_FUSION" in os.environ:
         return given
     return {"enable_fp_fusion": True, **given}
@@ -119,11 +120,11 @@ class CCall:
 
 
 def c_call(run: Any, *, described: bool) -> CCall | None:
-    """How the launcher object ``run`` calls its C function, whose order of arguments varies by
-    release: it is asked to, with a function in the C function's place that takes notes.
+    """How the launcher object ``run`` calls its C function. The order of that function's arguments
+    varies by release, so ``run`` is called with a stand-in that records them.
 
-    None if a launch needs more than a call, as one with scratch memory does, or passes what is not
-    recognised.
+    None if a launch needs more than one call, as with scratch memory, or passes an argument that is
+    not recognised.
 
     Args:
         described: Whether the kernel takes tensor descriptors, which a function around the C
@@ -155,7 +156,7 @@ def c_call(run: Any, *, described: bool) -> CCall | None:
         return None
     (end,) = ends
     first, again = (arguments[: -1 if end == _AS_ONE else -len(own)] for arguments in noted)
-    # An argument that differs between two launches cannot be kept from one.
+    # An argument that differs between two launches cannot be fixed.
     if not _same(first, again):
         return None
     values = {f"given{i}": each for i, each in enumerate(first) if id(each) not in places}
@@ -193,5 +194,6 @@ def encode(descriptor: Any, meta: Any) -> Any:
 
 @functools.cache
 def _parameters(encoder: Any) -> int:
-    """How many arguments it takes; since 3.8 also the launch's others, which it ignores."""
+    """The number of parameters of ``make_tensordesc_arg``: since 3.8 it also takes the launch's
+    other arguments, and ignores them."""
     return len(inspect.signature(encoder).parameters)

@@ -1,8 +1,8 @@
 """Makes the launchers of one tuning's candidates: compiles in other processes, then binds here.
 
-``bind`` compiles in this process what was not compiled elsewhere, and cannot be interrupted. So
-each candidate is bound in a thread of its own. A candidate that takes too long keeps its thread
-while others are bound in parallel. Several candidates that hang time out together.
+``bind`` compiles here if no other process has compiled the candidate, and cannot be interrupted. So
+each candidate is bound in a separate thread. A candidate that takes too long keeps its thread while
+others are bound in parallel. Several candidates that hang time out together.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CandidateLaunchers:
 
     Args:
         workers: The number of threads that bind at one time.
-        first_launches: Launches candidates in another process first; None: no such launches.
+        first_launches: Launches candidates in another process first; None: it is left out.
         memory: Bytes that tensors of a first launch may take.
         deadline: The time after which only BLAS is bound.
         ahead: The jobs that are already being compiled.
@@ -81,7 +81,7 @@ class CandidateLaunchers:
         self._launched: set[CompileJob] = set()
         #: The submitted jobs, each with a future that is done when ``bind`` may be called.
         self._waiting: dict[CompileJob, Future[None]] = {}
-        #: The start of each job's thread, and the thread's future outcome, of jobs not given up.
+        #: The start of each job's thread, and its future outcome; without jobs that were given up.
         self._binding: dict[CompileJob, tuple[float, Future[Outcome]]] = {}
         self._outcomes: dict[CompileJob, Outcome] = {}
         self._stalled = min(STALLED, BIND_LIMIT / 8)
@@ -91,9 +91,9 @@ class CandidateLaunchers:
     def submit(
         self, jobs: Sequence[CompileJob], ahead: Sequence[CompileJob] = ()
     ) -> list[Future[None]]:
-        """Compile ``jobs``, and after them the jobs of ``ahead``, which may follow. Earlier jobs
-        ahead that are in neither are cancelled. Returns the pending futures of ``jobs``, or all if
-        none is pending."""
+        """Compile ``jobs``, and then the jobs of ``ahead``, which a later call may submit. Jobs of
+        an earlier ``ahead`` that are in neither are cancelled. Returns the pending futures of
+        ``jobs``, or all of their futures if none is pending."""
         begun = self._ahead
 
         def future(each: CompileJob) -> Future[None]:
@@ -159,9 +159,9 @@ class CandidateLaunchers:
         return found
 
     def some(self) -> Steps[dict[CompileJob, Outcome]]:
-        """The outcomes of the submitted jobs that were bound since the last call: of all that are
-        compiled, and of at least one. Threads still run only for those that are stalled, so that
-        launches may be timed. Empty if no job is left."""
+        """The outcomes of the submitted jobs that were bound since the last call: of all compiled
+        jobs, and of at least one. Only stalled jobs still have threads, so launches may be timed.
+        Empty if no job is left."""
         if self._first:
             self._launch_first(self._first)
         while self._waiting or self._binding or self._outcomes:
@@ -182,8 +182,8 @@ class CandidateLaunchers:
         return found
 
     def _collect(self, now: float) -> None:
-        """Take the outcomes of threads that ended. Give up candidates that have taken too long,
-        with their threads."""
+        """Take the outcomes of threads that ended. Give up candidates that have taken too long;
+        their threads go on."""
         for job, (begun, answer) in list(self._binding.items()):
             if answer.done():
                 self._outcomes[job] = answer.result()

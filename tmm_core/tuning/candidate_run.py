@@ -39,17 +39,17 @@ class CandidateRun:
     """The state of one candidate during a tuning."""
 
     candidate: Candidate
-    #: Records know all of these but "untried".
+    #: "untried" is stored as "failed": records have no such status.
     status: Literal["ok", "slow", "wrong", "failed", "untried"] = "slow"
     launcher: Launcher | None = None
     runner: Runner | None = None
     samples: list[float] = field(default_factory=list)
-    #: By the clock "steady".
+    #: µs by the clock ``steady``.
     steady_us: float | None = None
     inside_us: dict[int, float] = field(default_factory=dict)
     error: float | None = None
     reason: str | None = None
-    #: The exception that was the reason, if one was.
+    #: The exception behind the reason, if there was one.
     raised: BaseException | None = None
     #: The fault of the environment that left it untried.
     cause: Cause | None = None
@@ -68,7 +68,8 @@ class CandidateRun:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether the kernel's own code is at fault. BLAS never is, and a refusal is no fault."""
+        """Whether the kernel's own code is at fault. BLAS is never at fault, and a refusal is no
+        fault."""
         if self.is_baseline:
             return False
         raised = self.raised is not None and not refuses(self.raised)
@@ -109,7 +110,7 @@ class CandidateRun:
             samples_us=tuple(round(s, 3) for s in self.samples),
             inside_us={m: round(us, 3) for m, us in self.inside_us.items()},
             steady_us=None if self.steady_us is None else round(self.steady_us, 3),
-            # JSON has no NaN, the error of a poisoned element. The reason says it.
+            # JSON has no NaN, the error of a poisoned element. The reason mentions it.
             error=self.error if self.error is not None and math.isfinite(self.error) else None,
             tolerance=compare.tolerance(problem) if self.error is not None else None,
             workspace_bytes=self.workspace,
@@ -164,8 +165,8 @@ def of_each_arithmetic(
     and those expected to be the fastest of their arithmetic at another M of the record.
 
     In batch-invariant mode other M may prefer an arithmetic that is slower here. Its best config is
-    then used here, and screening does not show which config that is. For 1500×1536×8960 in two
-    parts of K (H200), the config chosen by screening takes 82.7 µs in use, another one 73."""
+    then used here, and screening does not show which config that is. Example: with K split in two,
+    the config that screening chose for 1500×1536×8960 (H200) takes 82.7 µs in use, another 73."""
     alike: dict[object, list[CandidateRun]] = {}
     for run in _fastest_first(racing):
         if (arithmetic := group(problem, run.candidate)) is not None:
@@ -198,9 +199,10 @@ def _best_inside(
 
 def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[CandidateRun]:
     """Return the reserves to race and to measure inside the bucket. A reserve that beats BLAS at
-    the edge may answer there if the winner is not deterministic or not capture-safe. If none beats
-    BLAS, the fastest kernel within :data:`BEHIND` may still be ahead inside. For 1280×8192 at M =
-    780 cuBLAS took 39 µs and a kernel 26, although cuBLAS won at the edge, 896."""
+    the edge answers inside if the winner is not deterministic or not capture-safe and the call
+    needs that. If no reserve beats BLAS, the fastest kernel within :data:`BEHIND` may still be
+    ahead inside: cuBLAS won 1280×8192 at the edge, M = 896, but at 780 it took 39 µs and a kernel
+    26."""
     blas = min((run.time for run in reserves if run.is_baseline), default=math.inf)
     if ahead := [run for run in reserves if run.time <= blas * (1 - MARGIN)]:
         return ahead

@@ -29,10 +29,10 @@ T = TypeVar("T")
 #: Minimum total size of the copies, in bytes and in multiples of the L2. A copy has then left the
 #: L2 when it is read again.
 CHAIN_BYTES, L2_TIMES = 240e6, 3
-#: Maximum number of calls in a chain. If its copies still fit in three times the L2, a problem is
+#: Maximum number of calls in a chain. A problem whose copies still fit in three times the L2 is
 #: *resident*.
 MOST_COPIES = 128
-#: Maximum memory of copies and outputs, if that much is free.
+#: Maximum bytes of copies and outputs, if that much is free.
 MEMORY_LIMIT = 8 * 2**30
 
 

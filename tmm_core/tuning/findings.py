@@ -40,10 +40,10 @@ class Fault:
 class Findings:
     """The findings of one tuning."""
 
-    #: The kernels to be tried, and the ones that the environment left untried.
+    #: The kernels to be tried, and the kernels among them that the environment left untried.
     tried: set[Able] = field(default_factory=set)
     left: dict[Able, Left] = field(default_factory=dict)
-    #: The kernels among them that were set aside, with a warning.
+    #: The untried kernels that were set aside, with a warning.
     reported: set[Able] = field(default_factory=set)
     #: Faults by the kernels' sources, which warnings name.
     faults: dict[Any, list[Fault]] = field(default_factory=dict)

@@ -2,9 +2,9 @@
 
 It ends with the user's process.
 
-Pebble kills a worker that hangs, and replaces one that died. It cannot run in the user's process:
-its workers would run the user's script again, and a daemonic process may have no children. This
-file is run as a script. It imports nothing of tmm, so that it starts without importing torch.
+Pebble kills a worker that hangs, and replaces one that died. Its pool cannot run in the user's
+process: workers would run the user's script again, and a daemonic process may have no children.
+This file is run as a script. It imports nothing of tmm, so that it starts without importing torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ IDLE_LIMIT = 120.0
 _LOOK = 0.2
 #: The exit code of a worker that should not run another job; a fresh one runs it.
 WORN_OUT = 75
-#: How often a job is repeated because its worker was worn out or its pool broke.
+#: How often a job is repeated if its worker was worn out or its pool broke.
 _MOST_RETRIES = 3
 #: Maximum bytes of a temporary folder's path: with a socket's name the system allows 108.
 _SHORT = 60
 _WORKER = "tmm_core.tuning.pool_worker"
 #: The number that compilers add to their nice value. They use every core, and the parent may be
-#: serving: where both want one, it gets three quarters of it.
+#: serving: on a core that both want, the parent gets three quarters of the time.
 YIELDING = 5
 
 Job = dict[str, Any]
@@ -101,8 +101,8 @@ class Host:
             self._running[number][1].cancel()  # kills its worker
 
     def _assign(self) -> None:
-        """Give waiting jobs to idle workers. Pebble would start a job that was cancelled while it
-        waited, and kill its worker."""
+        """Give waiting jobs to idle workers. Jobs do not wait in pebble, which would start a job
+        that was cancelled while it waited, and kill its worker."""
         while self._waiting and len(self._running) < self._workers:
             self._schedule(self._waiting.popleft())
 
@@ -161,7 +161,7 @@ def ending(status: int, output: str) -> str:
         return f"died (signal {-status}){after}"
 
 
-# Pebble calls these two functions in a worker, by name. This process does not import that module.
+# Pebble calls these two functions in a worker, by name. The host does not import the worker module.
 
 
 def begin(folder: str) -> None:

@@ -41,8 +41,8 @@ _worn_out = False
 def begin(folder: str) -> None:
     """Prepare this process to end with its parent, and to print into a file in ``folder``."""
     os.setpgid(0, 0)
-    # Compilers that this process started end with it. Code that hangs in C does not return to this
-    # handler; pebble then kills the process.
+    # The handler also ends the compilers that this process started. Code that hangs in C never
+    # returns to the handler; pebble then kills the process.
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(Exception):  # without prctl it ends with its channel
@@ -54,9 +54,10 @@ def begin(folder: str) -> None:
 
 
 def perform(job: Job) -> Job:
-    """Do a job, and return its ``error`` or None. With an error come its ``cause``, if that is the
-    environment's, and the ``place`` that raised. The error is also None if this process has another
-    version of the kernel, or lacks the epilogue: the parent then binds the candidate itself."""
+    """Do a job, and return its ``error``, None if there is none. An error comes with its ``cause``,
+    if the environment is at fault, and with the ``place`` that raised. The error is also None if
+    this process has another version of the kernel, or lacks the epilogue: the parent then binds the
+    candidate itself."""
     if _worn_out:
         os._exit(WORN_OUT)
     os.ftruncate(1, 0)  # a failure shows only its own job's output
@@ -89,7 +90,7 @@ def recalled(job: Job) -> tuple[Problem, Candidate]:
     kernel = _registry.kernel(job["kernel"])
     if kernel.version != job["version"]:
         raise LookupError(f"{kernel.name} is of version {kernel.version} here")
-    epilogue = _registry.epilogue(job["problem"]["epilogue"])  # by key: of the same source
+    epilogue = _registry.epilogue(job["problem"]["epilogue"])  # its key is a digest of its source
     device = {**job["fingerprint"], "capability": tuple(job["fingerprint"]["capability"])}
     problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
     problem = dataclasses.replace(problem, **job["requirements"])
@@ -97,9 +98,10 @@ def recalled(job: Job) -> tuple[Problem, Candidate]:
 
 
 def _launch(problem: Problem, candidate: Candidate, device: torch.device, memory: int) -> None:
-    """Bind the candidate and launch it, with and without ``out``; the results are not judged."""
+    """Bind the candidate and launch it, with and without ``out``. Results may be wrong here: the
+    parent verifies them."""
     global _worn_out
-    _worn_out = device.type == "cuda"  # until it has ended well
+    _worn_out = device.type == "cuda"  # until the launches have succeeded
     if device.type == "cuda":
         torch.cuda.set_device(device)
     verifier = _verifier(problem, device, memory)
@@ -121,7 +123,7 @@ watch.enabled = False  # no thread may run beside forks
 _registry = Registry.from_environment()
 _registry.kernels()
 if "triton" in sys.modules:
-    with contextlib.suppress(Exception):  # another Triton, which its kernels report
+    with contextlib.suppress(Exception):  # another version of Triton; its kernels report faults
         # Every compilation needs Triton's hash of itself, which takes 0.4 s.
         importlib.import_module("triton.runtime.cache").triton_key()
 gc.collect()

@@ -1,4 +1,4 @@
-"""The progress line that calls show while they wait for tuning: one for a whole step of a model."""
+"""The progress line that calls show while they wait for tuning: one line per step of a model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tmm_cache.cache_errors import suppress
 #: Seconds that a step waits before the line appears.
 SILENCE = 1.0
 #: Seconds between two changes of the line, and between two lines of a log.
-CHANGES, LOGGED = 0.2, 10.0
+CHANGE_INTERVAL, LOG_INTERVAL = 0.2, 10.0
 #: Seconds without tuning after which another step begins.
 APART = 2.0
 
 
 class Progress:
     """Shows the time that the tunings of a step take together. In a terminal or a notebook the line
-    is overwritten, and erased at the end. A log gets a line every :data:`LOGGED` seconds, if the
-    settings want one."""
+    is overwritten, and erased at the end. A log gets a line every :data:`LOG_INTERVAL` seconds, if
+    the settings ask for it."""
 
     def __init__(self) -> None:
         self._count, self._waited = 0, 0.0
@@ -60,7 +60,7 @@ class Progress:
         line = f"tuning {title} ({many} in {waited:.0f} s so far)"
         with suppress(Exception):  # stderr is closed, or its reader gone
             overwrites = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
-            self._next = now + (CHANGES if overwrites else LOGGED)
+            self._next = now + (CHANGE_INTERVAL if overwrites else LOG_INTERVAL)
             if overwrites:
                 self._overwrite(line[: shutil.get_terminal_size().columns - 1])
             elif shown:

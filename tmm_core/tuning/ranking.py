@@ -65,8 +65,8 @@ def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
 
 def slower_in_steady_state(results: Iterable[CandidateResult]) -> list[CandidateResult]:
     """Return the results that take longer than BLAS in steady state, by :data:`CLOSE`. In
-    interleaved bursts the GPU clock follows the mean power of all candidates; in steady state, the
-    power of this one."""
+    interleaved bursts the GPU clock follows the mean power of all candidates. In steady state it
+    follows the power of one candidate."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:
@@ -141,8 +141,8 @@ def times_around(
 
 
 def compared_at(record: TuningRecord) -> list[int]:
-    """Return every M of the bucket at which a kernel was timed, and the record's own M, sorted.
-    BLAS alone is timed at more."""
+    """Return every M of the bucket at which a kernel was timed, and the record's own M, sorted. At
+    further M only BLAS is timed."""
     kernels = [c for c in record.candidates if c.kernel != BASELINE]
     timed = {record.extent, *(m for kernel in kernels for m in kernel.inside_us)}
     return [m for m in record.measured_at if m in timed]

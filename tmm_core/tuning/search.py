@@ -27,14 +27,14 @@ from tmm_core.spec.steps import Steps, drained
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
-#: A config expected to take this many times BLAS's expected time is left out. On 165 problems
-#: (H200) that loses no winner; 1.5 would lose none either, 1.4 two.
+#: A config expected to take more than this many times BLAS's expected time is left out. On 165
+#: problems (H200) that loses no winner; 1.5 would lose none either, 1.4 two.
 HOPELESS = 1.6
 
-#: Kernels whose best estimate is more than this many times the least of all have no place of their
-#: own in the first batch. Replayed for 860 shipped records: the best proposed time is 0.73 % above
-#: the best known, at worst 15 %; with a place for every kernel 0.77 and 22. With 1.3, five more
-#: winners' kernels are not tried. Fewer candidates in all lose more: with 22 instead of 24 0.78 %.
+#: A kernel whose best estimate is more than this many times the least of all estimates has no
+#: reserved place in the first batch. Replayed for 860 shipped records: the best proposed time is
+#: 0.73 % above the best known, at worst 15 %; with a place for every kernel, 0.77 and 22 %. With
+#: 1.3, five more winners' kernels are not tried. With 22 candidates instead of 24 in all: 0.78 %.
 UNLIKELY = 1.4
 
 #: Maximum number of candidates from other records that are tried first.
@@ -44,8 +44,8 @@ MOST_HINTS = 6
 CLOSE = 0.5
 
 #: Candidates in the first batch, and in all: usually, and with a close record. On 208 problems
-#: (H200) without hints, a first batch of eight and then those that may still win loses 0.07 % on
-#: average.
+#: (H200) without hints, a first batch of eight and then the candidates that may still win loses
+#: 0.07 % on average.
 BATCHES, CLOSE_BATCHES = (12, 20), (8, 12)
 
 #: Further candidates of the first batch in batch-invariant mode, which has several arithmetics to
@@ -72,8 +72,8 @@ class Hints:
 
     Attributes:
         candidates: Names of kernels and configs, the most promising first.
-        close: They are from this problem on another GPU or under other versions, or from a problem
-            within :data:`CLOSE`. Few other candidates are tried then.
+        close: The records are of this problem on another GPU or under other versions, or of a
+            problem within :data:`CLOSE`. Few other candidates are tried then.
     """
 
     candidates: Sequence[tuple[str, Mapping[str, Any]]] = ()
@@ -88,7 +88,7 @@ class Search:
 
     Args:
         problem: The problem to tune.
-        kernels: All that can serve it.
+        kernels: All kernels that can serve it.
         new: The kernels without results on record.
         before: The record to complete, if any. Its winner and BLAS are tried for comparison.
         hints: Winners of other records.
@@ -187,11 +187,11 @@ class Search:
 
     def first(self) -> list[Candidate]:
         """Hand out the first batch: BLAS and the winner on record, hints, candidates without
-        estimates, and the best others by estimate; at least one of each likely kernel, unless hints
-        are close."""
+        estimates, and the best others by estimate. Unless hints are close, each likely kernel has
+        at least one."""
         ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
         known = self._hinted and self._close and not self._problem.batch_invariant
-        # The best of each group, and the best of it that relies on a caller's promise.
+        # Of each group: the best candidate, and the best that relies on a caller's promise.
         best = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
         of_each = list(best.values())[::-1]
         must = dict.fromkeys([*self._anchors, *self._hinted])
@@ -208,8 +208,8 @@ class Search:
         return self._hand([*must, *others][: max(self._first, len(must))])
 
     def _is_likely(self, candidate: Candidate) -> bool:
-        """Whether the best candidate of a kernel is worth a place in the first batch. An arithmetic
-        is, however slow: other M may need it."""
+        """Whether the best candidate of a kernel is worth a place in the first batch. In
+        batch-invariant mode every arithmetic is, however slow: other M may need it."""
         least = min((us for us in self._estimates.values() if us), default=0.0)
         estimate = self._estimates[candidate] or 0.0
         return self._problem.batch_invariant or estimate <= UNLIKELY * least
@@ -231,9 +231,9 @@ class Search:
         return list(found)
 
     def _by_arithmetic(self, ranked: Sequence[Candidate]) -> list[Candidate]:
-        """The ranked candidates, arithmetics in turn: one of them has to serve every M of a weight,
-        and it is chosen by its best time at each. Variants of one tile, which have equal estimates,
-        follow other tiles."""
+        """The ranked candidates, with arithmetics interleaved: one arithmetic has to serve every M
+        of a weight, and it is chosen by its best time at each. Variants of one tile, which have
+        equal estimates, follow other tiles."""
         kinds: dict[object, tuple[list[Candidate], list[Candidate]]] = {}
         seen: set[object] = set()
         for c in ranked:
@@ -248,12 +248,12 @@ class Search:
     def next_batch(
         self, times: Mapping[Candidate, float], waiting: Collection[Candidate] = ()
     ) -> list[Candidate]:
-        """Hand out candidates that may still win, given the times so far; none if none may, or if
-        that depends on a kernel that has no time yet.
+        """Hand out candidates that may still win, given the times so far. The list is empty if
+        there is none, or if that depends on a kernel that has no time yet.
 
         Args:
             times: µs of each timed candidate.
-            waiting: The candidates that were handed out, and will be timed.
+            waiting: The candidates that were handed out and are not timed yet.
         """
         scale = self._scale(times, (1.0,) if self._close else CAUTION)
         if any(c.kernel not in scale for c in waiting if self._estimates[c]):
@@ -307,9 +307,9 @@ class Search:
         }
 
     def speculative(self, handed: int, room: int) -> list[Candidate]:
-        """Return candidates to compile in advance: those that :meth:`next_batch` may return after
-        ``handed`` candidates in all. Their number is at most ``room``, or the size of the next
-        batch if that is larger. Times decide later which kernel the batch consists of, so each
+        """Return candidates to compile in advance: the ones that :meth:`next_batch` may return
+        after ``handed`` candidates in all. Their number is at most ``room``, or the size of the
+        next batch if that is larger. Later times decide which kernels fill the batch, so each
         kernel gets as many candidates as the whole batch may have."""
         left = max(0, self._most - handed)
         found: dict[Kernel[Any], list[Candidate]] = {}
@@ -319,9 +319,9 @@ class Search:
         return self._ranked(able)[: max(left, room)]
 
     def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
-        """Return the best candidate of each kernel of which none was tried, or none that relies on
-        a caller's promise; with the reason. The record lists them, so that they are not tuned
-        again."""
+        """Return the best candidate, with the reason, of each kernel without a ``tried`` candidate.
+        A kernel also counts if only its candidates that rely on a caller's promise were not tried.
+        The record lists them, so that they are not tuned again."""
         known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
         found = []
         by_kernel: dict[Kernel[Any], list[Candidate]] = {}
@@ -334,7 +334,7 @@ class Search:
                 ranked = self._ranked(dict.fromkeys(promised or candidates, 1.0))
                 best = ranked[0] if ranked else Candidate(kernel, Config())
                 why = f"expects to take {self._estimates.get(best) or 0.0:.3g} µs"
-                why += "; what won nearby or looked better was tried instead"
+                why += "; candidates that won nearby or looked better were tried instead"
                 found.append((best, self.empty.get(kernel, why)))
         return found
 
@@ -356,9 +356,9 @@ def _interleaved(
     """Interleave the ranked candidates of the kernels within :data:`SIMILAR` of the best.
 
     Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
-    ignore a part of its config has many equal estimates, which would fill a batch.
-    ``triton.persistent`` took 12 of 18 places for 7488×3584×2560 (H100). The Hopper kernel had one,
-    and its best config, 7 % ahead of BLAS, was never tried."""
+    ignore a part of its config has many equal estimates, which would fill a batch. For
+    7488×3584×2560 (H100) ``triton.persistent`` took 12 of 18 places and the Hopper kernel one; the
+    Hopper kernel's best config, 7 % ahead of BLAS, was never tried."""
     best = {c.kernel: estimates[c] or 0.0 for c in reversed(ranked)}
     similar = [kernel for kernel in best if best[kernel] <= min(best.values()) * SIMILAR]
     similar.sort(key=best.__getitem__)

@@ -1,10 +1,10 @@
-"""Tunes a problem: takes candidates and returns a :class:`TuningRecord`.
+"""Tunes a problem: measures candidates and returns a :class:`TuningRecord`.
 
 Each batch of candidates is compiled in parallel, verified and screened; :class:`Search` decides
-whether another batch is worth compiling. The best are then interleaved with the clock *in use*
-(:mod:`tmm_core.tuning.timing`) until a winner is clear, and timed at other M of the record's
+whether another batch is worth compiling. The best are then timed interleaved, by the clock *in use*
+(:mod:`tmm_core.tuning.timing`), until a winner is clear, and also at other M of the record's
 bucket. A candidate that fails to compile, is wrong or hangs costs only itself, and the record
-states that.
+states the failure.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ class Tuner:
 
     #: Chains in CUDA graphs, or wall time on a CPU; tests pass others.
     timer: GraphTimer | HostTimer | None = None
-    #: Threads that bind, and compile what was not compiled elsewhere; by default the number of
-    #: cores, at most 16.
+    #: The number of threads that bind candidates; by default the number of cores, at most 16.
     workers: int = field(default_factory=compiling_threads)
     #: The pool of compiling processes; by default the one of this process.
     compilers: Compilers = field(default_factory=default_compilers)
-    #: Launches candidates in another process first; None: no such launches.
+    #: Launches candidates in another process first; None: it is left out.
     first_launches: FirstLaunches | None = None
     #: Jobs that are already compiling for problems to be tuned next.
     prepared: dict[Problem, dict[CompileJob, Future[None]]] = field(default_factory=dict)
@@ -82,20 +81,20 @@ class Tuner:
         Returns ``before`` itself if it is complete. Kernels have their own versions, so only an
         upgraded plugin's candidates are measured again.
 
-        It yields between measurements. It then holds no lock and no CUDA capture, only memory,
-        which ``close()`` frees, and threads that bind kernels, which end by themselves. It is
-        resumed on the device and stream it was started on.
+        The generator yields between measurements. It then holds no lock and no CUDA capture, only
+        memory, which ``close()`` frees, and threads that bind kernels, which end by themselves.
+        Resume it on the device and stream on which it was started.
 
         Args:
             hints: Winners of near problems, or of this one elsewhere, which are tried first.
-            new: The kernels to time; by default those that ``before`` lacks.
-            findings: Filled with what the record does not state; to be reported by the caller once
-                the record is saved.
+            new: The kernels to time; by default the kernels that ``before`` lacks.
+            findings: Filled with findings that the record does not state. The caller reports them
+                once the record is saved.
             spent: Seconds of the budget that finding ``kernels`` took.
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
-            UnsupportedProblemError: The set fp32 precision is not the problem's.
+            UnsupportedProblemError: The process's fp32 precision is not the problem's.
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
@@ -125,7 +124,7 @@ class Tuner:
                 if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
             ]
         winner = decide(results, before.best if before else None)
-        # It may be the last record's: an equal incumbent, or a kernel that was not timed again.
+        # The winner may be from ``before``: an equal incumbent, or a kernel that was not timed now.
         findings.verified = results[winner].kernel == BASELINE or any(
             run.verified and identity(run.result(problem)) == identity(results[winner])
             for run in tuning.runs
@@ -175,7 +174,7 @@ class Tuner:
         # BLAS multiplies by the process's precision setting.
         require_precision(problem)
         device = current_device(problem.device)
-        # Each thread that binds may hold up a call for 5 ms (the GIL).
+        # Each thread that binds may delay a call by 5 ms (the GIL).
         workers = 1 if settings.on_cache_miss == "background" else self.workers
         launchers = CandidateLaunchers(
             *(self.compilers, workers, self.first_launches, device, settings.tune_memory),
@@ -185,8 +184,8 @@ class Tuner:
         return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
 
     def _run(self, tuning: Tuning, steps: Steps[None], deadline: Deadline) -> Steps[None]:
-        """Take ``steps``, then free the tuning's memory. Pauses, and the start of compiling
-        processes, are not charged to the budget."""
+        """Run ``steps``, then free the tuning's memory. Pauses, and the start of compile processes,
+        are not charged to the budget."""
         process, rested = os.getpid(), None
         try:
             while True:
@@ -205,7 +204,7 @@ class Tuner:
 
     def preload(self, blas: Kernel[Any], device: torch.device) -> None:
         """Verify and time BLAS for small products. This loads the functions of torch's libraries
-        that a tuning uses; the first steps of a tuning would take up to 0.15 s."""
+        that a tuning uses, which would take up to 0.15 s of a tuning's first steps."""
         row = Operand(torch.bfloat16)
         column = replace(row, layout="col")
         timer = timer_for(device)
@@ -225,7 +224,7 @@ class Tuner:
     def prepare(
         self, problem: Problem, kernels: Sequence[Kernel[Any]], hints: Hints = NO_HINTS
     ) -> None:
-        """Start compiling the first candidates of :meth:`tune`, without waiting."""
+        """Start compiling the first candidates of :meth:`steps`, without waiting."""
         if any(kernel.name == BASELINE for kernel in kernels):
             first = Search(problem, kernels, kernels, None, hints).first()
             self.prepared[problem] = {

@@ -29,12 +29,12 @@ from tmm_core.verify.environment_faults import BUDGET_ENDED, Cause, verdicts
 
 #: The number of processes that try a kernel under one toolchain after a passing cause.
 PROCESSES = 3
-#: The number of toolchains that a note remembers, the latest ones.
+#: The number of latest toolchains that a note remembers.
 _TOOLCHAINS = 8
 #: Maximum characters of a reason in a note.
 _REASON = 300
 
-#: Name and version.
+#: A kernel's name and version.
 Able = tuple[str, str]
 
 

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 #: torch's modes in which calls are made. Training launches without grad mode, serving in inference
 #: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
-#: autocast; for others it is off below the operator that casts.
+#: autocast; other calls turn it off below the operator that casts.
 Mode = Literal["grad mode", "no_grad", "inference mode", "autocast", "autocast in inference mode"]
 _GRAD: dict[Mode, Callable[[], Any]] = {
     "grad mode": torch.enable_grad,
@@ -103,11 +103,11 @@ class CheckedLauncher:
         """Launch, and check everything but the values.
 
         Args:
-            out: Into this output of the data; by default the launcher allocates its result, or
-                writes to the first output if it never allocates.
-            into: Into this output, as it is filled.
+            out: The number of the data's output to write to. By default the launcher allocates its
+                result, or writes to the first output if it never allocates.
+            into: The output to write to, with its present contents.
             held: Results that are in use.
-            inputs: Arguments in place of the set's own.
+            inputs: Arguments that replace the set's.
             nonfinite: The inputs contain NaN and Inf.
             form: Makes the launch in another way than by ``run``.
             repeated: The same launch was checked before: the memory is not poisoned again, and the
@@ -117,16 +117,16 @@ class CheckedLauncher:
         if into is None and (out is not None or not self._data.allocates):
             into = self._data.out(out or 0)
         tensor = None if into is None else into.tensor
-        made = form or (lambda: given.launch(launcher, tensor))
+        launch_form = form or (lambda: given.launch(launcher, tensor))
 
         def launch() -> Tensor:
             if into is None and not repeated:
                 self._data.poison_free_memory()  # last, or other allocations would take it
             try:
-                result: Tensor = made()
+                result: Tensor = launch_form()
                 return result
             except (GeneratorExit, StopIteration) as error:
-                # In a tuning's generators they would mean that these are closed, or have ended.
+                # They would close or end the generators of a tuning.
                 kind = GeneratorExit if isinstance(error, GeneratorExit) else StopIteration
                 self._data.raised = RuntimeError(f"the launch raised {kind.__name__}")
                 raise self._data.raised from error
@@ -216,7 +216,7 @@ class CheckedLauncher:
         for generation in range(4):
             if all(memory.expired() for memory in returned):
                 return
-            if generation < 3:  # a cycle may still hold one, usually a young one
+            if generation < 3:  # a reference cycle, usually a young one, may still hold a result
                 gc.collect(generation)
         raise WrongError("it keeps the memory of a result, which it may overwrite")
 

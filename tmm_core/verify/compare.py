@@ -1,4 +1,4 @@
-"""Computes the reference of a problem, and errors.
+"""Computes the reference result of a problem, and the errors of other results.
 
 The reference is the whole expression in a higher precision, group by group. With each number comes
 a bound of the error of a right kernel, from the expression's conditioning (:func:`_bound`).
@@ -47,8 +47,8 @@ TF32_TOLERANCE = 4e-3
 #: at a time, and truncate the sum by up to 2⁻²³ (Fasi et al., Numerical behavior of NVIDIA tensor
 #: cores, PeerJ Computer Science 7:e330).
 SUMMED = 2.0**-27
-#: Rounding errors of one stage of an epilogue by torch's own operators, relative to a tolerance of
-#: about four units: two of them, for three roundings at most.
+#: Rounding error of one stage of an epilogue by torch's own operators, relative to the tolerance:
+#: two of its four unit roundoffs, for three roundings at most.
 STAGE = 0.5
 #: A stage's intermediates may be smaller than its output by this factor: softcap divides by 30.
 SMALLER = 16.0
@@ -90,7 +90,7 @@ def expected(
     """Return ``rows`` and ``cols`` of the expected result with the sizes to which errors are
     relative. A size is |number| + rms, or the error of a right kernel (:func:`_bound`) divided by
     the tolerance, whichever is larger. The arguments are :func:`reference`'s."""
-    numbers = _empty(problem, rows, cols, _wide(problem), inputs.a.device)
+    numbers = _zeros(problem, rows, cols, _wide(problem), inputs.a.device)
     limit = tolerance(problem)
     bounded = limit > 0 and problem.out.dtype.is_floating_point
     bounds = torch.zeros_like(numbers, dtype=torch.float32) if bounded else None
@@ -120,7 +120,7 @@ def reference(
             are returned in fp32 in place of the result.
     """
     dtype = _wide(problem) if of is None else torch.float32
-    result = _empty(problem, rows, cols, dtype, inputs.a.device)
+    result = _zeros(problem, rows, cols, dtype, inputs.a.device)
     for at, piece in _pieces(problem, inputs, rows, cols, room):
         result[at] = (piece.y if of is None else of(piece.z, piece.y)).to(dtype)
     return result
@@ -130,7 +130,7 @@ def _wide(problem: Problem) -> torch.dtype:
     return torch.promote_types(problem.out.dtype, torch.float32)
 
 
-def _empty(
+def _zeros(
     problem: Problem, rows: Places, cols: Places, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Zeros for these rows and columns of the result."""
@@ -157,27 +157,27 @@ def _pieces(
         where = torch.empty(problem.m, dtype=torch.long, device=device)
         where[given.out_index.long()] = torch.arange(problem.m, device=device)
         source = where[at_rows]
-    # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
+    # A piece holds, in fp64, rows of a, columns of b (twice as many where gated), and results.
     share = room // (8 * max(1, problem.batch))
     side = share // max(1, problem.k) // (1 + problem.gated)
     high = max(64, min(m, side))
     wide = max(64, min(n, side, share // (3 * high)))
     sized = replace(problem, m=m, n=n)  # the precision depends on the size
     for group, start, end in ranges((problem.m,) if given is None else given.ends):
-        here, there = torch.arange(m, device=device), torch.arange(n, device=device)
+        in_group, cols_in_group = torch.arange(m, device=device), torch.arange(n, device=device)
         if problem.along == "m":
-            here = ((source >= start) & (source < end)).nonzero()[:, 0]
+            in_group = ((source >= start) & (source < end)).nonzero()[:, 0]
         elif problem.along == "n":
-            there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
-        part = _one(problem, inputs, group, (start, end))
+            cols_in_group = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
+        part = _of_group(problem, inputs, group, (start, end))
         first: tuple[Any, ...] = (group,) if problem.along == "k" else (...,)
-        for r in here.split(high):
-            for c in there.split(wide):
+        for r in in_group.split(high):
+            for c in cols_in_group.split(wide):
                 piece = _piece(sized, part, source[r], at_rows[r], at_cols[c])
                 yield (*first, r[:, None], c), piece
 
 
-def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
+def _of_group(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
     """The operands of one group, with the rows and columns of all groups."""
     if inputs.rows is None:
         return inputs
@@ -206,7 +206,7 @@ class _Piece(NamedTuple):
 
     Attributes:
         product: The product with scales and alpha.
-        norm: Its size if the terms of its sums had random signs.
+        norm: The product's size if the terms of its sums had random signs.
         z: The epilogue's input.
         weights: The factors of the epilogue's output, or one.
         y: The result.
@@ -231,7 +231,7 @@ def _piece(
     index, given = rows, inputs.rows
     if given is not None and given.a_index is not None:
         index = given.a_index.long()[rows]
-    own = _part(problem, inputs, index, cols)
+    own = _selected(problem, inputs, index, cols)
     product, norm = _multiplied(problem, own)
     z = product if own.bias is None else product + own.bias.to(product.dtype)
     y = problem.epilogue.apply(z)
@@ -260,11 +260,11 @@ def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
         rounded += problem.k * SUMMED
     error = limit * torch.maximum(product.abs(), z.abs())
     error += rounded * (product.abs() + piece.norm)
-    # Product, its multiple by alpha, sum with a bias and result are each off by half of the least.
+    # Product, multiple by alpha, sum with a bias and result are each off by half the least number.
     error += least * (abs(piece.alpha) + 3) / 2
     values, errors = epilogue.inputs(z), epilogue.inputs(error)
     stages = () if epilogue.is_identity else epilogue.stages or (epilogue,)
-    # Torch's own operators make Inf of what is beyond the range, and compute further with it.
+    # Torch's operators turn a number beyond the range into Inf, and go on with it.
     further = problem.residual is not None or isinstance(piece.weights, torch.Tensor)
     for number, stage in enumerate(stages, 1):
         y = _applied(stage, values)
@@ -288,7 +288,7 @@ def _change(
     stage: Epilogue, values: Sequence[torch.Tensor], place: int, off: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """Return the change of ``y``, the stage's output, if one input changes by ``off``; Inf if only
-    one of both outputs is NaN."""
+    one of the two outputs is NaN."""
     moved = (*values[:place], values[place] + off, *values[place + 1 :])
     found = _applied(stage, moved)
     same = (found == y) | (found.isnan() & y.isnan())
@@ -296,13 +296,13 @@ def _change(
 
 
 def _range(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the distance of the smallest numbers of a dtype, and its largest number. On a GPU only
-    fp16's numbers may be subnormal."""
+    """Return the distance between the smallest numbers of a dtype, and its largest number. On a GPU
+    only fp16 numbers may be subnormal."""
     of = torch.finfo(dtype)
     return of.smallest_normal * (of.eps if dtype is torch.float16 else 1.0), of.max
 
 
-def _part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tensor) -> Inputs:
+def _selected(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tensor) -> Inputs:
     """The arguments for these rows and columns of the product, without a residual."""
     b, bias = inputs.b, inputs.bias
     wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))

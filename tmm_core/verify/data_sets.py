@@ -142,7 +142,7 @@ class DataSets:
     """Inputs and outputs of one problem, made on first use.
 
     Two sets of inputs differ in values, address, and strides as far as their class allows: the
-    first is dense, the second has gaps. So do two outputs.
+    first is dense, the second has gaps. The two outputs differ likewise.
 
     Args:
         device: The device, with its index.
@@ -173,7 +173,7 @@ class DataSets:
         self.rounds: list[Any] | None = None
         #: The last exception that a launcher raised.
         self.raised: BaseException | None = None
-        #: Blocks between those that were freed for a launcher's result.
+        #: Blocks that stay allocated between the blocks that were freed for a launcher's result.
         self._kept: list[torch.Tensor] = []
         #: The names of inputs that a launch changed in more than their values.
         self.altered: set[str] = set()
@@ -235,8 +235,8 @@ class DataSets:
             poison(each)
         size = made[0].untyped_storage().nbytes()
         if self.device.type == "cpu" and size <= _SMALL:
-            # malloc takes an aligned block out of a larger free one, and joins free neighbours. So
-            # some blocks are kept, and the others have room.
+            # malloc joins free neighbours, so every other block is kept. It takes an aligned block
+            # out of a larger free one, so the blocks have room.
             blocks = [torch.empty(size + _ROOM, dtype=torch.uint8, device="cpu") for _ in range(8)]
             for block in blocks:
                 block.fill_(_NAN)
@@ -336,7 +336,7 @@ class DataSets:
         return Expected(rows, in_rows, cols, in_cols, within)
 
     def _reference(self, inputs: Inputs, rows: compare.Places, cols: compare.Places) -> Sample:
-        """The reference of those rows and columns, in pieces whose intermediates fit."""
+        """The reference of these rows and columns, in pieces whose intermediates fit."""
         return compare.expected(self.problem, inputs, rows, cols, self.limit // 16)
 
 

@@ -4,9 +4,9 @@ A candidate's failure is a verdict on its kernel only if the kernel caused it: b
 refusal, or an exception of its own. A missing compiler, a full disk or GPU, a killed process and
 the end of the budget say nothing about the kernel: the candidate is *untried*.
 
-An exception of the operating system or of a memory allocator is the environment's. So is one raised
-in the part of Triton that finds and runs programs. Compilers, and records of older versions, give
-only a text; there the words of such exceptions decide.
+An exception of the operating system, of a memory allocator, or of the part of Triton that finds and
+runs programs is the environment's fault. Compilers, and records of older versions, give only a
+text; there the words of such exceptions decide.
 """
 
 from __future__ import annotations

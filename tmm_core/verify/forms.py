@@ -56,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Folded:
-    """Launches on N-D operands, in whose leading dimensions ``lead`` the rows or matrices are."""
+    """Launches on N-D operands: ``lead`` are the dimensions of their rows, or of a batch."""
 
     problem: Problem
     bound: Bound
@@ -91,7 +91,7 @@ def flattened(result: Any, shape: tuple[int, ...], problem: Problem) -> Tensor:
 
 
 def forms_of(bound: Bound, problem: Problem) -> dict[str, Any]:
-    """The further launchers of a bound launcher, by the words that say when they are used."""
+    """The other forms of a launcher, by a phrase that names them in messages."""
     found: dict[str, Any] = {}
     if bound.body is not None:
         found["called as a plan's source"] = Source(problem, bound)

@@ -23,7 +23,8 @@ UNREADABLE = 0xFF
 #: Filler around an output; an unlikely result of arithmetic.
 UNWRITTEN = 0xA5
 
-#: Rows of a band: the tallest tile, which without masks is stored this far past the output.
+#: Rows of a band: the height of the tallest tile. A store without masks writes this far past the
+#: output.
 TILE_ROWS = 128
 #: Minimum and maximum bytes of a band.
 LEAST, MOST = 4 << 10, 8 << 20
@@ -185,7 +186,7 @@ class Checksums:
 
 
 def with_guard_bands(placed: MemoryLayout, device: torch.device, filler: int) -> GuardedTensor:
-    """An uninitialised tensor of that layout between two bands of ``filler``."""
+    """An uninitialised tensor of this layout between two bands of ``filler``."""
     inside, band = _extent(placed)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)

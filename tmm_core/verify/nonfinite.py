@@ -2,8 +2,8 @@
 
 Each row (or column) gets one such value, so that no sum depends on the order of its terms. A
 product with NaN is NaN. A product with Inf is Inf of one sign, or NaN if the other factor is zero.
-An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. The result depends on how the
-formula is written, so any is accepted there.
+An epilogue may turn Inf into NaN, as silu(-Inf) = -Inf · 0 does. That depends on how the formula is
+written, so any result is accepted there.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _changes(
     lines = range(matrix.shape[-2])
     if along == ("m" if rows else "n"):
         lines = range(end)
-    read = _read(inputs, end) if along == "m" and rows else {}
+    read = _rows_computed_from(inputs, end) if along == "m" and rows else {}
     # The last term first: kernels mask the tail of a sum.
     terms = [problem.k - 1, 0, chance.randrange(max(1, problem.k))]
     if along == "k":
@@ -194,7 +194,7 @@ def _in_terms(
         yield Change(inputs.bias, index, (column(problem, col),), math.nan)
 
 
-def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
+def _rows_computed_from(inputs: Inputs, end: int) -> dict[int, list[int]]:
     """Map each row of ``a`` to the rows of the result that are computed from it, within groups;
     empty if rows are neither gathered nor scattered."""
     given = inputs.rows
@@ -221,7 +221,7 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
 
-#: Added to the kind of an element for which anything is accepted.
+#: Added to the kind of an element for which any result is accepted.
 _FREE = 8.0
 #: Rounding, to TF32 for example, may change the sign of a number below this part of the rms.
 _UNSIGNED = 0.05

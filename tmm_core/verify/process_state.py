@@ -37,7 +37,7 @@ cuda = torch.backends.cuda
 _matmul = cuda.matmul
 
 #: Maximum seconds for which a thread waits to see whether others draw random numbers.
-_WATCHED = 0.1
+_IDLE_SECONDS = 0.1
 
 
 class Piece(NamedTuple):
@@ -62,8 +62,8 @@ _SIGNALS = [
 _DENORMAL = 1e-310
 
 
-#: Least difference from one that rounding shows: 1 + x is 1 only if numbers are rounded to the
-#: nearest, or towards zero.
+#: A number that shows the rounding mode: 1 + x is 1 only if numbers are rounded to the nearest, or
+#: towards zero.
 _LITTLE = 1e-30
 
 
@@ -117,7 +117,7 @@ def _default_device() -> torch.device:
 
 
 def _stack(name: str) -> Piece:
-    """A stack of modes, which are left again."""
+    """The size of a stack of modes. It is restored by leaving the modes on top."""
     size = private(f"torch._C._len_torch_{name}_stack", lambda: 0)
     pop = private(f"torch._C._pop_torch_{name}_stack", lambda *_: None)
     given = (None,) if name == "dispatch" else ()
@@ -209,7 +209,7 @@ def _set_path(path: list[str]) -> None:
     sys.path[:] = path
 
 
-#: Functions that plugins replace in order to answer other products.
+#: Functions that a plugin may replace to compute all products of the process.
 _REPLACED: list[tuple[Any, str]] = [
     *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
     *((torch.Tensor, name) for name in ("__matmul__", "matmul", "mm", "bmm", "addmm", "to")),
@@ -230,8 +230,8 @@ def _set_functions(functions: list[Any]) -> None:
 
 _printing = private("torch._tensor_str.PRINT_OPTS", types.SimpleNamespace())
 
-#: Settings by name. No other thread changes them as a matter of course. Modes come first: they may
-#: change what the other functions do.
+#: Settings by name, which other threads rarely change. Modes come first: they may change what the
+#: functions below do.
 SETTINGS: dict[str, Piece] = {
     "torch's default device": Piece(
         _default_device,
@@ -335,7 +335,7 @@ def _set_numpy_state(state: Any) -> None:
 
 
 def _generator(module: Any) -> Piece:
-    """The state of torch's generator of a module, as bytes, which can be compared."""
+    """The state of the random generator of torch or torch.cuda, as bytes, which can be compared."""
 
     def write(state: bytes) -> None:
         module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -405,8 +405,8 @@ class State:
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the pieces that differ now. Modes are left at once: they may change
-        what torch's functions do, or raise in each of them."""
+        """Return the names of the pieces that differ now. Modes are restored at once: they may
+        change every function of torch, or raise in it."""
         names = []
         for name, piece in self._pieces.items():
             if piece.read() != self._values[name]:
@@ -427,10 +427,10 @@ class State:
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
-    """Make a launch, and restore the state; returns the result and the names of what it changed.
+    """Make a launch, and restore the state; returns the result and the names of changed pieces.
 
-    Another thread may draw from a random generator. So a generator counts only if it also changes
-    in a second launch, and does not change while this thread waits.
+    Another thread may change :data:`SHARED` pieces, such as a random generator. So these count only
+    if they also change in a second launch, and do not change while this thread waits.
     """
     before = State(device)
     begun = time.perf_counter()
@@ -448,6 +448,6 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     if not again.are_shared(confirmed):
         return result, confirmed
     idle = State(device)
-    time.sleep(min(taken, _WATCHED))
+    time.sleep(min(taken, _IDLE_SECONDS))
     others = idle.changed()
     return result, [name for name in confirmed if name in changed and name not in others]

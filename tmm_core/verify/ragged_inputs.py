@@ -40,9 +40,9 @@ Sizes = Literal[
     "skewed", "even", "single", "one", "sparse", "first", "last", "equal", "none", "few",
     "rising", "falling",
 ]  # fmt: skip
-#: Rows of ``a`` where they are gathered: ``fewer`` than the result has, ``more``, only ``one``,
-#: each of half as many ``twice``, or the ``same`` rows in the same order. In the last case the
-#: result's rows are in order, too.
+#: Rows of ``a`` that are gathered. ``fewer``, ``more``: ``a`` has fewer or more rows than the
+#: result. ``one``: only one row. ``twice``: half as many rows, each twice. ``same``: all rows in
+#: order; the result's rows are then in order, too.
 Reads = Literal["fewer", "more", "one", "twice", "same"]
 
 
@@ -94,7 +94,7 @@ class Rows:
                 drawn = torch.arange(total, device="cpu")
             elif reads == "twice":
                 drawn = torch.randperm(total, generator=chance, device="cpu") % read
-            elif total:  # one row is not the first, and one is the last
+            elif total:  # the last row is read, so that not every index is zero
                 drawn[int(torch.randint(total, (), generator=chance, device="cpu"))] = read - 1
             a_index = place(drawn, groups.a_index)
         if groups.out_index is not None:

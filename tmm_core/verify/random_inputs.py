@@ -43,9 +43,9 @@ class Values:
             positive, the other half negative, and b is positive.
         sum: All operands are positive, and the product is about this number; the bias is about
             ``bias``.
-        whole: Integers are drawn from all that their dtype has.
-        sparse: Operands are whole numbers from zero, most of them zero: so are a third of a's rows
-            and of b's columns. Some of a's rows are equal.
+        whole: Integers are drawn from the whole range of their dtype.
+        sparse: Operands are whole numbers from zero, most of them zero. A third of a's rows and of
+            b's columns are zero. Some of a's rows are equal.
         scales: Scales are of several magnitudes, some of them zero if there are many, and many
             stored numbers are the largest or smallest of their format.
     """
@@ -102,7 +102,7 @@ class Recipe:
 
 DEFAULT = Recipe()
 
-#: 16-bit numbers that are drawn as fp32 at a time.
+#: Maximum number of 16-bit numbers that are drawn as fp32.
 _AT_ONCE = 1 << 20
 
 
@@ -250,7 +250,7 @@ def make(
     """
     generator = seeded(device, seed)
 
-    def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
+    def draw(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
         t = allocate(name, spec, shape) if allocate else empty(spec, shape, device)
         form = forms.get(name)
         return fill(name, t, problem.k, generator, recipe.values, form) if filled else t
@@ -267,8 +267,8 @@ def make(
         assert dtype is not None
         if operand.grid:
             # The layout in which checkpoints store them; verification also uses the other one.
-            return drawn(keyword, Operand(dtype, "row" if of == "a" else "col", False), size)
-        return drawn(keyword, Operand(dtype), (1, math.prod(size))).view(size)
+            return draw(keyword, Operand(dtype, "row" if of == "a" else "col", False), size)
+        return draw(keyword, Operand(dtype), (1, math.prod(size))).view(size)
 
     forms = {name: getattr(problem, name).form for name in ("a", "b")}
     forms |= {role.keyword: forms[role.of] for role in PARTS}
@@ -281,13 +281,13 @@ def make(
         )  # fmt: skip
         if problem.groups.a_index is not None:
             a_shape = rows.read, a_shape[-1]
-    a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
+    a, b = draw("a", problem.a, a_shape), draw("b", problem.b, problem.b_shape)
     bias = residual = None
     if problem.bias is not None:
-        bias = drawn("bias", Operand(problem.bias), (1, *problem.shape("bias"))[-2:])
+        bias = draw("bias", Operand(problem.bias), (1, *problem.shape("bias"))[-2:])
         bias = bias if problem.groups else bias[0]
     if problem.residual is not None:
-        residual = drawn("residual", problem.residual, problem.out_shape)
+        residual = draw("residual", problem.residual, problem.out_shape)
     alpha = recipe.alpha if problem.scaled else 1.0
     if not (problem.value.is_floating_point or problem.value.is_complex):
         # Torch takes whole numbers in the dtype's range.

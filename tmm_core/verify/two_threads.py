@@ -59,8 +59,8 @@ class Turns:
         self._until_cpu = time.process_time() + _TURNS_CPU
         self._away: set[int] = set()
         self._vain = 0
-        #: Launches between another's lines have its operands: weights are shared, and nobody may
-        #: change them, not even for a while.
+        #: Launches between the other thread's lines use that thread's operands: weights are shared,
+        #: so no launch may change them, not even temporarily.
         self.shared = False
 
     @property
