@@ -34,7 +34,8 @@ from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec import device, watch
 from tmm_core.spec.anatomy import Anatomy
-from tmm_core.spec.bucket import between, bucket_edge, probes
+from tmm_core.spec.bucket import between, bucket_edge, bucketed, probes
+from tmm_core.spec.bucket import inside as inside_of
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, INTERNED
 from tmm_core.spec.launcher import Bound
@@ -221,6 +222,48 @@ def test_an_unaligned_result_is_part_of_what_a_problem_says() -> None:
     assert "unaligned" not in str(problem())
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "2×3×5 float32 nn"), ({"batch": 7}, "7×2×3×5 float32 nn"),
+        ({"a": Operand(FP32, "col"), "b": Operand(FP32, "strided")}, "2×3×5 float32 ts"),
+        ({"b": Operand(FP32, "col")}, "2×3×5 float32 nt"),
+        ({"b": Operand(FP16)}, "2×3×5 float32·float16 nn"),
+        ({"out": Operand(BF16)}, "2×3×5 float32→bfloat16 nn"),
+        ({"b": replace(INT8, scale=Scale.parse("row"))}, "2×3×5 float32·int8 nn scales 1·row"),
+        ({"b": replace(INT8, scale=Scale.parse("row"), zero=torch.int8)},
+         "2×3×5 float32·int8 nn scales 1·row zero points"),
+        ({"a": INT8, "b": INT8, "out": Operand(torch.int8)}, "2×3×5 int8 nn"),
+        ({"groups": Groups(4, "m")}, "2×3×5 float32 nn 4 groups along m"),
+        ({"groups": Groups(4, "m", torch.int32, torch.int64, BF16, True)},
+         "2×3×5 float32 nn 4 groups along m a_index out_index out_weights zeroed"),
+        ({"tf32": True, "bias": FP32, "residual": Operand(FP32), "epilogue": parse("relu")},
+         "2×3×5 float32 nn tf32 bias relu residual"),
+    ],
+)  # fmt: skip
+def test_a_problem_says_what_differs_from_a_plain_product(
+    fields: dict[str, Any], text: str
+) -> None:
+    assert str(problem(m=2, n=3, k=5, **fields)) == text
+
+
+def test_the_size_that_varies_is_the_ragged_one() -> None:
+    plain = problem(m=300, n=65, k=17)
+    for groups, along, extent, edge, inside in (
+        (None, "m", 300, 320, (257, 289)), (Groups(4, "m"), "m", 300, 320, (257, 289)),
+        (Groups(4, "n"), "n", 65, 80, (65, 73)), (Groups(4, "k"), "k", 17, 32, (17, 25)),
+    ):  # fmt: skip
+        found = replace(plain, groups=groups)
+        assert (found.along, found.extent) == (along, extent)
+        assert bucketed(found) == found.at(edge) == replace(found, **{along: edge})
+        assert (inside_of(found), inside_of(found.at(edge))) == ((), inside)
+
+
+def test_a_bare_problem_keeps_promises_and_loses_requirements() -> None:
+    asked = problem(deterministic=True, batch_invariant=True, capturing=True, static_weights=True)
+    assert asked.bare() == problem(static_weights=True)
+
+
 # -- devices ------------------------------------------------------------------------------
 
 
@@ -267,6 +310,17 @@ def test_triton_interprets_where_its_variable_says_so(
     assert (of.type, of.name, of.interpreted) == ("cpu", "cpu", found)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not device.fingerprint.__wrapped__(torch.device("cpu")).interpreted
+
+
+def test_a_cpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"triton": "3", "pytorch-triton-rocm": "4"}
+    monkeypatch.setattr(device, "version_of", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(torch, "__version__", "2")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for triton in ("3", "4", ""):
+        of = device.fingerprint.__wrapped__(torch.device("cpu"))
+        assert of == DeviceFingerprint("cpu", "cpu", torch="2", triton=triton)
+        versions = dict(list(versions.items())[1:])
 
 
 def test_a_gpu_is_what_torch_and_its_packages_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +478,32 @@ def test_a_way_to_reduce_and_a_function_to_do_it_are_declared() -> None:
     assert "reduces no output" in reason
     (reason,) = able.reasons_against(asked(Port("p", "row", reduce="max", of=torch.abs)))
     assert "has no device function" in reason
+
+
+def test_outputs_are_of_one_product() -> None:
+    able = replace(LEAST, epilogues=True, batch=4, outputs=("tile",), ragged=("m",))
+    asked = replace(ON_GPU, epilogue=Epilogue("relu", torch.relu, device=torch.relu))
+    with_output = replace(asked, epilogue=replace(asked.epilogue, outputs=(Port("p", "tile"),)))
+    assert able.reasons_against(with_output) == []
+    for change in ({"batch": 2}, {"groups": Groups(2, "m")}):
+        several: dict[str, Any] = change
+        assert able.reasons_against(replace(asked, **several)) == []
+        (reason,) = able.reasons_against(replace(with_output, **several))
+        assert "of one product" in reason
+
+
+def test_every_kind_of_groups_is_declared() -> None:
+    able = replace(LEAST, ragged=("m",))
+    for groups, declared, said in (
+        (Groups(2, "n"), {"ragged": ("n",)}, "ragged along n"),
+        (Groups(2, "m", torch.int32), {"indexed": True}, "takes no a_index"),
+        (Groups(2, "m", zeroed=True), {"zeroed": True}, "does not zero"),
+    ):
+        asked, fields = replace(ON_GPU, groups=groups), dict[str, Any](declared)
+        (reason,) = able.reasons_against(asked)
+        assert said in reason
+        assert replace(able, **fields).reasons_against(asked) == []
+    assert able.reasons_against(replace(ON_GPU, groups=Groups(2, "m"))) == []
 
 
 # -- precision ----------------------------------------------------------------------------
