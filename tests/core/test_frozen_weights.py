@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import FakeBlas, FakeKernel, dispatcher, installed
+from pairwise import covering
 from test_inductor import GATES
 from torch import nn
 
@@ -99,12 +101,17 @@ def agree(run: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -> Non
             torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("up_first", [False, True])
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
+FROZEN = covering(
+    itertools.product(GATES, (False, True), (torch.float32, torch.bfloat16)),
+    lambda case: dict(zip(("gate", "order", "dtype"), case, strict=True)),
+)
+
+
+@pytest.mark.parametrize(("name", "up_first", "dtype"), FROZEN)
 def test_two_frozen_weights_become_one_call(
-    name: str, up_first: bool, dtype: torch.dtype, bias: bool
+    name: str, up_first: bool, dtype: torch.dtype
 ) -> None:
+    bias = dtype is torch.float32
     model, seen = Gated(bias, name, up_first).to(dtype).eval(), Seen()
     agree(torch.compile(model, backend=seen, dynamic=True), model, dtype)
     assert seen.calls == [(name, (24, 80)), DOWN]

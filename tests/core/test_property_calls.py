@@ -283,7 +283,7 @@ def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> No
     verify(call, modes)
 
 
-@settings(bounded, max_examples=8)
+@settings(bounded, max_examples=4)
 @given(call=calls(), modes=autocasts())
 def test_compiled_too(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", functools.partial(compiled, matmul)))

@@ -349,7 +349,7 @@ def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> No
     verify(call, modes)
 
 
-@settings(bounded, max_examples=6)
+@settings(bounded, max_examples=3)
 @given(call=calls(), modes=autocasts())
 def test_compiled_too(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", compiled_grouped), ("compiled, recorded", compiled_recording))

@@ -287,13 +287,13 @@ def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
 
 
-@settings(bounded, max_examples=80)
+@settings(bounded, max_examples=50)
 @given(call=calls(), modes=autocasts())
 def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> None:
     verify(call, modes)
 
 
-@settings(bounded, max_examples=6)
+@settings(bounded, max_examples=3)
 @given(call=calls(), modes=autocasts())
 def test_compiled_too(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", compiled_matmul))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core.launch.check import ranges_meet
 from tmm_core.spec.operand import ALIGNMENT, Operand
 from tmm_core.verify.ragged_inputs import poison
 
@@ -232,11 +231,12 @@ def _extent(placed: MemoryLayout) -> tuple[int, int]:
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors share an allocation or overlap in memory."""
+    """Whether two tensors share an allocation, or one's allocation reaches into the other's."""
     if not x.numel() or not y.numel():
         return False
-    same = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return same or ranges_meet(x, y)
+    first, second = x.untyped_storage(), y.untyped_storage()
+    start, other_start = first.data_ptr(), second.data_ptr()
+    return start < other_start + second.nbytes() and other_start < start + first.nbytes()
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -326,12 +326,14 @@ def _numpy_state() -> Any:
     if numpy is None:
         return None
     kind, keys, *rest = numpy.random.get_state()
-    return kind, keys.tolist(), *rest
+    return kind, keys.tobytes(), *rest
 
 
 def _set_numpy_state(state: Any) -> None:
     if state is not None:
-        _numpy().random.set_state(state)
+        kind, keys, *rest = state
+        numpy = _numpy()
+        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
 def _generator(module: Any) -> Piece:
