@@ -4,7 +4,7 @@ statuses, and tables."""
 from __future__ import annotations
 
 import argparse
-import itertools
+import io
 import json
 import os
 import shutil
@@ -29,9 +29,11 @@ INTERRUPTED: Final = 130
 #: The width of output to a pipe or file: fits logs, mail and side-by-side diffs.
 PIPED: Final = 100
 _GAP: Final = 2
+#: Only a line below the headings.
+_BOX: Final = "    \n    \n ── \n" + "    \n" * 5
+#: Begins a row that `table` replaces by a paragraph. Records hold only printable letters.
+_PARAGRAPH: Final = "\ue000"
 _INDENT: Final = 5
-#: Codes of the styles that commands use (ECMA-48, SGR).
-_ANSI: Final = {"yellow": "33", "bold red": "1;31"}
 
 #: The command that runs, as notes name it.
 _program = "tmm"
@@ -218,36 +220,47 @@ def table(
     plain = [row for row in rows if not isinstance(row, str)]
     cells = list(zip(columns, *plain, strict=True))
     widths = [max(map(len, column)) for column in cells]
-    gaps = _GAP * (len(widths) - 1)
+    total = sum(widths) + _GAP * (len(widths) - 1)
+    if total <= width and len(plain) == len(rows):
+        # Nothing to fold. rich takes 0.6 ms for a row, 6 s for 10,000 records.
+        lines = []
+        for row in (columns, *plain):
+            cell_sizes = zip(columns, row, widths, strict=True)
+            padded = [c.rjust(n) if name in right else c.ljust(n) for name, c, n in cell_sizes]
+            lines.append((" " * _GAP).join(padded).rstrip())
+        return [lines[0], "─" * total, *lines[1:]]
     # Narrow the widest column that has room: first words stay whole, then the longest are folded.
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
     for least in (words, [1] * len(words)):
         room = [size - small for size, small in zip(widths, least, strict=True)]
-        while sum(widths) + gaps > width and any(each > 0 for each in room):
+        while sum(widths) + _GAP * (len(widths) - 1) > width and any(each > 0 for each in room):
             widest = max(range(len(widths)), key=lambda index: (room[index] > 0, widths[index]))
             widths[widest] -= 1
             room[widest] -= 1
+    import rich.box
+    import rich.console
+    import rich.table
+    import rich.text
 
-    def folded(row: Sequence[str]) -> Iterator[str]:
-        parts = [_fold(cell, size) for cell, size in zip(row, widths, strict=True)]
-        for line in itertools.zip_longest(*parts, fillvalue=""):
-            sized = zip(columns, line, widths, strict=True)
-            padded = [c.rjust(n) if name in right else c.ljust(n) for name, c, n in sized]
-            yield (" " * _GAP).join(padded).rstrip()
-
-    lines = [*folded(columns), "─" * (sum(widths) + gaps)]
+    box = rich.box.Box(_BOX)
+    grid = rich.table.Table(box=box, padding=(0, 0, 0, 1), show_edge=False)
+    for name, size in zip(columns, widths, strict=True):
+        justify: Any = "right" if name in right else "left"
+        grid.add_column(rich.text.Text(name), justify=justify, overflow="fold", width=size)
     for row in rows:
-        if isinstance(row, str):
-            lines += paragraph(" " * _INDENT + row, width, hanging=_INDENT)
+        grid.add_row(*map(rich.text.Text, (_PARAGRAPH,) if isinstance(row, str) else row))
+    # Not stdout: rich would end the process where that is a closed pipe.
+    text = io.StringIO()
+    rich.console.Console(file=text, width=width + 1, color_system=None).print(grid)
+    lines = []
+    below = (row for row in rows if isinstance(row, str))
+    for line in text.getvalue().splitlines():
+        line = line[1:].rstrip()  # without the first column's padding
+        if line.startswith(_PARAGRAPH):
+            lines += paragraph(" " * _INDENT + next(below), width, hanging=_INDENT)
         else:
-            lines += folded(row)
+            lines.append(line)
     return lines
-
-
-def _fold(cell: str, width: int) -> list[str]:
-    if len(cell) <= width:  # textwrap takes 20 µs
-        return [cell]
-    return textwrap.wrap(cell, width, break_on_hyphens=False)
 
 
 def paragraph(text: str, width: int, *, hanging: int = 0) -> list[str]:
@@ -273,8 +286,13 @@ def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], S
 
 
 def styled(text: str, style: str) -> str:
-    """`text` in a style of `_ANSI`, on a terminal with colours unless NO_COLOR is set."""
-    colourless = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
-    if colourless or not sys.stdout.isatty():
+    """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
+    import rich.color
+    import rich.console
+    import rich.style
+
+    terminal = rich.console.Console(file=sys.stdout)
+    if terminal.color_system is None or terminal.no_color:
         return text
-    return f"\x1b[{_ANSI[style]}m{text}\x1b[0m"
+    standard = rich.color.ColorSystem.STANDARD
+    return rich.style.Style.parse(style).render(text, color_system=standard)

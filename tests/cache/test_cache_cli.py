@@ -403,7 +403,7 @@ def test_a_record_in_full_keeps_to_the_terminal(filled: CacheStore, columns: int
 )
 def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
     code = (
-        "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', "
+        "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', 'rich', "
         "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
     )
     command = child("-c", code, *arguments)

@@ -184,7 +184,7 @@ def test_fields_that_are_off_are_not_printed() -> None:
 def test_tmm_answers_without_torch() -> None:
     code = (
         "import sys; from tmm_cache.tmm import main; status = main(sys.argv[1:]); "
-        "heavy = {'torch', 'triton', 'tmm_core'} & {*sys.modules}; "
+        "heavy = {'torch', 'triton', 'rich', 'tmm_core'} & {*sys.modules}; "
         "sys.exit(heavy or status)"
     )
     for arguments, status in ((["--version"], 0), (["--help"], 0), ([], 0), (["bogus"], 2)):

@@ -88,7 +88,8 @@ OUTER = [
            "negative and infinite times are read",
            (f"{CACHE}::test_a_measure_among_samples_is_named_by_its_index",)),
     Mutant("outer-folded-numbers", "tmm_cache/console.py",
-           "c.rjust(n) if name in right else c.ljust(n)", "c.ljust(n)",
+           "justify: Any = \"right\" if name in right else \"left\"",
+           "justify: Any = \"left\"",
            "numbers of a folded table stand at the left",
            ("tests/cache/test_cache_console.py::"
             "test_numbers_stand_at_the_right_of_folded_rows_too",)),
