@@ -226,8 +226,8 @@ def test_the_least_numbers_of_a_gpu(dtype: torch.dtype, least: float) -> None:
 
 #: The largest error of the product alone, and of each rounded operand or sum.
 BOUNDS = [
-    (torch.float32, False, 2e-5, 16 * 2.0**-27), (torch.float32, True, 4e-3, 4e-3 + 16 * 2.0**-27),
-    (BF16, False, 1.6e-2, 16 * 2.0**-27), (torch.float64, False, 1e-12, 0.0),
+    (torch.float32, False, 2e-5, 2.0**-20), (torch.float32, True, 4e-3, 4e-3 + 2.0**-20),
+    (BF16, False, 1.6e-2, 2.0**-20), (torch.float64, False, 1e-12, 0.0),
 ]  # fmt: skip
 
 
@@ -251,6 +251,32 @@ def test_the_error_of_a_right_kernel(
     assert compare._bound(stage, piece).item() == pytest.approx(weight * more, rel=1e-9)
     cut = compare._bound(stage, piece._replace(z=-5 * exact))
     assert cut.item() == pytest.approx(weight * compare.SMALLER * least, rel=1e-9)
+
+
+@pytest.mark.parametrize(("k", "rounded"), [(1, 2.0**-22), (1024, 2.0**-17), (4096, 2.0**-15)])
+def test_the_error_of_a_sum_by_its_terms(k: int, rounded: float) -> None:
+    """Partial sums are rounded with random signs, and those of many terms truncated to one side."""
+    one = Operand(torch.float32)
+    asked = problem(k=k, a=one, b=one, out=one)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    piece = compare._Piece(zero, zero + 1, zero, 1.0, zero, 1.0)
+    assert compare._bound(asked, piece).item() == pytest.approx(rounded, rel=1e-9)
+
+
+def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
+    """An epilogue with a steep part multiplies the error of sums near zero."""
+    torch.manual_seed(0)
+    one = Operand(torch.float32)
+    for k in (2, 4, 16, 64, 256):
+        asked, a, b = problem(k=k, a=one, b=one, out=one), torch.randn(96, k), torch.randn(k, 96)
+        exact, norm = compare._multiplied(asked, Inputs(a, b, None, None, 1.0))
+        one_by_one = torch.zeros(96, 96)
+        for term in range(k):
+            one_by_one += a[:, term : term + 1] * b[term : term + 1]
+        piece = compare._Piece(torch.zeros_like(exact), norm, torch.zeros_like(exact), 1.0, exact, 1)
+        bound = compare._bound(asked, piece)
+        for y in (a @ b, one_by_one):
+            assert ((y - exact).abs() <= bound).all(), k
 
 
 def test_nothing_compared_to_nothing_is_right() -> None:

@@ -47,6 +47,10 @@ TF32_TOLERANCE = 4e-3
 #: at a time, and truncate the sum by up to 2⁻²³ (Fasi et al., Numerical behavior of NVIDIA tensor
 #: cores, PeerJ Computer Science 7:e330).
 SUMMED = 2.0**-27
+#: Error of a sum of few terms in fp32, relative to its norm and the square root of their number:
+#: the partial sums are rounded with random signs. Some 160,000 sums of 1 to 1024 normal terms, one
+#: by one and by torch on a CPU, were off by up to 3.8 · 2⁻²⁴.
+ROUNDED = 4 * 2.0**-24
 #: Rounding error of one stage of an epilogue by torch's own operators, relative to the tolerance:
 #: two of its four unit roundoffs, for three roundings at most.
 STAGE = 0.5
@@ -257,7 +261,7 @@ def _bound(problem: Problem, piece: _Piece) -> torch.Tensor:
     # TF32 and 8-bit sums are less precise; dequantised values may be rounded to 16 bits.
     rounded = limit if problem.stored or limit > TOLERANCE[problem.out.dtype] else 0.0
     if problem.a.dtype is not torch.float64:
-        rounded += problem.k * SUMMED
+        rounded += max(problem.k * SUMMED, math.sqrt(problem.k) * ROUNDED)
     error = limit * torch.maximum(product.abs(), z.abs())
     error += rounded * (product.abs() + piece.norm)
     # Product, multiple by alpha, sum with a bias and result are each off by half the least number.
