@@ -273,7 +273,9 @@ def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
         one_by_one = torch.zeros(96, 96)
         for term in range(k):
             one_by_one += a[:, term : term + 1] * b[term : term + 1]
-        piece = compare._Piece(torch.zeros_like(exact), norm, torch.zeros_like(exact), 1.0, exact, 1)
+        piece = compare._Piece(
+            torch.zeros_like(exact), norm, torch.zeros_like(exact), 1.0, exact, 1
+        )
         bound = compare._bound(asked, piece)
         for y in (a @ b, one_by_one):
             assert ((y - exact).abs() <= bound).all(), k

@@ -108,9 +108,7 @@ FROZEN = covering(
 
 
 @pytest.mark.parametrize(("name", "up_first", "dtype"), FROZEN)
-def test_two_frozen_weights_become_one_call(
-    name: str, up_first: bool, dtype: torch.dtype
-) -> None:
+def test_two_frozen_weights_become_one_call(name: str, up_first: bool, dtype: torch.dtype) -> None:
     bias = dtype is torch.float32
     model, seen = Gated(bias, name, up_first).to(dtype).eval(), Seen()
     agree(torch.compile(model, backend=seen, dynamic=True), model, dtype)
