@@ -1,4 +1,4 @@
-"""Tries for minutes what the tests try for seconds, and prints how often: `docs/tried.md`.
+"""Tries for minutes what the tests try for seconds, and prints how often: `docs/reliability.md`.
 
     python tests/cache/endurance.py --seconds 120 > benchmarks/results/reliability.md
 

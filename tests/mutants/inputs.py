@@ -1,4 +1,4 @@
-"""Mutants of what fresh inputs of the kinds of docs/tried.md brought out."""
+"""Mutants of what fresh inputs of the kinds of docs/reliability.md brought out."""
 
 from __future__ import annotations
 
