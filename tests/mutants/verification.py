@@ -133,6 +133,14 @@ VERIFICATION = [
         (QUERIES,),
     ),
     Mutant(
+        "few-terms",
+        "verify/compare.py",
+        "max(problem.k * SUMMED, math.sqrt(problem.k) * ROUNDED)",
+        "problem.k * SUMMED",
+        "a right kernel whose sums have few terms is refused",
+        ("tests/core/test_boundaries_verify.py::test_sums_in_fp32_round_no_more_than_is_expected",),
+    ),
+    Mutant(
         "compile-sets-aside",
         "registry/query.py",
         "            if compiles:\n",

@@ -167,9 +167,8 @@ def _times(
     document: Document,
 ) -> Document:
     """Each column's median and quartiles. The document gets the ratios of torch's time to tmm's and
-    to torch's second series, normalised per round. If it is about regret, it also gets the time of
-    the best known candidate. For a large product it lists the ratios of several captures, and the
-    ratio is their median.
+    to torch's second series, normalised per round; for regret, also the best known candidate's
+    time. A large product's ratios are medians over several captures, which the document lists.
 
     Columns that do not compete are timed after the others. A column that is several times slower
     draws less power, and the columns after it in the same loop would run at a higher GPU clock.

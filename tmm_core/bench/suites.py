@@ -58,8 +58,7 @@ def shipped() -> dict[str, Any]:
 
 
 def random_problems(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Task]:
-    """``count`` random problems, equal in each process, with M log-uniform in 1 …
-    :data:`LARGEST_M`."""
+    """The same random problems in each process, with M log-uniform in 1 … :data:`LARGEST_M`."""
     generator = random.Random(0)
     found = []
     for _ in range(count):
