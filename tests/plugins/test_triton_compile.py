@@ -162,16 +162,17 @@ def compiled(sm: int) -> list[dict[str, Any]]:
 
 
 def _chosen(jobs: list[Any]) -> list[Any]:
-    """Each tile with warps, with loads that run ahead or do not and, for Hopper, with each kernel
+    """Each tile with warps and, for Hopper, with loads that run ahead or do not and with each kernel
     that has it, in pairs; and each kernel on each kind of problem."""
 
     def fields(job: Any) -> dict[str, Any]:
         _, module, problem, config, _ = job
+        hopper = problem.device.sm == 90
         return {
-            "kernel": module if problem.device.sm == 90 else "",
+            "kernel": module if hopper else "",
             "tile": (config.BLOCK_M, config.BLOCK_N, problem.gated, problem.a.dtype),
             "warps": config.num_warps,
-            "ahead": config.num_stages > 1,
+            "ahead": config.num_stages > 1 if hopper else "",
         }
 
     chosen = covering(jobs, fields)
