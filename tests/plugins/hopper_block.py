@@ -542,7 +542,7 @@ def run_block(
             if isinstance(function, types.FunctionType):
                 names[name] = types.FunctionType(function.__code__, names, name)
     # The workspace's order is made for whole warps, and needs them.
-    names |= {"_acquire": acquire, "_plus": operator.add, "barrier": lambda: None, "part_at": place}
+    names |= {"_acquire": acquire, "_add": operator.add, "barrier": lambda: None, "part_at": place}
     names |= {"_fused": lambda part, scale, acc: part * scale + acc}
     # Addresses and shifts, which have a test of their own.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}

@@ -204,7 +204,7 @@ def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) 
             "    if C.overlaps:\n        # The previous",
             "    gdc_launch_dependents()\n    if C.overlaps:\n        # The previous",
         ),
-        ("    if C.overlaps:\n        # The next", "    if False:\n        # The next"),
+        ("    if C.overlaps:\n        # From", "    if False:\n        # From"),
         # Bytes are expected twice, or half of what is asked for is left out.
         ('        if PARTS != "a":\n', "        if True:\n"),
         ('0 if PARTS == "b" else OF_A', "OF_A"),
