@@ -162,8 +162,8 @@ def compiled(sm: int) -> list[dict[str, Any]]:
 
 
 def _chosen(jobs: list[Any]) -> list[Any]:
-    """Each tile with warps and, for Hopper, with loads that run ahead or do not and with each kernel
-    that has it, in pairs; and each kernel on each kind of problem."""
+    """Each tile with warps, in pairs; for Hopper also with loads that run ahead or do not, and with
+    each kernel that has it. And each kernel on each kind of problem."""
 
     def fields(job: Any) -> dict[str, Any]:
         _, module, problem, config, _ = job
