@@ -400,7 +400,7 @@ def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
         assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in apart)
         memory = t.as_strided((12 * 24,), (1,)).double().numpy()
         box = Wrapped(memory, described.shape, described.strides, [1, 1, 4, 16], t.itemsize)
-        placed = ragged_tiles.placed.fn
+        placed = ragged_tiles.box_start.fn
         for end, row in ((6, 3), (12, 9), (5, 5), (4, 6), (12, 4)):
             read = box.read(placed(None, end, row, 0, False, "clipped"))[0, 0]
             wanted = np.zeros((4, 16))
