@@ -572,7 +572,7 @@ def test_where_a_close_record_is_little_else_is_tried() -> None:
     assert len([c for c in record.candidates if c.kernel == "k"]) <= search.CLOSE_BATCHES[1]
     # A kernel that was left out is on record with the reason, so that nobody asks again.
     (left_out,) = (c for c in record.candidates if c.kernel == "far")
-    assert "was tried instead" in str(left_out.reason)
+    assert "were tried instead" in str(left_out.reason)
     assert Tuner(timer).tune(problem(), kernels, settings(), record) is record
 
 
