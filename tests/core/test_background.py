@@ -617,7 +617,7 @@ def test_the_benchmark_tells_delays_and_winners(
         assert row.worst_ms > 0
     out = capsys.readouterr().out
     assert "Of 2 winners 2 are the foreground's" in out
-    assert re.search(r"^\| _try:\d+ \| \w+:\d+ \| \d+ ", out, re.M)  # a step's begin and end
+    assert re.search(r"^\| \w+:\d+ \| \w+:\d+ \| \d+ ", out, re.M)  # a step's begin and end
     assert "| 5×24×8 relu |" in output.with_suffix(".md").read_text()
     assert len(json.loads(output.read_text())["rows"]) == 2
     # The table says which tunings did not end.
