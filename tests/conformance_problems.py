@@ -21,7 +21,7 @@ from tmm_core.testing import KernelConformance, probe_problems, ragged_conforman
 from tmm_core.testing.probe_problems import problem_id
 
 FILE = Path(__file__).parent / "core" / "conformance_problems.txt"
-#: Whose problems depend on the device by more than their sizes, or are few.
+#: Methods whose problems on a GPU differ by more than their sizes, or are few.
 ON_A_GPU = (
     "_numbers_of_groups", "demanding", "fine_grained", "probes_of_batches", "probes_of_empties",
     "probes_of_use",

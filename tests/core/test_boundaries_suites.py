@@ -225,7 +225,7 @@ def test_a_kernel_may_serve_one_kind_of_problem(served: Any) -> None:
 
 
 def test_five_reasons_are_told_of_a_kernel_that_serves_nothing() -> None:
-    """Those that most problems have."""
+    """The message lists the five reasons that most problems have."""
     asked = itertools.count()
 
     def against(problem: Problem) -> list[str]:

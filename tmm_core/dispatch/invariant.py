@@ -355,8 +355,8 @@ def _position(edge: Problem, extent: int) -> tuple[int, bool]:
 
 
 def weight(problem: Problem) -> dict[str, Any]:
-    """Return what all M of one weight share: the problem without M; the layout and alignment of a,
-    the output and the residual; and the kind of scales. M may change each of these."""
+    """Return what all M of one weight share: the problem without M, and without what M may change.
+    That is the layout and alignment of a, the output and the residual, and the kind of scales."""
     document = problem.to_json()
     for name in ("a", "out", "residual"):
         if document[name] is not None:

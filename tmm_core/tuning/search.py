@@ -191,7 +191,7 @@ class Search:
         at least one."""
         ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
         known = self._hinted and self._close and not self._problem.batch_invariant
-        # Of each group: the best candidate, and the best that relies on a caller's promise.
+        # The best candidate of each group, and its best that relies on a caller's promise.
         best = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
         of_each = list(best.values())[::-1]
         must = dict.fromkeys([*self._anchors, *self._hinted])

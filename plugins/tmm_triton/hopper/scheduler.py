@@ -11,8 +11,8 @@ from tmm_triton.ragged_tiles import find_tile, group_bounds
 
 @jit
 def tile_at(index, sizes, C: gl.constexpr):
-    """A tile's index in the batch, its group or its part of K; its first row and column; the end of
-    its matrix's rows; and the corner in which it would begin if it were not moved.
+    """Return a tile's index in the batch, its group or its part of K; its first row and column; and
+    the end of its matrix's rows. Also return where the tile would begin if it were not moved.
 
     Tiles are ordered matrix by matrix, each in bands of GROUP_M tile rows, column by column within
     a band, so that concurrent blocks share operands in L2. Tiles of ragged rows are ordered in
