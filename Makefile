@@ -9,10 +9,12 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	@$(PY) examples/demo.py
 
+# SLOW=3/8 also runs part 3 of eight, 0 to 7, of the slow tests, and SLOW=0/1 all of them, half an hour.
 # LESS: further options of pytest; CI leaves out what `make check` ran.
 # Three processes for two cores: one often waits for the process that compiles for it.
+SLOW = 0/0
 test: $(STAMP)
-	$(PY) -m pytest -n 3 --dist worksteal $(LESS)
+	$(PY) -m pytest -n 3 --dist worksteal --slow $(SLOW) $(LESS)
 
 check: $(STAMP)
 	$(PY) -m ruff check .
@@ -26,7 +28,7 @@ check: $(STAMP)
 # torches have no build for CPUs on the index: 3 GB to fetch, 7 on disk.
 oldest newest: %: .venv-%/.installed
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
-		-W "ignore:Conversion of an array:DeprecationWarning" $(TESTS) $(TESTS_$*) \
+		-W "ignore:Conversion of an array:DeprecationWarning" $(TESTS) $(TESTS_$*) --slow 0/1 \
 		-k "not slow or fused_work_compiles and (silu or scales) or groups_compile"
 
 TESTS = tests/core/test_compat.py tests/core/test_api.py tests/core/test_launch.py tests/core/test_releases.py \

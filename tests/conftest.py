@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,20 +47,40 @@ from tmm_core.spec import code
 from tmm_core.tuning import findings
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", default="0/0", metavar="K/N", help="also run part K of N of the slow tests"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "endurance" not in config.getoption("-m"):
-        skip = pytest.mark.skip(reason="minutes; run by -m endurance")
-        for item in items:
-            if item.get_closest_marker("endurance") is not None:
-                item.add_marker(skip)
     # The slowest tests come first, so that no worker ends with one while the others are idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu") is not None:  # a keyword may be a parameter's
-            item.add_marker(skip)
+        if _is_slow(item) and not _is_in_part(item, config.getoption("--slow")):
+            item.add_marker(pytest.mark.skip(reason="slow; run by --slow 0/1"))
+        marks = {mark.name for mark in item.iter_markers()}  # a keyword may be a parameter's
+        if "endurance" in marks and "endurance" not in config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="minutes; run by -m endurance"))
+        if "gpu" in marks and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether a test is marked slow; ``slow(quick=5)`` leaves one in five cases quick."""
+    mark = item.get_closest_marker("slow")
+    quick = None if mark is None else mark.kwargs.get("quick")
+    return mark is not None and (quick is None or _number(item) % quick != 0)
+
+
+def _is_in_part(item: pytest.Item, which: str) -> bool:
+    part, parts = map(int, which.split("/"))
+    return parts > 0 and (_number(item) >> 16) % parts == part
+
+
+def _number(item: pytest.Item) -> int:
+    """A number that stays the same while other tests are added."""
+    return zlib.crc32(item.nodeid.encode())
 
 
 @pytest.fixture(autouse=True)

@@ -177,6 +177,7 @@ def restored(prepared: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["fails", "breaks", "torn"])
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.slow(quick=3)
 def test_a_fault_at_any_call_loses_nothing(
     name: str, how: How, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +214,7 @@ def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.slow
 def test_a_death_at_any_call_loses_nothing_that_was_acknowledged(
     name: str, prepared: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def documents(draw: st.DrawFn) -> object:
 
 @bounded
 @given(documents())
+@pytest.mark.slow
 def test_a_mutated_document_is_refused_or_round_trips(document: object) -> None:
     try:
         found = TuningRecord.from_json(document)

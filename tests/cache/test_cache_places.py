@@ -343,6 +343,7 @@ print(*[each.category.__name__ for each in caught])
 
 
 @pytest.mark.parametrize("place", ["unknown uid", "empty HOME", "relative HOME", "removed folder"])
+@pytest.mark.slow
 def test_the_first_matmul_needs_no_place(place: str, tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-c", FIRST_MATMUL, place], cwd=tmp_path, capture_output=True, text=True

@@ -290,6 +290,7 @@ def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
         assert store.save(GPU, ENVIRONMENT, record()) is None
 
 
+@pytest.mark.slow
 def test_a_long_wait_is_logged_once_in_a_process(
     store: CacheStore, caplog: pytest.LogCaptureFixture
 ) -> None:

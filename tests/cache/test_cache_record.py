@@ -90,6 +90,7 @@ def records(draw: st.DrawFn) -> TuningRecord:
 
 @settings(deadline=None)
 @given(records())
+@pytest.mark.slow
 def test_round_trip_through_text_is_exact(original: TuningRecord) -> None:
     text = json.dumps(original.to_json(), allow_nan=False)
     assert TuningRecord.from_json(json.loads(text)) == original
@@ -117,6 +118,7 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
+@pytest.mark.slow
 def test_a_record_with_one_value_replaced_is_refused_or_still_round_trips(
     data: st.DataObject,
 ) -> None:

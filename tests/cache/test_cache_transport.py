@@ -505,6 +505,7 @@ def test_an_import_that_fails_in_the_middle_leaves_whole_records_and_no_temporar
     assert list(root.rglob("*.tmp")) == []
 
 
+@pytest.mark.slow
 def test_a_thousand_records_are_imported_in_seconds(tmp_path: Path, root: Path) -> None:
     file = tmp_path / "records.json"
     write(file, *(item(record(problem(m=m))) for m in range(1, 1001)))

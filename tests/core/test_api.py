@@ -327,6 +327,7 @@ def test_a_plan_replays_and_refuses_other_tensors() -> None:
             plan(a, b, bias, out=wrong)
 
 
+@pytest.mark.slow
 def test_no_module_hides_a_public_name() -> None:
     code = """
 import importlib, pkgutil, tmm_core
@@ -477,6 +478,7 @@ assert set(os.listdir({home!r})) == before
 """
 
 
+@pytest.mark.slow
 def test_importing_does_nothing(tmp_path: Any) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -112,6 +112,7 @@ def strange(question: str, answer: Any) -> FakeKernel:
 
 
 @pytest.mark.parametrize(("question", "answer", "said"), NONSENSE)
+@pytest.mark.slow(quick=3)
 def test_nonsense_costs_its_kernel_alone(
     question: str, answer: Any, said: str, tmp_path: Path
 ) -> None:
@@ -473,6 +474,7 @@ hooks = plugin(Kernel("in_kernel.one"))
 }
 
 
+@pytest.mark.slow
 def test_the_commands_speak_of_plugins_that_would_end_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def calls(epilogue: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=name)
+@pytest.mark.slow(quick=4)
 def test_gradcheck(epilogue: Any) -> None:
     inputs = operands(epilogue)
     ours, _ = calls(epilogue)
@@ -497,6 +498,7 @@ def test_gradients_under_autocast_are_torchs() -> None:
 
 # Torch's own, where it makes stand-ins of what was saved.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     from torch._dynamo import compiled_autograd
 
@@ -657,6 +659,7 @@ def test_a_pass_each_way_under_autocast(inside: bool, passes: list[str]) -> None
 
 
 @pytest.mark.parametrize("epilogue", ["silu", "swiglu"])
+@pytest.mark.slow
 def test_a_product_is_let_go_before_its_operands_gradients(
     epilogue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

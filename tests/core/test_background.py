@@ -176,6 +176,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("briefly")
 @pytest.mark.filterwarnings("ignore:plugin 'fakes'. kernel wrong")
+@pytest.mark.slow
 def test_its_winners_are_those_of_the_foreground(tmp_path: Path) -> None:
     """Many problems are tuned. Most of their kernels differ by little, and some are wrong."""
     rng = random.Random(7)
@@ -439,6 +440,7 @@ def test_what_a_record_lacks_is_added_while_it_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("briefly")
+@pytest.mark.slow
 def test_many_threads_at_once() -> None:
     """One slice at a time, whoever calls; nobody waits for another's."""
     d, timer, _ = made(FakeKernel("fast", tiles=(1, 2, 3)))
@@ -596,6 +598,7 @@ def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("compiled", "briefly")
+@pytest.mark.slow
 def test_the_benchmark_tells_delays_and_winners(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -652,6 +655,7 @@ assert dispatch.default_dispatcher()._neighbours._families is not None
 """
 
 
+@pytest.mark.slow
 def test_after_a_preload_a_first_call_imports_nothing(tmp_path: Path) -> None:
     environ = {**os.environ, "TMM_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST], env=environ, check=True)

@@ -62,6 +62,7 @@ def runs(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_it_answers_without_metadata(tmp_path: Path) -> None:
     """As with the packages on PYTHONPATH."""
     for package in PACKAGES:
@@ -69,6 +70,7 @@ def test_it_answers_without_metadata(tmp_path: Path) -> None:
     runs(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_it_answers_in_a_frozen_application_from_a_zip_without_sources(tmp_path: Path) -> None:
     path = tmp_path / "packages.zip"
     with zipfile.PyZipFile(str(path), "w") as archive:

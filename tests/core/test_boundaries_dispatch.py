@@ -113,6 +113,7 @@ def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
     assert _position(edge, 40) == _position(edge, 41) != _position(edge, 49)
 
 
+@pytest.mark.slow
 def test_tuning_an_m_measures_its_bucket_once(tmp_path: Path) -> None:
     """A call inside a bucket is answered by the bucket's record: none is made of its own M."""
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
@@ -218,6 +219,7 @@ def test_sizes_that_fill_the_last_tile_alike(extent: int, config: Any, found: st
     assert size_class(extent, config) == found
 
 
+@pytest.mark.slow
 def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})

@@ -82,6 +82,7 @@ def test_the_record_of_the_other_replaces_the_answer(shared: Any, tmp_path: Path
     assert not timer.measured
 
 
+@pytest.mark.slow
 def test_where_bits_must_not_change_a_call_waits(tmp_path: Path) -> None:
     invariant = FakeKernel("fast", traits=Traits(batch_invariant=True))
     d, _ = dispatcher(FakeBlas(), invariant, times=FAST, root=tmp_path)
@@ -232,6 +233,7 @@ print(json.dumps({{"seconds": seconds, "steps": steps, "kernels": kernels}}))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_divide_the_problems_of_a_step(tmp_path: Path) -> None:
     program = RANK.format(here=str(Path(__file__).parents[1]))
     environ = {

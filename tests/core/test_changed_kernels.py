@@ -96,6 +96,7 @@ print(*[name for name in sys.modules if name.startswith("tmm_core.")])
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_replays_does_not_import_the_tuner(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TMM_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}

@@ -180,6 +180,7 @@ def test_experts_of_gpt_oss() -> None:
         Quantized.from_mxfp4(blocks.flatten(-2), scales)
 
 
+@pytest.mark.slow
 def test_what_compressed_tensors_wrote() -> None:
     """The package's own packing, of codes from -8 to 7."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")

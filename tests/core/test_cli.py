@@ -616,6 +616,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.slow
 def test_no_command_line_ends_in_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

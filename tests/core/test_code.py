@@ -193,6 +193,7 @@ print(Typed().version)
 """
 
 
+@pytest.mark.slow
 def test_only_a_kernel_with_files_has_one_version_in_all_processes(site: Path) -> None:
     said = []
     for seed in ("1", "2"):
@@ -277,7 +278,9 @@ def test_a_compiled_module_without_source_and_a_linked_folder_count(site: Path) 
 
     def compiled(factor: int) -> str:
         helper.write_text(f"FACTOR = {factor}\n")
-        py_compile.compile(str(helper), str(helper) + "c")
+        # By default it holds the time at which the source was written.
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(helper), str(helper) + "c", invalidation_mode=mode)
         helper.unlink()
         version: str = own().version
         return version

@@ -30,6 +30,7 @@ def collected() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_garbage_from_before_outlives_a_first_call() -> None:
     garbage = weakref.ref(Node())
     with garbage_kept():
@@ -72,6 +73,7 @@ def test_a_disabled_collector_stays_disabled() -> None:
 
 @pytest.mark.parametrize("capturing", [True, False])
 @pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.slow
 def test_a_plan_that_is_made_during_a_capture_keeps_garbage(
     cuda: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

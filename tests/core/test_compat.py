@@ -126,6 +126,7 @@ def test_nothing_is_missing_here() -> None:
     assert compat.missing == []
 
 
+@pytest.mark.slow
 def test_without_any_of_them(tmp_path: Path) -> None:
     groups = [" ".join(group) for group in GROUPS]
     environment = {**os.environ, "TMM_CACHE_DIR": str(tmp_path), "TMM_DISABLE_PLUGINS": "triton"}

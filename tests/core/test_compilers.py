@@ -157,6 +157,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_fault_costs_one_candidate(
     server: Compilers, installed: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_fault_costs_one_candidate(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_hanging_candidates_share_their_limit(server: Compilers, installed: Any) -> None:
     server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
     server.limit = 1.5
@@ -192,6 +194,7 @@ def test_hanging_candidates_share_their_limit(server: Compilers, installed: Any)
     ended(*(int(pid) for pid, tile, *_ in compiled() if tile == "2"))
 
 
+@pytest.mark.slow
 def test_what_hangs_keeps_no_other_kernel_waiting(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +221,7 @@ def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
     ended(*pids)
 
 
+@pytest.mark.slow
 def test_compilers_let_the_calling_process_go_first(own: Compilers, installed: Any) -> None:
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     own.submit(problem(), candidate(installed.kernel, 2))
@@ -226,6 +230,7 @@ def test_compilers_let_the_calling_process_go_first(own: Compilers, installed: A
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
+@pytest.mark.slow
 def test_closing_ends_every_process_and_leaves_no_file(
     own: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +301,7 @@ def test_variables_that_changed_since_hold(
     assert [tile for _, tile, *_ in compiled()] == ["1", "8"]
 
 
+@pytest.mark.slow
 def test_another_plugin_path_is_another_server(
     own: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +386,7 @@ def test_a_program_with_python_in_it_is_not_started_again(
     assert made._host is None
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_nobody_needs_it(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +504,7 @@ def test_a_budget_that_ends_ends_compiling(server: Compilers, installed: Any) ->
     ended(*(int(pid) for pid, tile, *_ in compiled() if tile == "2"))
 
 
+@pytest.mark.slow
 def test_the_start_of_the_server_costs_no_budget(own: Compilers, installed: Any) -> None:
     """Importing torch and the plugins takes seconds: the budget of the first problem would be over
     before its only kernel compiled."""
@@ -570,6 +578,7 @@ ask()
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_once(installed: Any, tmp_path: Path) -> None:
     """It has no guard. Pebble's workers would run it again if the pool were in this process, so the
     pool has a process of its own."""
@@ -591,6 +600,7 @@ with pebble.ProcessPool(1, context=multiprocessing.get_context("forkserver")) as
 
 
 @pytest.mark.parametrize("body", ["ask()\n", FORKED, DAEMON], ids=["stdin", "forked", "daemon"])
+@pytest.mark.slow
 def test_any_process_can(body: str, installed: Any) -> None:
     lines = finished(run(body))
     assert set(lines) == {"ValueError: no such layout"}
@@ -598,6 +608,7 @@ def test_any_process_can(body: str, installed: Any) -> None:
     assert len({pid for pid, *_ in compiled()}) >= 1 + ("fork" in body)
 
 
+@pytest.mark.slow
 def test_a_removed_working_folder(installed: Any, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -632,6 +643,7 @@ time.sleep(200)
 @pytest.mark.parametrize(
     ("how", "held"), [(signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGINT, False)]
 )
+@pytest.mark.slow
 def test_no_process_outlives_its_parent(how: int, held: bool) -> None:
     program = run(ENDS.format(held=held), start_new_session=True)
     holder = 0
@@ -654,6 +666,7 @@ def test_no_process_outlives_its_parent(how: int, held: bool) -> None:
                 os.killpg(leader, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_is_not_missed(own: Compilers, installed: Any) -> None:
     future = own.submit(problem(), candidate(installed.kernel, 2))
     pids = [*begun(), process(own).pid]

@@ -58,6 +58,7 @@ def test_an_explanation_fits_and_breaks_no_word(explained: Any, width: int) -> N
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.slow
 def test_shipped_records_fit_and_break_no_word(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -466,6 +466,7 @@ def test_threads_that_reach_in_while_others_call() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_compiled_models_see_what_changes(kind: Any) -> None:
     torch._dynamo.reset()
     converted, original = twins(kind)

@@ -172,6 +172,7 @@ def test_logits_gradients_and_the_report(twins: Any, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("twins", MODELS, indirect=True, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("first", ["convert", "adapt"])
+@pytest.mark.slow(quick=6)
 def test_adapters(twins: Any, first: str, request: pytest.FixtureRequest) -> None:
     model, original, inputs = twins
     before = original(**inputs).logits.detach()

@@ -133,6 +133,7 @@ def test_a_malformed_condition_fails_the_launch() -> None:
         show[(1,)](torch.zeros(4), "0;1", 4)
 
 
+@pytest.mark.slow
 def test_what_compiles(tmp_path: Path) -> None:
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     script = f"""
@@ -210,6 +211,7 @@ def test_something_else_than_a_tensor_is_no_tensor() -> None:
         check_tensors_ready([1.0])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_neither_triton_nor_pytest(tmp_path: Path) -> None:
     script = "import sys; import tmm_core.testing; from tmm_core.testing import check_tensors_ready"
     script += "; print([m for m in ('triton', 'pytest') if m in sys.modules])"

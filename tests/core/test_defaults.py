@@ -41,6 +41,7 @@ def sources() -> list[Path]:
     return [*(ROOT / "tmm_core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
 
 
+@pytest.mark.slow
 def test_every_tensor_names_its_device_and_dtype() -> None:
     silent = []
     count = 0
@@ -120,6 +121,7 @@ def restored(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator
 
 @pytest.mark.usefixtures("blas_alone")
 @pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.slow
 def test_defaults_change_nothing(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
     wanted = {name: use() for name, use in USES.items()}
@@ -142,6 +144,7 @@ def test_refusals_are_the_same(default: str) -> None:
 
 
 @pytest.mark.parametrize("default", ["the context of a device", "fp64"])
+@pytest.mark.slow
 def test_tuning_under_defaults(default: str) -> None:
     """Kernels of the interpreter are verified, on groups too."""
     eight_bit = tmm_core.problem(A.to(E4M3), B.to(E4M3), epilogue="silu")

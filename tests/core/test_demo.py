@@ -98,6 +98,7 @@ def test_a_wrong_kernel_is_called_wrong(
     assert re.search(r"^fake\.right +right +\d", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_torch_is_compared_with_in_temporary_records(
     demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

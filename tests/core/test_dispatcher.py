@@ -208,6 +208,7 @@ def tall(m: int, **fields: Any) -> Any:
         ({("tiled", 2, 4097): 51.5, ("tiled", 1, 4097): 90.0}, 4200, ("blas", 1)),
     ],
 )
+@pytest.mark.slow(quick=4)
 def test_inside_a_bucket_what_was_measured_there_answers(
     inside: dict[Any, float], m: int, wanted: tuple[str, int]
 ) -> None:
@@ -262,6 +263,7 @@ def test_inside_a_bucket_a_kernel_that_is_gone_is_passed_over(tmp_path: Path) ->
     assert (choice.origin, choice.candidate.kernel.name) == ("cache", "tiled")
 
 
+@pytest.mark.slow
 def test_what_must_not_depend_on_m_is_not_carried_over() -> None:
     traits = Traits(batch_invariant=True)
     d, _ = dispatcher(
@@ -604,6 +606,7 @@ def test_a_locked_store_answers_alone_and_a_miss_says_what_to_do(
     assert timer.measured == []
 
 
+@pytest.mark.slow
 def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

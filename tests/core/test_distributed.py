@@ -69,6 +69,7 @@ def double(case: Case, grad: bool) -> Outcome:
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
+@pytest.mark.slow(quick=3)
 def test_a_rule_computes_on_shards_as_they_lie(world: World, case: Case, grad: bool) -> None:
     for outcome in world.run(double, case, grad):
         assert outcome.placements == case.out
@@ -332,6 +333,7 @@ def compiled() -> list[float]:
     return [float((x - y).abs().max()) for x, y in zip(grads, whole.grad, strict=True)]
 
 
+@pytest.mark.slow
 def test_compiled(world: World) -> None:
     for errors in world.run(compiled):
         assert max(errors) < 1e-13
@@ -367,6 +369,7 @@ for name, first in firsts.items():
 """
 
 
+@pytest.mark.slow
 def test_the_first_dtensor_brings_its_rules() -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     run = [sys.executable, "-c", MEET]
@@ -475,6 +478,7 @@ def test_a_cache_that_cannot_be_written_costs_no_agreement(world: World, tmp_pat
     agree(world.run(partial(tuned, f"{tmp_path}/file/{{rank}}")), "xyxyxy")
 
 
+@pytest.mark.slow
 def test_ranks_that_chose_differently_come_to_agree(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", alone=True))
     agree(outcomes, "xyxyxy")
@@ -488,6 +492,7 @@ def kill_rank_0(index: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_missed_and_replaced(mortals: World, tmp_path: Path) -> None:
     first, *rest = mortals.run(
         partial(tuned, f"{tmp_path}/{{rank}}", before=kill_rank_0, timeout=2.0)
@@ -507,6 +512,7 @@ def kill_all(index: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_problem_that_kills_is_given_up(mortals: World, tmp_path: Path) -> None:
     outcomes = mortals.run(partial(tuned, f"{tmp_path}/{{rank}}", before=kill_all, timeout=2.0))
     assert [isinstance(outcome, Lost) for outcome in outcomes] == [True, False, False, True]
@@ -524,6 +530,7 @@ def hang_rank_1(index: int) -> None:
         time.sleep(6)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up_and_adopts_later(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", before=hang_rank_1, timeout=2.0))
     agree(outcomes, "xxxyxx")
@@ -545,12 +552,14 @@ def fail_on_rank_1(root: str) -> Tuned:
     return tuned(root)
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_measure_another_does(world: World, tmp_path: Path) -> None:
     outcomes = world.run(fail_on_rank_1, f"{tmp_path}/{{rank}}")
     agree(outcomes, "xxxyxx")
     assert [outcome.measured for outcome in outcomes] == [[0, 1, 4], [], [2, 5], [3]]
 
 
+@pytest.mark.slow
 def test_different_kernels_are_told(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", versions="1121"))
     for rank, outcome in enumerate(outcomes[:2]):
@@ -608,6 +617,7 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
 # -- the example ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
     """As docs/shard.md runs it."""
     page = (ROOT / "docs" / "shard.md").read_text("utf-8")
@@ -659,6 +669,7 @@ def asked_and_listed() -> tuple[set[str], set[str]]:
     return asked, {str(tmm_core.problem(a, b)) for a, b in pairs}
 
 
+@pytest.mark.slow
 def test_the_example_tunes_what_it_multiplies(mortals: World) -> None:
     # Not on the ranks that tuned: their dispatchers are fakes.
     for asked, listed in mortals.run(asked_and_listed):
@@ -675,5 +686,6 @@ def experts_apart() -> float:
     return example.difference(torch.device("cpu"), torch.float32, **sizes)
 
 
+@pytest.mark.slow
 def test_experts_divided_among_ranks_are_those_of_one(mortals: World) -> None:
     assert max(mortals.run(experts_apart)) < 1e-5

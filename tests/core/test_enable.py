@@ -1000,6 +1000,7 @@ def _run(value: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
 
 
+@pytest.mark.slow
 def test_the_environment_enables() -> None:
     assert _run("1").stdout == "True False\n"
     assert _run("0").stdout == "False False\n"

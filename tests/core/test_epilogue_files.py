@@ -80,6 +80,7 @@ assert nn.activation.recognise(Other()).epilogue == "sigmoid"
 """
 
 
+@pytest.mark.slow
 def test_an_epilogue_is_its_file(tmp_path: Path) -> None:
     copy = tmp_path / "tmm_core"
     copy.mkdir()

@@ -93,6 +93,7 @@ def tuned(kernel: Any, **fields: Any) -> dict[int, Any]:
     return {c.config["tile"]: c for c in record.candidates if c.kernel == kernel.name}
 
 
+@pytest.mark.slow
 def test_what_a_first_launch_does_costs_its_candidate(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.slow
 def test_a_worn_out_worker_is_replaced_and_its_job_done_again(
     times: int, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +168,7 @@ def test_where_no_process_can_be_had_this_one_launches(
     assert found[1].status == "ok"
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_at_once_and_leaves_no_process(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +199,7 @@ def test_ctrl_c_stops_at_once_and_leaves_no_process(
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_the_command_isolates(
     installed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,7 @@ else:
 
 @pytest.mark.parametrize(("files", "code"), [({}, WITHOUT), ({"fnuz.py": FNUZ}, WITH)],
                          ids=["without-fp8", "with-another"])  # fmt: skip
+@pytest.mark.slow
 def test_a_format_is_its_file(files: dict[str, str], code: str, tmp_path: Path) -> None:
     copy = tmp_path / "tmm_core"
     copy.mkdir()

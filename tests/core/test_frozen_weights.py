@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import FakeBlas, FakeKernel, dispatcher, installed
-from pairwise import covering
 from test_inductor import GATES
 from torch import nn
 
@@ -101,13 +99,10 @@ def agree(run: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -> Non
             torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-FROZEN = covering(
-    itertools.product(GATES, (False, True), (torch.float32, torch.bfloat16)),
-    lambda case: dict(zip(("gate", "order", "dtype"), case, strict=True)),
-)
-
-
-@pytest.mark.parametrize(("name", "up_first", "dtype"), FROZEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("up_first", [False, True])
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.slow(quick=8)
 def test_two_frozen_weights_become_one_call(name: str, up_first: bool, dtype: torch.dtype) -> None:
     bias = dtype is torch.float32
     model, seen = Gated(bias, name, up_first).to(dtype).eval(), Seen()
@@ -134,6 +129,7 @@ def _of_two(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(x @ gate) * (x @ up)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_frozen_stay_apart(frozen: Any) -> None:
     """Joining them would copy both in each call."""
     model, seen = Gated(bias=True).eval(), Seen()

@@ -507,6 +507,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("signature", SIGNATURES)
+@pytest.mark.slow(quick=3)
 def test_opcheck(signature: str, learns: bool) -> None:
     arguments = tuple(
         t.detach().clone().requires_grad_(learns and t.is_floating_point())

@@ -30,6 +30,7 @@ def of(dtype: torch.dtype, m: int, n: int, k: int, **fields: Any) -> Problem:
 
 # The last ones were refused before, or could not be verified.
 @pytest.mark.parametrize("seed", [*range(24), 2536, 5665, 10585, 10812, 12311])
+@pytest.mark.slow(quick=3)
 def test_a_right_kernel_of_a_random_problem_passes(seed: int) -> None:
     ((_, asked, how),) = cases(seed, 1)
     assert verified(asked, how).reason is None

@@ -529,6 +529,7 @@ def others_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.slow(quick=2)
 def test_it_costs_itself_and_one_warning(behaviour: str, others_are_believed: None) -> None:
     before = os.getcwd(), torch.get_default_dtype(), A.clone(), torch.is_grad_enabled()
     made = install(BEHAVIOURS[behaviour])
@@ -562,8 +563,8 @@ def test_a_config_without_a_text_is_explained() -> None:
     assert "bad tile=3" in str(tmm_core.explain(A, B))
 
 
-# Each third, to save half a minute; all pass.
-@pytest.mark.parametrize("behaviour", list(BEHAVIOURS)[::3])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.slow(quick=10)
 def test_where_warnings_are_errors_it_raises_once(behaviour: str) -> None:
     install(BEHAVIOURS[behaviour])
     with warnings.catch_warnings():

@@ -429,6 +429,7 @@ print([Epilogue("f", each).key for each in (typed(2.0), typed(lock), executed, l
 """
 
 
+@pytest.mark.slow
 def test_keys_of_functions_with_files_are_the_same_in_every_process(tmp_path: Path) -> None:
     (tmp_path / "shared.py").write_text(SHARED)
 

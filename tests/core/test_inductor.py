@@ -92,6 +92,7 @@ def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = No
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.slow(quick=4)
 def test_a_layer_becomes_one_call(
     name: str, dtype: torch.dtype, residual: bool, bias: bool
 ) -> None:
@@ -139,6 +140,7 @@ CUTS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("rows", [(3, 5), (5,)])
+@pytest.mark.slow(quick=5)
 def test_a_gated_layer_becomes_one_call(
     name: str, dtype: torch.dtype, cut: str, residual: bool, rows: tuple[int, ...]
 ) -> None:

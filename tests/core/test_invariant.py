@@ -190,6 +190,7 @@ def test_kernels_share_an_arithmetic(tmp_path: Path) -> None:
     assert chosen(d, 17) == ("tall", 1, "k16")
 
 
+@pytest.mark.slow
 def test_configs_that_depend_on_m_and_kernels_that_do_are_left_out(tmp_path: Path) -> None:
     kernel = Summing("k", {1: None, 2: "two"})
     loose = FakeKernel("loose")
@@ -203,6 +204,7 @@ def test_configs_that_depend_on_m_and_kernels_that_do_are_left_out(tmp_path: Pat
     assert d.record(problem(m=16)) is None
 
 
+@pytest.mark.slow
 def test_without_a_name_of_its_own_each_config_is_an_arithmetic() -> None:
     kernel = FakeKernel("k", tiles=(1, 2), traits=INVARIANT)
     names = [kernel.arithmetic(asked(1), FakeConfig(tile=tile)) for tile in (1, 2)]
@@ -242,6 +244,7 @@ def test_the_next_rung_is_compiled_while_one_is_measured(tmp_path: Path) -> None
 # What stays.
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_pinned_for_later_processes(tmp_path: Path) -> None:
     kernels = (FakeBlas(), Summing("k", {1: "one", 2: "two"}))
     d, _ = dispatcher(*kernels, root=tmp_path)
@@ -286,6 +289,7 @@ def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> N
     assert timer.tuned == [64]
 
 
+@pytest.mark.slow
 def test_a_guess_does_not_depend_on_m_nor_change_in_a_process(tmp_path: Path) -> None:
     class Graded(Summing):
         """Expects a tile to be the better the closer it is to M."""
@@ -336,6 +340,7 @@ def test_an_error_where_nothing_is_on_record_and_that_is_forbidden(tmp_path: Pat
     assert timer.measured == []
 
 
+@pytest.mark.slow
 def test_an_arithmetic_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})

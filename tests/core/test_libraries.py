@@ -149,6 +149,7 @@ def test_accelerate(first: str) -> None:
     assert_close(losses[0], losses[1])
 
 
+@pytest.mark.slow
 def test_lightning(tmp_path: Path) -> None:
     lightning = library("lightning")
 
@@ -182,6 +183,7 @@ def test_lightning(tmp_path: Path) -> None:
     assert_close(tasks[0].losses, tasks[1].losses)
 
 
+@pytest.mark.slow
 def test_transformers_trainer(tmp_path: Path) -> None:
     library("accelerate")
     transformers = library("transformers")

@@ -56,6 +56,7 @@ def dispatcher(kernel: Lie, root: Path) -> Dispatcher:
 
 
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
+@pytest.mark.slow(quick=3)
 def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> None:
     """It would win; BLAS answers, and a warning names the kernel."""
     kernel = ALL[row][name]()
@@ -126,9 +127,11 @@ def failures(kernel: Lie) -> list[str]:
 
 
 @pytest.mark.parametrize(("row", "name"), EACH, ids=[f"{row} {name}" for row, name in EACH])
+@pytest.mark.slow(quick=6)
 def test_a_lying_kernel_fails_the_conformance_suite(row: str, name: str) -> None:
     assert failures(ALL[row][name]())
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes_the_conformance_suite() -> None:
     assert failures(Lie()) == []

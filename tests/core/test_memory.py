@@ -42,6 +42,7 @@ def test_the_peak_is_seen() -> None:
 
 
 @pytest.mark.parametrize("asked", [WIDE, TALL, SQUARE], ids=str)
+@pytest.mark.slow
 def test_verification_respects_its_limit_whatever_it_compares(asked: Any) -> None:
     launcher = FakeKernel("k").bind(asked, FakeConfig())
     seen = set()

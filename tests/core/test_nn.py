@@ -428,6 +428,7 @@ OTHERS = (transpose, neighbours_by_columns, one_bias, no_parameters)
 
 @pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, *OTHERS])
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.slow(quick=3)
 def test_what_parts_the_halves_makes_two_products_never_a_wrong_one(
     spoil: Any, compiled: bool, products: Any
 ) -> None:
@@ -515,6 +516,7 @@ def test_frozen_weights_pass_gradients_on(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.slow
 def test_gated_mlp_under_autocast(compiled: bool) -> None:
     mlp, x = GatedMLP(12, 20), randn(5, 12)
     reference = LlamaMLP()
@@ -620,6 +622,7 @@ def test_an_activation_that_does_not_gate_is_refused(activation: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "gated", "converted"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.slow
 def test_layers_compile_whole_with_and_without_gradients(
     kind: str, backend: str, products: Any
 ) -> None:
@@ -1265,6 +1268,7 @@ def test_convert_wants_a_module() -> None:
 # -- the package -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_import_tmm_core_does_not_import_nn() -> None:
     code = "import sys, tmm_core; assert not any(n.startswith('tmm_core.nn') for n in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -1278,6 +1282,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_example_says_what_it_lacks() -> None:
     example = Path(__file__).parents[2] / "examples" / "llama_convert.py"
     run = subprocess.run(

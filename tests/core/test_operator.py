@@ -50,6 +50,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("signature", SIGNATURES)
+@pytest.mark.slow(quick=3)
 def test_opcheck(signature: str, learns: bool) -> None:
     arguments = tuple(
         t.detach().clone().as_strided(t.shape, t.stride()).requires_grad_(learns)
@@ -97,6 +98,7 @@ def test_gated_linear_has_derivatives_and_maps() -> None:
 
 @pytest.mark.parametrize("epilogue", [None, "relu", "gelu_tanh", "swiglu", CUBE], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow(quick=5)
 def test_a_compiled_training_step_is_eagers(epilogue: Any, dynamic: bool) -> None:
     torch._dynamo.reset()  # other cases' graphs are of the same code
     parsed = dispatch.default_dispatcher().registry.epilogue(epilogue)
@@ -208,6 +210,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.slow
 def test_export_keeps_the_operators(strict: bool, learns: bool) -> None:
     block = Block().requires_grad_(learns)
     x = randn(4, 8)

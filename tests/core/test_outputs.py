@@ -104,6 +104,7 @@ def test_of_nothing_there_is_a_reduction(shape: tuple[int, int, int]) -> None:
     assert (squares.tolist(), total.item(), copy.shape) == ([0.0] * n, 0.0, (m, n))
 
 
+@pytest.mark.slow
 def test_it_compiles_and_is_an_operator(operands: dict[str, Tensor]) -> None:
     a, b, bias, residual = operands.values()
     compiled = torch.compile(matmul, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -45,6 +45,7 @@ def start(root: Path, delay: float = 0.5, count: int = 1) -> subprocess.Popen[st
     )
 
 
+@pytest.mark.slow
 def test_two_processes_tune_a_problem_once(tmp_path: Path) -> None:
     lines = []
     for process in [start(tmp_path), start(tmp_path)]:
@@ -61,6 +62,7 @@ def test_two_processes_tune_a_problem_once(tmp_path: Path) -> None:
     assert out.split() == ["slow", "cache", "0"]
 
 
+@pytest.mark.slow
 def test_a_killed_tune_loses_one_problem(tmp_path: Path) -> None:
     process = start(tmp_path, delay=0.05, count=200)
     assert process.stdout is not None
@@ -128,6 +130,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("how", "workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.slow
 def test_data_loader_workers(how: str, workers: int, tmp_path: Path) -> None:
     """Values come out of workers, and the process ends. A spawned worker takes seconds to import
     torch: one is enough."""

@@ -279,12 +279,14 @@ def quick(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @bounded
 @given(call=calls(), modes=autocasts())
+@pytest.mark.slow
 def test_every_path_gives_the_same_or_refuses(call: Call, modes: Autocast) -> None:
     verify(call, modes)
 
 
 @settings(bounded, max_examples=4)
 @given(call=calls(), modes=autocasts())
+@pytest.mark.slow
 def test_compiled_too(call: Call, modes: Autocast) -> None:
     verify(call, modes, ("compiled", functools.partial(compiled, matmul)))
 

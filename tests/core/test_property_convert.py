@@ -266,6 +266,7 @@ GIVEN = given(
 
 @settings(bounded, max_examples=60)
 @GIVEN
+@pytest.mark.slow
 def test_changes_in_any_order(make: Any, changes: Any, place: int) -> None:
     verify(make, changes, place)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import share
 
 pytest.importorskip("triton")
 
@@ -138,7 +137,9 @@ def compiled(sm: int, group: int, k: int) -> str:
     return str(result.asm["ptx"])
 
 
-@pytest.mark.parametrize(("sm", "group"), share([(90, 128), (90, 0), (100, 0), (100, 128)], 0, 2))
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.slow
 def test_it_compiles(sm: int, group: int, uninterpreted: Any) -> None:
     ptx = uninterpreted(compiled, sm, group, 4096)
     assert "ld.global.v4.b32" in ptx

@@ -163,6 +163,7 @@ COMPILED: dict[str, Callable[[Tensor, Quantized, Quantized], Tensor]] = {
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("call", COMPILED)
+@pytest.mark.slow(quick=5)
 def test_compiled_calls_that_read_a_property(call: str, whole: bool) -> None:
     """A graph that may break has its inputs' properties read again, by a frame that is compiled."""
     weight, stack = made("int4", 24, 256)[0], made("int8", 3, 24, 256)[0]

@@ -67,6 +67,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.slow(quick=3)
 def test_a_weight(case: str, zeros: bool) -> None:
     """In all that a call may have; M and N are odd, and N is no multiple of a block."""
     if zeros and not formats.named(CASES[case][0]).zeros:

@@ -97,6 +97,7 @@ def compare(mine: Tensor | Exception, theirs: Tensor | Exception) -> None:
 
 @given(operands())
 @settings(deadline=None, max_examples=400, derandomize=True)
+@pytest.mark.slow
 def test_values_and_errors_are_torchs(pair: tuple[Tensor, Tensor]) -> None:
     a, b = pair
     theirs = outcome(lambda: torch.matmul(a, b))
@@ -173,6 +174,7 @@ def outputs(draw: Any) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
 
 @given(outputs())
 @settings(deadline=None, max_examples=300, derandomize=True)
+@pytest.mark.slow
 def test_out_is_torchs(case: tuple[Tensor, Tensor, Callable[[], Tensor]]) -> None:
     a, b, make = case
     results = []

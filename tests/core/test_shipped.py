@@ -138,6 +138,7 @@ def test_what_ships_is_chosen_by_and_checked(
 
 
 @pytest.mark.parametrize(("fault", "status"), [("wrong", "wrong"), ("raises", "failed")])
+@pytest.mark.slow
 def test_a_shipped_winner_that_is_no_good_fails_the_check(
     fault: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

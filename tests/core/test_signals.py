@@ -151,6 +151,7 @@ QUESTIONS = ["declines", "configs", "default_config", "estimate_us", "workspace_
 
 @pytest.mark.parametrize("stage", [*QUESTIONS, "bind", "launch"])
 @pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.slow(quick=3)
 def test_it_passes_from_a_first_call(stage: str, raised: type[BaseException]) -> None:
     bomb = Bomb(stage, raised)
     install(bomb)
@@ -195,6 +196,7 @@ def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+@pytest.mark.slow(quick=3)
 def test_it_passes_from_the_cache(
     raised: type[BaseException],
     where: str,
@@ -427,6 +429,7 @@ def test_a_plugins_own_exceptions_do_not_pass(error: type[BaseException]) -> Non
 
 
 @pytest.mark.parametrize("guard", ["reraise", "suppress"])
+@pytest.mark.slow
 def test_an_exception_that_passes_keeps_nothing_alive(guard: str) -> None:
     """A cycle would keep the interrupted frames' variables, a lock among them."""
 
@@ -491,6 +494,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_loop_that_catches_exceptions() -> None:
     command = [sys.executable, "-c", EXIT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as child:

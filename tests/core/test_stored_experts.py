@@ -325,6 +325,7 @@ def checkpoint(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("which", ["fp8", "exponents", "rounded", "mxfp4"])
+@pytest.mark.slow
 def test_compiled_experts(which: str, ours: Any) -> None:
     if which == "mxfp4":
         own = tiny("GptOss").model.layers[0].mlp.experts

@@ -582,6 +582,7 @@ def run(
     return pytester.runpytest_inprocess(name, *options)
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
     outcomes = run(pytester, Right).parseoutcomes()
     assert not {"failed", "errors", "warnings"} & set(outcomes), outcomes
@@ -593,6 +594,7 @@ def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("kernel", "test", "message"), WRONG, ids=[kernel.__name__ for kernel, *_ in WRONG]
 )
+@pytest.mark.slow(quick=4)
 def test_a_wrong_kernel_fails(
     pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str, message: str
 ) -> None:

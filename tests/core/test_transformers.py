@@ -254,6 +254,7 @@ def test_what_is_changed_later_keeps_its_meaning(change: str, way: Any) -> None:
     assert_close(logits(model), logits(original))
 
 
+@pytest.mark.slow
 def test_a_compiled_model(way: Any, products: list[Any]) -> None:
     model, original = twins()
     way(model)
@@ -292,6 +293,7 @@ def test_assisted_decoding(way: Any, products: list[Any]) -> None:
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_continuous_batching(way: Any, products: list[Any]) -> None:
     t = library("transformers")
     outputs = []
@@ -313,6 +315,7 @@ def test_continuous_batching(way: Any, products: list[Any]) -> None:
     assert all(outputs[0])
 
 
+@pytest.mark.slow
 def test_a_step_of_trainer(way: Any, products: list[Any], tmp_path: Path) -> None:
     t = library("transformers")
     library("accelerate")

@@ -458,6 +458,7 @@ def test_what_can_no_longer_win_is_not_waited_for(
 
 
 @pytest.mark.parametrize("mode", ["tune", "background"])
+@pytest.mark.slow
 def test_the_fastest_so_far_is_verified_while_others_compile(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_refusal_is_not_forgotten_by_a_warm_call() -> None:
                 grouped(**valid | more)
 
 
+@pytest.mark.slow
 def test_what_misses_is_refused_by_compilers() -> None:
     for more in ({"scale_b": torch.ones(1)}, {"residual": randn(4, 6, dtype=FP64)}):
         for a in (randn(4, 8), recording(randn(4, 8))):

@@ -276,6 +276,7 @@ def test_right_at_64_and_wrong_at_50() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.slow
 def test_a_race_that_is_wrong_once_in_twenty(deterministic: bool) -> None:
     def race(seed: int) -> Fault:
         chance = random.Random(seed)
@@ -507,6 +508,7 @@ REAL = {
         ("batch", "triton.grouped"),
     ],
 )
+@pytest.mark.slow
 def test_real_kernels_pass(name: str, interpreted: str) -> None:
     asked = replace(REAL[name], device=fingerprint(CPU))
     verifier, count = Verifier(asked, CPU), 0
@@ -523,6 +525,7 @@ def test_real_kernels_pass(name: str, interpreted: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
+@pytest.mark.slow(quick=3)
 def test_special_values_through_epilogues(name: str) -> None:
     """Triton's formulas map NaN and Inf to the same results as torch's. Other ways of use need no
     launch for each function."""
@@ -795,6 +798,7 @@ def test_traits_decide_what_repeats_are_held_to() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.slow
 def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
     """They lose up to a unit in the last place of an fp32 sum per 16 products."""
 

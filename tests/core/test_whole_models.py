@@ -13,7 +13,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("transformers")
 
-from pairwise import every_case
 
 import tmm_core
 
@@ -37,43 +36,27 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return whole_models
 
 
-def _rows() -> list[Any]:
+def _rows() -> list[str]:
     names = ["llama-enable-prefill-2048", "llama-enable-training", "small-enable-forward"]
     names += ["small-enable-training", "gpt2-enable-training", "llama-enable-prefill-8192"]
     names += [f"{m}-experts-{n}" for m in ("qwen3-moe", "mixtral") for n in (1, 16, 512, 8192)]
-    compiled = [f"llama-compiled-decode-{n}" for n in (1, 16, 64)]
-    compiled += ["llama-compiled-prefill-2048", "llama-compiled-prefill-8192"]
-    compiled += [f"{model}-compiled-training" for model in ("llama", "bert", "vit")]
-    compiled += ["llama-int4-decode-1", "llama-int4-decode-16", "llama-converted-decode-16"]
-    compiled += ["llama-int4-uncompiled-decode-1", "llama-int4-uncompiled-decode-16"]
-    return names + [pytest.param(name, marks=pytest.mark.slow) for name in compiled]
+    names += [f"llama-compiled-decode-{n}" for n in (1, 16, 64)]
+    names += ["llama-compiled-prefill-2048", "llama-compiled-prefill-8192"]
+    names += [f"{model}-compiled-training" for model in ("llama", "bert", "vit")]
+    names += ["llama-int4-decode-1", "llama-int4-decode-16", "llama-converted-decode-16"]
+    return [*names, "llama-int4-uncompiled-decode-1", "llama-int4-uncompiled-decode-16"]
 
 
 ROWS = _rows()
-#: Rows that differ from another in the number of tokens alone, which are few on a CPU; and training
-#: of compiled models, half a minute each: ``test_operator.py`` compiles training steps.
-REPEATED = {
-    "bert-compiled-training", "llama-compiled-training", "vit-compiled-training",
-    "llama-enable-prefill-8192", "llama-compiled-decode-1", "llama-compiled-decode-64",
-    "llama-compiled-prefill-8192", "llama-int4-decode-1", "llama-int4-uncompiled-decode-16",
-    "qwen3-moe-experts-16", "qwen3-moe-experts-8192", "mixtral-experts-1", "mixtral-experts-512",
-}  # fmt: skip
-
-
-def _name(row: Any) -> str:
-    return str(getattr(row, "values", [row])[0])
-
-
-RUN = [row for row in ROWS if every_case() or _name(row) not in REPEATED]
 
 
 def test_the_rows_are_those_of_the_benchmark(bench: Any) -> None:
-    assert {_name(row) for row in ROWS} == set(bench.ROWS)
-    assert {_name(row) for row in ROWS} > REPEATED
+    assert set(ROWS) == set(bench.ROWS)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.slow
 def test_a_row_runs(bench: Any, name: str) -> None:
     torch.manual_seed(0)
     interpreted = [each.name for each in tmm_core.kernels() if each.name != "blas"]
@@ -109,6 +92,7 @@ def test_results_are_one_table(bench: Any) -> None:
     assert "small" not in bench.table([first, second])
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_or_does_not_fit_says_so(bench: Any) -> None:
     def fail(_: Any) -> Any:
         raise RuntimeError("no such model")

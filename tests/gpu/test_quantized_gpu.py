@@ -19,9 +19,10 @@ def quantized(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Quant
     return Quantized(codes, scale), codes.double() * scale.double()
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def close(found: Tensor, expected: Tensor, roundings: int = 4) -> None:
+    """``roundings`` to bf16 may each have its largest error."""
     error = (found.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
-    assert error.max() < 1.6e-2, float(error.max())
+    assert error.max() < roundings * 2**-8, float(error.max())
 
 
 @pytest.mark.parametrize("kernel", ["naive", "grouped", "split_k", "fused_epilogue", None])
@@ -43,7 +44,8 @@ def test_gated_int8_weights(kernel: str) -> None:
     weight, values = quantized(torch.randn(2 * 264, 520, device="cuda") / 520**0.5)
     gate, up = (x.double() @ values.T).chunk(2, dim=-1)
     y = tmm_core.linear(x, weight, epilogue="swiglu", kernel=kernel)
-    close(y, torch.nn.functional.silu(gate) * up)
+    # BLAS rounds gate and up, and torch's own expression had errors of 5 times 2**-8 on a CPU.
+    close(y, torch.nn.functional.silu(gate) * up, roundings=8)
 
 
 @pytest.mark.parametrize("kernel", ["triton.ragged", "blas"])

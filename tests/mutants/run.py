@@ -73,7 +73,7 @@ def _test(tree: Path, tests: Sequence[str], printed: Path) -> None:
     output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--slow", "0/1", *tests])
     import tmm_core
 
     if not str(tmm_core.__file__).startswith(str(tree)):

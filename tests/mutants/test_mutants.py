@@ -3,6 +3,7 @@ notice it, `make mutants` says."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from catalogue import MUTANTS
@@ -21,7 +22,7 @@ def fault(mutant: Mutant) -> str | None:
         return "changes nothing"
     source = path.read_text().replace(mutant.old, mutant.new)
     try:
-        compile(source, str(path), "exec")
+        ast.parse(source)
     except SyntaxError as error:
         return f"is no Python: {error}"
     for test in mutant.tests:

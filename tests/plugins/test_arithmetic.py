@@ -95,6 +95,7 @@ def test_ranges_are_added_one_after_the_other(splits: int, uninterpreted: Uninte
     assert uninterpreted(longest_sums, splits) >= splits
 
 
+@pytest.mark.slow
 def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninterpreted) -> None:
     """Where kernels share sums: some would add a residual to a product in one step, others not."""
     fused = problem(
@@ -262,6 +263,7 @@ def test_parts_add_up_to_the_product(
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 @pytest.mark.parametrize("epilogue", [None, "silu"])
+@pytest.mark.slow(quick=4)
 def test_ranges_of_k_give_a_row_the_same_bits_at_every_m(splits: int, epilogue: str | None) -> None:
     """In the interpreter: the ranges and the order of their sums depend on N and K alone."""
     tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_stages": 2, "num_warps": 4}

@@ -79,6 +79,7 @@ def untuned(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, E4M3], ids=str)
+@pytest.mark.slow(quick=4)
 def test_every_way_returns_the_problems_dtype(kind: str, dtype: torch.dtype, device: str) -> None:
     """Whatever dtypes bias, residual and result have, and whether an output is given."""
     shape_a, shape_b = SHAPES[kind]
@@ -118,6 +119,7 @@ def test_every_way_returns_the_problems_dtype(kind: str, dtype: torch.dtype, dev
 
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, E4M3], ids=str)
+@pytest.mark.slow
 def test_every_grouped_way_returns_the_problems_dtype(dtype: torch.dtype) -> None:
     offs, own = torch.tensor([1, 1, 4], dtype=torch.int32), BF16 if dtype is E4M3 else dtype
     terms = [None, *dict.fromkeys([own, FP32])]

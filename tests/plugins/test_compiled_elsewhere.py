@@ -173,6 +173,7 @@ print(json.dumps(dict(
 """
 
 
+@pytest.mark.slow
 def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     environment |= {
@@ -226,6 +227,7 @@ for order, launched in ((names, False), (names[::-1], False), (names, True), (na
 """
 
 
+@pytest.mark.slow
 def test_what_a_process_compiled_before_does_not_change_a_key() -> None:
     """Triton's hash of a function depends on which of its callees were hashed before, and a launch
     looks its kernel up by it."""

@@ -157,6 +157,7 @@ def test_a_copy_of_the_weight_is_not_at_rest() -> None:
 @pytest.mark.parametrize("words", [None, "a"])
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_the_weight_comes_before_the_launch_before_has_ended(
     consumers: int, pingpong: bool, layout: str, words: str | None
 ) -> None:

@@ -135,6 +135,7 @@ def compiled(target: str, of: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("of", OPERANDS)
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.slow(quick=8)
 def test_it_compiles(target: str, of: str, request: pytest.FixtureRequest) -> None:
     if "fp8" in of and (TARGETS[target].capability < (8, 9) or target == "gfx942"):
         pytest.skip("8-bit floats need compute capability 8.9")

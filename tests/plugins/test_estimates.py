@@ -72,6 +72,7 @@ def test_rates_by_dtype() -> None:
     ("folder", "device"),
     [("nvidia-h200-sm90-132", H200), ("nvidia-h100-80gb-hbm3-sm90-132", H100)],
 )
+@pytest.mark.slow
 def test_guesses_are_good_where_times_are_known(
     folder: str, device: DeviceFingerprint, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def linear(x: Tensor, w: Quantized, **how: Any) -> Tensor:
         ("mxfp4", 32, 7, 50, 96), ("int8", 64, 5, 48, 192),
     ],
 )  # fmt: skip
+@pytest.mark.slow(quick=5)
 def test_groups(kernel: str, form: str, group: int | None, m: int, n: int, k: int) -> None:
     w, values = weight(form, (n, k), group)
     x = torch.randn(m, k).bfloat16() / 16
@@ -71,6 +72,7 @@ def test_gated_groups() -> None:
 
 
 @pytest.mark.parametrize("form", ["int4", "mxfp4"])
+@pytest.mark.slow
 def test_experts(form: str) -> None:
     w, values = weight(form, (3, 48, 128), 32)
     x = torch.randn(20, 128).bfloat16() / 8
@@ -80,6 +82,7 @@ def test_experts(form: str) -> None:
     close(y, torch.cat([x[:3].double() @ values[0].T, x[3:].double() @ values[2].T]))
 
 
+@pytest.mark.slow
 def test_scales_may_have_any_strides() -> None:
     w, values = weight("int4", (40, 256), 64)
     across = Quantized(w.stored, w.scale.t().contiguous().t(), format="int4", group=64)

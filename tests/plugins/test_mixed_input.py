@@ -317,6 +317,7 @@ class Call:
 @pytest.mark.parametrize(
     ("consumers", "ways"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (3, 1)]
 )
+@pytest.mark.slow(quick=4)
 def test_consumers_share_columns_and_steps(consumers: int, ways: int, seed: int) -> None:
     how: dict[str, Any] = {"consumers": consumers, "ways": ways, "stages": ways * (2 + seed % 2)}
     how["programs"] = 1 + seed % 4
@@ -361,6 +362,7 @@ def test_values_along_k_in_the_order_of_the_stored_pairs(pairs: int, seed: int) 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ends", [(0, 5, 5, 6, 9, 9), (9,), (1, 3), (0, 0)])
+@pytest.mark.slow(quick=4)
 def test_groups_of_rows(ends: tuple[int, ...], gated: bool, seed: int) -> None:
     how: dict[str, Any] = {"ends": ends, "m": 9, "gated": gated, "extras": seed % 2 == 1}
     Call(seed, zeros=seed > 1, **how).check()
@@ -427,6 +429,7 @@ def assembled(ptx: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+@pytest.mark.slow
 def test_weights_go_through_registers_without_waits_or_spills(uninterpreted: Uninterpreted) -> None:
     lines = uninterpreted(compiled)
     assert len({line["name"] for line in lines}) == 10

@@ -52,6 +52,7 @@ def posed(epilogue: Epilogue, **fields: Any) -> Problem:
     ],
     ids=("rows-and-columns", "gated-halves", "all-and-tile", "columns"),
 )
+@pytest.mark.slow
 def test_tiles_add_up(
     kernel: TritonKernel[Any], config: Any, text: str, outputs: tuple[Port, ...]
 ) -> None:
@@ -73,6 +74,7 @@ def test_calls_fuse_outputs() -> None:
     torch.testing.assert_close(col, exact.sum((0, 1)).half(), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_nan_comes_through_both_steps() -> None:
     a = torch.ones(70, 24)
     a[69, 3] = math.nan

@@ -162,6 +162,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_kernel_is_assembled_once_with_its_edits(found: Any) -> None:
     first = found[""]
     assert first["hints"] == first["loads"] > 0

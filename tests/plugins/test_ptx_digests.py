@@ -16,6 +16,7 @@ from uninterpreted import Uninterpreted
 COMMAND = "python tests/ptx_digests.py"
 
 
+@pytest.mark.slow
 def test_changed_machine_code_has_another_version(uninterpreted: Uninterpreted) -> None:
     document = json.loads(TABLE.read_text())
     if triton.__version__ not in document:

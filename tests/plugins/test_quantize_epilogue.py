@@ -82,6 +82,7 @@ def posed(text: str, outputs: tuple[Port, ...], **fields: Any) -> Problem:
     ],
     ids=("groups", "a-tile-is-a-group", "gated-halves", "sums"),
 )  # fmt: skip
+@pytest.mark.slow
 def test_tiles_have_groups(kernel: Any, config: Any, text: str, outputs: Any) -> None:
     problem = posed(text, outputs, bias=FP32, residual=Operand(FP32), scaled=True)
     assert not kernel.reasons_against(problem)
@@ -201,6 +202,7 @@ def compiled(name: str, text: str, dtype: torch.dtype) -> list[dict[str, Any]]:
         ("triton.warp_specialized", "swiglu", FP8),
     ],
 )
+@pytest.mark.slow
 def test_it_compiles_for_hopper(
     name: str, text: str, dtype: torch.dtype, uninterpreted: Uninterpreted
 ) -> None:
@@ -329,6 +331,7 @@ def test_the_next_product_takes_it(kernel: str) -> None:
     assert error < 0.04
 
 
+@pytest.mark.slow
 def test_it_compiles_and_is_an_operator() -> None:
     x, w = torch.randn(2, 3, 40), torch.randn(256, 40)
     w8 = quantize(torch.randn(96, 256), "fp8", block=(128, 128))

@@ -238,6 +238,7 @@ class Call:
 
 @pytest.mark.parametrize("ragged", ["m", "k"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=3)
 def test_groups_of_any_size(consumers: int, pingpong: bool, ragged: str) -> None:
     """Each its rows, or its k-steps, and nothing of what is beyond: more blocks than tiles, and
     several tiles a block."""
@@ -253,6 +254,7 @@ def test_groups_of_any_size(consumers: int, pingpong: bool, ragged: str) -> None
 
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bool]) -> None:
     """A bias of each group, a residual, gates, both layouts of b, rows of no group zeroed."""
     ends, total = (0, 5, 5, 6, 11), 14
@@ -271,6 +273,7 @@ def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bo
 
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_two_products_of_groups_beside_each_other(
     consumers: int, pingpong: bool, ways: dict[str, bool]
 ) -> None:
@@ -322,6 +325,7 @@ def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:
 
 @pytest.mark.parametrize("outer", [1, 8])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow
 def test_scales_of_blocks_of_groups(consumers: int, pingpong: bool, outer: int) -> None:
     """Also where groups, or a block's last tile, have no rows."""
     for seed, (ends, total) in enumerate(SIZES[:4]):

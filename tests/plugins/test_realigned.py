@@ -55,6 +55,7 @@ H200 = DeviceFingerprint(
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, shared_memory=166912)
 
 
+@pytest.mark.slow(quick=4)
 class TestRealigned(KernelConformance):
     kernel = KERNEL
     dtypes = (FP16, BF16)
@@ -153,6 +154,7 @@ COPIED_DTYPES = itertools.cycle([BF16, FP16, FP32, BF16])
     [(*each, next(COPIED_DTYPES)) for each in itertools.product(SHAPES, COPIED_LAYOUTS)],
     ids=str,
 )
+@pytest.mark.slow(quick=3)
 def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
     made = {"a": posed(shape, layout, dtype), "b": posed(shape[::-1], layout, dtype, seed=1)}
     checksums, (a, b) = Checksums.of(made), (each.tensor for each in made.values())
@@ -528,6 +530,7 @@ def test_the_copy_compiles_for_hopper(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_configs_compile_for_hopper(
     asked: Problem, count: int, stack: int, uninterpreted: Uninterpreted
 ) -> None:

@@ -71,6 +71,7 @@ def posed(of: str, **changes: Any) -> Problem:
 @pytest.mark.skipif(not interpreting() and DEVICE.type == "cpu", reason="needs the interpreter")
 @pytest.mark.parametrize("of", OPERANDS)
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.slow(quick=5)
 def test_products(of: str, name: str) -> None:
     kernel, problem = KERNELS[name], posed(of)
     problems = [problem, replace(problem, batch=2)]

@@ -281,6 +281,7 @@ def compiled(sm: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sm", DEVICES)
+@pytest.mark.slow
 def test_words_go_from_memory_to_the_tensor_cores(sm: int, uninterpreted: Uninterpreted) -> None:
     lines = uninterpreted(compiled, sm)
     assert {line["name"] for line in lines} >= {"int4", "one row", "int8", "gated"}

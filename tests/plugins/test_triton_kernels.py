@@ -231,6 +231,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @named(KERNELS)
+@pytest.mark.slow(quick=4)
 def test_more_dimensions(kernel: TritonKernel[Any], layout: str) -> None:
     make, shape, in_place = LAYOUTS[layout]
     a, b = make(partial(random, dtype=FP16)), random(*shape, dtype=FP16, seed=1)
@@ -458,6 +459,7 @@ def test_declines_without_a_toolchain(
     assert not kernel_module.missing_toolchain()
 
 
+@pytest.mark.slow
 def test_without_triton_every_kernel_declines() -> None:
     code = """
 import sys

@@ -677,6 +677,7 @@ SCHEDULES = [(1, False), (2, False), (3, False), (2, True)]
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=5)
 def test_every_interleaving_multiplies(consumers: int, pingpong: bool, stages: int) -> None:
     # One k-step, fewer than stages, as many, and more; a K tail; tiles and blocks that make
     # one, two and three tiles a block, and blocks with a tile fewer than others.
@@ -693,6 +694,7 @@ def test_every_interleaving_multiplies(consumers: int, pingpong: bool, stages: i
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_layouts_and_epilogues(
     consumers: int, pingpong: bool, ways: dict[str, bool], gated: bool, layout: str
 ) -> None:
@@ -714,6 +716,7 @@ def test_layouts_and_epilogues(
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=8)
 def test_scales_of_blocks(
     consumers: int, pingpong: bool, ways: dict[str, Any], blocks_of: tuple[int, int, int]
 ) -> None:
@@ -748,6 +751,7 @@ def test_scales_of_blocks_and_parts_of_k(
 @pytest.mark.parametrize("batch", [" ", "a", "b", "r", "abr"])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_batches(consumers: int, pingpong: bool, ways: dict[str, bool], batch: str) -> None:
     for seed, (layout, gated, k) in enumerate([("nn", False, 7), ("tt", True, 2)]):
         out, expected = computed(
@@ -774,6 +778,7 @@ def test_a_fetched_residual_meets_its_strip(consumers: int, pingpong: bool, subt
 @pytest.mark.parametrize("grouped", [("tile", "group"), ("group", "tile"), ("group",)])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"gated": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_outputs_with_groups_of_columns(
     consumers: int, pingpong: bool, ways: dict[str, bool], grouped: tuple[str, ...]
 ) -> None:
@@ -796,6 +801,7 @@ def test_outputs_with_groups_of_columns(
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_sums_of_8_bits_are_promoted(
     consumers: int, pingpong: bool, gated: bool, scales: str
 ) -> None:
@@ -823,6 +829,7 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
 @pytest.mark.parametrize(("columns", "strip"), [(6, 2), (6, 1), (9, 1), (12, 4), (12, 2), (10, 2)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=6)
 def test_a_tile_is_two_products_beside_each_other(
     consumers: int, pingpong: bool, gated: bool, columns: int, strip: int
 ) -> None:
@@ -849,6 +856,7 @@ def test_a_tile_is_two_products_beside_each_other(
 
 @pytest.mark.parametrize("columns", [4, 6])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow
 def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int) -> None:
     """One block that sums ranges of K one after the other gives the bits of blocks that sum one
     each; of ranges of different lengths, too, and of single k-steps."""
@@ -928,6 +936,7 @@ def test_tiles_cut_along_k(consumers: int, pingpong: bool) -> None:
 
 
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow
 def test_every_tile_cut_along_k(consumers: int, pingpong: bool) -> None:
     # Parts of as many k-steps, and of one more than others; a K tail; fewer blocks than parts.
     for seed, (k, parts) in enumerate([(7, 2), (7, 4), (8, 3), (17, 5)]):
@@ -943,6 +952,7 @@ def test_every_tile_cut_along_k(consumers: int, pingpong: bool) -> None:
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_tiles_cut_along_k_with_fused_work(
     consumers: int, pingpong: bool, gated: bool, ways: dict[str, bool]
 ) -> None:
@@ -962,6 +972,7 @@ def test_tiles_cut_along_k_with_fused_work(
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=4)
 def test_rows_are_reduced_beside_the_result(
     consumers: int, pingpong: bool, ways: dict[str, bool], reduce: str
 ) -> None:
@@ -1009,6 +1020,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
         ("position // C.num_stages & 1", "0"),
     ],
 )
+@pytest.mark.slow(quick=5)
 def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_path: Path) -> None:
     """Each barrier of the kernel is needed: without it, some interleaving goes wrong."""
     module = changed(line, instead, tmp_path)
@@ -1126,6 +1138,7 @@ def _structure(config: WarpSpecializedConfig) -> dict[str, Any]:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_config_compiles_for_hopper(
     asked: Problem, which: str, uninterpreted: Uninterpreted
 ) -> None:
@@ -1170,6 +1183,7 @@ def test_storing_by_pointers_takes_no_more(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_loading_by_words_compiles_for_hopper(
     asked: Problem, which: str, uninterpreted: Uninterpreted
 ) -> None:
@@ -1206,8 +1220,8 @@ FUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", FUSED, ids=str)
+@pytest.mark.slow(quick=6)
 def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpreted) -> None:
     for result in uninterpreted(compiled, [asked], f"some {FUSED.index(asked) % 2}"):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
