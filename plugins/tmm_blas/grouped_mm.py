@@ -50,7 +50,7 @@ def reasons_against(problem: Problem) -> Iterable[str]:
         yield from _reasons_against_scaled(problem)
     elif problem.value != torch.bfloat16:
         yield f"torch's grouped product takes bf16, not {problem.value}"
-    elif not problem.stored and problem.out.dtype != torch.bfloat16:
+    elif problem.out.dtype != torch.bfloat16:
         yield f"torch's grouped product returns bf16, not {problem.out.dtype}"
     elif _splits_rows(problem):
         yield "torch's grouped product asserts that groups start at multiples of 16 bytes"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +78,66 @@ def test_products_and_sums_are_fused_unless_the_environment_says_otherwise(
 
 def test_an_option_given_for_a_kernel_is_kept() -> None:
     assert releases.options_for({"enable_fp_fusion": False}) == {"enable_fp_fusion": False}
+
+
+#: A module like Triton 3.6's launchers: the same name for all, and ``launch`` differs.
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, NULL}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture
+def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Two files, and a Triton with a launcher for each signature."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    paths = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "launcher.c").write_text(LAUNCHER % number)
+        built = build._build(
+            "__triton_launcher", str(folder / "launcher.c"), str(folder), [], [], [], []
+        )
+        paths.append(str(built))
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)
+    before = set(sys.modules)
+    releases.load_launchers_apart.cache_clear()
+    yield paths
+    releases.load_launchers_apart.cache_clear()
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_launcher_is_not_replaced_by_one_that_is_loaded_later(launchers: list[str]) -> None:
+    """Two threads load both a second time, each before the other reads ``launch``."""
+    from triton.runtime import build
+
+    def launched() -> list[int]:
+        for _ in range(2):
+            modules = [
+                build._load_module_from_path("__triton_launcher", path) for path in launchers
+            ]
+        return [module.launch() for module in modules]
+
+    assert launched() == [2, 2]  # as CPython loads them
+    releases.load_launchers_apart()
+    assert launched() == [1, 2]
+
+
+def test_a_triton_with_one_launcher_stays_as_it_is(
+    launchers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    monkeypatch.delattr(driver, "make_launcher")
+    before = build._load_module_from_path
+    releases.load_launchers_apart()
+    assert build._load_module_from_path is before

@@ -26,6 +26,7 @@ ROW, COL = Operand(BF16), Operand(BF16, "col")
 LAYER = Problem(64, 4096, 4096, ROW, COL, ROW, H100)
 EIGHT = replace(LAYER, a=Operand(E4M3), b=Operand(E4M3, "col"))
 GROUPED = replace(LAYER, groups=Groups(8, "m"))
+INT8 = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
 
 
 def ways(problem: Problem) -> set[str]:
@@ -98,6 +99,7 @@ def test_the_8_bit_product_of_torch_has_its_own_limits(change: dict[str, Any], t
     [
         ({}, ""), ({"a": COL}, "groups start at multiples of 16 bytes"),
         ({"out": Operand(FP16)}, "returns bf16"),
+        ({"out": Operand(FP32), "b": INT8}, "returns bf16"), ({"b": INT8}, ""),
         ({"device": replace(H100, capability=(10, 0))}, ""),
         ({"device": replace(H100, capability=(12, 0))}, "on the host"),
         ({"groups": Groups(8, "n")}, "groups start at multiples of 16 bytes"),

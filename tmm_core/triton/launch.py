@@ -24,7 +24,13 @@ from tmm_core.launch.codegen import written
 from tmm_core.spec.device import interpreting
 from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of
-from tmm_core.triton.releases import CCall, c_call, called_as_known, encode
+from tmm_core.triton.releases import (
+    CCall,
+    c_call,
+    called_as_known,
+    encode,
+    load_launchers_apart,
+)
 
 Grid = tuple[int, int, int]
 
@@ -121,6 +127,7 @@ class Launch:
         compiled = compile_for(_target(index), src, edits=edits, **options)
         if compiled.metadata.target.backend == "cuda" and called_as_known(_launcher_class()):
             compiled.src = _without_constants(src)
+        load_launchers_apart()
         # Without the shapes of descriptors' boxes, on which the launcher does not depend.
         types = tuple(kind.partition("[")[0] for kind in compiled.src.signature.values())
         with torch.cuda.device(index), self._loading.setdefault(types, threading.Lock()):

@@ -8,6 +8,7 @@ only kernels that do not compile or are wrong are set aside.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import inspect
 import os
@@ -82,6 +83,30 @@ def options_for(given: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- launches --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def load_launchers_apart() -> None:
+    """Make Triton 3.6 load each C launcher as a module with a name of its own.
+
+    It compiles a launcher for each signature, and loads all of them as ``__triton_launcher``. If a
+    module of this kind is loaded again, CPython returns the one object that ``sys.modules`` has
+    under its name, with the contents replaced. So a thread that reads ``launch`` could get the
+    launcher that another thread has just loaded: a kernel was launched with the argument types of
+    another. Later releases have one launcher.
+    """
+    build = importlib.import_module("triton.runtime.build")
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None or not hasattr(driver, "make_launcher"):
+        return
+
+    def load_apart(name: str, path: str) -> Any:
+        # The C function that creates the module is named by what follows the last dot.
+        return load(f"_{hashlib.sha256(path.encode()).hexdigest()[:16]}.{name}", path)
+
+    build._load_module_from_path = load_apart  # type: ignore[attr-defined]
+
 
 #: The parameters of a launcher object's call, which 3.6 takes as ``*args`` from the fifth on.
 _CALLED_WITH = (
