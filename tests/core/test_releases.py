@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -106,7 +107,8 @@ def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         )
         paths.append(str(built))
     monkeypatch.setattr(driver, "make_launcher", None, raising=False)
-    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)
+    load = inspect.unwrap(build._load_module_from_path)  # a kernel may have been launched before
+    monkeypatch.setattr(build, "_load_module_from_path", load)
     before = set(sys.modules)
     releases.load_launchers_apart.cache_clear()
     yield paths

@@ -101,6 +101,7 @@ def load_launchers_apart() -> None:
     if load is None or not hasattr(driver, "make_launcher"):
         return
 
+    @functools.wraps(load)
     def load_apart(name: str, path: str) -> Any:
         # The C function that creates the module is named by what follows the last dot.
         return load(f"_{hashlib.sha256(path.encode()).hexdigest()[:16]}.{name}", path)
