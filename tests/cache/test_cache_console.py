@@ -14,6 +14,7 @@ CELL = st.lists(WORD, max_size=6).map(" ".join)
 
 
 @given(st.lists(st.tuples(CELL, CELL, CELL), max_size=6), st.integers(40, 120))
+@pytest.mark.slow
 def test_no_line_is_too_long_and_no_word_is_cut_or_lost(
     rows: list[tuple[str, str, str]], width: int
 ) -> None:

@@ -74,6 +74,7 @@ def test_slug(text: str, name: str) -> None:
 
 
 @given(st.text())
+@pytest.mark.slow
 def test_every_text_has_a_valid_slug_that_is_its_own(text: str) -> None:
     name = slug(text)
     assert is_slug(name)

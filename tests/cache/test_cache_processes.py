@@ -88,6 +88,7 @@ def test_a_lock_that_an_exception_interrupts_is_free(
     lock.release()
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheStore) -> None:
     store.save(GPU, ENVIRONMENT, record(problem(m=99)))
     folder = store.path(GPU, ENVIRONMENT, problem()).parent
@@ -121,6 +122,7 @@ def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheSto
         assert len(Notes("misses", None, store.root).values()) >= 5
 
 
+@pytest.mark.slow
 def test_processes_that_save_the_same_records_never_show_a_torn_one(store: CacheStore) -> None:
     savers = [child("-c", SAVER, f"saver {number}") for number in range(3)]
     for saver in savers:

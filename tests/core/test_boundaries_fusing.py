@@ -199,6 +199,7 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
+@pytest.mark.slow(quick=3)
 def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | None) -> None:
     """Whatever is fused, the values stay the model's."""
     model = module(forward)

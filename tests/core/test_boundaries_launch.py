@@ -407,6 +407,7 @@ def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
 
 
 @pytest.mark.usefixtures("blas_alone")
+@pytest.mark.slow
 def test_sources_go_with_their_functions() -> None:
     """The source of a generated function, for tracebacks, is kept no longer than the function."""
 

@@ -115,6 +115,7 @@ def quarantined(m: int) -> tuple[Dispatcher, Any]:
 
 
 @pytest.mark.parametrize("requirements", [{}, {"deterministic": True}, {"capturing": True}])
+@pytest.mark.slow
 def test_a_quarantine_holds_for_the_bucket(requirements: dict[str, bool]) -> None:
     d, one = quarantined(63)
     for m in (33, 40, 62, 63, 64):

@@ -207,6 +207,7 @@ def test_what_hangs_keeps_no_other_kernel_waiting(
         assert not any(future.done() for future in hung)
 
 
+@pytest.mark.slow
 def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
     hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(4)]
     kept = server.submit(problem(), candidate(installed.kernel, 8))

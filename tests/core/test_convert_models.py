@@ -136,6 +136,7 @@ def adapted(model: Any, targets: Any = "all-linear") -> Any:
 
 
 @pytest.mark.parametrize("twins", MODELS, indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.slow(quick=3)
 def test_logits_gradients_and_the_report(twins: Any, request: pytest.FixtureRequest) -> None:
     model, original, inputs = twins
     report = convert(model)

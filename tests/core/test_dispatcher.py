@@ -232,6 +232,7 @@ def test_inside_a_bucket_what_was_measured_there_answers(
         ({("blas", 1, 4225): 41.0, ("blas", 2, 4225): 40.0, ("blas", 2, 4097): 60.0}, 1),
     ],
 )
+@pytest.mark.slow(quick=3)
 def test_blas_answers_inside_in_its_way_that_was_fastest_there(
     tiled: float, inside: dict[Any, float], wanted: int
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_rule_computes_on_shards_as_they_lie(world: World, case: Case, grad: b
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
+@pytest.mark.slow(quick=3)
 def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool) -> None:
     for outcome in world.run(double, case, grad):
         assert outcome.communications > 0

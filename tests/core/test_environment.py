@@ -239,6 +239,7 @@ def on_record(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("cause", "made"), ENVIRONMENT)
+@pytest.mark.slow(quick=3)
 def test_no_cause_is_on_record(
     cause: str, made: Callable[[], BaseException], tmp_path: Path
 ) -> None:
@@ -458,6 +459,7 @@ OLD = [
 
 @pytest.mark.parametrize("results", OLD)
 @pytest.mark.parametrize("works", [True, False])
+@pytest.mark.slow(quick=3)
 def test_old_records_of_a_broken_toolchain_are_tuned_again_once(
     results: list[CandidateResult], works: bool, tmp_path: Path
 ) -> None:

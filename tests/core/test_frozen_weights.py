@@ -111,6 +111,7 @@ def test_two_frozen_weights_become_one_call(name: str, up_first: bool, dtype: to
     assert seen.copies == 0  # torch computed the joined weight once
 
 
+@pytest.mark.slow
 def test_torch_joins_them_the_other_way_round(frozen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU torch joins two frozen weights itself, up before gate, so ours comes before."""
     model = Gated(bias=False).eval()

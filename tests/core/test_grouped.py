@@ -338,6 +338,7 @@ def _detached(t: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", ["m", "k", "n"])
+@pytest.mark.slow
 def test_derivatives_of_derivatives(form: str) -> None:
     shapes = {"m": ((12, 3), (3, 3, 4)), "k": ((3, 12), (12, 2)), "n": ((3, 2, 3), (3, 12))}
     a, b = (randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes[form])

@@ -93,6 +93,7 @@ ROUNDED: dict[str, tuple[Problem, Rounding]] = {
 
 
 @pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.slow(quick=3)
 def test_a_right_kernel_passes_with(name: str) -> None:
     assert verified(*ROUNDED[name]).reason is None
 

@@ -199,6 +199,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
         lambda z: [_gated(y[:, :20], y[:, 20:40]) for y in (z.view(3, 80),)].pop(),
     ],
 )
+@pytest.mark.slow(quick=3)
 def test_what_looks_like_a_gate_keeps_its_meaning(model: Any) -> None:
     a, b = torch.randn(6, 7), torch.randn(7, 40)
     seen = Seen()
@@ -271,6 +272,7 @@ def test_other_expressions_keep_their_meaning(model: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.slow(quick=3)
 def test_training(name: str, dtype: torch.dtype) -> None:
     layer = nn.Linear(24, 40).to(dtype)
     x = torch.randn(3, 5, 24, dtype=dtype, requires_grad=True)

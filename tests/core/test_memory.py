@@ -61,6 +61,7 @@ def test_verification_respects_its_limit_whatever_it_compares(asked: Any) -> Non
 
 
 @pytest.mark.parametrize("limit", [18 * MIB, 32 * MIB, 64 * MIB])
+@pytest.mark.slow
 def test_tuning_respects_its_limit(limit: int) -> None:
     kernels = [FakeBlas(), FakeKernel("k", tiles=(1, 2))]
     tuner = Tuner(FakeTimer({"k": 5.0, "blas": 10.0}))

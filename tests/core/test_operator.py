@@ -61,6 +61,7 @@ def test_opcheck(signature: str, learns: bool) -> None:
 
 
 @pytest.mark.parametrize("signature", SIGNATURES)
+@pytest.mark.slow(quick=3)
 def test_opcheck_out(signature: str) -> None:
     arguments = SIGNATURES[signature]
     out = torch.empty_like(operator.matmul(*arguments))
@@ -70,6 +71,7 @@ def test_opcheck_out(signature: str) -> None:
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.slow(quick=3)
 def test_opcheck_gated_linear(bias: bool, merged: bool, learns: bool) -> None:
     both, biases = randn(12, 5), randn(12)
     weights = (both[:6], both[6:]) if merged else (randn(6, 5), randn(6, 5))

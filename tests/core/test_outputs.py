@@ -264,6 +264,7 @@ def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
         (_random, "output total .* other bits", False),
     ],
 )
+@pytest.mark.slow(quick=3)
 def test_wrong_outputs_are_seen(spoil: Any, said: str, sampled: bool) -> None:
     asked = problem(m=100, n=72, k=24, epilogue=BESIDE)
     for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), said)):

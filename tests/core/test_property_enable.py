@@ -249,6 +249,7 @@ def answered(sums: Sums) -> Iterator[Sums]:  # noqa: F811
 
 @bounded
 @given(drawn=products())
+@pytest.mark.slow
 def test_a_product_is_torchs(answered: Sums, drawn: dict[str, Any]) -> None:
     verify(drawn)
 

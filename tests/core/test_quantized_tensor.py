@@ -140,6 +140,7 @@ def test_calls_of_every_kind(call: str, pair: tuple[Quantized, Tensor]) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.slow(quick=3)
 def test_calls_in_inference_mode(call: str, name: str) -> None:
     """Torch then makes other views, and passes on operators that it takes apart elsewhere."""
     weight, values = made(name, 24, 256)
@@ -535,6 +536,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Quantized], Tensor]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.slow(quick=3)
 def test_torchs_products_are_exported(name: str, product: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -273,6 +273,7 @@ def test_special_scales(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["int4 by 64", "int8 by 32", "fp8 by block", "mxfp4"])
 @pytest.mark.parametrize("form", ["plain", "gated", "experts"])
+@pytest.mark.slow(quick=3)
 def test_verification_knows_the_values(case: str, form: str) -> None:
     """The launcher of BLAS passes all of it, with scales of both layouts, and one that reads the
     scales of another group does not."""

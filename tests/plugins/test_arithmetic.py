@@ -89,6 +89,7 @@ def longest_sums(splits: int) -> int:
 
 
 @pytest.mark.parametrize("splits", [4, 8])
+@pytest.mark.slow
 def test_ranges_are_added_one_after_the_other(splits: int, uninterpreted: Uninterpreted) -> None:
     """A kernel that sums them up in registers does so; Triton's own sum adds pairs of pairs since
     3.8. The first addition is to zero."""
@@ -110,6 +111,7 @@ def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninte
 
 @pytest.mark.parametrize("nk", [(5120, 5120), (4096, 14336), (28672, 4096), (6144, 4096)], ids=str)
 @pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
+@pytest.mark.slow(quick=3)
 def test_every_m_has_the_arithmetics_of_every_other(
     nk: tuple[int, int], epilogue: str | None
 ) -> None:

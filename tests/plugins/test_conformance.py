@@ -25,27 +25,27 @@ class TestBlas(KernelConformance):
 # Interpreted, a launch takes 50 ms and a verification 30 launches.
 
 
-@pytest.mark.slow(quick=6)
+@pytest.mark.slow(quick=12)
 class TestNaive(KernelConformance):
     kernel = load("triton.naive")
 
 
-@pytest.mark.slow(quick=6)
+@pytest.mark.slow(quick=12)
 class TestGrouped(KernelConformance):
     kernel = load("triton.grouped")
 
 
-@pytest.mark.slow(quick=6)
+@pytest.mark.slow(quick=12)
 class TestSplitK(KernelConformance):
     kernel = load("triton.split_k")
 
 
-@pytest.mark.slow(quick=6)
+@pytest.mark.slow(quick=12)
 class TestFusedEpilogue(KernelConformance):
     kernel = load("triton.fused_epilogue")
 
 
-@pytest.mark.slow(quick=6)
+@pytest.mark.slow(quick=12)
 class TestPersistent(KernelConformance):
     kernel = load("triton.persistent")
 

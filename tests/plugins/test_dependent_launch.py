@@ -173,6 +173,7 @@ def test_the_weight_comes_before_the_launch_before_has_ended(
 
 @pytest.mark.parametrize("ways", [{"splits": 2}, {"parts": 3}, {"gated": True}, {"batch": "b"}])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=3)
 def test_early_with_all_that_follows(consumers: int, pingpong: bool, ways: dict[str, Any]) -> None:
     programs = 6 if "splits" in ways else 3
     sizes = {"m": 10, "n": 8, "k": 24} if "splits" in ways else {"k": 12}

@@ -338,6 +338,7 @@ def test_consumers_share_columns_and_steps(consumers: int, ways: int, seed: int)
         {"group": 1, "in_operand": True},
     ],
 )
+@pytest.mark.slow(quick=3)
 def test_scales_and_zero_points(how: dict[str, Any], zeros: bool, seed: int) -> None:
     Call(seed, zeros=zeros, ways=1 + seed % 2, stages=4, gated=seed % 2 == 0, **how).check()
 
@@ -350,6 +351,7 @@ def test_scales_that_are_exponents(group: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("pairs", [2, 4])
+@pytest.mark.slow(quick=3)
 def test_values_along_k_in_the_order_of_the_stored_pairs(pairs: int, seed: int) -> None:
     how: dict[str, Any] = {"pairs": pairs, "zeros": seed % 2 == 0, "k": 48 * pairs}
     Call(

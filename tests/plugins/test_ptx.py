@@ -175,6 +175,7 @@ def test_a_kernel_is_assembled_once_with_its_edits(found: Any) -> None:
     ("fault", "says"),
     [("no hook", ["inspection hook"] * 2), ("other PTX", ["no bulk", "in pairs"])],
 )
+@pytest.mark.slow
 def test_without_a_way_to_edit_it_stays_as_it_was(found: Any, fault: str, says: list[str]) -> None:
     case = found[fault]
     assert (case["hints"], case["assembled"]) == (0, 1)

@@ -221,6 +221,7 @@ CALLS = {
 
 @interpreted
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.slow(quick=3)
 def test_values(call: Call) -> None:
     call.run()
 

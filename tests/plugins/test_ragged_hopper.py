@@ -315,6 +315,7 @@ def test_special_values_stay_in_their_group(consumers: int, pingpong: bool, ragg
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=3)
 def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:
     for seed, (gated, extras) in enumerate(itertools.product((False, True), (False, True))):
         Call(
@@ -338,6 +339,7 @@ def test_scales_of_blocks_of_groups(consumers: int, pingpong: bool, outer: int) 
 
 @pytest.mark.parametrize("ragged", ["m", "k"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=3)
 def test_wrong_ends_give_no_invalid_address(consumers: int, pingpong: bool, ragged: str) -> None:
     for seed, offs in enumerate([(-4, 30, 2, 9), (9, 3, 2, 50), (2**31 - 1, -(2**31), 7, 7)]):
         call = Call(

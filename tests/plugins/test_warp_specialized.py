@@ -732,6 +732,7 @@ def test_scales_of_blocks(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("blocks_of", [(2, 4, 2), (4, 1, 2), (0, 8, 2)])
 @pytest.mark.parametrize(("splits", "parts"), [(2, 1), (1, 3)])
+@pytest.mark.slow(quick=3)
 def test_scales_of_blocks_and_parts_of_k(
     splits: int, parts: int, blocks_of: tuple[int, int, int], gated: bool
 ) -> None:
@@ -763,6 +764,7 @@ def test_batches(consumers: int, pingpong: bool, ways: dict[str, bool], batch: s
 
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=3)
 def test_a_fetched_residual_meets_its_strip(consumers: int, pingpong: bool, subtiles: int) -> None:
     # Tiles whose last consumers have no rows, and one to several tiles a block.
     for seed, (m, n, k, programs) in enumerate(
@@ -815,6 +817,7 @@ def test_sums_of_8_bits_are_promoted(
 
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.slow(quick=3)
 def test_halves_of_a_wide_tile_are_summed_in_turn(
     consumers: int, pingpong: bool, extras: bool
 ) -> None:
@@ -877,6 +880,7 @@ def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(("consumers", "pingpong"), [(1, False), (2, False), (2, True)])
+@pytest.mark.slow(quick=3)
 def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: str) -> None:
     # One k-step to many, more and fewer than stages, and several tiles a block, some cut.
     for seed, (k, stages, programs) in enumerate([(1, 2, 1), (2, 3, 3), (7, 2, 1), (11, 4, 2)]):
