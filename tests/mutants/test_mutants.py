@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def fault(mutant: Mutant) -> str | None:
     """Why a mutant cannot be applied, or its tests not be run."""
     try:
-        path = place(mutant, ROOT)
+        place(mutant, ROOT)
     except ValueError as error:
         return str(error)
     if mutant.old == mutant.new:
