@@ -822,7 +822,7 @@ def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -
     _, changed = process_state.watched(change, CPU)
     assert changed == [name]
     assert before.changed() == []
-    assert before.are_shared(changed) == ("random generator" in name)
+    assert before.is_shared(name) == ("random generator" in name)
 
 
 def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:

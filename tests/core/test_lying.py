@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config  # sets a variable; torch imports it with its deterministic mode
 from fakes import FakeBlas, FakeTimer, plugin, settings
 from lying import LIES, LeavesAModeThatRaises, Lie, half
 from lying_further import FURTHER

@@ -18,7 +18,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,8 +36,8 @@ T = TypeVar("T")
 cuda = torch.backends.cuda
 _matmul = cuda.matmul
 
-#: Maximum seconds for which a thread waits to see whether others draw random numbers.
-_IDLE_SECONDS = 0.1
+#: Minimum and maximum seconds for which a thread waits to see whether others change the state.
+_LEAST_IDLE, _MOST_IDLE = 2e-3, 0.1
 
 
 class Piece(NamedTuple):
@@ -393,6 +393,17 @@ ON_CUDA: dict[str, Piece] = {
 }
 
 
+#: The names of what each thread has for itself, so that no other thread has changed it.
+OF_A_THREAD = ON_CUDA.keys() | {
+    "torch's default device", "torch's function modes", "torch's dispatch modes",
+    "the hooks of saved tensors", "the grad mode", "the inference mode", "autocast",
+    "the autocast cache", "autograd's threads", "the flushing of denormal numbers",
+    "the rounding mode", "the trace function", "the profile function",
+    "the signals that are blocked", "the context of decimal numbers",
+    "NumPy's handling of errors",
+}  # fmt: skip
+#: The names of random generators.
+GENERATORS = {name for name in SHARED | CUDA_GENERATOR if "random generator" in name}
 #: The names of stacks of modes.
 MODES = {name for name in SETTINGS if name.endswith(("modes", "default device"))}
 
@@ -401,9 +412,10 @@ class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._shared = SHARED | (CUDA_GENERATOR if cuda else {})
-        self._pieces = SETTINGS | self._shared | (ON_CUDA if cuda else {})
+        #: The other threads are the program's, which changes settings, too.
+        self._in_background = threading.current_thread() is not threading.main_thread()
+        on_cuda = ON_CUDA | CUDA_GENERATOR if device.type == "cuda" else {}
+        self._pieces = SETTINGS | SHARED | on_cuda
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
 
     def changed(self) -> list[str]:
@@ -417,22 +429,26 @@ class State:
                     self.restore([name])
         return names
 
-    def restore(self, names: list[str]) -> None:
-        """Restore these pieces."""
+    def restore(self, names: Iterable[str]) -> None:
+        """Restore these pieces; in the background no random generator, since the program could draw
+        the same numbers again."""
         for name in names:
-            if (write := self._pieces[name].write) is not None:
+            write = self._pieces[name].write
+            if write is not None and not (self._in_background and name in GENERATORS):
                 write(self._values[name])
 
-    def are_shared(self, names: list[str]) -> bool:
-        """Whether other threads may have changed all of these."""
-        return set(names) <= self._shared.keys()
+    def is_shared(self, name: str) -> bool:
+        """Whether another thread may have changed this piece."""
+        shared = name in SHARED or name in CUDA_GENERATOR
+        return shared or (self._in_background and name not in OF_A_THREAD)
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
-    """Make a launch, and restore the state; returns the result and the names of changed pieces.
+    """Make a launch, and restore what it changed; returns the result and the names of these pieces.
 
-    Another thread may change :data:`SHARED` pieces, such as a random generator. So these count only
-    if they also change in a second launch, and do not change while this thread waits.
+    Another thread may have changed what threads share. So that counts only if it also changes in
+    further launches, and not while this thread waits. Otherwise it stays as the other thread left
+    it.
     """
     before = State(device)
     begun = time.perf_counter()
@@ -440,16 +456,23 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     if not (changed := before.changed()):
         return result, []
     taken = time.perf_counter() - begun
-    before.restore(changed)
-    if not before.are_shared(changed):
-        return result, [name for name in changed if not before.are_shared([name])]
-    again = State(device)
-    result = call()
-    confirmed = again.changed()
-    again.restore(confirmed)
-    if not again.are_shared(confirmed):
-        return result, confirmed
-    idle = State(device)
-    time.sleep(min(taken, _IDLE_SECONDS))
-    others = idle.changed()
-    return result, [name for name in confirmed if name in changed and name not in others]
+    own = [name for name in changed if not before.is_shared(name)]
+    suspects = [name for name in changed if before.is_shared(name)]
+    before.restore(own)
+    for _ in range(2):
+        if not suspects:
+            break
+        idle = State(device)
+        time.sleep(min(max(taken, _LEAST_IDLE), _MOST_IDLE))
+        others = idle.changed()
+        suspects = [name for name in suspects if name not in others]
+        left = State(device)
+        before.restore(suspects)
+        again = State(device)
+        result = call()
+        confirmed = again.changed()
+        before.restore(own)
+        left.restore(name for name in suspects if name not in confirmed)
+        suspects = [name for name in suspects if name in confirmed]
+    before.restore(suspects)
+    return result, own + suspects
