@@ -48,7 +48,7 @@ def among_others(change: Callable[[], Any]) -> Callable[[], None]:
 def test_what_another_thread_changes_meanwhile_stays(
     change: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tuning in the background verifies while the program draws random numbers."""
+    """A kernel is verified while another thread draws random numbers."""
     monkeypatch.setenv("OF_THE_PROGRAM", "0")
     state, seed = process_state.State(CPU), torch.get_rng_state()
     with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def test_what_another_thread_changes_meanwhile_stays(
         assert changed.changed() == []
 
 
-def test_a_setting_of_the_program_stays_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_the_main_thread_stays() -> None:
     def change() -> None:
         torch.set_default_dtype(torch.float64)
 
@@ -81,7 +81,7 @@ def test_a_setting_of_the_program_stays_in_the_background(monkeypatch: pytest.Mo
         ("torch's random generator", lambda: torch.rand(1)),
     ],
 )
-def test_what_a_launch_changes_in_the_background_is_named(
+def test_what_a_launch_changes_beside_the_main_thread_is_named(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_PROGRAM", "0")

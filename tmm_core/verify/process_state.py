@@ -412,8 +412,8 @@ class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
-        #: The other threads are the program's, which changes settings, too.
-        self._in_background = threading.current_thread() is not threading.main_thread()
+        #: The main thread, which changes settings, runs beside this one.
+        self._beside_main = threading.current_thread() is not threading.main_thread()
         on_cuda = ON_CUDA | CUDA_GENERATOR if device.type == "cuda" else {}
         self._pieces = SETTINGS | SHARED | on_cuda
         self._values = {name: piece.read() for name, piece in self._pieces.items()}
@@ -430,17 +430,17 @@ class State:
         return names
 
     def restore(self, names: Iterable[str]) -> None:
-        """Restore these pieces; in the background no random generator, since the program could draw
-        the same numbers again."""
+        """Restore these pieces; beside the main thread no random generator, since that thread could
+        draw the same numbers again."""
         for name in names:
             write = self._pieces[name].write
-            if write is not None and not (self._in_background and name in GENERATORS):
+            if write is not None and not (self._beside_main and name in GENERATORS):
                 write(self._values[name])
 
     def is_shared(self, name: str) -> bool:
         """Whether another thread may have changed this piece."""
         shared = name in SHARED or name in CUDA_GENERATOR
-        return shared or (self._in_background and name not in OF_A_THREAD)
+        return shared or (self._beside_main and name not in OF_A_THREAD)
 
 
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
