@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.driver import CudaLauncher
 
 from tmm_core.triton import releases
 
@@ -129,7 +130,7 @@ def test_a_launcher_is_not_replaced_by_one_that_is_loaded_later(launchers: list[
         return [module.launch() for module in modules]
 
     assert launched() == [2, 2]  # as CPython loads them
-    releases.load_launchers_apart()
+    releases.load_launchers_apart(CudaLauncher)
     assert launched() == [1, 2]
 
 
@@ -141,5 +142,5 @@ def test_a_triton_with_one_launcher_stays_as_it_is(
 
     monkeypatch.delattr(driver, "make_launcher")
     before = build._load_module_from_path
-    releases.load_launchers_apart()
+    releases.load_launchers_apart(CudaLauncher)
     assert build._load_module_from_path is before

@@ -127,7 +127,7 @@ class Launch:
         compiled = compile_for(_target(index), src, edits=edits, **options)
         if compiled.metadata.target.backend == "cuda" and called_as_known(_launcher_class()):
             compiled.src = _without_constants(src)
-        load_launchers_apart()
+        load_launchers_apart(_launcher_class())
         # Without the shapes of descriptors' boxes, on which the launcher does not depend.
         types = tuple(kind.partition("[")[0] for kind in compiled.src.signature.values())
         with torch.cuda.device(index), self._loading.setdefault(types, threading.Lock()):

@@ -86,7 +86,7 @@ def options_for(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def load_launchers_apart() -> None:
+def load_launchers_apart(launcher: type) -> None:
     """Make Triton 3.6 load each C launcher as a module with a name of its own.
 
     It compiles a launcher for each signature, and loads all of them as ``__triton_launcher``. If a
@@ -94,11 +94,13 @@ def load_launchers_apart() -> None:
     under its name, with the contents replaced. So a thread that reads ``launch`` could get the
     launcher that another thread has just loaded: a kernel was launched with the argument types of
     another. Later releases have one launcher.
+
+    Args:
+        launcher: The class of launcher objects.
     """
     build = importlib.import_module("triton.runtime.build")
-    driver = importlib.import_module("triton.backends.nvidia.driver")
     load = getattr(build, "_load_module_from_path", None)
-    if load is None or not hasattr(driver, "make_launcher"):
+    if load is None or not hasattr(inspect.getmodule(launcher), "make_launcher"):
         return
 
     @functools.wraps(load)
