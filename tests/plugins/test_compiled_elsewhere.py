@@ -264,6 +264,7 @@ def loading_at_a_time(monkeypatch: pytest.MonkeyPatch, *signatures: dict[str, st
 
     monkeypatch.setattr(launch, "compile_for", lambda target, src, **options: Loaded(src))
     monkeypatch.setattr(launch, "_target", lambda index: None)
+    monkeypatch.setattr(launch, "_launcher_class", lambda: object)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     one = object.__new__(Launch)
     threads = [
