@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	@$(PY) examples/demo.py
 
-# SLOW=3/8 also runs part 3 of eight, 0 to 7, of the slow tests, and SLOW=0/1 all of them, half an hour.
+# Slow tests are left out. SLOW=3/8 adds part 3 of 0 to 7, and SLOW=0/1 adds all: some 45 minutes on two cores.
 # LESS: further options of pytest; CI leaves out what `make check` ran.
 # Three processes for two cores: one often waits for the process that compiles for it.
 SLOW = 0/0

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config  # sets a variable; torch imports it with its deterministic mode
 from fakes import problem
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -119,7 +119,7 @@ def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 
 def test_a_launcher_is_not_replaced_by_one_that_is_loaded_later(launchers: list[str]) -> None:
-    """Two threads load both a second time, each before the other reads ``launch``."""
+    """As if two threads loaded both again, each before the other reads ``launch``."""
     from triton.runtime import build
 
     def launched() -> list[int]:

@@ -22,7 +22,7 @@ class TestBlas(KernelConformance):
     slack = 4.0
 
 
-# Interpreted, a launch takes 50 ms and a verification 30 launches.
+# Most tests are slow: interpreted, a launch takes 50 ms, and a verification makes 30 launches.
 
 
 @pytest.mark.slow(quick=12)

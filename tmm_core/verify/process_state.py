@@ -412,7 +412,7 @@ class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
-        #: The main thread, which changes settings, runs beside this one.
+        #: Whether the main thread, which changes settings, runs beside this one.
         self._beside_main = threading.current_thread() is not threading.main_thread()
         on_cuda = ON_CUDA | CUDA_GENERATOR if device.type == "cuda" else {}
         self._pieces = SETTINGS | SHARED | on_cuda
@@ -446,9 +446,8 @@ class State:
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     """Make a launch, and restore what it changed; returns the result and the names of these pieces.
 
-    Another thread may have changed what threads share. So that counts only if it also changes in
-    further launches, and not while this thread waits. Otherwise it stays as the other thread left
-    it.
+    Another thread may have changed what threads share. So a change of that counts only if it also
+    happens in two further launches, and not while this thread waits. Otherwise it stays.
     """
     before = State(device)
     begun = time.perf_counter()
@@ -460,12 +459,8 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     suspects = [name for name in changed if before.is_shared(name)]
     before.restore(own)
     for _ in range(2):
-        if not suspects:
+        if not (suspects := _unchanged_while_waiting(suspects, taken, device)):
             break
-        idle = State(device)
-        time.sleep(min(max(taken, _LEAST_IDLE), _MOST_IDLE))
-        others = idle.changed()
-        suspects = [name for name in suspects if name not in others]
         left = State(device)
         before.restore(suspects)
         again = State(device)
@@ -476,3 +471,13 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
         suspects = [name for name in suspects if name in confirmed]
     before.restore(suspects)
     return result, own + suspects
+
+
+def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
+    """The names of the pieces that no other thread changes meanwhile."""
+    if not names:
+        return []
+    idle = State(device)
+    time.sleep(min(max(seconds, _LEAST_IDLE), _MOST_IDLE))
+    changed = idle.changed()
+    return [name for name in names if name not in changed]
