@@ -204,7 +204,7 @@ def print_table(
 
 def print_paragraph(text: str, *, hanging: int = 0) -> None:
     """Print a text on stdout, in lines as wide as the terminal or a pipe."""
-    print("\n".join(paragraph(text, width(), hanging=hanging)))
+    print("\n".join(paragraph(text, width(), hanging=hanging)), flush=True)
 
 
 def table(

@@ -42,9 +42,12 @@ def test_clear_lists_before_it_removes(filled: CacheStore, capsys: Captured) -> 
     before = files_under(filled.root)
     assert main(["clear"]) == 1
     captured = capsys.readouterr()
-    found = {Path(line).name for line in captured.out.splitlines()}
-    misses = Notes("misses", None, filled.root).path.name
-    assert found == {*(f"{digest(problem(m=m))}.json" for m in (1, 2, 3)), misses}
+    removable = {filled.path(GPU, ENVIRONMENT, problem(m=m)) for m in (1, 2, 3)}
+    removable.add(Notes("misses", None, filled.root).path)
+    listed = captured.out.splitlines()
+    # Paths under a long root would be wider than a terminal.
+    assert set(listed) == {str(path.relative_to(filled.root)) for path in removable}
+    assert max(map(len, listed)) <= 100
     said = f"nothing removed; -y removes 3 records and 1 other file from {filled.root}"
     assert captured.err == f"tmm-cache: {said}\n"
     assert files_under(filled.root) == before

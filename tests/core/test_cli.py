@@ -220,12 +220,19 @@ def test_a_gpu_that_is_not_there_is_a_mistake(capsys: pytest.CaptureFixture[str]
 # -- tune --------------------------------------------------------------------------------
 
 
+def unfolded(printed: str) -> list[str]:
+    """The lines of `tmm tune`, one for each problem; long ones are folded and indented."""
+    return printed.replace("\n      ", " ").splitlines()
+
+
 def test_tune_saves_a_record_of_the_very_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "48x32x16", "100x32x16", "--dtype", "fp32", *CPU]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    first, second = unfolded(printed)
     config = "fused=False halves=False blocks=False"
-    assert lines[0].startswith(f"[1/2] 48×32×16 float32 nn  blas {config}  ")
-    assert "1.00× blas" in lines[1]
+    assert first.startswith(f"[1/2] 48×32×16 float32 nn  blas {config}  ")
+    assert "1.00× blas" in second
+    assert max(map(len, printed.splitlines())) <= 100
     # 100 is no bucket's edge: what was asked for is what is on record.
     assert sorted(record.problem["m"] for record in records()) == [48, 100]
     assert all(record.best.error is not None for record in records())
@@ -271,7 +278,7 @@ def test_one_failing_problem_costs_the_status_and_no_other_problem(
     file = tmp_path / "problems.json"
     file.write_text(json.dumps(problems))
     assert main(["tune", "--file", str(file), *CPU]) == 1
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = unfolded(capsys.readouterr().out)
     assert first.startswith("[1/2] 16x16x16 float32 row x row silo  failed: UnknownNameError")
     assert second.startswith("[2/2] 24×16×16 float32 nn  blas")
     assert [record.problem["m"] for record in records()] == [24]
@@ -316,7 +323,7 @@ def test_an_interrupted_tune_keeps_what_is_done(
     argv = ["tune", "16x16x16", "24x16x16", "32x16x16", "--dtype", "fp32", *CPU]
     assert main(argv) == 130
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1
+    assert len(unfolded(out)) == 1
     assert "interrupted; 1 of 3 are done" in err
     assert [record.problem["m"] for record in records()] == [16]
 
@@ -337,7 +344,8 @@ def test_tune_tells_of_candidates_that_are_wrong(capsys: pytest.CaptureFixture[s
     wrong = FakeKernel("fake.wrong", tiles=(1, 2), spoil=lambda out: out + 1)
     register(wrong, FakeKernel("fake.lame", bind_error=OSError("no")))
     assert main(["tune", "16x16x16", "--dtype", "fp32", *CPU]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("4 tried, 2 wrong, 1 failed)")
+    [line] = unfolded(capsys.readouterr().out)
+    assert line.endswith("4 tried, 2 wrong, 1 failed)")
 
 
 def test_the_options_pose_grouped_products(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """The command that removes records: of the user's own root, and nothing else.
 
 A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone. So removal works on a list of
-single files whose names match the layout, which it prints unless `-y` is given.
+single files whose names match the layout. Without `-y` it prints their paths in the root.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def clear(store: CacheStore, options: Namespace) -> int:
         what += f" and {counted(len(found) - records, 'other file')}"
     if not options.yes:
         for path in found:
-            print(printable(str(path)))
+            print(printable(str(path.relative_to(store.root))))
         note(f"nothing removed; -y removes {what} from {store.root}")
         return FOUND
     removed = sum(_remove(store.root, path) for path in found)

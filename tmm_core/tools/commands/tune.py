@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
+from tmm_cache.console import (
+    DONE,
+    FOUND,
+    INTERRUPTED,
+    UsageError,
+    note,
+    print_json,
+    print_paragraph,
+)
 from tmm_cache.record import blas_us
 
 import tmm_core
@@ -48,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[dict[str, Any]] = []
     interrupted = False
     # With --json stdout is one document, so progress goes to stderr.
-    say: Callable[[str], None] = note if options.json else partial(print, flush=True)
+    say: Callable[[str], None] = note if options.json else partial(print_paragraph, hanging=6)
     with ExitStack() as stack:
         if options.isolate:
             tuner = dispatch.default_dispatcher().tuner
