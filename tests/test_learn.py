@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tmm_cache import console
 
 from tmm_core import dispatch
 from tmm_core.tools.cli import main
@@ -24,6 +25,8 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "learn.md").read_text("utf-8")
+#: Columns of the site's code blocks; wider lines scroll.
+WIDTH = 88
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,11 +46,19 @@ STEPS = steps()
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as a reader has it, with the records that are shipped."""
+    """A folder as a reader has it, with the records that are shipped and a `tmm` that prints lines
+    of the page's width, although its output is no terminal."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    tmm = tmp_path / "bin" / "tmm"
+    tmm.parent.mkdir()
+    tmm.write_text(
+        f"#!{sys.executable}\nimport sys\n\nfrom tmm_cache import console\n\n"
+        f"console.PIPED = {WIDTH}\n\nfrom tmm_core.tools.cli import main\n\nsys.exit(main())\n"
+    )
+    tmm.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TMM_SHIPPED_RECORDS")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(console, "PIPED", WIDTH)
     dispatch.default_dispatcher.cache_clear()
     return tmp_path
 
@@ -75,7 +86,8 @@ def test_every_command_prints_what_is_shown(
         if words[0] == "export":
             continue  # the tests interpret anyway
         if not here(words):
-            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+            folders = str(reader / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]
+            path = os.pathsep.join(folders)
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", command],
                 env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
@@ -113,3 +125,11 @@ def test_matching() -> None:
     assert matches("a … z\n", "a b z\n")
     assert not matches("a\nz\n", "a\nb\nz\n")
     assert not matches("a.z\n", "abz\n")
+
+
+@pytest.mark.parametrize("name", ["learn", "enable", "records"])
+def test_no_block_of_code_scrolls(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    assert [line for block in blocks for line in block.splitlines() if len(line) > WIDTH] == []

@@ -17,10 +17,10 @@ def matmul(
     ks = tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, K, BLOCK):
-        a_tail = k + ks[None, :] < K if MASK_A else rows < M
-        b_tail = k + ks[:, None] < K if MASK_B else cols < N
-        a = tl.load(a_ptr + rows * K + k + ks[None, :], (rows < M) & a_tail, other=0.0)
-        b = tl.load(b_ptr + (k + ks[:, None]) * N + cols, (cols < N) & b_tail, other=0.0)
+        in_a = k + ks[None, :] < K if MASK_A else rows < M
+        in_b = k + ks[:, None] < K if MASK_B else cols < N
+        a = tl.load(a_ptr + rows * K + k + ks[None, :], (rows < M) & in_a, other=0.0)
+        b = tl.load(b_ptr + (k + ks[:, None]) * N + cols, (cols < N) & in_b, other=0.0)
         acc += tl.dot(a, b, input_precision="ieee")
     tl.store(out_ptr + rows * N + cols, acc, (rows < M) & (cols < N))
 
