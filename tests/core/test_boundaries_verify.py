@@ -1183,8 +1183,8 @@ def test_which_problems_have_strides_of_zero(
 @pytest.mark.parametrize("cancelling", [False, True])
 @pytest.mark.parametrize("text", ["identity", "relu"])
 def test_results_that_are_judged(text: str, cancelling: bool) -> None:
-    """Where values are unusual an epilogue has to leave finite ones; and of sums that cancel,
-    results of their size."""
+    """Where values are unusual an epilogue has to leave finite ones in fp32; and of sums that
+    cancel, results of their size."""
     recipe = random_inputs.Recipe(random_inputs.Values(cancelling=cancelling, a=8.0))
     asked = problem(m=2, n=2, k=2, a=F16, b=F16, out=F16, epilogue=parse(text))
     data = DataSets(asked, CPU)
@@ -1192,8 +1192,8 @@ def test_results_that_are_judged(text: str, cancelling: bool) -> None:
     usual = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe()))
     least = random_inputs.SPREAD / 8
     for number, judged in (
-        (least, True), (least * 0.9, not cancelling), (32752.0, True), (32753.0, False),
-        (NAN, False), (INF, False),
+        (least, True), (least * 0.9, not cancelling), (7e4, True), (1.7e38, True),
+        (1.8e38, False), (NAN, False), (INF, False),
     ):  # fmt: skip
         expected = torch.tensor([[0.0, number]])
         assert unusual._is_judged(expected) is (judged or text == "identity")

@@ -34,3 +34,10 @@ def reciprocal(z):
     else:
         y = 1 / z
     return y
+
+
+def logistic(x):
+    """s = 1 / (1 + 2^x), and s·(1 − s) without the cancellation where s is near one."""
+    e = exp2(-tl.abs(x))
+    r = reciprocal(1 + e)
+    return tl.where(x > 0, e * r, r), e * r * r

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tmm_core.epilogues._fast_math import LOG2_E, exp2, reciprocal
+from tmm_core.epilogues._fast_math import LOG2_E, exp2, logistic, reciprocal
 from tmm_core.epilogues._gated import gated
 from tmm_core.spec.epilogue import Epilogue
 
@@ -67,8 +67,8 @@ def gelu_tanh(z):
 
 def gelu_tanh_slope(z):
     square = z * z
-    s = reciprocal(1 + exp2(z * (square * _CUBIC + _LINEAR)))
-    return s + z * s * (1 - s) * (square * _SLOPE_CUBIC + _SLOPE)
+    s, slope = logistic(z * (square * _CUBIC + _LINEAR))
+    return s + z * slope * (square * _SLOPE_CUBIC + _SLOPE)
 
 
 def _derivative(z: torch.Tensor, approximate: str = "none") -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tmm_core.epilogues._fast_math import LOG2_E, exp2, reciprocal
+from tmm_core.epilogues._fast_math import LOG2_E, exp2, logistic, reciprocal
 from tmm_core.spec.epilogue import Epilogue
 
 _aten: Any = torch.ops.aten
@@ -19,8 +19,8 @@ def sigmoid(z):
 
 
 def sigmoid_slope(z):
-    s = sigmoid(z)
-    return s * (1 - s)
+    _, slope = logistic(z * -LOG2_E)
+    return slope
 
 
 EPILOGUES = (

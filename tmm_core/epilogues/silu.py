@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tmm_core.epilogues._fast_math import LOG2_E, logistic
 from tmm_core.epilogues._gated import gated
 from tmm_core.epilogues.sigmoid import sigmoid
 from tmm_core.spec.epilogue import Epilogue
@@ -23,8 +24,8 @@ def silu(z):
 
 
 def silu_slope(z):
-    s = sigmoid(z)
-    return s + z * s * (1 - s)
+    s, slope = logistic(z * -LOG2_E)
+    return s + z * slope
 
 
 def _derivative(z: torch.Tensor) -> torch.Tensor:

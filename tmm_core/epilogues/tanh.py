@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tmm_core.epilogues._fast_math import LOG2_E, exp2, reciprocal
+from tmm_core.epilogues._fast_math import LOG2_E, exp2, logistic, reciprocal
 from tmm_core.spec.epilogue import Epilogue
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ def tanh(z):
 
 
 def tanh_slope(z):
-    y = tanh(z)
-    return 1 - y * y
+    # tanh z = 2·sigmoid(2z) − 1
+    _, slope = logistic(z * (-2 * LOG2_E))
+    return 4 * slope
 
 
 EPILOGUES = (

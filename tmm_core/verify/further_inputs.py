@@ -357,17 +357,17 @@ class Round:
         return self._expected
 
     def _is_judged(self, expected: torch.Tensor) -> bool:
-        """Whether the epilogue leaves finite results, and for sums that cancel results of their
-        size: one that saturates makes large errors of small ones."""
+        """Whether the epilogue leaves finite results before they are rounded to their dtype, and
+        for sums that cancel results of their size: one that saturates makes large errors of small
+        ones."""
         if self.plan.recipe.values == USUAL or not expected.numel():
             return True
         least = random_inputs.SPREAD / 8 if self.plan.recipe.values.cancelling else 0.0
         if self._data.problem.epilogue.is_identity:
             return True
-        wide = self._data.problem.out.dtype
-        most = torch.finfo(wide).max / 2 if wide.is_floating_point else math.inf
-        largest = float(expected.abs().max())  # NaN compares false
-        return least <= largest <= most
+        wide = expected.is_floating_point() or expected.is_complex()
+        most = torch.finfo(expected.dtype).max / 2 if wide else math.inf
+        return least <= float(expected.abs().max()) <= most  # NaN compares false
 
     def _is_kept(self, nbytes: int) -> bool:
         """Whether a reference of that size is kept for the next launcher."""

@@ -36,8 +36,9 @@ T = TypeVar("T")
 cuda = torch.backends.cuda
 _matmul = cuda.matmul
 
-#: Minimum and maximum seconds for which a thread waits to see whether others change the state.
-_LEAST_IDLE, _MOST_IDLE = 2e-3, 0.1
+#: Seconds for which a thread waits at most to see whether others change the state, and between two
+#: looks. Another thread may get no processor for some milliseconds, while a launch takes less.
+_IDLE, _BETWEEN_LOOKS = 0.1, 2e-3
 
 
 class Piece(NamedTuple):
@@ -450,16 +451,14 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     happens in two further launches, and not while this thread waits. Otherwise it stays.
     """
     before = State(device)
-    begun = time.perf_counter()
     result = call()
     if not (changed := before.changed()):
         return result, []
-    taken = time.perf_counter() - begun
     own = [name for name in changed if not before.is_shared(name)]
     suspects = [name for name in changed if before.is_shared(name)]
     before.restore(own)
     for _ in range(2):
-        if not (suspects := _unchanged_while_waiting(suspects, taken, device)):
+        if not (suspects := _unchanged_while_waiting(suspects, device)):
             break
         left = State(device)
         before.restore(suspects)
@@ -473,11 +472,12 @@ def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     return result, own + suspects
 
 
-def _unchanged_while_waiting(names: list[str], seconds: float, device: torch.device) -> list[str]:
+def _unchanged_while_waiting(names: list[str], device: torch.device) -> list[str]:
     """The names of the pieces that no other thread changes meanwhile."""
-    if not names:
-        return []
     idle = State(device)
-    time.sleep(min(max(seconds, _LEAST_IDLE), _MOST_IDLE))
-    changed = idle.changed()
-    return [name for name in names if name not in changed]
+    end = time.monotonic() + _IDLE
+    while names and time.monotonic() < end:
+        time.sleep(_BETWEEN_LOOKS)
+        changed = idle.changed()
+        names = [name for name in names if name not in changed]
+    return names
