@@ -1,7 +1,7 @@
-"""What the conformance suites ask of a kernel, in ``tests/core/conformance_problems.txt``.
+"""Writes the problems of the conformance suites to ``tests/core/conformance_problems.txt``.
 
-A problem that a suite no longer poses weakens it for every kernel, and fails no other test. Run
-``python tests/conformance_problems.py`` after a change of the problems, and commit the difference.
+A suite that loses a problem is weaker for every kernel, and no other test fails. Run ``python
+tests/conformance_problems.py`` after a change of the problems, and commit the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tmm_core.testing import KernelConformance, probe_problems, ragged_conforman
 from tmm_core.testing.probe_problems import problem_id
 
 FILE = Path(__file__).parent / "core" / "conformance_problems.txt"
-#: Methods whose problems on a GPU differ by more than their sizes, or are few.
+#: Methods whose problems on a GPU differ from a CPU's by more than their sizes, or are few.
 ON_A_GPU = (
     "_numbers_of_groups", "demanding", "fine_grained", "probes_of_batches", "probes_of_empties",
     "probes_of_use",
@@ -34,7 +34,7 @@ ON_A_CPU = (
 
 
 def described(problem: Problem) -> str:
-    """The name of a problem, and what the name leaves out."""
+    """The name of a problem, and the dtypes and outputs that the name leaves out."""
     groups, words = problem.groups, [problem_id(problem)]
     given = {
         "bias": problem.bias,

@@ -110,8 +110,10 @@ def assert_same(found: Tensor, wanted: Tensor, rounding: torch.dtype, what: str)
 
 
 def assert_refused_alike(found: Any, wanted: Exception, what: str) -> None:
-    said = found if isinstance(found, Exception) else f"a value of {getattr(found, 'dtype', '?')}"
-    assert isinstance(found, Exception), f"{what}: {said}, and plainly {wanted!r}"
+    message = (
+        found if isinstance(found, Exception) else f"a value of {getattr(found, 'dtype', '?')}"
+    )
+    assert isinstance(found, Exception), f"{what}: {message}, and plainly {wanted!r}"
     # A compiler raises errors of its own.
     alike = kind_of(found) is kind_of(wanted) or what.startswith("compiled")
     assert alike, f"{what}: {found!r}, and plainly {wanted!r}"

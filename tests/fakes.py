@@ -50,12 +50,12 @@ def without_scales(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "scales"}
 
 
-def with_scales(asked: Problem, fields: dict[str, Any]) -> Problem:
+def with_scales(problem: Problem, fields: dict[str, Any]) -> Problem:
     """The problem whose operands have scales of the kinds ``fields["scales"]``, a's and b's."""
     if "scales" not in fields:
-        return asked
+        return problem
     of_a, of_b = (None if kind is None else Scale.parse(kind) for kind in fields["scales"])
-    return replace(asked, a=replace(asked.a, scale=of_a), b=replace(asked.b, scale=of_b))
+    return replace(problem, a=replace(problem.a, scale=of_a), b=replace(problem.b, scale=of_b))
 
 
 @dataclass(frozen=True, kw_only=True)

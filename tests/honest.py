@@ -1,8 +1,8 @@
 """Right kernels that round as GPUs do, for random problems: verification may refuse none of them.
 
-:func:`launcher` computes the whole expression by a copy of the module of references, with another
-product: fp32 sums of some terms after another, sums of tensor cores, operands in TF32, splits along
-K. ``python tests/honest.py --count 3000`` verifies so many, and prints those that are refused.
+:func:`launcher` computes the whole expression by a copy of :mod:`tmm_core.verify.compare` whose
+products round differently: sums in fp32 in steps, sums of tensor cores, operands in TF32, splits
+along K. ``python tests/honest.py --count 3000`` verifies 3,000 kernels and prints the refused ones.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Rounding:
     """How a kernel rounds.
 
     Attributes:
-        step: Products that are added at a time.
-        bits: Bits of a sum of tensor cores, which truncate it after each step; 0: each step is
-            rounded to the nearest fp32 number.
-        promoted: Terms after which a sum of tensor cores is added to one in fp32.
+        step: Terms that are added exactly before the sum is rounded.
+        bits: Bits to which a tensor core truncates the sum after each step; 0: each step is rounded
+            to the nearest fp32 number.
+        promoted: Terms after which a sum of tensor cores is added to a sum in fp32.
         splits: Parts along K, each summed by itself.
         tf32: How fp32 operands become TF32: ``truncated`` or ``nearest``.
         scaled: A weight's values are multiplied by their scales and rounded to 16 bits.
-        fast: The relative error of an epilogue by approximations.
+        fast: The relative error of an approximated epilogue.
         flushed: Subnormal fp32 numbers become zero.
-        torch: By torch's own operators, each of which rounds to the result's dtype.
+        torch: Torch's own operators compute the result, and each rounds to the result's dtype.
     """
 
     step: int = 32
@@ -67,7 +67,7 @@ class Rounding:
 
 
 def _truncated(t: Tensor, bits: int) -> Tensor:
-    """Numbers in fp64 with that many bits, rounded towards zero."""
+    """fp64 numbers rounded towards zero to this many bits."""
     mask = ~((1 << (53 - bits)) - 1)
     return (t.view(torch.int64) & mask).view(torch.float64)
 
@@ -80,7 +80,7 @@ def _tf32(t: Tensor, how: str) -> Tensor:
 
 
 class Honest:
-    """The module of references, with the products of one kernel."""
+    """The reference of a problem, computed with products that round as ``how`` says."""
 
     def __init__(self, problem: Problem, how: Rounding) -> None:
         # Epilogues in fp64: in fp32 torch's own gelu(inf) is NaN on a CPU.
@@ -109,7 +109,7 @@ class Honest:
         return self._rounded(total) if how.torch else total
 
     def _rounded(self, z: Tensor) -> Tensor:
-        """As torch rounds a product; torch.addmm adds alpha and the bias before."""
+        """Round a product as torch does; torch.addmm applies alpha and the bias before rounding."""
         problem = self.problem
         whole = problem.bias in (None, problem.out.dtype) and problem.batch == 1
         if problem.stored or (whole and not problem.groups and problem.bias):
@@ -166,7 +166,7 @@ def _copy_of(module: ModuleType) -> ModuleType:
 
 
 def launcher(problem: Problem, how: Rounding) -> Launcher:
-    """A right launcher that rounds so."""
+    """Return a right launcher that rounds as ``how`` says."""
     if how.torch and not problem.out.dtype.is_floating_point:
         return torchs(problem)
     honest = Honest(problem, how)
@@ -191,7 +191,7 @@ def launcher(problem: Problem, how: Rounding) -> Launcher:
 
 
 def torchs(problem: Problem) -> Launcher:
-    """Torch's own expression."""
+    """Return a launcher of torch's own expression."""
     right: Any = Blas().bind(problem, BlasConfig())
 
     def launch(*given: Any, **extras: Any) -> Tensor:
@@ -220,8 +220,8 @@ def _layout(chance: random.Random, dtype: torch.dtype, *, strided: bool = True) 
     return {"layout": layout, "aligned": layout != "strided" and chance.random() < 0.6}
 
 
-def problem(chance: random.Random) -> Problem:
-    """A random problem; some describe no call."""
+def random_problem(chance: random.Random) -> Problem:
+    """A random problem. No call has some of these problems, see :func:`is_call`."""
     m, n = chance.choice(SIZES), chance.choice(SIZES)
     k = chance.choice(LONG if chance.random() < 0.05 else TERMS)
     if k >= 2048:
@@ -270,17 +270,17 @@ def problem(chance: random.Random) -> Problem:
             scale=Scale.parse(chance.choice(texts)), zero=zero,  # type: ignore[arg-type]
         )  # fmt: skip
         out = chance.choice((dtype, dtype, dtype, torch.float32))
-    asked: dict[str, Any] = {}
+    features: dict[str, Any] = {}
     numbers = out.is_floating_point
     if numbers and chance.random() < 0.6:
-        asked["epilogue"] = parse(chance.choice((*BUILTIN, *CHAINS)))
+        features["epilogue"] = parse(chance.choice((*BUILTIN, *CHAINS)))
     if chance.random() < 0.4:
-        asked["bias"] = chance.choice((out, out, torch.float32)) if numbers else out
+        features["bias"] = chance.choice((out, out, torch.float32)) if numbers else out
     if chance.random() < 0.3:
         of = chance.choice((out, out, torch.float32)) if numbers else out
-        asked["residual"] = Operand(of, **_layout(chance, of))
-    asked["scaled"] = chance.random() < 0.3
-    asked["tf32"] = kind == "tf32"
+        features["residual"] = Operand(of, **_layout(chance, of))
+    features["scaled"] = chance.random() < 0.3
+    features["tf32"] = kind == "tf32"
     placed = Operand(out)
     if chance.random() < 0.25 and out.is_floating_point:
         along: Any = chance.choice(("m", "m", "m", "n", "k"))
@@ -290,17 +290,17 @@ def problem(chance: random.Random) -> Problem:
             extra["out_index"] = chance.choice((None, None, torch.int32))
             extra["out_weights"] = chance.choice((None, None, torch.float32))
         extra["zeroed"] = chance.random() < 0.3
-        asked["groups"] = Groups(chance.choice((1, 2, 3, 5, 8)), along, **extra)
-        if "residual" in asked:
-            asked["residual"] = replace(asked["residual"], layout="row")
+        features["groups"] = Groups(chance.choice((1, 2, 3, 5, 8)), along, **extra)
+        if "residual" in features:
+            features["residual"] = replace(features["residual"], layout="row")
     else:
-        asked["batch"] = chance.choice((1, 1, 1, 2, 3))
+        features["batch"] = chance.choice((1, 1, 1, 2, 3))
         placed = Operand(out, **_layout(chance, out)) if chance.random() < 0.3 else placed
-    return Problem(m, n, k, a, b, placed, DEVICE, **asked)
+    return Problem(m, n, k, a, b, placed, DEVICE, **features)
 
 
 def roundings(chance: random.Random, problem: Problem) -> Rounding:
-    """A way in which a kernel may round this problem."""
+    """A random way in which a kernel may round this problem."""
     if not problem.out.dtype.is_floating_point or problem.a.dtype is torch.float64:
         return Rounding(torch=True)
     same = problem.out.dtype is problem.value
@@ -317,7 +317,7 @@ def roundings(chance: random.Random, problem: Problem) -> Rounding:
             step = 32
             promoted = chance.choice((32, 64, 128))
             return Rounding(step, 14, promoted, **rest)
-        return Rounding(chance.choice((32, 64)), **rest)  # by values in 16 bits
+        return Rounding(chance.choice((32, 64)), **rest)  # operands converted to 16 bits
     if chance.random() < 0.6:
         step = 8 if problem.tf32 else 16
         if problem.a.dtype is not torch.float32 or problem.tf32:
@@ -326,43 +326,47 @@ def roundings(chance: random.Random, problem: Problem) -> Rounding:
 
 
 def cases(seed: int, count: int) -> Iterator[tuple[int, Problem, Rounding]]:
-    """Random problems with a rounding, each of a seed of its own."""
-    for place in range(seed, seed + count):
-        chance = random.Random(place)
+    """Yield seeds, each with its random problem and rounding."""
+    for each in range(seed, seed + count):
+        chance = random.Random(each)
         while True:
-            asked = problem(chance)
-            if is_call(asked):
+            problem = random_problem(chance)
+            if is_call(problem):
                 break
-        yield place, asked, roundings(chance, asked)
+        yield each, problem, roundings(chance, problem)
 
 
-def is_call(asked: Problem) -> bool:
-    """Whether BLAS takes the problem and its operands can be made."""
+def is_call(problem: Problem) -> bool:
+    """Whether BLAS serves the problem and its operands can be made."""
     try:
-        if Blas().reasons_against(asked):
+        if Blas().reasons_against(problem):
             return False
-        for spec, outer, stack in ((asked.a, asked.m, 1), (asked.b, asked.width, 1)):
+        for spec, outer, stack in ((problem.a, problem.m, 1), (problem.b, problem.width, 1)):
             if spec.form is not None and spec.scale is not None:
-                own = spec.form.block(spec.scale.block, outer, asked.k, stack)
+                own = spec.form.block(spec.scale.block, outer, problem.k, stack)
                 if own != spec.scale.block:
                     return False
-        if asked.along == "n" and (asked.bias or asked.gated):
+        if problem.along == "n" and (problem.bias or problem.gated):
             return False
-        if asked.groups is not None and asked.along == "k" and (asked.a.grid or asked.b.grid):
+        if (
+            problem.groups is not None
+            and problem.along == "k"
+            and (problem.a.grid or problem.b.grid)
+        ):
             return False
-        if asked.along == "k" and max(asked.a.pack, asked.b.pack) > 1:
+        if problem.along == "k" and max(problem.a.pack, problem.b.pack) > 1:
             return False
     except (ValueError, NotImplementedError, KeyError):
         return False
     return True
 
 
-def verified(asked: Problem, how: Rounding, extent: Extent = "whole") -> Verdict:
+def verified(problem: Problem, how: Rounding, extent: Extent = "whole") -> Verdict:
     """The verdict on an honest kernel, without launches from two threads."""
     together = ways_of_use.WaysOfUse.together
     ways_of_use.WaysOfUse.together = lambda self: iter(())  # type: ignore[assignment,method-assign]
     try:
-        return Verifier(asked, CPU).verdict(launcher(asked, how), extent=extent, repeats=2)
+        return Verifier(problem, CPU).verdict(launcher(problem, how), extent=extent, repeats=2)
     finally:
         ways_of_use.WaysOfUse.together = together  # type: ignore[method-assign]
 
@@ -375,21 +379,21 @@ def main() -> int:
     options = parser.parse_args()
     refused, raised, begun = 0, 0, time.monotonic()
     done = 0
-    for place, (seed, asked, how) in enumerate(cases(options.seed, options.count)):
+    for place, (seed, problem, how) in enumerate(cases(options.seed, options.count)):
         if place % 100 == 0:
             print(f"{place} in {time.monotonic() - begun:.0f} s", flush=True)
         try:
-            verdict = verified(asked, how)
+            verdict = verified(problem, how)
         except Exception as error:
             if options.trace:
                 raise
             raised += 1
-            print(f"{seed}: {asked} ({how}) raised {type(error).__name__}: {error}", flush=True)
+            print(f"{seed}: {problem} ({how}) raised {type(error).__name__}: {error}", flush=True)
             continue
         done += 1
         if not verdict.ok:
             refused += 1
-            print(f"{seed}: {asked} ({how}): {verdict.reason}", flush=True)
+            print(f"{seed}: {problem} ({how}): {verdict.reason}", flush=True)
     took = time.monotonic() - begun
     print(f"{done} verified in {took:.0f} s, {refused} refused, {raised} raised")
     return 1 if refused or raised else 0

@@ -1,10 +1,10 @@
 """Kernels that are right in most launches and wrong in some: a class for each way to be wrong.
 
-Each is correct except for :meth:`Lie.lie`, which gets the correct launcher and the arguments of a
-launch. Each has a problem for which it is wrong. The rows of :data:`LIES` are: A1 sizes, A2 alpha,
-A3 strides of bias and residual, A4 other forms of a launcher, A5 threads, A6 caches by address, A7
-buffers that are returned again, A8 magnitudes, A9 torch's modes, A10 group sizes, A11 aliases and
-strides, A12 state of the process.
+:meth:`Lie.lie` makes a launch wrong: it gets the correct launcher and the arguments of the launch.
+:attr:`Lie.problem` is a problem for which some launches are wrong. The rows of :data:`LIES` are: A1
+sizes, A2 alpha, A3 strides of bias and residual, A4 other forms of a launcher, A5 threads, A6
+caches by address, A7 buffers that are returned again, A8 magnitudes, A9 torch's modes, A10 group
+sizes, A11 aliases and strides, A12 state of the process.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def half(m: int = 64, n: int = 32, k: int = 16, **fields: Any) -> Problem:
 
 
 class Lie(FakeKernel):
-    """Right, but for ``lie``."""
+    """A kernel that is right except for :meth:`lie`."""
 
     #: A problem for which some launches are wrong.
-    asked: ClassVar[Problem] = half()
-    #: The size of the call in which it lies, if that is not the one that is tuned.
+    problem: ClassVar[Problem] = half()
+    #: M of the calls that are wrong, if it differs from the M that is tuned.
     at: ClassVar[int | None] = None
 
     def __init__(self, name: str = "") -> None:
         super().__init__(name or "test.lying", estimate=1.0)
 
     def lie(self, right: Any, *given: Any) -> Any:
-        """A launch: a, b, bias, residual, alpha, out."""
+        """Launch with a, b, bias, residual, alpha, out; subclasses make the result wrong."""
         return right(*given)
 
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
@@ -69,7 +69,7 @@ def by_groups(
     a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, out: Any, *,
     offs: Tensor, a_index: Tensor | None = None, out_weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """A right launch of ragged rows."""
+    """Compute a grouped product with ragged rows, correctly."""
     rows = a.shape[0] if a_index is None else a_index.shape[0]
     out = a.new_zeros(rows, b.shape[-1]) if out is None else out
     start = 0
@@ -90,8 +90,8 @@ def spoiled(result: Tensor, out: Any) -> Tensor:
 
 
 def wrong_if(condition: Callable[..., bool]) -> Callable[..., Any]:
-    """A lie: the result is wrong where the condition on (self, a, b, bias, residual, alpha, out)
-    holds."""
+    """A method ``lie`` whose result is wrong where a condition on (self, a, b, bias, residual,
+    alpha, out) holds."""
 
     def lie(self: Lie, right: Any, *given: Any) -> Any:
         result = right(*given)
@@ -104,7 +104,7 @@ def wrong_if(condition: Callable[..., bool]) -> Callable[..., Any]:
 
 
 class LastRowsAtMultiplesOf8(Lie):
-    asked, at = half(64, 8, 8), 40
+    problem, at = half(64, 8, 8), 40
 
     def lie(self, right: Any, *given: Any) -> Any:
         result = right(*given)
@@ -114,7 +114,7 @@ class LastRowsAtMultiplesOf8(Lie):
 
 
 class FirstRowAtMultiplesOf16(Lie):
-    asked, at = half(64, 8, 8), 48
+    problem, at = half(64, 8, 8), 48
 
     def lie(self, right: Any, *given: Any) -> Any:
         result = right(*given)
@@ -124,29 +124,29 @@ class FirstRowAtMultiplesOf16(Lie):
 
 
 class EvenSizes(Lie):
-    asked, at = half(64, 8, 8), 42
+    problem, at = half(64, 8, 8), 42
     lie = wrong_if(lambda self, a, *_: a.shape[0] % 4 == 2)
 
 
 class MultiplesOf4(Lie):
-    asked, at = half(320, 8, 8), 260
+    problem, at = half(320, 8, 8), 260
     lie = wrong_if(lambda self, a, *_: a.shape[0] % 8 == 4)
 
 
 class MultiplesOf3(Lie):
-    asked, at = half(320, 8, 8), 282
+    problem, at = half(320, 8, 8), 282
     lie = wrong_if(lambda self, a, *_: a.shape[0] % 6 == 0)
 
 
 class ColumnTail(Lie):
-    asked = half(8, 24, 8)
+    problem = half(8, 24, 8)
     lie = wrong_if(lambda self, a, b, *_: b.shape[1] % 16 == 8)
 
 
 class SumTail(Lie):
-    """It leaves out the last terms."""
+    """It leaves out the last terms of each sum."""
 
-    asked = half(8, 16, 24)
+    problem = half(8, 16, 24)
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         k = a.shape[1] // 16 * 16
@@ -160,7 +160,7 @@ SCALED = half(8, 8, 8, scaled=True)
 
 def alpha_lie(condition: Callable[[float], bool]) -> type[Lie]:
     class Alpha(Lie):
-        asked = SCALED
+        problem = SCALED
         lie = wrong_if(lambda self, a, b, bias, residual, alpha, out: condition(alpha))
 
     return Alpha
@@ -169,7 +169,7 @@ def alpha_lie(condition: Callable[[float], bool]) -> type[Lie]:
 class AlphaIsBoundAtFirst(Lie):
     """It uses the first launch's alpha."""
 
-    asked = SCALED
+    problem = SCALED
     first: float | None = None
 
     def lie(self, right: Any, a: Any, b: Any, bias: Any, res: Any, alpha: float, out: Any) -> Any:
@@ -183,7 +183,7 @@ class AlphaIsBoundAtFirst(Lie):
 class DenseBias(Lie):
     """It reads a bias as if its elements were adjacent."""
 
-    asked = half(8, 16, 8, bias=torch.float16)
+    problem = half(8, 16, 8, bias=torch.float16)
 
     def lie(self, right: Any, a: Any, b: Any, bias: Any, *given: Any) -> Any:
         if bias is not None and bias.dim() == 1:
@@ -192,23 +192,23 @@ class DenseBias(Lie):
 
 
 class DenseBiasOfOtherDtype(DenseBias):
-    asked = half(8, 16, 8, bias=torch.float32)
+    problem = half(8, 16, 8, bias=torch.float32)
 
 
 class NoExpandedBias(Lie):
-    asked = half(8, 16, 8, bias=torch.float16)
+    problem = half(8, 16, 8, bias=torch.float16)
     lie = wrong_if(lambda self, a, b, bias, *_: bias is not None and bias.stride(0) == 0)
 
 
 class NoExpandedResidual(Lie):
-    asked = half(8, 16, 8, residual=LOOSE)
+    problem = half(8, 16, 8, residual=LOOSE)
     lie = wrong_if(lambda self, a, b, bias, residual, *_: _stride(residual, 0) == 0)
 
 
 class NoStridedResidual(Lie):
-    """It takes the two strides of a residual for (2·N, 2)."""
+    """It assumes that the strides of a residual are (2·N, 2)."""
 
-    asked = half(8, 16, 8, residual=Operand(torch.float16, "strided", aligned=False))
+    problem = half(8, 16, 8, residual=Operand(torch.float16, "strided", aligned=False))
     lie = wrong_if(lambda self, a, b, bias, residual, *_: _stride(residual, 1) not in (1, 2))
 
 
@@ -217,7 +217,7 @@ def _stride(t: Tensor | None, dimension: int) -> int:
 
 
 class NoExpandedBatch(Lie):
-    asked = half(4, 8, 8, batch=3)
+    problem = half(4, 8, 8, batch=3)
     lie = wrong_if(lambda self, a, b, *_: b.stride(0) == 0)
 
 
@@ -227,7 +227,7 @@ class NoExpandedBatch(Lie):
 class Folded(Lie):
     """Its launcher of N-D operands is wrong where they have ``dims`` dimensions."""
 
-    asked = half(6, 8, 8)
+    problem = half(6, 8, 8)
     dims: tuple[int, ...] = (1, 3, 4)
 
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
@@ -246,13 +246,13 @@ class FoldedOf4Dimensions(Folded):
 
 
 class FoldedBatch(Folded):
-    asked = half(6, 8, 8, batch=2)
+    problem = half(6, 8, 8, batch=2)
 
 
 class Source(Lie):
     """The source that a plan writes out is wrong."""
 
-    asked = half(6, 8, 8)
+    problem = half(6, 8, 8)
 
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
         from tmm_core.launch.codegen import Body
@@ -272,7 +272,7 @@ class Source(Lie):
 class SharedScratch(Lie):
     """All launches use one scratch buffer."""
 
-    asked = half(32, 32, 16)
+    problem = half(32, 32, 16)
     scratch: Tensor | None = None
 
     def lie(self, right: Any, *given: Any) -> Any:
@@ -289,7 +289,7 @@ class SharedScratch(Lie):
 class SharedArguments(Lie):
     """It keeps its arguments in attributes."""
 
-    asked = half(32, 32, 16)
+    problem = half(32, 32, 16)
 
     def lie(self, right: Any, *given: Any) -> Any:
         self.given = given
@@ -299,9 +299,9 @@ class SharedArguments(Lie):
 
 
 class WrongBesideAnother(Lie):
-    """It is wrong while another launch is under way."""
+    """It is wrong while another launch is running."""
 
-    asked = half(32, 32, 16)
+    problem = half(32, 32, 16)
     under_way = 0
 
     def lie(self, right: Any, *given: Any) -> Any:
@@ -319,10 +319,10 @@ class WrongBesideAnother(Lie):
 
 
 def cache_lie(key: Callable[[Tensor], Any], of: int = 1) -> type[Lie]:
-    """It keeps a copy of an operand under a key of the tensor."""
+    """It caches a copy of an operand under ``key(tensor)``. Operand 0 is a, 1 is b."""
 
     class Cached(Lie):
-        asked = half(16, 16, 16)
+        problem = half(16, 16, 16)
 
         def __init__(self) -> None:
             super().__init__()
@@ -337,9 +337,9 @@ def cache_lie(key: Callable[[Tensor], Any], of: int = 1) -> type[Lie]:
 
 
 class CachedResult(Lie):
-    """It keeps results by the addresses and versions of the operands."""
+    """It caches results by the addresses and versions of the operands."""
 
-    asked = half(16, 16, 16)
+    problem = half(16, 16, 16)
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,10 +360,11 @@ def _version(t: Tensor) -> int:
 
 
 def ring_lie(size: int, *, view: bool = False, own: bool = True) -> type[Lie]:
-    """It returns its own buffers again after ``size`` launches."""
+    """It reuses its ``size`` result buffers in turn: views of one tensor, tensors or, unless
+    ``own``, arrays of NumPy."""
 
     class Ring(Lie):
-        asked = half(8, 8, 8)
+        problem = half(8, 8, 8)
 
         def __init__(self) -> None:
             super().__init__()
@@ -410,7 +411,7 @@ class FlushesSubnormalResults(Lie):
 class AccumulatesInHalf(Lie):
     """Each block of the sum is added in fp16."""
 
-    asked = half(16, 16, 64)
+    problem = half(16, 16, 64)
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float16)
@@ -420,7 +421,7 @@ class AccumulatesInHalf(Lie):
 
 
 class AccumulatesInBfloat16(Lie):
-    asked = half(16, 16, 64, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
+    problem = half(16, 16, 64, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
@@ -432,7 +433,7 @@ class AccumulatesInBfloat16(Lie):
 class Bfloat16ByHalf(Lie):
     """It multiplies bf16 operands in fp16."""
 
-    asked = half(16, 16, 16, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
+    problem = half(16, 16, 16, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         return right(*(torch.nan_to_num(t.half()).to(t.dtype) for t in (a, b)), *given)
@@ -484,10 +485,10 @@ class UnderAutocastInNoGrad(Lie):
 
 
 def group_lie(wrong: Callable[[Tensor, int], bool]) -> type[Lie]:
-    """Wrong for groups of some sizes."""
+    """It is wrong where ``wrong(group sizes, rows)`` holds."""
 
     class OfGroups(Lie):
-        asked = half(40, 8, 8, groups=Groups(6, "m"))
+        problem = half(40, 8, 8, groups=Groups(6, "m"))
 
         def lie_of_groups(self, *given: Any, offs: Tensor, **extras: Any) -> Any:
             result = by_groups(*given, offs=offs, **extras)
@@ -502,7 +503,7 @@ def group_lie(wrong: Callable[[Tensor, int], bool]) -> type[Lie]:
 class TakesOneIndexForZero(Lie):
     """A product of one row reads the first row of ``a``."""
 
-    asked = half(1, 8, 8, groups=Groups(3, "m", a_index=torch.int64))
+    problem = half(1, 8, 8, groups=Groups(3, "m", a_index=torch.int64))
 
     def lie_of_groups(self, *given: Any, offs: Tensor, a_index: Tensor) -> Any:
         index = a_index * 0 if len(a_index) == 1 else a_index
@@ -510,9 +511,9 @@ class TakesOneIndexForZero(Lie):
 
 
 class ReadsRowsInTheResult(Lie):
-    """It limits an index to the rows of the result."""
+    """It clamps an index to the rows of the result."""
 
-    asked = half(8, 8, 8, groups=Groups(3, "m", a_index=torch.int64))
+    problem = half(8, 8, 8, groups=Groups(3, "m", a_index=torch.int64))
 
     def lie_of_groups(self, *given: Any, offs: Tensor, a_index: Tensor) -> Any:
         index = a_index.clamp(max=max(8, len(a_index)) - 1)
@@ -522,7 +523,7 @@ class ReadsRowsInTheResult(Lie):
 class ReadsOneRowOfA(Lie):
     """It is wrong where ``a`` has one row."""
 
-    asked = half(8, 8, 8, groups=Groups(1, "m", a_index=torch.int64))
+    problem = half(8, 8, 8, groups=Groups(1, "m", a_index=torch.int64))
 
     def lie_of_groups(self, *given: Any, offs: Tensor, a_index: Tensor) -> Any:
         result = by_groups(*given, offs=offs, a_index=a_index)
@@ -532,7 +533,7 @@ class ReadsOneRowOfA(Lie):
 class MultipliesEmptyGroupsByZero(Lie):
     """It adds every group's product, masked by zeros."""
 
-    asked = half(40, 8, 8, groups=Groups(6, "m"))
+    problem = half(40, 8, 8, groups=Groups(6, "m"))
 
     def lie_of_groups(self, *given: Any, offs: Tensor, **extras: Any) -> Any:
         result = by_groups(*given, offs=offs, **extras)
@@ -543,12 +544,12 @@ class MultipliesEmptyGroupsByZero(Lie):
 
 
 class TheSameTensor(Lie):
-    asked = half(16, 16, 16)
+    problem = half(16, 16, 16)
     lie = wrong_if(lambda self, a, b, *_: a.data_ptr() == b.data_ptr())
 
 
 class ResidualIsA(Lie):
-    asked = half(8, 16, 16, residual=F16)
+    problem = half(8, 16, 16, residual=F16)
     lie = wrong_if(
         lambda self, a, b, bias, residual, *_: (
             residual is not None and residual.data_ptr() == a.data_ptr()
@@ -557,9 +558,9 @@ class ResidualIsA(Lie):
 
 
 class OutByOneStride(Lie):
-    """It takes an out's strides for (2·N, 2)."""
+    """It assumes that the strides of ``out`` are (2·N, 2)."""
 
-    asked = half(8, 16, 8, out=Operand(torch.float16, "strided", aligned=False))
+    problem = half(8, 16, 8, out=Operand(torch.float16, "strided", aligned=False))
 
     def lie(self, right: Any, *given: Any) -> Any:
         out, result = given[-1], right(*given[:-1], None)
@@ -570,12 +571,12 @@ class OutByOneStride(Lie):
 
 
 class OutWithOddStrides(Lie):
-    asked = half(8, 16, 8, out=Operand(torch.float16, "strided", aligned=False))
+    problem = half(8, 16, 8, out=Operand(torch.float16, "strided", aligned=False))
     lie = wrong_if(lambda self, *given: given[-1] is not None and given[-1].stride(0) % 2 == 1)
 
 
 class OutWithEvenStrides(Lie):
-    asked = half(8, 15, 8, out=LOOSE)
+    problem = half(8, 15, 8, out=LOOSE)
     lie = wrong_if(lambda self, *given: given[-1] is not None and given[-1].stride(0) % 2 == 0)
 
 
@@ -584,7 +585,7 @@ class OutWithEvenStrides(Lie):
 
 def state_lie(change: Callable[[], Any]) -> type[Lie]:
     class Changes(Lie):
-        asked = half(8, 8, 8)
+        problem = half(8, 8, 8)
 
         def lie(self, right: Any, *given: Any) -> Any:
             result = right(*given)
@@ -602,13 +603,13 @@ def _flip_tf32() -> None:
 # -- other inputs of each kind ---------------------------------------------------------------
 
 
-def lying_if(condition: Callable[..., bool], asked: Problem | None = None) -> type[Lie]:
+def lying_if(condition: Callable[..., bool], problem: Problem | None = None) -> type[Lie]:
     """A kernel that is wrong where the condition on (a, b, bias, residual, alpha, out) holds."""
 
     class Lying(Lie):
         lie = wrong_if(lambda self, *given: condition(*given))
 
-    Lying.asked = asked or half(16, 16, 16)
+    Lying.problem = problem or half(16, 16, 16)
     return Lying
 
 
@@ -616,7 +617,7 @@ def _ratio(condition: Callable[[float], bool]) -> type[Lie]:
     """Results are too large by half for some alphas."""
 
     class Ratio(Lie):
-        asked = SCALED
+        problem = SCALED
 
         def lie(self, right: Any, *given: Any) -> Any:
             result = right(*given)
@@ -628,7 +629,7 @@ def _ratio(condition: Callable[[float], bool]) -> type[Lie]:
 class OtherForm(Lie):
     """Its launcher is right; another form, of N-D operands or a plan's source, is not."""
 
-    asked = half(6, 8, 8)
+    problem = half(6, 8, 8)
     source = False
     wrong: ClassVar[Callable[..., Any]]
 
@@ -648,7 +649,7 @@ class OtherForm(Lie):
 
 
 def form_lie(
-    condition: Callable[..., bool], asked: Problem | None = None, *, source: bool = False
+    condition: Callable[..., bool], problem: Problem | None = None, *, source: bool = False
 ) -> type[Lie]:
     """Another form is wrong where the condition holds."""
 
@@ -658,7 +659,7 @@ def form_lie(
             result = right(*given)
             return spoiled(result, None) if condition(*given) else result
 
-    Form.source, Form.asked = source, asked or OtherForm.asked
+    Form.source, Form.problem = source, problem or OtherForm.problem
     return Form
 
 
@@ -669,9 +670,9 @@ class ReturnsInferenceTensors(Lie):
 
 
 class ChangesInputsForAWhile(Lie):
-    """Another thread that uses the same weight sees other values."""
+    """Meanwhile another thread that uses the same weight reads other values."""
 
-    asked = half(32, 32, 16)
+    problem = half(32, 32, 16)
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         out, doubled = given[-1], b.data
@@ -690,21 +691,21 @@ class Saturates(Lie):
 
 
 class FlushesSmallBfloat16(Lie):
-    asked = half(16, 16, 16, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
+    problem = half(16, 16, 16, **dict.fromkeys(("a", "b", "out"), Operand(torch.bfloat16)))
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         return right(*(torch.where(t.abs() < 1e-30, t * 0, t) for t in (a, b)), *given)
 
 
 def _large_lie(epilogue: str, operand: Operand, wrong: Callable[[Tensor], Tensor]) -> type[Lie]:
-    """It is NaN where ``wrong`` of the product holds, as where an exponential overflows."""
+    """Its result is NaN where ``wrong(product)`` holds, as if an exponential overflowed."""
 
     class Large(Lie):
-        asked = half(16, 32, 32, a=operand, b=operand, out=operand, epilogue=EPILOGUES[epilogue])
+        problem = half(16, 32, 32, a=operand, b=operand, out=operand, epilogue=EPILOGUES[epilogue])
 
         def lie(self, right: Any, *given: Any) -> Any:
             result, product = right(*given), given[0].float() @ given[1].float()
-            half = product[..., : result.shape[-1]] if self.asked.gated else product
+            half = product[..., : result.shape[-1]] if self.problem.gated else product
             return result.masked_fill_(wrong(half) & half.isfinite(), torch.nan)
 
     return Large
@@ -720,10 +721,10 @@ class ScalesByTheLargest(Lie):
 
 
 def weight_lie(wrong: Callable[[Tensor], Tensor]) -> type[Lie]:
-    """It is wrong for some weights of rows."""
+    """Rows are wrong where ``wrong(weights)`` holds."""
 
     class OfWeights(Lie):
-        asked = half(40, 8, 8, groups=Groups(4, "m", out_weights=torch.float32))
+        problem = half(40, 8, 8, groups=Groups(4, "m", out_weights=torch.float32))
 
         def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
             result, weights = by_groups(*given, **extras), extras.get("out_weights")
@@ -735,7 +736,7 @@ def weight_lie(wrong: Callable[[Tensor], Tensor]) -> type[Lie]:
 
 
 class AddsToTheOut(Lie):
-    """It adds half of what an out contained, if that was finite."""
+    """It adds half of the finite numbers that ``out`` contained."""
 
     def lie(self, right: Any, *given: Any) -> Any:
         before = None if given[-1] is None else given[-1].nan_to_num(0.0, 0.0, 0.0)

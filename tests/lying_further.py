@@ -1,4 +1,4 @@
-"""Further kernels that are right in most launches (:mod:`lying`), by what they are wrong about."""
+"""Further kernels like those of :mod:`lying`, by the kind of input that makes them wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class InfIsNan(Lie):
-    """NaN beside Inf in one row gives zeros."""
+    """A row with both NaN and Inf gives zeros."""
 
     def lie(self, right: Any, a: Tensor, *given: Any) -> Any:
         both = a.isnan().any(-1) & a.isinf().any(-1)
@@ -37,7 +37,7 @@ class InfInBoth(Lie):
 
 
 class InfTimesZero(Lie):
-    """It takes Inf times zero for zero, as a kernel of sparse weights does."""
+    """It treats Inf times zero as zero, as a kernel of sparse weights does."""
 
     def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
         result = right(a, b, *given)
@@ -47,14 +47,14 @@ class InfTimesZero(Lie):
 
 
 class NanAlpha(Lie):
-    asked = half(8, 8, 8, scaled=True)
+    problem = half(8, 8, 8, scaled=True)
 
     def lie(self, right: Any, a: Any, b: Any, bias: Any, res: Any, alpha: float, out: Any) -> Any:
         return right(a, b, bias, res, alpha if alpha == alpha else 1.0, out)
 
 
 def argument_lie(change: Callable[[Tensor, Tensor], Any]) -> type[Lie]:
-    """It changes something about its arguments besides their values."""
+    """It changes a property of its arguments other than their values."""
 
     class Changes(Lie):
         def lie(self, right: Any, a: Tensor, b: Tensor, *given: Any) -> Any:
@@ -81,10 +81,10 @@ def _freeze(a: Tensor, b: Tensor) -> None:
 
 
 def rows_lie(change: Callable[..., Any], **groups: Any) -> type[Lie]:
-    """A launch of groups that writes to what describes them."""
+    """A launch of groups that writes to the tensors that describe the groups."""
 
     class Rows(Lie):
-        asked = half(40, 8, 8, groups=Groups(4, "m", **groups))
+        problem = half(40, 8, 8, groups=Groups(4, "m", **groups))
 
         def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
             result = by_groups(*given, **extras)
@@ -98,7 +98,7 @@ def rows_lie(change: Callable[..., Any], **groups: Any) -> type[Lie]:
 class TwiceIndexed(Lie):
     """It is wrong where each row of ``a`` is read twice."""
 
-    asked = half(40, 8, 8, groups=Groups(4, "m", a_index=torch.int64))
+    problem = half(40, 8, 8, groups=Groups(4, "m", a_index=torch.int64))
 
     def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
         result, index = by_groups(*given, **extras), extras.get("a_index")
@@ -108,7 +108,7 @@ class TwiceIndexed(Lie):
 
 
 class NanWeights(Lie):
-    asked = half(40, 8, 8, groups=Groups(4, "m", out_weights=torch.float32))
+    problem = half(40, 8, 8, groups=Groups(4, "m", out_weights=torch.float32))
 
     def lie_of_groups(self, *given: Any, **extras: Any) -> Any:
         if (weights := extras.get("out_weights")) is not None:
@@ -138,7 +138,7 @@ class EvenBinds(Lie):
 class LastBind(Lie):
     """A launcher computes the rows of the problem that was bound last."""
 
-    asked = half(320, 8, 8)
+    problem = half(320, 8, 8)
     rows = 0
 
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
@@ -183,10 +183,10 @@ FURTHER: dict[str, dict[str, type[Lie]]] = {
     },
     "alpha": {
         "1/√64": lying_if(
-            lambda a, b, bias, residual, alpha, out: 0.01 < alpha < 0.45, NanAlpha.asked
+            lambda a, b, bias, residual, alpha, out: 0.01 < alpha < 0.45, NanAlpha.problem
         ),
         "from 4 to 1000": lying_if(
-            lambda a, b, bias, residual, alpha, out: 4 < alpha < 1000, NanAlpha.asked
+            lambda a, b, bias, residual, alpha, out: 4 < alpha < 1000, NanAlpha.problem
         ),
         "NaN": NanAlpha,
     },

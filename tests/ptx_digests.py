@@ -55,9 +55,9 @@ def computed(known: Table) -> Table:
         cases: dict[str, Any] = {}
         before = known.get(name, {}).get("cases", {})
         for capability, chosen in CHOSEN.items():
-            posed = dict(zip(PROBLEMS, problems(capability), strict=True))
+            instance = dict(zip(PROBLEMS, problems(capability), strict=True))
             for each in chosen:
-                problem, case = posed[each], f"{each} sm_{10 * capability[0] + capability[1]}"
+                problem, case = instance[each], f"{each} sm_{10 * capability[0] + capability[1]}"
                 if each not in FEW.get(name, chosen) or kernel.reasons_against(problem):
                     continue
                 if case in before:

@@ -107,7 +107,7 @@ def test_commands_are_found_in_pages() -> None:
         ("`tmm bench --kernel a --sweep GROUP_M=1,2 \\\n  --sqares 1`", "--sqares"),
     ],
 )
-def test_what_does_not_exist_is_told(text: str, wrong: str | None) -> None:
+def test_a_name_that_does_not_exist_is_reported(text: str, wrong: str | None) -> None:
     [(program, words)] = named(text)
     assert unknown(program, words) == wrong
 

@@ -1,4 +1,4 @@
-"""The README and the pages under docs/ are run as they stand: what they show works, on a CPU."""
+"""All code of the README and of the pages under docs/ runs as it stands, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
-#: Pages that are run. The pages of a line are one program: a process costs 3 s.
+#: Pages whose code is run. The pages of a row are one program, since a process costs 3 s.
 RUN = (
     ("README.md", "docs/models.md", "docs/grouped.md", "docs/plugins/hello.md"),
     ("docs/records.md",),
@@ -25,15 +25,14 @@ RUN = (
     ("docs/shard.md",),
     ("docs/enable.md", "docs/compile.md"),
 )
-#: Run by tests of their own: tests/test_learn.py, and tests/plugins/test_readme.py, since
-#: docs/plugins/reference.md is a plugin.
+#: Pages with their own tests: tests/test_learn.py and tests/plugins/test_readme.py.
 ELSEWHERE = ("docs/learn.md", "docs/plugins/reference.md")
 #: A command of docs/shard.md that tests/core/test_distributed.py runs as it stands.
 EXAMPLE = "examples/tensor_parallel_swiglu.py"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 NOTES = "docs/notes/"
 
-#: torch.compile's default backend wants a C++ compiler, which is no part of what is shown.
+#: torch.compile's default backend needs a C++ compiler, which the pages do not require.
 COMPILE = """import functools
 
 import torch
@@ -43,7 +42,7 @@ torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The language and the text of each block, in order; one without a language is not run."""
+    """The language and the text of each block with a language, in order; others are not run."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
@@ -72,8 +71,8 @@ def test_examples_in_docstrings(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", RUN, ids=lambda pages: Path(pages[0]).stem)
 def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None:
-    """Python blocks as one program, except one that names itself, which becomes a file; then
-    the commands, in order, in a folder with the examples."""
+    """The Python blocks run as one program, then the commands, in a folder with the examples. A
+    Python block that begins with its file's name becomes this file instead."""
     found = [block for page in pages for block in blocks(page)]
     files = [text for language, text in found if text.startswith("# ")]
     program = [text for language, text in found if language == "python" and text not in files]
@@ -82,7 +81,7 @@ def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None
     for text in files:
         (tmp_path / text.split()[1]).write_text(text, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    # torch's script may be installed in another environment than this one, or nowhere on PATH.
+    # The script torchrun may belong to another environment, or not be on PATH.
     scripts = tmp_path / "bin"
     scripts.mkdir()
     torchrun = scripts / "torchrun"

@@ -19,14 +19,14 @@ PACKAGES = {
     "tmm_triton": ROOT / "plugins" / "tmm_triton",
     "tmm_blas": ROOT / "plugins" / "tmm_blas",
 }
-#: Packages that each may import besides the standard library and itself.
+#: Packages that each package may import besides the standard library and itself.
 ALLOWED = {
     "tmm_cache": {"filelock", "platformdirs", "rich"},
     "tmm_core": {"torch", "pluggy", "pebble", "tmm_cache", "rich", "tmm_blas"},
     "tmm_triton": {"torch", "triton", "tmm_core"},
     "tmm_blas": {"torch", "tmm_core"},
 }
-#: Parts of core that are never imported by ``import tmm_core`` may need more.
+#: Further packages for parts of core that ``import tmm_core`` does not import.
 EXTRA = {
     # Type checkers then know what ``tl`` is in a device function.
     "tmm_core/epilogues": {"triton"},
@@ -64,10 +64,10 @@ def test_imports_point_one_way(package: str) -> None:
         assert not strangers, f"{place} imports {sorted(strangers)}"
 
 
-#: The rooms of core, the lowest floor first. One imports from floors below its own: at the top of
-#: a module, inside a function or for types alone. A name is a folder or a module of tmm_core;
-#: ``tmm_core`` is the names it publishes.
-FLOORS = (
+#: The layers of core, the lowest first. A part imports only from lower layers: at the top of a
+#: module, inside a function or for types alone. A part is a folder or a module of tmm_core;
+#: ``tmm_core`` stands for ``tmm_core/__init__.py``.
+LAYERS = (
     {"errors", "version", "formats"},
     {"compat", "settings", "spec"},
     {"epilogues", "launch", "quantized"},
@@ -81,19 +81,19 @@ FLOORS = (
     {"bench", "testing", "integrations"},
     {"tools"},
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 
-def room(module: str) -> str:
+def part_of(module: str) -> str:
     _, *parts = module.split(".")
     if not parts:
         return "tmm_core"
     inside = ".".join(parts[:2])
-    return inside if inside in FLOOR else parts[0]
+    return inside if inside in LAYER else parts[0]
 
 
 def modules(package: str) -> dict[str, set[str]]:
-    """The modules of a package, and which of them each imports anywhere in its file."""
+    """The modules of a package, each with the modules of this package that it imports."""
     top = PACKAGES[package]
     files = {}
     for path in top.rglob("*.py"):
@@ -106,7 +106,7 @@ def modules(package: str) -> dict[str, set[str]]:
 
 
 def named(path: Path) -> set[str]:
-    """The imports of a file: modules, names out of modules, and arguments of ``import_module``."""
+    """The imports of a file: modules, names in modules, and arguments of ``import_module``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         match node:
@@ -125,35 +125,33 @@ def named(path: Path) -> set[str]:
 
 
 def _module(name: str, known: dict[str, Path]) -> str | None:
-    """The known module of that name, or the one that it is a name in."""
+    """The known module of that name, or the known module that has the name."""
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name or None
 
 
-def climbs(graph: dict[str, set[str]]) -> list[str]:
-    """The imports that do not go down, between rooms."""
+def upward_imports(graph: dict[str, set[str]]) -> list[str]:
+    """The imports of other parts that are not in a lower layer."""
     return [
-        f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
+        f"{name} (layer {LAYER[here]}) imports {target} (layer {LAYER[there]})"
         for name, targets in graph.items()
         for target in sorted(targets)
-        if (here := room(name)) != (there := room(target)) and FLOOR[here] <= FLOOR[there]
+        if (here := part_of(name)) != (there := part_of(target)) and LAYER[here] <= LAYER[there]
     ]
 
 
-def test_imports_go_down_the_floors_of_core() -> None:
-    assert len(FLOORS) <= 12
+def test_a_part_of_core_imports_from_lower_layers_only() -> None:
+    assert len(LAYERS) <= 12
     graph = modules("tmm_core")
-    strangers = {room(name) for name in graph} - set(FLOOR)
-    assert not strangers, f"which floor are {sorted(strangers)} on?"
-    assert set(FLOOR) == {room(name) for name in graph}, "a room without a module"
-    assert not climbs(graph)
+    assert set(LAYER) == {part_of(name) for name in graph}
+    assert not upward_imports(graph)
 
 
 def test_an_import_upwards_is_seen() -> None:
     up = {"tmm_core.launch.warm": {"tmm_core.spec.problem", "tmm_core.dispatch.dispatcher"}}
-    assert climbs(up) == [
-        "tmm_core.launch.warm (floor 2) imports tmm_core.dispatch.dispatcher (floor 6)"
+    assert upward_imports(up) == [
+        "tmm_core.launch.warm (layer 2) imports tmm_core.dispatch.dispatcher (layer 6)"
     ]
     # All kinds of imports are found: inside functions, for types, and by text.
     graph = modules("tmm_core")
@@ -169,18 +167,17 @@ def test_no_imports_go_round(package: str) -> None:
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-#: ``tmm_core`` itself, and what it publishes for authors of kernels and their tests.
+#: ``tmm_core`` itself, and its packages for authors of kernels and their tests.
 PUBLIC = {"tmm_core", "tmm_core.triton", "tmm_core.testing"}
 
-
-#: Exceptions that a signal's handler may raise, as a library or Python itself does for it.
+#: Exceptions that a signal handler may raise, itself or by a call.
 RAISED = {
     *("BaseException", "Exception", "ArithmeticError", "AssertionError", "AttributeError"),
     *("EOFError", "LookupError", "KeyError", "IndexError", "MemoryError", "NotImplementedError"),
     *("OSError", "ConnectionError", "FileNotFoundError", "OverflowError", "RecursionError"),
     *("RuntimeError", "SyntaxError", "TimeoutError", "TypeError", "UnicodeError", "ValueError"),
 }
-#: Handlers that end no exception of a signal's handler, with the reason.
+#: Handlers that need not re-raise an exception of a signal handler, with the reason.
 UNINTERRUPTED = {
     "tmm_core/bench": "measurements of a developer",
     "tmm_core/testing": "tests of a developer",
@@ -264,7 +261,7 @@ def test_the_wheel_installs_four_packages_and_nothing_else(wheel: Path) -> None:
         assert f"{package}/py.typed" in names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     template = ROOT / "tmm_core" / "tools" / "template"
-    for path in template.rglob("*.in"):  # what `tmm new-plugin` writes
+    for path in template.rglob("*.in"):  # files of `tmm new-plugin`
         assert path.relative_to(ROOT).as_posix() in names
 
 
@@ -313,7 +310,7 @@ def test_walks_through_the_code_are_short_and_name_what_is_there(walk: str) -> N
     steps = re.findall(r"^\d\. `([^`]+)`: (.*(?:\n   .*)*)", section, re.MULTILINE)
     assert len(steps) == section.count("\n1. ") + len(re.findall(r"\n[2-9]\. ", section))
     assert 0 < len(steps) <= WALKS[walk]
-    for name, said in steps:
+    for name, message in steps:
         source = (ROOT / name).read_text(encoding="utf-8")
-        for word in re.findall(r"`(\w+)`", said):
+        for word in re.findall(r"`(\w+)`", message):
             assert word in source, f"{name} has no {word}"

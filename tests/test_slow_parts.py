@@ -31,7 +31,7 @@ def test_each_slow_test_is_in_one_part(conftest: Any) -> None:
     assert not any(conftest._is_in_part(each, "0/0") for each in items)
 
 
-def test_one_in_so_many_cases_is_quick_and_the_others_are_in_every_part(conftest: Any) -> None:
+def test_one_in_five_cases_is_quick_and_the_others_are_spread_over_all_parts(conftest: Any) -> None:
     items = [item(number, pytest.mark.slow(quick=5).mark) for number in range(1000)]
     slow = [each for each in items if conftest._is_slow(each)]
     assert 750 < len(slow) < 850

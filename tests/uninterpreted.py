@@ -23,9 +23,9 @@ class Uninterpreted:
     """Calls functions in a process of its own, which starts with the first call.
 
     Args:
-        folder: Its caches'; processes may share it.
-        amd: Whether its torch says that it is built for AMD's GPUs, which device functions of
-            epilogues are written for.
+        folder: The folder of the process's caches. Processes may share it.
+        amd: Whether torch there reports a build for AMD's GPUs, so that device functions of
+            epilogues are the ones for AMD.
     """
 
     def __init__(self, folder: Path, amd: bool = False) -> None:
@@ -33,8 +33,8 @@ class Uninterpreted:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return, or raise, what ``function(*arguments)`` does there. It is a function of a
-        module."""
+        """Return the result of ``function(*arguments)`` there, or raise its exception. The function
+        must be defined at the top of a module."""
         if self._pool is None:
             from tmm_core.spec.epilogue import Epilogue
 
@@ -44,7 +44,7 @@ class Uninterpreted:
             )
         try:
             return self._pool.submit(function, *arguments).result(timeout=900)
-        except BrokenProcessPool:  # fails this test, not those that follow
+        except BrokenProcessPool:  # fails this test, not the following ones
             self.close()
             raise
 
@@ -68,14 +68,14 @@ def _begin(folder: Path, amd: bool) -> None:
 
 
 def _named(epilogue: Any) -> tuple[Any, ...]:
-    """How to pickle a built-in epilogue, whose functions have no name of their own."""
+    """Pickle a built-in epilogue by its name: its functions are not attributes of a module."""
     return _epilogue, (str(dataclasses.replace(epilogue, outputs=())), epilogue.outputs)
 
 
 def _epilogue(name: str, outputs: tuple[Any, ...]) -> Any:
     from tmm_core.epilogues import parse
 
-    # The stage ``quantize`` changes nothing: it is its outputs.
+    # The stage ``quantize`` leaves the result as it is, and consists of its outputs only.
     return dataclasses.replace(parse(name.partition("+quantize")[0]), outputs=outputs)
 
 

@@ -59,11 +59,11 @@ FAILED = CandidateResult("triton.big", "g1", {}, "failed", reason="out of shared
 
 
 def record(
-    asked: dict[str, Any] | None = None, *, mark: str | None = FAILED.reason, **changes: Any
+    instance: dict[str, Any] | None = None, *, mark: str | None = FAILED.reason, **changes: Any
 ) -> TuningRecord:
     """A record; `mark` tells it from others of the same problem."""
     plain = TuningRecord(
-        problem=problem() if asked is None else asked,
+        problem=problem() if instance is None else instance,
         winner=1,
         candidates=(BLAS, SPLIT_K, SLOW, WRONG, replace(FAILED, reason=mark)),
         created="2026-01-31T12:00:00Z",

@@ -120,8 +120,8 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)  # a record that is torn would cost one
         counts += kill_writers(options.seconds, random.Random(options.seed))
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    message = io.StringIO()
+    with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
         counts += every_fault()
     counts += fuzz(options.examples)
     print("# What was tried\n")

@@ -107,8 +107,8 @@ def dying(
             os._exit(status)
     os.close(writer)
     with open(reader) as pipe:
-        said = pipe.read().split()
+        message = pipe.read().split()
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, DEATH), f"the scenario itself failed in the child at call {n}"
-    return code == DEATH, said
+    return code == DEATH, message

@@ -131,7 +131,7 @@ def test_an_empty_folder_goes_with_its_environment_and_the_root_stays(
         assert sorted(os.listdir(folder)) == names
 
 
-def test_a_stamp_tells_absent_files_from_present_ones_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_stamp_distinguishes_absent_files_in_the_order_of_names(tmp_path: Path) -> None:
     there, absent = tmp_path / "b", tmp_path / "a"
     there.write_bytes(b"123")
     status = there.stat()
@@ -387,10 +387,12 @@ def test_sixteen_causes_of_an_exception_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT", "ENOTDIR", "ELOOP", "EIO"])
-def test_a_root_that_cannot_be_written_is_told_from_one_file(tmp_path: Path, code: str) -> None:
+def test_a_root_that_cannot_be_written_is_distinguished_from_one_file(
+    tmp_path: Path, code: str
+) -> None:
     error = OSError(getattr(errno, code), code)
-    told = "notes cannot be locked .*; so" if code == "EIO" else "unwritten records are lost"
-    with warned(told):
+    message = "notes cannot be locked .*; so" if code == "EIO" else "unwritten records are lost"
+    with warned(message):
         FaultWarnings(tmp_path).auxiliary(tmp_path / "notes", error, "locked", "so")
 
 
@@ -704,7 +706,7 @@ def test_a_warning_becomes_one_note_and_others_stay_warnings(
     assert capsys.readouterr().err == "tmm: own\n"
 
 
-def test_names_with_the_same_texts_are_told_together() -> None:
+def test_names_with_the_same_texts_are_grouped() -> None:
     pairs = [("a", ["1"]), ("b", ["2"]), ("c", ["1"])]
     assert console.alike(pairs) == [(["a", "c"], ("1",)), (["b"], ("2",))]
 

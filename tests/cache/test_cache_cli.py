@@ -94,8 +94,8 @@ def test_show_has_a_row_for_each_record(filled: CacheStore, capsys: Captured) ->
 
 
 def test_what_stands_around_the_epilogue_is_shown(store: CacheStore, capsys: Captured) -> None:
-    asked = problem() | {"bias": {"kind": "row"}, "residual": {"kind": "tile"}}
-    store.save(GPU, ENVIRONMENT, record(asked))
+    instance = problem() | {"bias": {"kind": "row"}, "residual": {"kind": "tile"}}
+    store.save(GPU, ENVIRONMENT, record(instance))
     assert main(["show"]) == 0
     words = capsys.readouterr().out.split()
     assert words[words.index("bias") :][:4] == ["bias", "+", "silu", "+"]
@@ -383,7 +383,7 @@ def test_show_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
     assert notes == ""
     assert max(len(line) for line in lines) <= columns
     text = "\n".join(lines)
-    digests = [digest(asked)[:6] for asked in (long, problem(m=2048))]
+    digests = [digest(instance)[:6] for instance in (long, problem(m=2048))]
     for word in ("triton.split_k", "triton.warp_specialized", "1.83x"):
         assert columns < 80 or word in text
     assert columns < 100 or all(word in text for word in digests)

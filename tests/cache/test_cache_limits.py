@@ -139,12 +139,12 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(
 @pytest.mark.parametrize(("extra", "usable"), [(0, True), (3000, True), (4096, False)])
 def test_a_header_may_take_four_kilobytes(store: CacheStore, extra: int, usable: bool) -> None:
     assert HEADER_BYTES == 4096
-    asked = problem() | {"note": "x" * extra}
-    path = store.save(GPU, ENVIRONMENT, record(asked))
+    instance = problem() | {"note": "x" * extra}
+    path = store.save(GPU, ENVIRONMENT, record(instance))
     assert path is not None
     assert (read_header(path) is not None) == usable
     [summary] = store.summaries()  # longer ones are read in full
-    assert summary.problem == asked
+    assert summary.problem == instance
 
 
 def test_a_time_of_zero_gives_no_speedup() -> None:

@@ -86,11 +86,11 @@ def test_no_file_takes_the_place_of_a_closed_stream(
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["show", "--json"]], ids=" ".join)
-def test_a_full_disk_below_stdout_is_told_in_a_line(
+def test_a_full_disk_below_stdout_is_reported_in_one_line(
     filled: CacheStore, arguments: list[str]
 ) -> None:
-    said = "tmm-cache: output cannot be written: No space left on device\n"
-    assert run_closed(">/dev/full", *arguments) == (2, said)
+    message = "tmm-cache: output cannot be written: No space left on device\n"
+    assert run_closed(">/dev/full", *arguments) == (2, message)
 
 
 # -- paths of results --------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_target_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         require_target(tmp_path / "new")
 
 
-def test_a_disk_that_fills_up_is_told_with_the_name_of_the_file(
+def test_a_disk_that_fills_up_is_reported_with_the_name_of_the_file(
     filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     def full(*_: object) -> int:
@@ -136,8 +136,8 @@ def test_a_disk_that_fills_up_is_told_with_the_name_of_the_file(
     monkeypatch.setattr(disk.os, "write", full)
     target = tmp_path / "records.json"
     assert main(["export", str(target)]) == 2
-    said = f"tmm-cache: {target}: cannot be written (No space left on device)\n"
-    assert capsys.readouterr().err == said
+    message = f"tmm-cache: {target}: cannot be written (No space left on device)\n"
+    assert capsys.readouterr().err == message
     assert not list(tmp_path.glob("records*"))
 
 
@@ -201,15 +201,15 @@ def test_the_version_is_read_from_the_module(
     assert spec.origin is not None
     text = Path(spec.origin).with_name("version.py").read_text()
     assert tmm.main(["--version"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("tmm ")
-    assert f'= "{said.split()[1]}"' in text
+    message = capsys.readouterr().out
+    assert message.startswith("tmm ")
+    assert f'= "{message.split()[1]}"' in text
     monkeypatch.setattr(tmm, "find_spec", lambda name: None)
     assert tmm.main(["--version"]) == 0
     assert capsys.readouterr().out == "tmm of unknown version: tmm_core is not installed\n"
 
 
-def test_a_mistyped_command_is_told_in_a_line(capsys: Captured) -> None:
+def test_a_mistyped_command_is_reported_in_one_line(capsys: Captured) -> None:
     assert tmm.main(["tunes", "1x1x1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -219,12 +219,12 @@ def test_a_mistyped_command_is_told_in_a_line(capsys: Captured) -> None:
 
 
 def test_commands_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    calls: list[list[str]] = []
 
     class Cli:
         @staticmethod
         def main(arguments: list[str]) -> int:
-            asked.append(arguments)
+            calls.append(arguments)
             return 7
 
     imported: list[str] = []
@@ -233,7 +233,7 @@ def test_commands_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tmm.main(["--", "tune"]) == 7
     monkeypatch.setattr(sys, "argv", ["tmm", "doctor"])
     assert tmm.main() == 7
-    assert asked == [["tune", "--help"], ["--", "tune"], ["doctor"]]
+    assert calls == [["tune", "--help"], ["--", "tune"], ["doctor"]]
     assert imported == ["tmm_core.tools.cli"] * 3
 
 

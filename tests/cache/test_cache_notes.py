@@ -53,7 +53,7 @@ def test_a_full_file_and_a_folder_in_the_way_are_borne(
     assert Notes("n", None, tmp_path / "file").get("x") is None
 
 
-def test_a_stamp_tells_a_change_whose_size_and_time_are_restored(tmp_path: Path) -> None:
+def test_a_stamp_detects_a_change_whose_size_and_time_are_restored(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert stamp([path]) == [[str(path)]]
     path.write_text("a")

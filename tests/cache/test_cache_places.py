@@ -353,7 +353,7 @@ def test_the_first_matmul_needs_no_place(place: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_healthy_place_is_not_told_of(store: CacheStore) -> None:
+def test_a_healthy_place_is_not_reported(store: CacheStore) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.save(GPU, ENVIRONMENT, record()) is not None

@@ -351,7 +351,7 @@ def test_times_inside_the_bucket_are_kept_and_found() -> None:
     assert CandidateResult("k", "v", {}, "failed").us_at(128, 128) is None
 
 
-def test_a_thinned_record_tells_candidates_that_were_sampled_to_the_end() -> None:
+def test_a_thinned_record_shows_which_candidates_were_sampled_to_the_end() -> None:
     kept = [each.samples_us for each in record().thinned().candidates]
     assert kept == [(21.0,), (10.0, 11.5, 14.0), (90.0,), (), ()]
 

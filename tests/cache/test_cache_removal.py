@@ -48,8 +48,8 @@ def test_clear_lists_before_it_removes(filled: CacheStore, capsys: Captured) -> 
     # Paths under a long root would be wider than a terminal.
     assert set(listed) == {str(path.relative_to(filled.root)) for path in removable}
     assert max(map(len, listed)) <= 100
-    said = f"nothing removed; -y removes 3 records and 1 other file from {filled.root}"
-    assert captured.err == f"tmm-cache: {said}\n"
+    message = f"nothing removed; -y removes 3 records and 1 other file from {filled.root}"
+    assert captured.err == f"tmm-cache: {message}\n"
     assert files_under(filled.root) == before
     assert main(["clear", "-y"]) == 0
     assert os.listdir(filled.root) == []

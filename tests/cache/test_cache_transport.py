@@ -80,7 +80,7 @@ def test_a_lock_file_lies_where_it_is_told_and_is_the_same_each_time(
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes"])
-def test_a_lock_that_is_required_and_absent_is_told_once_and_answers_nothing(
+def test_a_required_lock_file_that_is_absent_is_reported_once_and_answers_nothing(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
@@ -110,7 +110,7 @@ def spoiled(document: Any, how: str) -> Any:
 @pytest.mark.parametrize(
     "how", ["winner", "lock", "records", "climbs", "problem", "list", "number", "torn", "empty"]
 )
-def test_a_damaged_lock_file_is_told_once_and_answers_nothing(
+def test_a_damaged_lock_file_is_reported_once_and_answers_nothing(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
@@ -160,9 +160,9 @@ def test_a_folder_that_cannot_be_looked_at_is_no_absent_one(
 
     monkeypatch.setattr(os, "stat", failing)
     assert main(["freeze"]) == 1
-    said = capsys.readouterr().err
-    assert f"passed over {lost}: cannot be looked at: " in said
-    assert "1 record written to" in said
+    message = capsys.readouterr().err
+    assert f"passed over {lost}: cannot be looked at: " in message
+    assert "1 record written to" in message
 
 
 # -- export and import -------------------------------------------------------------------
@@ -452,7 +452,7 @@ def test_a_missing_file_is_a_mistake(tmp_path: Path, capsys: Captured) -> None:
     assert "is not a regular file" in error
 
 
-def test_import_into_a_root_that_cannot_be_written_is_told(
+def test_import_into_a_root_that_cannot_be_written_is_reported(
     file: Path, root: Path, capsys: Captured
 ) -> None:
     root.write_text("a file")

@@ -134,7 +134,7 @@ def t(*shape: int, **kw: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("call", "error", "message"),
     [
         (lambda: tmm_core.matmul(t(2, 3), t(2, 3)), RuntimeError, "mat1 and mat2 shapes cannot be multiplied \\(2x3 and 2x3\\)"),
         (lambda: tmm_core.matmul(t(2, 3, 4), t(3, 4, 5)), RuntimeError, "must match the size of tensor b"),
@@ -164,8 +164,8 @@ def t(*shape: int, **kw: Any) -> torch.Tensor:
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2, device="meta")), RuntimeError, "same device"),
     ],
 )  # fmt: skip
-def test_bad_input(call: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said) as caught:
+def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
         call()
     if issubclass(error, tmm_core.TmmError):
         assert "\n" not in str(caught.value)
@@ -415,7 +415,7 @@ def test_override_nests_and_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("TMM_ON_CACHE_MISS", "always", "one of tune, background, heuristic, error"),
         ("TMM_TUNE_BUDGET", "-1", "positive seconds"),
@@ -425,10 +425,10 @@ def test_override_nests_and_ends() -> None:
     ],
 )
 def test_invalid_environment(
-    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(tmm_core.SettingsError, match=f"{name}='{value}': .*{said}") as caught:
+    with pytest.raises(tmm_core.SettingsError, match=f"{name}='{value}': .*{message}") as caught:
         tmm_core.matmul(torch.ones(2, 2), torch.ones(2, 2))
     assert "\n" not in str(caught.value)
 

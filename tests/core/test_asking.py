@@ -111,10 +111,10 @@ def strange(question: str, answer: Any) -> FakeKernel:
     return kernel
 
 
-@pytest.mark.parametrize(("question", "answer", "said"), NONSENSE)
+@pytest.mark.parametrize(("question", "answer", "message"), NONSENSE)
 @pytest.mark.slow(quick=3)
 def test_nonsense_costs_its_kernel_alone(
-    question: str, answer: Any, said: str, tmp_path: Path
+    question: str, answer: Any, message: str, tmp_path: Path
 ) -> None:
     bad, good = strange(question, answer), FakeKernel("good", estimate=5.0)
     times = {"strange": 4.0, "good": 5.0, "blas": 10.0}
@@ -124,8 +124,8 @@ def test_nonsense_costs_its_kernel_alone(
     (warning,) = caught
     text = str(warning.message)
     assert text.startswith("kernel 'strange' of plugin 'fakes' is set aside: " + question), text
-    assert said in text
-    raised = said.startswith("raised")
+    assert message in text
+    raised = message.startswith("raised")
     line = inspect.getsourcelines(raiser if raised else strange)[1] + 2
     assert f"({__file__}:{line})" in text
     assert (choice.candidate.kernel.name, choice.origin) == ("good", "tuned")
@@ -288,10 +288,10 @@ def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> 
     r = Registry()
     with pytest.raises(PluginError) as caught:
         r.register(plugin(First("old.kernel"), FakeKernel("good")), "p")
-    said = str(caught.value)
-    assert "kernel 'old.kernel' is written for tmm's first protocol" in said
-    assert "declare `supports = tmm_core.Supports" in said
-    assert "declines(problem)" in said
+    message = str(caught.value)
+    assert "kernel 'old.kernel' is written for tmm's first protocol" in message
+    assert "declare `supports = tmm_core.Supports" in message
+    assert "declines(problem)" in message
     assert [kernel.name for kernel in r.kernels()] == ["good"]
 
 
@@ -414,7 +414,7 @@ def test_ctrl_c_stops_at_once(question: str) -> None:
         d.choose(problem(), settings())
 
 
-def test_many_threads_are_told_once() -> None:
+def test_many_threads_get_one_warning() -> None:
     asked = CheckedKernel(strange("estimate_us", lambda *_: -1), Source("p"))
     ready = threading.Barrier(8)
 
@@ -497,12 +497,12 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
         done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
         return json.loads(done.stdout)
 
-    told = {line["plugin"]: line["disabled"] for line in command("kernels")}
-    assert told.pop("blas") is None
-    assert told.pop("triton") == "not in TMM_PLUGINS"
-    assert told.pop("in_kernel") is None  # nobody asked it anything yet
-    assert told.pop("in_launch") is None
-    assert told == {
+    message = {line["plugin"]: line["disabled"] for line in command("kernels")}
+    assert message.pop("blas") is None
+    assert message.pop("triton") == "not in TMM_PLUGINS"
+    assert message.pop("in_kernel") is None  # nobody asked it anything yet
+    assert message.pop("in_launch") is None
+    assert message == {
         "at_import": "import failed: SystemExit: at import",
         "in_hook": "tmm_kernels failed: SystemExit: in hook",
         "in_dir": "cannot be registered: SystemExit: in dir",

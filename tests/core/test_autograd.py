@@ -365,9 +365,9 @@ def test_backward_goes_through_the_dispatcher() -> None:
     y = tmm_core.linear(x, w, epilogue="relu")
     warm.forget_plans()
     y.sum().backward()
-    posed = {(p.problem.m, p.problem.n, p.problem.k) for p in warm._plans.values()}
+    problem = {(p.problem.m, p.problem.n, p.problem.k) for p in warm._plans.values()}
     # The gradient of the input, and of the weight in its memory layout, over all rows.
-    assert posed == {(12, 5, 4), (4, 5, 12)}
+    assert problem == {(12, 5, 4), (4, 5, 12)}
 
 
 def test_complex_gradients() -> None:
@@ -820,7 +820,9 @@ def test_torch_follows_where_kernels_do_not(reason: str, passes: list[str]) -> N
 
 
 @pytest.mark.parametrize("way", ["forward", "backward", "made"])
-def test_kernels_that_fail_are_told_of_and_left(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_fail_are_reported_and_left_alone(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tmm_core.triton.pointwise import Pointwise
 
     def fail(*_: Any) -> Any:

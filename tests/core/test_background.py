@@ -558,9 +558,9 @@ def test_public_calls_and_plans() -> None:
         assert plan.kernel == "fast"
         assert plan.choice.lasting
         torch.testing.assert_close(plan(x, other), x @ other)
-        said = str(tmm_core.explain(x, torch.randn(16, 56)))
-    assert "would be tuned" in said
-    assert "by later calls" in said
+        message = str(tmm_core.explain(x, torch.randn(16, 56)))
+    assert "would be tuned" in message
+    assert "by later calls" in message
 
 
 def test_other_modes_do_not_change() -> None:
@@ -582,10 +582,10 @@ def test_other_modes_do_not_change() -> None:
 
 def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     d, timer, clock = made(FakeKernel("fast"))
-    posed = [False]
+    instance = [False]
 
     def require(asked: Any) -> None:
-        if not posed[0]:
+        if not instance[0]:
             raise tmm_core.errors.UnsupportedProblemError("another precision")
 
     monkeypatch.setattr(background, "require_precision", require)
@@ -593,13 +593,13 @@ def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         d.bound(problem(), BACKGROUND)
         clock.now += 1.0
     assert not timer.samples
-    posed[0] = True
+    instance[0] = True
     until_done(d, clock, problem())
 
 
 @pytest.mark.usefixtures("compiled", "briefly")
 @pytest.mark.slow
-def test_the_benchmark_tells_delays_and_winners(
+def test_the_benchmark_reports_delays_and_winners(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

@@ -80,7 +80,7 @@ def test_it_answers_in_a_frozen_application_from_a_zip_without_sources(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("TMM_PLUGINS", "fast_gemm", "TMM_PLUGINS: unknown plugin 'fast_gemm'"),
         ("TMM_PLUGINS", "trition", "unknown plugin 'trition'; did you mean 'triton'"),
@@ -97,15 +97,15 @@ def test_it_answers_in_a_frozen_application_from_a_zip_without_sources(tmp_path:
 def test_it_answers_under_each_setting(
     variable: str,
     value: str,
-    said: str | None,
+    message: str | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(variable, value)
-    if said is None:
+    if message is None:
         result = tmm_core.matmul(X, X)
     else:
-        with pytest.warns(TmmWarning, match=said) as caught:
+        with pytest.warns(TmmWarning, match=message) as caught:
             result = tmm_core.matmul(X, X)
         assert len(caught) == 1
     assert torch.allclose(result, X @ X, atol=1e-5)
@@ -195,8 +195,8 @@ def test_no_plugin_takes_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [Entry("aaa", plugin(Impostor("blas"), FakeKernel("aaa.k")))]
     monkeypatch.setattr(importlib.metadata, "entry_points", listing(*entries))
     registry = Registry.from_environment({})
-    said = "'aaa' .*is partly used: kernel 'blas' is already registered by plugin 'blas'"
-    with pytest.warns(TmmWarning, match=said):
+    message = "'aaa' .*is partly used: kernel 'blas' is already registered by plugin 'blas'"
+    with pytest.warns(TmmWarning, match=message):
         kernels = {kernel.name: kernel.kernel for kernel in registry.kernels()}
     assert not isinstance(kernels["blas"], Impostor)
     assert set(kernels) == {"aaa.k", "blas"}

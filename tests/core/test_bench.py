@@ -191,8 +191,8 @@ def task(**fields: Any) -> Task:
 
 def test_a_problem_is_tuned_verified_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     register(FakeKernel("fake.other", tiles=(1, 2)))
-    asked = task(m=20, layout="nt", epilogue="silu", bias=True)
-    (document,) = measure(monkeypatch, asked, times=(30, 10, 33, 60, 5), kernels=True)
+    timed = task(m=20, layout="nt", epilogue="silu", bias=True)
+    (document,) = measure(monkeypatch, timed, times=(30, 10, 33, 60, 5), kernels=True)
     columns = ["torch", "tmm", "torch again", "kernel blas", "kernel fake.other"]
     assert list(document["times"]) == columns
     assert document["times"]["tmm"]["median_us"] == pytest.approx(10)
@@ -203,7 +203,7 @@ def test_a_problem_is_tuned_verified_and_compared(monkeypatch: pytest.MonkeyPatc
     assert document["origin"] == "cache"  # of the record just made, of this very M
     assert 0 < document["error"] <= document["tolerance"]
     assert document["kernel_configs"]["fake.other"]["tile"] in (1, 2)
-    assert Case.from_json(document["case"]) == asked.case
+    assert Case.from_json(document["case"]) == timed.case
     assert json.loads(json.dumps(document)) == document
 
 
@@ -630,11 +630,11 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_problems_are_fixed_by_their_seed() -> None:
-    asked = suites.random_problems(200)
-    assert asked == suites.random_problems(200)
-    assert all(1 <= each.case.m <= 8192 for each in asked)
+    problems = suites.random_problems(200)
+    assert problems == suites.random_problems(200)
+    assert all(1 <= each.case.m <= 8192 for each in problems)
     # As many in every octave.
-    assert 60 < sum(each.case.m < 90 for each in asked) < 140
+    assert 60 < sum(each.case.m < 90 for each in problems) < 140
 
 
 def test_regret_holds_the_choice_against_torch_and_the_best_known(

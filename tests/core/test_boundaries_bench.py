@@ -291,7 +291,7 @@ def test_operands_lie_as_the_layout_says(layout: str) -> None:
     assert {a + b for a in "nt" for b in "nt"} == set(LAYOUTS)
 
 
-def test_sizes_of_groups_are_skewed_and_even_in_turn_unless_said() -> None:
+def test_sizes_of_groups_are_skewed_and_even_in_turn_by_default() -> None:
     assert Case(m=1, n=1, k=1, groups=2).routing == "both"
 
 
@@ -360,7 +360,7 @@ def candidate(us: float, **changes: Any) -> CandidateResult:
 
 
 @pytest.mark.parametrize(
-    ("best", "changes", "told"),
+    ("best", "changes", "message"),
     [
         ("k {}", None, "found"),
         ("b", None, "proposed, but not tried"),
@@ -378,9 +378,11 @@ def candidate(us: float, **changes: Any) -> CandidateResult:
         ),
     ],
 )  # fmt: skip
-def test_the_step_that_lost_the_best(best: str, changes: dict[str, Any] | None, told: str) -> None:
+def test_the_step_that_lost_the_best(
+    best: str, changes: dict[str, Any] | None, message: str
+) -> None:
     tried = {} if changes is None else {"a": candidate(1.0, **changes)}
-    assert exhaustive.step(best, "k {}", tried, ["b", "k {}"]) == told
+    assert exhaustive.step(best, "k {}", tried, ["b", "k {}"]) == message
 
 
 BLAS, ONE, TWO = 'blas {"tile": 1}', 'fast {"tile": 1}', 'fast {"tile": 2}'
@@ -611,13 +613,13 @@ def test_a_bucketed_task_is_tuned_at_the_edge_of_its_bucket(bucketed: bool, m: i
 def test_the_next_problem_is_compiled_while_one_is_measured(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], invariant: bool, prepared: int
 ) -> None:
-    posed: list[int] = []
-    monkeypatch.setattr(runner, "prepare", lambda pose, tf32: posed.append(pose().m))
+    problem: list[int] = []
+    monkeypatch.setattr(runner, "prepare", lambda pose, tf32: problem.append(pose().m))
     monkeypatch.setattr(runner, "_measure", lambda *_: None)
     tasks = [suites.Task("s", Case(m=m, n=16, k=16), invariant) for m in (16, 32)]
     documents = [*runner.run(tasks, CPU, runner.Options(**changes))]
     assert [each["kind"] for each in documents] == ["problem"] * 2
-    assert posed == [32] * prepared
+    assert problem == [32] * prepared
 
 
 def test_a_gpus_memory_is_given_back_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,22 +100,22 @@ class Sharded(Tensor):
 def test_plain_products_of_shards_are_computed_where_they_lie(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], epilogue: Any, in_place: bool
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
     sharding = SimpleNamespace(in_place=lambda call, transposed: (call.epilogue, transposed))
     monkeypatch.setattr(compat, "dtensor", lambda: Sharded)
-    monkeypatch.setattr(api, "prepare_for", lambda kind: asked.append(kind))
+    monkeypatch.setattr(api, "prepare_for", lambda kind: calls.append(kind))
     monkeypatch.setattr(interop, "sharding", sharding, raising=False)  # whose import takes 2 s
     a = torch.empty(2, 2).as_subclass(Sharded)
     given = Arguments(a, torch.empty(2, 2), None, None, 1.0, "", None, None, None)
     found: Any = api._sharded(given._replace(**changes), epilogue, True)
     assert found == ((epilogue or "", True) if in_place else None)
-    assert asked == [Sharded] * in_place
+    assert calls == [Sharded] * in_place
 
 
 def test_a_weight_has_two_dimensions() -> None:
     x, weight = operands((4, 8), (2, 6, 8))
-    told = r"linear\(\): weight must be 2-D \[N, K\], got 3D"
-    with pytest.raises(RuntimeError, match=told):
+    message = r"linear\(\): weight must be 2-D \[N, K\], got 3D"
+    with pytest.raises(RuntimeError, match=message):
         tmm_core.linear(x, weight)
     for shape in ((3, 8), (4, 8, 1)):
         with pytest.raises(RuntimeError, match=r"weight 3-D \[G, N, K\], got 2D and "):

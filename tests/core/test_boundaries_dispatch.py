@@ -246,17 +246,17 @@ def test_what_a_capture_was_given_is_measured_after_it(tmp_path: Path) -> None:
 # -- neighbours ---------------------------------------------------------------------------
 
 
-def recorded(asked: Problem, *results: Any) -> TuningRecord:
-    return TuningRecord(asked.to_json(), 0, results, "2026-01-31T12:00:00Z", 1.0)
+def recorded(problem: Problem, *results: Any) -> TuningRecord:
+    return TuningRecord(problem.to_json(), 0, results, "2026-01-31T12:00:00Z", 1.0)
 
 
-def near(store: CacheStore, asked: Problem, *tuned: Problem) -> list[int]:
+def near(store: CacheStore, problem: Problem, *tuned: Problem) -> list[int]:
     for each in tuned:
         record = TuningRecord(
             each.to_json(), 0, (result("fast", 9.0),), "2026-01-31T12:00:00Z", 1.0
         )
         store.save(each.device.gpu, each.device.environment, record)
-    return [found.record.problem["m"] for found in Neighbours(store).nearest(asked)]
+    return [found.record.problem["m"] for found in Neighbours(store).nearest(problem)]
 
 
 def test_four_times_the_size_is_near_and_more_is_not(tmp_path: Path) -> None:
@@ -267,10 +267,12 @@ def test_four_times_the_size_is_near_and_more_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["m", "n", "k", "batch"])
 def test_each_size_makes_a_distance(size: str, tmp_path: Path) -> None:
-    store, asked = CacheStore(tmp_path, []), problem(batch=64)
-    tuned = [replace(asked, **{size: getattr(asked, size) * by}) for by in (4, 2)]
-    near(store, asked, *tuned, replace(asked, **{size: getattr(asked, size) * 5}))
-    found = [(each.record.problem[size], each.octaves) for each in Neighbours(store).nearest(asked)]
+    store, instance = CacheStore(tmp_path, []), problem(batch=64)
+    tuned = [replace(instance, **{size: getattr(instance, size) * by}) for by in (4, 2)]
+    near(store, instance, *tuned, replace(instance, **{size: getattr(instance, size) * 5}))
+    found = [
+        (each.record.problem[size], each.octaves) for each in Neighbours(store).nearest(instance)
+    ]
     assert found == [(tuned[1].to_json()[size], 1.0), (tuned[0].to_json()[size], 2.0)]
 
 
@@ -575,13 +577,13 @@ def test_without_the_promise_no_kernel_is_measured_for_it() -> None:
         def configs(self, problem: Problem) -> list[Any]:
             raise RuntimeError("not today")
 
-    asked = problem()
+    instance = problem()
     for kernel, wanted in ((Kernel("k"), True), (Raising("k"), False)):
         record = TuningRecord(
-            asked.to_json(), 0, (result("k", 5.0, config={"tile": "?"}),), "", 1.0
+            instance.to_json(), 0, (result("k", 5.0, config={"tile": "?"}),), "", 1.0
         )
-        assert unmeasured(asked, [kernel], record) == []
-        promised = replace(asked, static_weights=True)
+        assert unmeasured(instance, [kernel], record) == []
+        promised = replace(instance, static_weights=True)
         assert unmeasured(promised, [kernel], record) == ([kernel] if wanted else [])
 
 
@@ -677,28 +679,30 @@ def test_what_a_later_tuning_is_to_measure_is_noted(
 def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
     """The record of its own mode comes first; within a mode the record of the exact M does."""
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
-    asked = problem(m=50, batch_invariant=own_mode)
+    instance = problem(m=50, batch_invariant=own_mode)
     modes = [False, True] if own_mode else [False]
-    order = [replace(asked.at(m), batch_invariant=mode) for mode in modes for m in (64, 50)]
+    order = [replace(instance.at(m), batch_invariant=mode) for mode in modes for m in (64, 50)]
     for other in (49, 65):
-        d.store.save(DEVICE.gpu, DEVICE.environment, recorded(asked.at(other), result("blas", 1.0)))
+        d.store.save(
+            DEVICE.gpu, DEVICE.environment, recorded(instance.at(other), result("blas", 1.0))
+        )
     if not own_mode:  # a call of the plain mode has no use for these
-        for place in (replace(asked.at(m), batch_invariant=True) for m in (64, 50)):
+        for place in (replace(instance.at(m), batch_invariant=True) for m in (64, 50)):
             d.store.save(DEVICE.gpu, DEVICE.environment, recorded(place, result("blas", 1.0)))
-    assert d.record(asked) is None
+    assert d.record(instance) is None
     for place in order:
         mine = recorded(place, result("blas", 2.0))
         d.store.save(DEVICE.gpu, DEVICE.environment, mine)
-        assert d.record(asked) == (place, mine)
+        assert d.record(instance) == (place, mine)
 
 
 def test_a_choice_says_where_its_record_is(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
     candidate = Candidate(FakeBlas(), FakeConfig())
-    asked, edge = problem(m=50), problem(m=56)
-    assert d.chosen_by(candidate, asked, asked) == Choice(candidate, "cache", "not stored")
+    instance, edge = problem(m=50), problem(m=56)
+    assert d.chosen_by(candidate, instance, instance) == Choice(candidate, "cache", "not stored")
     d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, result("blas", 1.0)))
-    found = d.chosen_by(candidate, edge, asked, "tuned", "one")
+    found = d.chosen_by(candidate, edge, instance, "tuned", "one")
     assert Path(found.reason).is_relative_to(tmp_path)
     assert found == Choice(candidate, "tuned", found.reason, edge, "one")
     assert d.chosen_by(candidate, edge, edge).evidence is None
@@ -745,22 +749,22 @@ def test_what_changes_the_choices_forgets_all_of_them(what: str, tmp_path: Path)
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 9.0}, root=tmp_path
     )
-    mine, asked = settings(), problem()
-    found = d.bound(asked, mine)
-    d.keep(asked, mine, found)
-    d.ended[asked, mine] = "tuning gave no usable winner"
-    d._invariance._choices[asked, (0, True), mine, "one"] = found[0]
+    mine, instance = settings(), problem()
+    found = d.bound(instance, mine)
+    d.keep(instance, mine, found)
+    d.ended[instance, mine] = "tuning gave no usable winner"
+    d._invariance._choices[instance, (0, True), mine, "one"] = found[0]
     if what == "quarantine":
         with pytest.warns(TmmWarning, match="boom"):
-            d.quarantine(asked, found[0], RuntimeError("boom"))
+            d.quarantine(instance, found[0], RuntimeError("boom"))
     elif what == "adopt":
         d.adopt(DEVICE, recorded(problem(m=8), result("fast", 5.0)))
     elif what == "tune":
-        d.tune(asked, mine)
+        d.tune(instance, mine)
     else:
         d._try_again()
     assert d.answers == d.ended == d._choices == d._invariance._choices == {}
-    assert d.choose(asked, mine).candidate.kernel.name == (
+    assert d.choose(instance, mine).candidate.kernel.name == (
         "blas" if what == "quarantine" else "fast"
     )
 
@@ -789,14 +793,14 @@ def test_compilers_that_know_an_old_toolchain_end(used: bool, tmp_path: Path) ->
 def test_a_machine_that_cannot_compile_says_so_where_blas_is_alone(
     kind: str, lacks: str | None, other: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    message: list[Any] = []
     monkeypatch.setattr(toolchain, "lacking", lambda: lacks)
-    monkeypatch.setattr(lookup, "warn_of_environment", lambda left, *_: told.append(left))
+    monkeypatch.setattr(lookup, "warn_of_environment", lambda left, *_: message.append(left))
     kernels = [FakeKernel("k", against=lambda p: ["no"])] if other else []
     d, _ = dispatcher(FakeBlas(), *kernels)
     choice = d.choose(problem(device=replace(DEVICE, type=kind)), settings())
     assert (choice.origin, choice.candidate.kernel.name) == ("fallback", "blas")
-    assert told == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
+    assert message == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
     assert bool(d.untried) is warned
 
 
@@ -806,8 +810,8 @@ def test_another_process_that_tunes_is_logged_once_a_minute(
     now = 0.0
     monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now))
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
-    asked = problem()
-    query = deferring.Query(asked, asked, settings(), d.able(asked, settings()), 0.0, None)
+    instance = problem()
+    query = deferring.Query(instance, instance, settings(), d.able(instance, settings()), 0.0, None)
     for now, count in ((0.0, 1), (59.0, 1), (60.0, 2), (119.0, 2), (121.0, 3)):  # noqa: B007
         choice = d._meanwhile(query)
         assert (choice.reason, choice.lasting) == ("another process is tuning it", False)
@@ -819,13 +823,13 @@ def test_a_tuning_in_the_background_that_ended_without_a_winner_is_not_begun_aga
 ) -> None:
     fast = FakeKernel("fast", estimate=1.0)
     d, _ = dispatcher(FakeBlas(estimate=9.0), fast, root=tmp_path)
-    mine, asked = settings(on_cache_miss="background"), problem()
-    first = d.choose(asked, mine)
+    mine, instance = settings(on_cache_miss="background"), problem()
+    first = d.choose(instance, mine)
     assert (first.origin, first.lasting) == ("fallback", False)
     assert len(d.background) == 1
     d.abandon()
-    d.ended[asked, mine] = "tuning failed: no memory"
-    choice = d.choose(asked, mine)
+    d.ended[instance, mine] = "tuning failed: no memory"
+    choice = d.choose(instance, mine)
     assert (choice.origin, choice.lasting) == ("heuristic", True)
     assert choice.reason.startswith("tuning failed: no memory; estimated")
     assert not d.background
@@ -838,11 +842,11 @@ def test_groups_have_the_config_of_64_rows_each_in_batch_invariant_mode(
     """A sum of a ragged K belongs to one call."""
     fast = FakeKernel("fast", estimate=1.0, traits=Traits(batch_invariant=True))
     d, _ = dispatcher(FakeBlas(estimate=9.0), fast, root=tmp_path)
-    asked = problem(m=40, groups=Groups(5, along), batch_invariant=True)
-    choice = d.choose(asked, settings(on_cache_miss="heuristic"))
+    instance = problem(m=40, groups=Groups(5, along), batch_invariant=True)
+    choice = d.choose(instance, settings(on_cache_miss="heuristic"))
     assert (choice.candidate.kernel.name, choice.origin) == ("fast", "heuristic")
-    assert choice.evidence == (bucketed(asked.at(320)) if along == "m" else None)
-    assert bucketed(asked.at(320)) != bucketed(asked.at(325))
+    assert choice.evidence == (bucketed(instance.at(320)) if along == "m" else None)
+    assert bucketed(instance.at(320)) != bucketed(instance.at(325))
 
 
 @pytest.mark.parametrize(
@@ -879,9 +883,9 @@ class Preparing:
         self.prepared: dict[Problem, list[str]] = {}
         self.compilers, self.preloaded = object(), list[Any]()
 
-    def prepare(self, asked: Problem, able: Sequence[Any], hints: Hints) -> None:
+    def prepare(self, problem: Problem, able: Sequence[Any], hints: Hints) -> None:
         assert [kernel for kernel, _ in hints.candidates] == ["fast"] * bool(hints.candidates)
-        self.prepared[asked] = [kernel.name for kernel in able]
+        self.prepared[problem] = [kernel.name for kernel in able]
 
     def preload(self, *given: Any) -> None:
         self.preloaded.append(given)
@@ -893,25 +897,27 @@ class Preparing:
 def test_what_is_compiled_ahead(interpreted: bool, stored: bool, tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     device = replace(DEVICE, interpreted=interpreted)
-    asked, idle = problem(device=device), interpreted or stored
+    instance, idle = problem(device=device), interpreted or stored
     if stored:
-        d.store.save(device.gpu, device.environment, recorded(asked, result("fast", 5.0)))
+        d.store.save(device.gpu, device.environment, recorded(instance, result("fast", 5.0)))
     else:
-        d.store.save(device.gpu, device.environment, recorded(asked.at(128), result("fast", 5.0)))
+        d.store.save(
+            device.gpu, device.environment, recorded(instance.at(128), result("fast", 5.0))
+        )
     fast = [d.registry.kernel("fast")]
     tuner = d.tuner = Preparing()  # type: ignore[assignment]
-    d.prepare(replace(asked, capturing=True), settings())
-    assert tuner.prepared == ({} if idle else {asked: ["blas", "fast"]})  # type: ignore[comparison-overlap]
+    d.prepare(replace(instance, capturing=True), settings())
+    assert tuner.prepared == ({} if idle else {instance: ["blas", "fast"]})  # type: ignore[comparison-overlap]
     tuner.prepared.clear()
-    d.prepare(asked, settings(), force=True)
-    assert list(tuner.prepared) == ([] if interpreted else [asked])
+    d.prepare(instance, settings(), force=True)
+    assert list(tuner.prepared) == ([] if interpreted else [instance])
     tuner.prepared.clear()
-    d.prepare_record(asked, fast)
-    assert tuner.prepared == ({} if idle else {asked: ["fast", "blas"]})  # type: ignore[comparison-overlap]
-    d.prepare_record(asked, [])  # its candidates compile already
+    d.prepare_record(instance, fast)
+    assert tuner.prepared == ({} if idle else {instance: ["fast", "blas"]})  # type: ignore[comparison-overlap]
+    d.prepare_record(instance, [])  # its candidates compile already
     assert list(tuner.prepared.values()) == ([] if idle else [["fast", "blas"]])  # type: ignore[comparison-overlap]
     tuner.prepared.clear()
-    d.prepare_record(asked, d.able(asked, settings()))
+    d.prepare_record(instance, d.able(instance, settings()))
     assert list(tuner.prepared.values()) == ([] if idle else [["blas", "fast"]])  # type: ignore[comparison-overlap]
 
 
@@ -949,9 +955,9 @@ def test_what_a_choice_saves(
     ours = FakeKernel("fast", estimate=own, tiles=(1, 2))
     d, _ = dispatcher(FakeBlas(estimate=blas), ours, root=tmp_path)
     choice = Choice(Candidate(ours, FakeConfig(tile=2)), origin, "")
-    asked = problem(m=extent)
+    instance = problem(m=extent)
     if origin in ("tuned", "cache"):
-        assert saving_us(d, asked, choice) == 0.0  # there is no record
+        assert saving_us(d, instance, choice) == 0.0  # there is no record
         timed = [result("blas", 50.0, config={"tile": 3})] * (blas is not None)
         if blas is not None:
             timed.append(result("blas", blas, config={"tile": 1}, inside_us={33: blas}))
@@ -960,8 +966,10 @@ def test_what_a_choice_saves(
             timed.append(result("fast", own, config={"tile": 2}, inside_us={33: own + 1}))
         edge = problem(m=64)
         d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, *timed))
-    assert saving_us(d, asked, choice) == pytest.approx(saved)
-    assert saving_us(d, asked, replace(choice, candidate=Candidate(FakeBlas(), FakeConfig()))) == 0
+    assert saving_us(d, instance, choice) == pytest.approx(saved)
+    assert (
+        saving_us(d, instance, replace(choice, candidate=Candidate(FakeBlas(), FakeConfig()))) == 0
+    )
 
 
 # -- what later calls do ----------------------------------------------------------------------
@@ -996,17 +1004,17 @@ LATER = settings(on_cache_miss="background", tune_share=0.25)
 
 
 @pytest.mark.parametrize(
-    ("names", "asked", "shares"),
+    ("names", "instance", "shares"),
     [
         (("one",), problem(), [0.25]), ((), problem(), []),
         (("one",), problem(capturing=True), []), (("one",), problem(deterministic=True), []),
     ],
 )  # fmt: skip
-def test_a_call_that_may_wait_gives_a_slice(names: Any, asked: Problem, shares: Any) -> None:
+def test_a_call_that_may_wait_gives_a_slice(names: Any, instance: Problem, shares: Any) -> None:
     d, later = deferred(*names)
-    d.resume(asked, LATER)
+    d.resume(instance, LATER)
     assert later.shares == shares
-    thread = threading.Thread(target=d.resume, args=(asked, LATER))
+    thread = threading.Thread(target=d.resume, args=(instance, LATER))
     with d._lock:  # this thread measures
         thread.start()
         thread.join(10)
@@ -1017,32 +1025,32 @@ def test_a_call_that_may_wait_gives_a_slice(names: Any, asked: Problem, shares: 
 @pytest.mark.parametrize("m", [64, 50, 49])
 def test_an_answer_is_kept_until_its_tuning_or_its_race_ends(m: int) -> None:
     """The measurements are of the problem without its requirements."""
-    asked, mine = problem(m=50, deterministic=True), settings()
+    instance, mine = problem(m=50, deterministic=True), settings()
     d, later = deferred((problem(m=m), mine))
-    assert d.kept(asked, mine) is None
-    found = d.bound(asked, settings(on_cache_miss="heuristic"))
-    d.keep(asked, mine, found)
-    assert d.kept(asked, mine) is (None if m == 49 else found)
+    assert d.kept(instance, mine) is None
+    found = d.bound(instance, settings(on_cache_miss="heuristic"))
+    d.keep(instance, mine, found)
+    assert d.kept(instance, mine) is (None if m == 49 else found)
     assert d.kept(problem(m=51), mine) is None
     later.names.clear()
-    assert d.kept(asked, mine) is None
+    assert d.kept(instance, mine) is None
     assert d.answers == {}
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("boom")])
 def test_how_a_tuning_in_the_background_ended_is_remembered(error: Exception | None) -> None:
     d, later = deferred()
-    asked = problem()
-    query = deferring.Query(asked, asked, LATER, [], 0.0, None)
+    instance = problem()
+    query = deferring.Query(instance, instance, LATER, [], 0.0, None)
 
     def steps() -> Any:
         yield "waits"
         if error is not None:
             raise error
 
-    d.defer((asked, LATER), query, steps(), "no winner")
+    d.defer((instance, LATER), query, steps(), "no winner")
     (task,) = later.tasks
-    assert (task.problem, task.is_done(), d.ended) == (asked, False, {})
+    assert (task.problem, task.is_done(), d.ended) == (instance, False, {})
     with (
         contextlib.nullcontext()
         if error is None
@@ -1050,17 +1058,17 @@ def test_how_a_tuning_in_the_background_ended_is_remembered(error: Exception | N
     ):
         assert list(task.steps) == ["waits"]
     end = "tuning failed: RuntimeError: boom" if error else "no winner"
-    assert d.ended == {(asked, LATER): end}
-    d.store.save(DEVICE.gpu, DEVICE.environment, recorded(asked, result("blas", 1.0)))
+    assert d.ended == {(instance, LATER): end}
+    d.store.save(DEVICE.gpu, DEVICE.environment, recorded(instance, result("blas", 1.0)))
     assert task.is_done()
 
 
 def test_there_is_no_race_without_a_record(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
-    asked = problem(m=50)
-    query = deferring.Query(asked, asked.at(64), settings(), [], 0.0, None)
+    instance = problem(m=50)
+    query = deferring.Query(instance, instance.at(64), settings(), [], 0.0, None)
     assert list(d._racing(query, {})) == []
-    assert d.record_of(asked.at(64)) is None
+    assert d.record_of(instance.at(64)) is None
 
 
 @pytest.mark.parametrize("estimate", [None, 5.0])
@@ -1068,8 +1076,8 @@ def test_where_blas_declines_an_interim_answer_is_a_guess(estimate: float | None
     blas = FakeBlas()
     blas.supports = Supports(devices=("cpu",), operands=())  # type: ignore[misc]
     d, _ = dispatcher(blas, FakeKernel("fast", estimate=estimate))
-    asked = problem()
-    query = deferring.Query(asked, asked, settings(), d.able(asked, settings()), 0.0, None)
+    instance = problem()
+    query = deferring.Query(instance, instance, settings(), d.able(instance, settings()), 0.0, None)
     if estimate is None:
         with pytest.raises(UnsupportedProblemError, match="no kernel serves"):
             d._for_now(query, "it is tuned")
@@ -1131,15 +1139,15 @@ def test_kernels_that_are_not_used_say_why() -> None:
 def test_what_a_tuning_would_time(tmp_path: Path) -> None:
     """A kernel that this machine could not try waits, unless there is no record at all."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("left"), FakeKernel("new"), root=tmp_path)
-    asked = problem()
-    able = d.able(asked, settings())
-    record = recorded(asked, result("blas", 9.0))
+    instance = problem()
+    able = d.able(instance, settings())
+    record = recorded(instance, result("blas", 9.0))
 
     def missing(known: TuningRecord | None, resume: bool = False) -> list[str]:
-        return [kernel.name for kernel in d.missing(asked, able, known, resume)]
+        return [kernel.name for kernel in d.missing(instance, able, known, resume)]
 
     assert missing(record) == ["left", "new"]
-    d.untried.note(asked, set(), {("left", "1"): Left("passing", "no memory")})
+    d.untried.note(instance, set(), {("left", "1"): Left("passing", "no memory")})
     assert missing(record) == ["new"]
     assert missing(record, resume=True) == ["left", "new"]
     assert missing(None) == ["blas", "left", "new"]

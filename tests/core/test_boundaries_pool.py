@@ -199,7 +199,7 @@ def test_a_cancelled_job_is_answered_never_and_begun_never(hosted: Hosted) -> No
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "message"),
     [
         (TimeoutError(), {"late": True}),
         (ProcessExpired("gone", 3, 77), {"died": "ended with exit code 3: its last words"}),
@@ -208,12 +208,12 @@ def test_a_cancelled_job_is_answered_never_and_begun_never(hosted: Hosted) -> No
     ],
 )
 def test_how_a_job_ended_is_reported(
-    outcome: Any, said: Any, hosted: Hosted, tmp_path: Path
+    outcome: Any, message: Any, hosted: Hosted, tmp_path: Path
 ) -> None:
     (tmp_path / "77").write_text("its last words\n")
     hosted.receive(5)
     hosted.end(outcome)
-    assert hosted.answers() == [[5, said]]
+    assert hosted.answers() == [[5, message]]
 
 
 def test_a_job_whose_worker_was_worn_out_is_next_and_so_three_times(
@@ -304,7 +304,7 @@ def test_a_host_ends_with_its_parent(hosted: Hosted, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("status", "output", "said"),
+    ("status", "output", "message"),
     [
         (0, "", "ended with exit code 0"),
         (1, "why", "ended with exit code 1: why"),
@@ -313,8 +313,8 @@ def test_a_host_ends_with_its_parent(hosted: Hosted, monkeypatch: pytest.MonkeyP
         (-200, "why", "died (signal 200): why"),
     ],
 )
-def test_the_words_of_an_end(status: int, output: str, said: str) -> None:
-    assert pool_host.ending(status, output) == said
+def test_the_words_of_an_end(status: int, output: str, message: str) -> None:
+    assert pool_host.ending(status, output) == message
 
 
 def test_the_end_of_an_output_is_400_bytes() -> None:
@@ -449,14 +449,14 @@ def registered() -> Any:
     ],
 )
 def test_a_worker_has_the_very_problem_and_candidate(fields: dict[str, Any], worker: Any) -> None:
-    asked = problem(**fields)
-    sent = job(asked, tile=3)
+    instance = problem(**fields)
+    sent = job(instance, tile=3)
     assert sent["id"] == 5
     got, candidate = worker.recalled(sent)
-    assert got == asked
+    assert got == instance
     assert (candidate.kernel.name, candidate.config.tile) == ("k", 3)
     with pytest.raises(LookupError, match="k is of version"):
-        worker.recalled(job(asked, version="another"))
+        worker.recalled(job(instance, version="another"))
 
 
 def test_a_worker_takes_the_environment_of_a_job(worker: Any, tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_what_a_worker_lacks_is_left_to_the_other_process(
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "cause"),
+    ("error", "message", "cause"),
     [
         (ValueError("no such layout \n"), "ValueError: no such layout", None),
         (MemoryError("none left"), "MemoryError: none left", "passing"),
@@ -492,11 +492,11 @@ def test_what_a_worker_lacks_is_left_to_the_other_process(
     ],
 )
 def test_a_worker_reports_what_a_kernel_raises(
-    error: Any, said: str, cause: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+    error: Any, message: str, cause: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Compiling, "error", error)
     answer = perform(worker, job())
-    assert answer["error"] == said
+    assert answer["error"] == message
     assert answer["cause"] == cause
     file, _, line = answer["place"].rpartition(":")
     assert file == __file__
@@ -711,7 +711,7 @@ def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "said", "more"),
+    ("answer", "kind", "message", "more"),
     [
         ({"error": None}, None, "", ()),
         ({"late": True}, HungError, "took over 7 s", (None, "")),
@@ -726,7 +726,7 @@ def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_an_answer_resolves_its_job(
-    answer: Any, kind: Any, said: str, more: Any, parent: Parent
+    answer: Any, kind: Any, message: str, more: Any, parent: Parent
 ) -> None:
     host, process = parent.host()
     try:
@@ -744,7 +744,7 @@ def test_an_answer_resolves_its_job(
             assert error is None
         else:
             assert type(error) is kind
-            assert (str(error), (error.cause_elsewhere, error.place)) == (said, more)
+            assert (str(error), (error.cause_elsewhere, error.place)) == (message, more)
     finally:
         host.close()
     assert failure(first) is None  # it is left to this process
@@ -828,10 +828,10 @@ def test_what_is_no_answer_is_a_fault(parent: Parent) -> None:
     compilers = Compilers(1, kind=KIND)
     future = compilers.submit(problem(), candidate())
     host: Any = compilers._host
-    told: queue.Queue[str] = queue.Queue()
-    host._report = told.put
+    message: queue.Queue[str] = queue.Queue()
+    host._report = message.put
     parent.started[0].channel.send_bytes(b"no json")
-    fault = told.get(timeout=10)
+    fault = message.get(timeout=10)
     assert fault.startswith("JSONDecodeError")
     assert failure(future) is None
     for _ in range(2):  # once, and no other is started

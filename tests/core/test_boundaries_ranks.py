@@ -1,4 +1,4 @@
-"""Tuning among ranks, seen from one process: the other ranks' entries are in the store already."""
+"""Tuning among ranks in one process: the entries of the other ranks are already in the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECORD = TuningRecord(
 
 
 class Clock:
-    """A clock for the module, which only sleeps advance; each sleep is recorded as an event."""
+    """A clock that only sleeps advance. Each sleep is recorded, and runs the next of ``events``."""
 
     def __init__(self, *events: Callable[[], object], step: float = 1.0) -> None:
         self.now, self.events, self.step = 0.0, list(events), step
@@ -54,17 +54,17 @@ class Clock:
 
 def store() -> dist.Store:
     """An empty store that waits only briefly for an absent key."""
-    made = dist.HashStore()
-    made.set_timeout(timedelta(milliseconds=100))
-    return made
+    empty = dist.HashStore()
+    empty.set_timeout(timedelta(milliseconds=100))
+    return empty
 
 
 def board(timeout: float = 1.5, me: int = 0, **documents: Any) -> Board:
     """A board of ranks 0 and 1 with these documents, whose names have ``_`` for ``/``."""
-    made = Board(store(), [0, 1], me, timeout)
+    result = Board(store(), [0, 1], me, timeout)
     for name, document in documents.items():
-        made.put(name.replace("_", "/"), document)
-    return made
+        result.put(name.replace("_", "/"), document)
+    return result
 
 
 @contextmanager
@@ -85,15 +85,15 @@ def dispatch_to(monkeypatch: pytest.MonkeyPatch, dispatcher: Any) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(ranks, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(ranks, "time", clock)
+    return clock
 
 
 # -- the board -----------------------------------------------------------------------------
 
 
-def test_who_has_put_all_keys_is_not_waited_for(clock: Clock) -> None:
+def test_a_rank_that_has_put_all_keys_is_not_waited_for(clock: Clock) -> None:
     mine = board(a=1, b=2, c=3)
     assert mine.await_all({0: ["a"], 1: ["b", "c"], 2: []}) == []
     assert clock.slept == []
@@ -137,18 +137,18 @@ def test_the_first_proposal_counts() -> None:
     assert not mine.has("verdict/1")
 
 
-def test_ranks_that_tune_different_problems_are_told_in_what_they_differ() -> None:
-    asked = ranks._digest([FIRST])
-    mine = board(asked_0=asked, asked_1=asked, left_1={"problems": "other"})
+def test_the_error_of_ranks_that_tune_different_problems_says_in_what_they_differ() -> None:
+    digest = ranks._digest([FIRST])
+    mine = board(asked_0=digest, asked_1=digest, left_1={"problems": "other"})
     assert mine.await_all({1: ["asked/1", "left/1"]}) == []
     for theirs, unlike in (
         (ranks._digest([FIRST, SECOND]), "problems"),
-        (asked | {"devices": []}, "devices"),
+        (digest | {"devices": []}, "devices"),
         ({"problems": "", "devices": []}, "problems, devices"),
     ):
-        mine = board(asked_0=asked, asked_1=theirs)
-        told = f"ranks 0 and 1 tune different things: they differ in {unlike}$"
-        with pytest.raises(ValueError, match=told):
+        mine = board(asked_0=digest, asked_1=theirs)
+        message = f"ranks 0 and 1 tune different things: they differ in {unlike}$"
+        with pytest.raises(ValueError, match=message):
             mine.await_all({1: ["asked/1"]})
 
 
@@ -160,7 +160,7 @@ def test_a_digest_tells_problems_their_order_and_their_devices() -> None:
     assert ranks._digest([FIRST, SECOND])["problems"].startswith("2 ")
 
 
-def test_each_tuning_of_a_group_has_a_clean_board(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tuning_of_a_group_has_an_empty_board(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = store()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: everything)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3 if group is None else group)
@@ -223,10 +223,10 @@ def test_a_problem_that_failed_is_measured_once_more_by_another(
 ) -> None:
     monkeypatch.setattr(ranks, "_measure", lambda *_: {"error": "no memory"})
     mine = board(asked_0=1, asked_1=1, result_1_0=again)
-    told = [f"{FIRST} could not be tuned: again; ranks may choose"] if "error" in again else []
-    with warned(*told):
+    message = [f"{FIRST} could not be tuned: again; ranks may choose"] if "error" in again else []
+    with warned(*message):
         found, lost = measure_all(mine, FIRST)
-    assert (found, lost) == ({} if told else {0: "result/1/0"}, set())
+    assert (found, lost) == ({} if message else {0: "result/1/0"}, set())
     assert not mine.has("verdict/2")
 
 
@@ -240,8 +240,8 @@ def test_a_rank_that_was_given_up_measures_nothing(measured: list[int]) -> None:
 
 def test_a_problem_whose_ranks_were_all_lost_is_named(measured: list[int]) -> None:
     mine = board(asked_0=1, verdict_0={"lost": [0, 1], "ended": []})
-    told = f"{FIRST} could not be tuned: each rank that tried was lost; "
-    with warned("rank 0, 1 showed no sign of life", told):
+    message = f"{FIRST} could not be tuned: each rank that tried was lost; "
+    with warned("rank 0, 1 showed no sign of life", message):
         assert measure_all(mine, FIRST) == ({}, {0, 1})
 
 
@@ -285,10 +285,10 @@ def compare(monkeypatch: pytest.MonkeyPatch, theirs: Any, gpu: str | None = None
     config = SimpleNamespace(to_json=lambda: {"x": 1})
     kernel = SimpleNamespace(name="k", version="1")
     choice = SimpleNamespace(candidate=SimpleNamespace(kernel=kernel, config=config))
-    asked: list[str] = []
+    modes: list[str] = []
 
     def choose(problem: Any, current: Any) -> Any:
-        asked.append(current.on_cache_miss)
+        modes.append(current.on_cache_miss)
         return choice
 
     chooser = SimpleNamespace(
@@ -298,7 +298,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, theirs: Any, gpu: str | None = None
     monkeypatch.setattr(ranks, "_gpu", lambda problems: gpu)
     mine = board(left_1=True) if theirs is None else board(chose_1=theirs, left_1=True)
     ranks._compare(mine, [FIRST, SECOND], set())
-    assert asked == ["heuristic"] * 2
+    assert modes == ["heuristic"] * 2
     return mine
 
 
@@ -310,7 +310,7 @@ SAME: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "gpu", "told"),
+    ("changes", "gpu", "message"),
     [
         ({}, None, None),
         ({"gpu": "other"}, "mine", None),
@@ -324,14 +324,14 @@ SAME: dict[str, Any] = {
         ),
     ],
 )
-def test_ranks_that_differ_are_told_how(
+def test_ranks_that_differ_are_warned_in_what(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     changes: dict[str, Any],
     gpu: str | None,
-    told: str | None,
+    message: str | None,
 ) -> None:
-    with warned(*([told] if told else [])):
+    with warned(*([message] if message else [])):
         mine = compare(monkeypatch, SAME | changes, gpu)
     assert mine.get("chose/0") == SAME | {"gpu": gpu}
     assert mine.get("left/0") is True
@@ -350,7 +350,7 @@ def test_a_rank_that_does_not_report_is_named_and_not_waited_for_again(
 def test_the_first_rank_leaves_last(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, me: int, waits: float
 ) -> None:
-    """It may hold the store."""
+    """Its process may host the store."""
     chooser = SimpleNamespace(registry=SimpleNamespace(kernels=list))
     dispatch_to(monkeypatch, chooser)
     other: Any = {"kernels": [], "choices": [], "gpu": None}
@@ -362,7 +362,7 @@ def test_the_first_rank_leaves_last(
     assert clock.now == waits
 
 
-def test_a_gpu_is_of_problems_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_problems_on_a_gpu_have_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"gpu {index}")
@@ -374,7 +374,7 @@ def test_a_gpu_is_of_problems_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks._gpu([]) is None
 
 
-# -- the whole -----------------------------------------------------------------------------
+# -- all of it -----------------------------------------------------------------------------
 
 
 def test_without_a_group_a_process_tunes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

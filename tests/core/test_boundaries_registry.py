@@ -283,7 +283,7 @@ def test_what_a_misbehaving_method_costs(
     assert waited == [patience]
 
 
-def test_sources_are_told_by_plugin_and_distribution() -> None:
+def test_sources_are_named_by_plugin_and_distribution() -> None:
     assert str(Source("p")) == "plugin 'p'"
     assert str(Source("p", "dist", "1.2")) == "plugin 'p' (dist 1.2)"
     for name, ours in (
@@ -337,16 +337,16 @@ def test_which_plugins_are_used(
         r.kernel("c.x")
 
 
-def test_names_that_nothing_has_are_told_with_the_variable() -> None:
+def test_unknown_names_are_reported_with_the_variable() -> None:
     points = [EntryPoint("a", plugin(FakeKernel("a.k"))), EntryPoint("off", plugin())]
     fields = {"allow": frozenset({"a", "x"}), "deny": frozenset({"y"})}
     r = registry(*points, **fields, baseline=FakeBlas)
     disabled = frozenset({"a.k", "z", "off.k", "triton.pointwise", "blas"})
-    told = r.unknown_names(settings(disable=disabled))
-    assert [text.partition(":")[0] for text in told] == [
+    message = r.unknown_names(settings(disable=disabled))
+    assert [text.partition(":")[0] for text in message] == [
         "TMM_PLUGINS", "TMM_DISABLE_PLUGINS", "TMM_DISABLE or override(disable=…)",
     ]  # fmt: skip
-    assert ["'x'" in told[0], "'y'" in told[1], "kernel 'z'" in told[2]] == [True] * 3
+    assert ["'x'" in message[0], "'y'" in message[1], "kernel 'z'" in message[2]] == [True] * 3
     assert registry(*points).unknown_names(settings()) == []
 
 

@@ -316,7 +316,7 @@ def test_the_other_clocks_have_a_column_where_one_was_used() -> None:
     assert "by capture" not in columns
 
 
-def test_an_exhaustive_search_is_told_by_the_step_that_lost_the_best() -> None:
+def test_an_exhaustive_search_names_the_step_that_lost_the_best() -> None:
     def searched(m: int, step: str, regret: float, room: float) -> dict[str, Any]:
         search = {"step": step, "regret": regret, "blas_over_best": room}
         return document(m, 1.0, search=search)

@@ -260,8 +260,10 @@ def test_the_size_that_varies_is_the_ragged_one() -> None:
 
 
 def test_a_bare_problem_keeps_promises_and_loses_requirements() -> None:
-    asked = problem(deterministic=True, batch_invariant=True, capturing=True, static_weights=True)
-    assert asked.bare() == problem(static_weights=True)
+    instance = problem(
+        deterministic=True, batch_invariant=True, capturing=True, static_weights=True
+    )
+    assert instance.bare() == problem(static_weights=True)
 
 
 # -- devices ------------------------------------------------------------------------------
@@ -455,9 +457,9 @@ def test_a_kernel_serves_up_to_its_limits_and_with_them() -> None:
 
 @pytest.mark.parametrize("name", ["a", "b", "out", "residual"])
 def test_offsets_beyond_32_bits_are_declared_for_every_matrix(name: str) -> None:
-    asked = replace(ON_GPU, **{name: WIDE})
-    assert LEAST.reasons_against(asked) == [f"{name} has offsets beyond 32 bits"]
-    assert not replace(LEAST, wide=True).reasons_against(asked)
+    problem = replace(ON_GPU, **{name: WIDE})
+    assert LEAST.reasons_against(problem) == [f"{name} has offsets beyond 32 bits"]
+    assert not replace(LEAST, wide=True).reasons_against(problem)
 
 
 def test_operands_share_a_dtype() -> None:
@@ -482,27 +484,27 @@ def test_a_way_to_reduce_and_a_function_to_do_it_are_declared() -> None:
 
 def test_outputs_are_of_one_product() -> None:
     able = replace(LEAST, epilogues=True, batch=4, outputs=("tile",), ragged=("m",))
-    asked = replace(ON_GPU, epilogue=Epilogue("relu", torch.relu, device=torch.relu))
-    with_output = replace(asked, epilogue=replace(asked.epilogue, outputs=(Port("p", "tile"),)))
+    problem = replace(ON_GPU, epilogue=Epilogue("relu", torch.relu, device=torch.relu))
+    with_output = replace(problem, epilogue=replace(problem.epilogue, outputs=(Port("p", "tile"),)))
     assert able.reasons_against(with_output) == []
     for change in ({"batch": 2}, {"groups": Groups(2, "m")}):
         several: dict[str, Any] = change
-        assert able.reasons_against(replace(asked, **several)) == []
+        assert able.reasons_against(replace(problem, **several)) == []
         (reason,) = able.reasons_against(replace(with_output, **several))
         assert "of one product" in reason
 
 
 def test_every_kind_of_groups_is_declared() -> None:
     able = replace(LEAST, ragged=("m",))
-    for groups, declared, said in (
+    for groups, declared, message in (
         (Groups(2, "n"), {"ragged": ("n",)}, "ragged along n"),
         (Groups(2, "m", torch.int32), {"indexed": True}, "takes no a_index"),
         (Groups(2, "m", zeroed=True), {"zeroed": True}, "does not zero"),
     ):
-        asked, fields = replace(ON_GPU, groups=groups), dict[str, Any](declared)
-        (reason,) = able.reasons_against(asked)
-        assert said in reason
-        assert replace(able, **fields).reasons_against(asked) == []
+        problem, fields = replace(ON_GPU, groups=groups), dict[str, Any](declared)
+        (reason,) = able.reasons_against(problem)
+        assert message in reason
+        assert replace(able, **fields).reasons_against(problem) == []
     assert able.reasons_against(replace(ON_GPU, groups=Groups(2, "m"))) == []
 
 
@@ -538,8 +540,8 @@ def test_nothing_is_measured_under_another_precision_either_way(matmul: Any) -> 
         matmul.fp32_precision = setting
         require_precision(replace(ON_GPU, tf32=not other))
         wanted = "tf32" if other else "ieee"
-        said = f"needs another precision than is set .*fp32_precision = '{wanted}'"
-        with pytest.raises(UnsupportedProblemError, match=said):
+        message = f"needs another precision than is set .*fp32_precision = '{wanted}'"
+        with pytest.raises(UnsupportedProblemError, match=message):
             require_precision(replace(ON_GPU, tf32=other))
         # 16 bits have none, nor has a CPU.
         require_precision(replace(ON_GPU, a=Operand(BF16), b=Operand(BF16), tf32=other))

@@ -133,10 +133,10 @@ def test_two_of_each_arithmetic_and_the_best_elsewhere_are_raced() -> None:
     kernel = Estimating("k", names_)
     times = {1: 5.0, 2: 6.4, 3: 6.45, 4: 50.0, 5: 9.0, 6: 9.1, 7: 1.0}
     racing = [run("k", us, tile, kernel) for tile, us in times.items()]
-    asked = problem(m=64, batch_invariant=True)
-    assert names(of_each_arithmetic(asked, racing, 1.3)) == "k1 k2 k4 k5"
-    assert names(of_each_arithmetic(asked.at(63), racing, 1.28)) == "k1 k2 k4"
-    assert names(of_each_arithmetic(asked.at(63), racing, 1.27)) == "k1 k4"
+    instance = problem(m=64, batch_invariant=True)
+    assert names(of_each_arithmetic(instance, racing, 1.3)) == "k1 k2 k4 k5"
+    assert names(of_each_arithmetic(instance.at(63), racing, 1.28)) == "k1 k2 k4"
+    assert names(of_each_arithmetic(instance.at(63), racing, 1.27)) == "k1 k4"
 
 
 # -- what a candidate's record says ----------------------------------------------------------
@@ -216,12 +216,12 @@ class Timer:
         return [[10.0] * rounds for _ in runners]
 
 
-def tuning(timer: Any, asked: Problem | None = None, memory: int | None = None) -> Tuning:
+def tuning(timer: Any, instance: Problem | None = None, memory: int | None = None) -> Tuning:
     """A tuning, to take one of its stages."""
     deadline = Deadline(math.inf)
     launchers: Any = SimpleNamespace(deadline=deadline, submit=lambda *_: ())
     return Tuning(
-        asked or problem(m=63), settings(tune_memory=memory), timer, launchers, Findings()
+        instance or problem(m=63), settings(tune_memory=memory), timer, launchers, Findings()
     )
 
 
@@ -430,8 +430,8 @@ def test_blas_alone_is_timed_at_more_places_of_a_bucket(
     fields: dict[str, Any], kernels: str, more: bool | None
 ) -> None:
     """None: the bucket has one M."""
-    asked = replace(problem(m=128), **fields)
-    one = tuning(Timer(), asked)
+    instance = replace(problem(m=128), **fields)
+    one = tuning(Timer(), instance)
     measured: list[dict[int, str]] = []
 
     def measure_at(places: Any) -> Any:
@@ -444,8 +444,8 @@ def test_blas_alone_is_timed_at_more_places_of_a_bucket(
         assert measured == []
         return
     (places,) = measured
-    every = dict.fromkeys(inside(asked), " ".join(f"{name}1" for name in kernels.split()))
-    others = dict.fromkeys(between(asked.extent), "blas1") if more else {}
+    every = dict.fromkeys(inside(instance), " ".join(f"{name}1" for name in kernels.split()))
+    others = dict.fromkeys(between(instance.extent), "blas1") if more else {}
     assert places == every | others
 
 
@@ -887,7 +887,7 @@ def test_which_compilations_go_on() -> None:
     begun: list[str] = []
     cancelled: list[Any] = []
 
-    def submit(asked: Problem, candidate: Candidate) -> Future[None]:
+    def submit(problem: Problem, candidate: Candidate) -> Future[None]:
         begun.append(candidate.kernel.name)
         return Future()
 
@@ -929,10 +929,10 @@ def test_a_chain_takes_a_quarter_of_the_memory(
 def test_copies_may_be_resident_below_three_times_the_l2() -> None:
     """A weight of 1 MiB has 128 copies, and three times an L2 of 50 MiB has room for 149."""
     gpu = replace(problem().device, type="cuda", l2=50 << 20)
-    asked = problem(m=16, n=512, k=512, device=gpu)
+    instance = problem(m=16, n=512, k=512, device=gpu)
     copies = [SimpleNamespace(b=torch.empty(1)) for _ in range(150)]
-    assert cold_operands.copies(asked) == 128
+    assert cold_operands.copies(instance) == 128
     for count, found in ((1, True), (149, True), (150, False)):
-        assert cold_operands.resident(asked, copies[:count]) is found
-    assert cold_operands.resident(asked, copies[:1] * 150)
-    assert cold_operands.copies(replace(asked, n=2048, k=2048)) == 15  # 240 MB in all
+        assert cold_operands.resident(instance, copies[:count]) is found
+    assert cold_operands.resident(instance, copies[:1] * 150)
+    assert cold_operands.copies(replace(instance, n=2048, k=2048)) == 15  # 240 MB in all

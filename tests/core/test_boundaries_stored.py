@@ -251,7 +251,7 @@ def test_between_two_versions_it_is_the_second() -> None:
         assert gptq._version(stored, torch.tensor([zero])) == version
 
 
-def test_a_group_of_gptq_is_of_128_unless_said() -> None:
+def test_groups_of_gptq_have_128_values_by_default() -> None:
     codes = torch.arange(256 * 8, dtype=I32).view(256, 8) % 15 + 1  # with a mean of 8
     qweight = words.packed(codes.t()).t().contiguous()
     qzeros = words.packed(torch.full((2, 8), 7, dtype=I32))
@@ -390,7 +390,7 @@ def test_blocks_of_8_bit_floats(scale: Tensor, values: float) -> None:
     assert wide.dequantize()[:, 0].tolist() == [1.0] * 128 + [2.0] * 128
 
 
-def test_blocks_are_those_of_128_unless_said_and_one_scale_has_none() -> None:
+def test_blocks_have_128_values_by_default_and_one_scale_has_none() -> None:
     weight = torch.full((200, 160), 2.0).to(E4M3)
     scale, ends = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [0, 127, 128, 159]
     values = [[2.0, 2.0, 4.0, 4.0]] * 2 + [[6.0, 6.0, 8.0, 8.0]] * 2
@@ -426,7 +426,7 @@ def test_a_tensor_has_the_dtype_of_scales_of_16_bits() -> None:
         Quantized(None, torch.ones(4, 1))  # type: ignore[arg-type]
 
 
-def test_parts_tell_rows_from_k_unless_there_is_one_scale_for_whole_bytes() -> None:
+def test_parts_distinguish_rows_from_k_unless_there_is_one_scale_for_whole_bytes() -> None:
     data = torch.ones(4, 8, dtype=torch.int8)
     assert not Quantized(data, torch.ones(())).is_directed
     assert Quantized(data, torch.ones(4, 1)).is_directed

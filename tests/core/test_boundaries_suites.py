@@ -224,7 +224,7 @@ def test_a_kernel_may_serve_one_kind_of_problem(served: Any) -> None:
     run(suite(kernel).test_serves_something)
 
 
-def test_five_reasons_are_told_of_a_kernel_that_serves_nothing() -> None:
+def test_five_reasons_are_shown_for_a_kernel_that_serves_nothing() -> None:
     """The message lists the five reasons that most problems have."""
     asked = itertools.count()
 
@@ -299,13 +299,13 @@ def test_a_launcher_may_not_depend_on_a_later_one() -> None:
             return launch_last
 
     checked = suite(Last())
-    posed = checked._probe()
-    checked._check(posed, "brief")
+    instance = checked._probe()
+    checked._check(instance, "brief")
     with pytest.raises(Failed, match="exact is wrong on 40x8x16"):
-        checked._check(posed, "whole")
-    checked.kernel.against = lambda p: ["wide"] * (p != posed)
+        checked._check(instance, "whole")
+    checked.kernel.against = lambda p: ["wide"] * (p != instance)
     checked.kernel.last = None
-    checked._check(posed, "repeated")
+    checked._check(instance, "repeated")
 
 
 def test_each_config_is_bound_once() -> None:

@@ -186,13 +186,13 @@ def test_a_gpu_is_chosen_by_its_index(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    asked: Any = SimpleNamespace(device=text)
+    arguments: Any = SimpleNamespace(device=text)
     if index is None:
         with pytest.raises(UsageError, match="--device cuda:2: there are 2 GPUs"):
-            options.device(asked)
+            options.device(arguments)
         assert chosen == []
         return
-    assert options.device(asked) == torch.device("cuda", index)
+    assert options.device(arguments) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]
 
 
@@ -204,7 +204,7 @@ def test_a_gpu_is_chosen_by_its_index(
         (ImportError("no"), "x: no; pip install 'tmm-core[bench]'"),
     ],
 )
-def test_mistakes_in_use_are_told_with_the_option(error: Exception, text: str | None) -> None:
+def test_mistakes_in_use_are_reported_with_the_option(error: Exception, text: str | None) -> None:
     def use() -> None:
         with options.usage("x", ImportError):
             raise error
@@ -293,9 +293,9 @@ def saved(store: CacheStore, device: DeviceFingerprint, *sizes: int) -> None:
     from tmm_cache import TuningRecord
 
     for m in sizes:
-        asked = problem(m=m, device=device)
+        instance = problem(m=m, device=device)
         record = TuningRecord(
-            asked.to_json(), 0, (result("blas", 1.0),), "2026-01-01T00:00:00Z", 1.0
+            instance.to_json(), 0, (result("blas", 1.0),), "2026-01-01T00:00:00Z", 1.0
         )
         store.save(device.gpu, device.environment, record)
 
@@ -408,9 +408,9 @@ def test_only_variables_of_tmm_are_judged_and_each_with_advice() -> None:
 
 
 def test_a_miss_in_a_line() -> None:
-    asked = problem(m=32, n=64, k=16).to_json()
-    assert misses.title(asked) == "32x64x16 float32 row x row"
-    assert misses.title(asked | {"epilogue": "silu"}).endswith(" silu")
+    instance = problem(m=32, n=64, k=16).to_json()
+    assert misses.title(instance) == "32x64x16 float32 row x row"
+    assert misses.title(instance | {"epilogue": "silu"}).endswith(" silu")
     assert misses.title({}) == "-x-x- - - x - -"
 
 
@@ -419,9 +419,9 @@ def test_misses_of_other_devices_are_counted(
     here: int, others: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpu = torch.device("cpu")
-    asked = problem(m=32, n=64, k=16).to_json()
-    mine = [Miss(fingerprint(cpu).gpu, {}, asked | {"m": m + 1}) for m in range(here)]
-    theirs = [Miss("other", {}, asked)] * others
+    instance = problem(m=32, n=64, k=16).to_json()
+    mine = [Miss(fingerprint(cpu).gpu, {}, instance | {"m": m + 1}) for m in range(here)]
+    theirs = [Miss("other", {}, instance)] * others
     store = SimpleNamespace(misses=lambda: theirs + mine, load=lambda *_: None)
     found = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(tune, "dispatch", found)
@@ -464,9 +464,9 @@ def test_a_file_of_no_problems_is_refused_by_its_name(tmp_path: Path, text: str)
 
 
 def test_a_file_has_problems_or_entries_that_hold_them(tmp_path: Path) -> None:
-    asked = problem(m=32, n=64, k=16).to_json()
+    instance = problem(m=32, n=64, k=16).to_json()
     file = tmp_path / "file.json"
-    file.write_text(json.dumps([asked, {"problem": asked | {"tf32": True}, "count": 3}]))
+    file.write_text(json.dumps([instance, {"problem": instance | {"tf32": True}, "count": 3}]))
     found = tune._of_file(file, torch.device("cpu"))
     assert [(each.name, each.tf32) for each in found] == [
         ("32x64x16 float32 row x row", False),
@@ -478,19 +478,19 @@ def test_a_file_has_problems_or_entries_that_hold_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
         ("x\nCuda tools, release 12.8, V1\ny", "ptxas, Cuda tools, release 12.8, V1"),
         ("nothing", "ptxas, of unknown version"),
     ],
 )
-def test_the_assembler_tells_its_release(
-    output: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_the_assembler_reports_its_release(
+    output: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toolchain, "ptxas", lambda: "ptxas")
     ran = subprocess.CompletedProcess([], 0, output, "")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: ran)
-    assert doctor_toolchain._ptxas() == ("ok", said, "")
+    assert doctor_toolchain._ptxas() == ("ok", message, "")
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/absent/ptxas")
     found = doctor_toolchain._ptxas()
     assert found[0] == "problem"
@@ -524,7 +524,7 @@ def test_an_assembler_that_does_not_run_is_a_problem(
 
 
 @pytest.mark.parametrize(
-    ("compiler", "lacking", "said"),
+    ("compiler", "lacking", "message"),
     [
         ("/gcc", None, ("ok", "/gcc, /Python.h", "")),
         (
@@ -538,16 +538,16 @@ def test_an_assembler_that_does_not_run_is_a_problem(
 def test_what_builds_launchers_is_named(
     compiler: str | None,
     lacking: str | None,
-    said: tuple[str, str, str],
+    message: tuple[str, str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(toolchain, "c_compiler", lambda: compiler)
     monkeypatch.setattr(toolchain, "lacking", lambda: lacking)
     monkeypatch.setattr(toolchain, "python_header", lambda: "/Python.h")
     found = doctor_toolchain._compiler()
-    assert found[0] == said[0]
-    assert found[1].startswith(said[1])
-    assert found[2].startswith(said[2])
+    assert found[0] == message[0]
+    assert found[1].startswith(message[1])
+    assert found[2].startswith(message[2])
 
 
 @pytest.mark.parametrize("state", ["full", "not writable"])
@@ -577,7 +577,7 @@ def _notes(*kernels: dict[str, Left]) -> Any:
     return SimpleNamespace(default_dispatcher=lambda: found)
 
 
-def test_untried_kernels_are_told_with_the_worst_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untried_kernels_are_reported_with_the_worst_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Left("budget", "late")
     notes = _notes(
         {"a": Left("hung", "it\n hung"), "b": late},
@@ -615,10 +615,10 @@ def test_the_cause_to_mend_first(
 ) -> None:
     notes = _notes({cause: Left(cause, f"text of {cause}") for cause in causes})
     monkeypatch.setattr(doctor_toolchain, "dispatch", notes)
-    (said,) = doctor_toolchain.untried(torch.device("cpu"))
-    assert said.text.endswith(f"text of {first}")
+    (message,) = doctor_toolchain.untried(torch.device("cpu"))
+    assert message.text.endswith(f"text of {first}")
     words = {"hung": "report it", "passing": "free memory"}.get(first, "repair it")
-    assert said.advice.startswith(words)
+    assert message.advice.startswith(words)
 
 
 # -- analyses ---------------------------------------------------------------------------
@@ -749,7 +749,7 @@ def test_an_analysis_has_no_line_of_what_is_not_known() -> None:
     assert [line.split()[0] for line in lines(blas_us=3.0)] == topics
 
 
-def test_resources_of_a_change_are_told() -> None:
+def test_resources_of_a_change_are_shown() -> None:
     use = {
         "registers": 32, "stack": 8, "shared_memory": 64, "num_warps": 4, "blocks": 1,
         "limited_by": "warps", "occupancy": 0.5,
@@ -786,16 +786,16 @@ def test_a_change_has_to_fit_into_shared_memory(used: int | None, refused: bool)
     anatomy = None if used is None else SimpleNamespace(shared_memory=used)
     kernel.anatomy = lambda problem, config: anatomy
     kernel.resources = lambda problem, config: []
-    posed: Any = SimpleNamespace(
+    instance: Any = SimpleNamespace(
         problem=problem(device=replace(DEVICE, shared_memory=64)), record=None
     )
-    found = why._change(posed, Candidate(kernel, FakeConfig()), {"tile": 2})
+    found = why._change(instance, Candidate(kernel, FakeConfig()), {"tile": 2})
     told = {"refused": "65 bytes of shared memory, of 64"}
     rest = {"expected_us": None, "measured_us": None, "resources": []}
     assert found == {"fields": {"tile": 2}, **(told if refused else rest)}
     assert (
         "tile must be positive"
-        in why._change(posed, Candidate(kernel, FakeConfig()), {"tile": 0})["refused"]
+        in why._change(instance, Candidate(kernel, FakeConfig()), {"tile": 0})["refused"]
     )
 
 
@@ -804,12 +804,12 @@ def test_a_kernel_is_offered_if_it_describes_its_anatomy() -> None:
         raise RuntimeError("no")
 
     kernel: Any = FakeKernel("fake")
-    asked: list[Any] = []
-    described = lambda problem, config: asked.append(config) or 1  # noqa: E731
+    configs: list[Any] = []
+    described = lambda problem, config: configs.append(config) or 1  # noqa: E731
     for anatomy, offered in ((described, True), (lambda *_: None, False), (fails, False)):
         kernel.anatomy = anatomy
         assert why._default_anatomy(kernel, problem()) is offered
-    assert asked == [FakeConfig()]
+    assert configs == [FakeConfig()]
 
 
 # -- the doctor ----------------------------------------------------------------------------
@@ -846,7 +846,7 @@ def test_triton_is_needed_on_a_gpu(
     ("cuda", "hip", "build"),
     [("13.0", None, "CUDA 13.0"), (None, "6.1", "CUDA 6.1"), (None, None, "CPU only")],
 )
-def test_the_build_of_torch_is_told(
+def test_the_build_of_torch_is_shown(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, hip: str | None, build: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -888,7 +888,7 @@ def test_an_interpreter_on_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
     assert (second[1], second[3]) == ("problem", "unset it")
 
 
-def test_the_toolchain_and_what_it_left_untried_are_told_apart(
+def test_the_toolchain_and_its_untried_kernels_are_shown_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor_toolchain, "parts", lambda _: [doctor_toolchain.Line("ok", "ptxas")])
@@ -1014,9 +1014,12 @@ def test_misses_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_miss_of_two_versions_is_tuned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = problem(m=3).to_json()
+    instance = problem(m=3).to_json()
     here = fingerprint(CPU)
-    found = [Miss(here.gpu, {}, asked), Miss(here.gpu, {"x": 1}, dict(reversed(asked.items())))]
+    found = [
+        Miss(here.gpu, {}, instance),
+        Miss(here.gpu, {"x": 1}, dict(reversed(instance.items()))),
+    ]
     store = SimpleNamespace(misses=lambda: found)
     dispatcher = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
     monkeypatch.setattr(tune, "dispatch", dispatcher)

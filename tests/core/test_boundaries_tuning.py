@@ -583,7 +583,7 @@ def test_so_many_calls_are_in_a_chain(device: Any, n: int, limit: float, count: 
 def test_the_memory_of_what_is_timed_is_the_smaller_of_both_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = problem()
+    instance = problem()
     seen: list[float] = []
 
     def keep(inputs: Any, problem: Any, *, limit: float) -> list[Any]:
@@ -592,20 +592,20 @@ def test_the_memory_of_what_is_timed_is_the_smaller_of_both_limits(
 
     monkeypatch.setattr(cold_operands, "rotated", keep)
     monkeypatch.setattr(cold_operands, "memory_limit", lambda device: 1e6)
-    for most in (None, asked.bytes, 10**5, 10**7):
-        cold_operands.Copies(asked, CPU, most)
-    assert seen == [1e6, asked.bytes, 1e5, 1e6]
+    for most in (None, instance.bytes, 10**5, 10**7):
+        cold_operands.Copies(instance, CPU, most)
+    assert seen == [1e6, instance.bytes, 1e5, 1e6]
     with pytest.raises(MemoryError, match=r"operands and result take 0 MiB, and tune_memory"):
-        cold_operands.Copies(asked, CPU, asked.bytes - 1)
+        cold_operands.Copies(instance, CPU, instance.bytes - 1)
 
 
 def test_a_chain_of_groups_has_every_sample_of_their_sizes() -> None:
     from tmm_core.verify import random_inputs
 
-    asked = problem(m=64, groups=Groups(4, "m"))
-    inputs = random_inputs.make(asked, CPU)
-    assert len(rotated(inputs, asked)) == 2
-    on_gpu = replace(asked, device=GPU)
+    instance = problem(m=64, groups=Groups(4, "m"))
+    inputs = random_inputs.make(instance, CPU)
+    assert len(rotated(inputs, instance)) == 2
+    on_gpu = replace(instance, device=GPU)
     chain = rotated(inputs, on_gpu, count=2, limit=1e12)
     assert len(chain) == SIZE_SAMPLES
     offs = {tuple(each.rows.offs.tolist()) for each in chain if each.rows}
@@ -763,18 +763,18 @@ def test_a_launch_alone_is_timed_after_the_cache_was_flushed(
 def test_samples_of_a_host_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def run(name: str, seconds: float) -> Any:
         def call(copy: int) -> None:
-            asked.append((name, copy))
+            calls.append((name, copy))
             now[0] += seconds
 
         return call
 
     found = timing.HostTimer().measure([run("a", 1e-6), run("b", 3e-6)], 2, copies=3)
     assert found == [pytest.approx([1.0] * 2), pytest.approx([3.0] * 2)]
-    assert Counter(asked) == {(name, copy): 2 for name in "ab" for copy in range(3)}
+    assert Counter(calls) == {(name, copy): 2 for name in "ab" for copy in range(3)}
 
 
 def test_samples_are_normalised_by_round() -> None:
@@ -839,7 +839,7 @@ def test_products_of_a_step_are_counted_together(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -> None:
-    asked, error = problem(), ValueError("crashed")
+    instance, error = problem(), ValueError("crashed")
     launched: list[str] = []
 
     class First:
@@ -861,7 +861,7 @@ def test_a_first_launch_that_fails_costs_its_candidate_and_no_time_of_others() -
     compilers: Any = SimpleNamespace(cancel_pending=lambda futures: None)
     first: Any = First()
     launchers = CandidateLaunchers(compilers, 1, first, CPU, 7, deadline, {})
-    jobs = [(asked, Candidate(FakeKernel(name), FakeConfig())) for name in names]
+    jobs = [(instance, Candidate(FakeKernel(name), FakeConfig())) for name in names]
     waiting = launchers._waiting
     waiting |= zip(jobs, names.values(), strict=True)
     launchers._launch_first(first)
@@ -924,12 +924,12 @@ def test_what_forbids_tuning(
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_required_record_is_named_with_its_bucket(invariant: bool) -> None:
     lookup = Lookup(Registry(), CacheStore())
-    asked = problem(m=50, batch_invariant=invariant)
-    lookup.require_record(asked, asked.at(64), settings())
+    instance = problem(m=50, batch_invariant=invariant)
+    lookup.require_record(instance, instance.at(64), settings())
     mode = " in batch-invariant mode" if invariant else ""
     under = " under TMM_BATCH_INVARIANT=1" if invariant else ""
     with pytest.raises(CacheMissError) as caught:
-        lookup.require_record(asked, asked.at(64), settings(on_cache_miss="error"))
+        lookup.require_record(instance, instance.at(64), settings(on_cache_miss="error"))
     assert f"{mode} (bucket M=64) in " in str(caught.value)
     assert f"run `tmm tune` for it{under} or allow" in str(caught.value)
 

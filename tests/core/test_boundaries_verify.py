@@ -104,10 +104,10 @@ def test_the_tolerance_is_of_the_result(
 def test_a_rounded_operand_has_its_own_tolerance_where_it_is_larger() -> None:
     e4m3 = Operand(torch.float8_e4m3fn, scale=Scale.parse("tensor"))
     for out in (torch.float32, BF16):
-        asked = problem(a=e4m3, b=e4m3, out=Operand(out))
-        (form, _) = asked.forms
+        instance = problem(a=e4m3, b=e4m3, out=Operand(out))
+        (form, _) = instance.forms
         assert form is not None
-        assert tolerance(asked) == max(compare.TOLERANCE[out], form.tolerance)
+        assert tolerance(instance) == max(compare.TOLERANCE[out], form.tolerance)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_groups_begin_where_the_last_ended(ends: Any, found: Any) -> None:
 
 
 def test_the_reference_of_groups_is_zero_beyond_the_last() -> None:
-    asked = problem(m=6, n=4, k=3, groups=Groups(2, "m"), bias=torch.float32)
+    instance = problem(m=6, n=4, k=3, groups=Groups(2, "m"), bias=torch.float32)
     a, b, bias = torch.randn(6, 3), torch.randn(2, 3, 4), torch.randn(2, 4)
     rows = Rows(torch.tensor([2, 5]), (2, 5), 6)
     inputs = Inputs(a, b, bias, alpha=2.0, rows=rows)
-    asked = replace(asked, scaled=True)
+    instance = replace(instance, scaled=True)
     right = torch.cat([2 * a[:2] @ b[0] + bias[0], 2 * a[2:5] @ b[1] + bias[1], torch.zeros(1, 4)])
-    assert torch.allclose(reference(asked, inputs).float(), right, atol=1e-5)
-    some = reference(asked, inputs, torch.tensor([5, 1]), torch.tensor([3]))
+    assert torch.allclose(reference(instance, inputs).float(), right, atol=1e-5)
+    some = reference(instance, inputs, torch.tensor([5, 1]), torch.tensor([3]))
     assert torch.allclose(some.float(), right[[5, 1]][:, [3]], atol=1e-5)
 
 
@@ -144,7 +144,7 @@ def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> 
     a, b = torch.randn(a_shape).double(), torch.randn(b_shape).double()
     f64 = Operand(torch.float64)
     fields = {"groups": Groups(count, along)} if along else {"batch": count}
-    asked = problem(m=m, n=n, k=k, a=f64, b=f64, out=f64, **fields)
+    instance = problem(m=m, n=n, k=k, a=f64, b=f64, out=f64, **fields)
     right = torch.zeros((count, m, n) if stack else (m, n), dtype=torch.float64)
     for group, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         if along == "m":
@@ -156,11 +156,11 @@ def test_the_reference_in_pieces_is_plain_mathematics(along: Any, room: int) -> 
         else:
             right[group] = a[group] @ b[group]
     inputs = Inputs(a, b, rows=rows)
-    torch.testing.assert_close(reference(asked, inputs, room=room), right)
+    torch.testing.assert_close(reference(instance, inputs, room=room), right)
     some, others = torch.tensor([0, 33, 34, 68, 69]), torch.tensor([0, 32, 65])
-    found = reference(asked, inputs, some, others, room=room)
+    found = reference(instance, inputs, some, others, room=room)
     torch.testing.assert_close(found, right[..., some, :][..., others])
-    sample = compare.expected(asked, inputs, some, slice(5), room)
+    sample = compare.expected(instance, inputs, some, slice(5), room)
     torch.testing.assert_close(sample.numbers, right[..., some, :5])
 
 
@@ -168,20 +168,20 @@ def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
     """The terms of a sum that cancels are rounded, and a stage may go beyond the range."""
     cancels = torch.tensor([[1000.0, -1000.0], [1.0, 0.0]]).half()
     ones = torch.ones(2, 1).half()
-    asked = problem(m=2, n=1, k=2, a=F16, b=F16, out=F16)
-    sample = compare.expected(asked, Inputs(cancels, ones))
+    instance = problem(m=2, n=1, k=2, a=F16, b=F16, out=F16)
+    sample = compare.expected(instance, Inputs(cancels, ones))
     usual = sample.numbers.abs() + rms(sample.numbers)
     assert sample.numbers.tolist() == [[0.0], [1.0]]
     assert torch.equal(sample.sizes, usual)  # its products are exact, and its sums in fp32
     large = torch.full((2, 2), 200.0).half()
     for text, least, most in (("tanh", 2, 3), ("relu2+tanh", 1000, 1001), ("tanh+relu2", 2, 5)):
-        chain = replace(asked, epilogue=parse(text))
+        chain = replace(instance, epilogue=parse(text))
         sample = compare.expected(chain, Inputs(large, ones))
         assert torch.allclose(sample.numbers, torch.ones(2, 1))
         assert least <= sample.sizes.min() <= sample.sizes.max() <= most, text
     # A bias that cancels the product takes the product's rounding with it.
-    asked = replace(asked, bias=torch.float16)
-    away = compare.expected(asked, Inputs(large, ones, torch.tensor([-400.0]).half()))
+    instance = replace(instance, bias=torch.float16)
+    away = compare.expected(instance, Inputs(large, ones, torch.tensor([-400.0]).half()))
     assert away.numbers.abs().max() == 0
     assert away.sizes.min() >= 400
 
@@ -240,14 +240,14 @@ def test_the_error_of_a_right_kernel(
     """The bounds are no looser than torch's operators need: a kernel that rounds once more than
     they do is wrong."""
     one = Operand(dtype)
-    asked = problem(k=16, a=one, b=one, out=one, tf32=tf32)
+    instance = problem(k=16, a=one, b=one, out=one, tf32=tf32)
     exact = torch.ones(1, 1, dtype=torch.float64)
     piece = compare._Piece(2 * exact, 3 * exact, 5 * exact, weight * exact, 5 * exact, -2.0)
     least, _ = compare._range(dtype)
     right = weight * (limit * 5 + rounded * (2 + 3) + least * (2 + 3) / 2)
-    assert compare._bound(asked, piece).item() == pytest.approx(right, rel=1e-9)
+    assert compare._bound(instance, piece).item() == pytest.approx(right, rel=1e-9)
     # relu passes the error on, and rounds once more.
-    stage = replace(asked, epilogue=parse("relu"))
+    stage = replace(instance, epilogue=parse("relu"))
     more = right / weight + compare.STAGE * limit * 5 + compare.SMALLER * least
     assert compare._bound(stage, piece).item() == pytest.approx(weight * more, rel=1e-9)
     cut = compare._bound(stage, piece._replace(z=-5 * exact))
@@ -258,10 +258,10 @@ def test_the_error_of_a_right_kernel(
 def test_the_error_of_a_sum_by_its_terms(k: int, rounded: float) -> None:
     """Partial sums are rounded with random signs, and those of many terms truncated to one side."""
     one = Operand(torch.float32)
-    asked = problem(k=k, a=one, b=one, out=one)
+    instance = problem(k=k, a=one, b=one, out=one)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     piece = compare._Piece(zero, zero + 1, zero, 1.0, zero, 1.0)
-    assert compare._bound(asked, piece).item() == pytest.approx(rounded, rel=1e-9)
+    assert compare._bound(instance, piece).item() == pytest.approx(rounded, rel=1e-9)
 
 
 def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
@@ -269,15 +269,15 @@ def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
     torch.manual_seed(0)
     one = Operand(torch.float32)
     for k in (2, 4, 16, 64, 256):
-        asked, a, b = problem(k=k, a=one, b=one, out=one), torch.randn(96, k), torch.randn(k, 96)
-        exact, norm = compare._multiplied(asked, Inputs(a, b, None, None, 1.0))
+        instance, a, b = problem(k=k, a=one, b=one, out=one), torch.randn(96, k), torch.randn(k, 96)
+        exact, norm = compare._multiplied(instance, Inputs(a, b, None, None, 1.0))
         one_by_one = torch.zeros(96, 96)
         for term in range(k):
             one_by_one += a[:, term : term + 1] * b[term : term + 1]
         piece = compare._Piece(
             torch.zeros_like(exact), norm, torch.zeros_like(exact), 1.0, exact, 1
         )
-        bound = compare._bound(asked, piece)
+        bound = compare._bound(instance, piece)
         for y in (a @ b, one_by_one):
             assert ((y - exact).abs() <= bound).all(), k
 
@@ -443,17 +443,17 @@ def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
     changes: dict[str, Any], whole: bool
 ) -> None:
     """Two sets, their expected results, both outputs and three results of a launcher."""
-    asked = problem(m=600, n=500, k=64, **changes)
+    instance = problem(m=600, n=500, k=64, **changes)
 
     def made(limit: int) -> tuple[int, bool]:
-        return DataSets(asked, CPU, limit)._affordable()
+        return DataSets(instance, CPU, limit)._affordable()
 
     low, high = 1, 1 << 30
     while low < high:
         middle = (low + high) // 2
         enough = made(middle) == (2, True) if whole else made(middle)[0] == 2
         low, high = (low, middle) if enough else (middle + 1, high)
-    data = DataSets(asked, CPU, low)
+    data = DataSets(instance, CPU, low)
     sets = data.sets()
     assert made(low) == (2, whole)
     assert made(low - 1) in ((2, False) if whole else (1, False), (1, False), (0, False))
@@ -464,16 +464,16 @@ def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
         for t in (expected.in_rows, expected.in_cols):
             held += 0 if t is None else 2 * t.numbers.nbytes
     held += sum(8 * data.out(which).words.numel() for which in (0, 1))
-    held += 3 * asked.empty_out(CPU).numel() * asked.out.dtype.itemsize
+    held += 3 * instance.empty_out(CPU).numel() * instance.out.dtype.itemsize
     assert 0.75 * held <= low * 5 // 8
     assert held <= 1.02 * (low * 5 // 8) + (1 << 14)
 
 
-def test_two_sets_are_made_and_samples_where_it_is_said() -> None:
-    asked = problem(m=300, n=200)
-    assert DataSets(asked, CPU, 1 << 30)._affordable() == (2, True)
-    assert DataSets(asked, CPU, 1 << 30, sampled=True)._affordable() == (1, False)
-    assert DataSets(asked, CPU, 1)._affordable() == (0, False)
+def test_two_sets_are_made_and_samples_on_request() -> None:
+    instance = problem(m=300, n=200)
+    assert DataSets(instance, CPU, 1 << 30)._affordable() == (2, True)
+    assert DataSets(instance, CPU, 1 << 30, sampled=True)._affordable() == (1, False)
+    assert DataSets(instance, CPU, 1)._affordable() == (0, False)
     huge = problem(m=2**12, n=2**12, k=2**8 + 1)  # over 2^33 operations
     assert not DataSets(huge, CPU, 1 << 40)._affordable()[1]
     assert DataSets(replace(huge, k=2**8), CPU, 1 << 40)._affordable()[1]
@@ -605,8 +605,8 @@ def test_indices_and_weights_are_those_of_a_call() -> None:
 def test_a_result_is_defined_up_to_the_last_group(
     groups: Groups, whole: bool, defined: tuple[int, int] | None
 ) -> None:
-    asked = problem(m=40, n=40, k=40, groups=groups)
-    assert drawn(groups, whole=whole).defined(asked) == defined
+    instance = problem(m=40, n=40, k=40, groups=groups)
+    assert drawn(groups, whole=whole).defined(instance) == defined
 
 
 @pytest.mark.parametrize(
@@ -618,14 +618,14 @@ def test_a_result_is_defined_up_to_the_last_group(
     ],
 )
 def test_what_lies_beyond_the_last_group_is_nan(ragged: Any, poisoned: dict[str, Any]) -> None:
-    asked = problem(m=4, n=4, k=4, groups=Groups(2, ragged), residual=F32)
+    instance = problem(m=4, n=4, k=4, groups=Groups(2, ragged), residual=F32)
     tensors = {"a": torch.ones(4, 4), "b": torch.ones(4, 4), "residual": torch.ones(4, 4)}
     if ragged == "m":
         tensors["b"] = torch.ones(2, 4, 4)
     if ragged == "n":
         tensors["a"] = torch.ones(2, 4, 4)
     inputs = Inputs(tensors["a"], tensors["b"], None, tensors["residual"])
-    Rows(torch.tensor([1, 2]), (1, 2), 4).poison_beyond(asked, inputs)
+    Rows(torch.tensor([1, 2]), (1, 2), 4).poison_beyond(instance, inputs)
     for name, t in tensors.items():
         right = torch.ones_like(t)
         if name in poisoned:
@@ -634,10 +634,12 @@ def test_what_lies_beyond_the_last_group_is_nan(ragged: Any, poisoned: dict[str,
 
 
 def test_what_no_group_reads_is_nan() -> None:
-    asked = problem(m=4, n=4, k=4, groups=Groups(3, "m", a_index=torch.int64), bias=torch.float32)
+    instance = problem(
+        m=4, n=4, k=4, groups=Groups(3, "m", a_index=torch.int64), bias=torch.float32
+    )
     a, b, bias = torch.ones(5, 4), torch.ones(3, 4, 4), torch.ones(3, 4)
     rows = Rows(torch.tensor([1, 1, 3]), (1, 1, 3), 5, a_index=torch.tensor([4, 0, 4, 2]))
-    rows.poison_unread(asked, Inputs(a, b, bias))
+    rows.poison_unread(instance, Inputs(a, b, bias))
     assert a.isnan().any(1).tolist() == [False, True, True, True, False]
     assert b.isnan().flatten(1).any(1).tolist() == [False, True, False]
     assert bias.isnan().any(1).tolist() == [False, True, False]
@@ -747,9 +749,9 @@ def test_planted_values_are_taken_back() -> None:
 
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
-    asked = problem(m=8, n=6, k=5, bias=torch.float32, residual=F32)
+    instance = problem(m=8, n=6, k=5, bias=torch.float32, residual=F32)
     inputs = Inputs(torch.ones(8, 5), torch.ones(5, 6), torch.ones(6), torch.ones(8, 6))
-    *lines, term = nonfinite._changes(asked, inputs, axis, random.Random(0))
+    *lines, term = nonfinite._changes(instance, inputs, axis, random.Random(0))
     assert len(lines) == nonfinite.COUNT == 3
     assert len({change.places for change in lines}) == 3
     assert [str(change.value) for change in lines] == ["nan", "inf", "-inf"]
@@ -765,10 +767,10 @@ def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
 
 
 def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_free() -> None:
-    asked = problem(m=1, n=3, k=4, epilogue=parse("swiglu"))
+    instance = problem(m=1, n=3, k=4, epilogue=parse("swiglu"))
     # Gates of Inf, and three numbers. The last number is small.
     z = torch.tensor([[math.inf] * 3 + [2.0, -3.0, -1e-3]])
-    kinds, free = nonfinite.split(nonfinite.marks(asked, z, asked.epilogue.apply(z)))
+    kinds, free = nonfinite.split(nonfinite.marks(instance, z, instance.epilogue.apply(z)))
     assert kinds.tolist() == [[1, -1, -1]]
     assert free.tolist() == [[False, False, True]]
 
@@ -1002,10 +1004,12 @@ def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[st
 def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) -> None:
     """Of an empty group, and beyond the last, nothing is read."""
     fields: dict[str, Any] = {"bias": torch.float32} if along == "m" else {}
-    asked = problem(m=9, n=9, k=9, groups=Groups(3, along), residual=F32, **fields)
+    instance = problem(m=9, n=9, k=9, groups=Groups(3, along), residual=F32, **fields)
     rows = Rows(torch.tensor([3, 3, 5]), (3, 3, 5), 9)
-    drawn = random_inputs.make(asked, CPU)
-    changes = list(nonfinite._changes(asked, replace(drawn, rows=rows), axis, random.Random(seed)))
+    drawn = random_inputs.make(instance, CPU)
+    changes = list(
+        nonfinite._changes(instance, replace(drawn, rows=rows), axis, random.Random(seed))
+    )
     *lines, term = changes if len(changes) > 3 else [*changes, None]
     for change in lines:
         lead, row, term_of_k = (0, *change.index)[-3:]
@@ -1031,12 +1035,12 @@ def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) ->
 def test_n_d_operands_of_a_launcher_have_one_dimension_more(
     batch: int, lead: tuple[int, ...]
 ) -> None:
-    asked = problem(m=5, n=4, k=3, batch=batch)
-    found = forms.forms_of(Bound(torch.add, folded=lambda *_: None), asked)
+    instance = problem(m=5, n=4, k=3, batch=batch)
+    found = forms.forms_of(Bound(torch.add, folded=lambda *_: None), instance)
     assert list(found) == ["called with N-D operands"]
     assert found["called with N-D operands"].lead == lead
-    assert forms.forms_of(Bound(torch.add), asked) == {}
-    assert forms.forms_of(Bound(torch.add, folded=lambda *_: None), replace(asked, m=0)) == {}
+    assert forms.forms_of(Bound(torch.add), instance) == {}
+    assert forms.forms_of(Bound(torch.add, folded=lambda *_: None), replace(instance, m=0)) == {}
 
 
 # -- random inputs ------------------------------------------------------------------------
@@ -1104,13 +1108,13 @@ def test_operands_of_zeros_and_whole_numbers() -> None:
 )  # fmt: skip
 def test_the_factor_of_integers_is_whole(dtype: torch.dtype, alpha: float, found: float) -> None:
     one = Operand(dtype)
-    asked = problem(m=2, n=2, k=2, a=one, b=one, out=one, scaled=True)
+    instance = problem(m=2, n=2, k=2, a=one, b=one, out=one, scaled=True)
     recipe = random_inputs.Recipe(alpha=alpha)
-    assert random_inputs.make(asked, CPU, recipe=recipe).alpha == found
-    assert random_inputs.make(replace(asked, scaled=False), CPU, recipe=recipe).alpha == 1.0
+    assert random_inputs.make(instance, CPU, recipe=recipe).alpha == found
+    assert random_inputs.make(replace(instance, scaled=False), CPU, recipe=recipe).alpha == 1.0
 
 
-def test_rows_are_gathered_in_order_where_it_is_said() -> None:
+def test_rows_are_gathered_in_order_on_request() -> None:
     both = Groups(3, "m", a_index=torch.int64, out_index=torch.int32)
     rows = drawn(both, reads="same")
     assert rows.read == 40
@@ -1168,16 +1172,16 @@ def test_which_problems_have_strides_of_zero(
     def allows(spec: Operand, shape: Any) -> bool:
         return 0 in guard_bands.expanded_layout(spec, shape).strides
 
-    asked = problem(**fields)
+    instance = problem(**fields)
     if expanded is None:
-        expanded = allows(asked.a, asked.a_shape) or (
-            asked.residual is not None and allows(asked.residual, asked.out_shape)
+        expanded = allows(instance.a, instance.a_shape) or (
+            instance.residual is not None and allows(instance.residual, instance.out_shape)
         )
     if in_b is None:
-        in_b = allows(asked.b, asked.b_shape)
-    assert further_inputs._applies(asked, "expanded") is expanded
-    assert further_inputs._applies(asked, "expanded b") is in_b
-    assert further_inputs._applies(asked, "same")
+        in_b = allows(instance.b, instance.b_shape)
+    assert further_inputs._applies(instance, "expanded") is expanded
+    assert further_inputs._applies(instance, "expanded b") is in_b
+    assert further_inputs._applies(instance, "same")
 
 
 @pytest.mark.parametrize("cancelling", [False, True])
@@ -1186,8 +1190,8 @@ def test_results_that_are_judged(text: str, cancelling: bool) -> None:
     """Where values are unusual an epilogue has to leave finite ones in fp32; and of sums that
     cancel, results of their size."""
     recipe = random_inputs.Recipe(random_inputs.Values(cancelling=cancelling, a=8.0))
-    asked = problem(m=2, n=2, k=2, a=F16, b=F16, out=F16, epilogue=parse(text))
-    data = DataSets(asked, CPU)
+    instance = problem(m=2, n=2, k=2, a=F16, b=F16, out=F16, epilogue=parse(text))
+    data = DataSets(instance, CPU)
     unusual = further_inputs.Round(data, further_inputs.Plan("x", recipe))
     usual = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe()))
     least = random_inputs.SPREAD / 8
@@ -1267,17 +1271,17 @@ def test_the_reference_of_scaled_groups(along: Any) -> None:
     """Each row of a and column of b has a scale, of its group where all groups have it."""
     fp8 = Operand(torch.float8_e4m3fn, scale=Scale.parse("row"))
     groups, n, k = Groups(2, along), 6, 8
-    asked = problem(
+    instance = problem(
         m=5, n=n, k=k, a=fp8, b=replace(fp8, layout="col"), out=Operand(BF16), groups=groups
     )
-    given = random_inputs.make(asked, CPU, seed=1)
+    given = random_inputs.make(instance, CPU, seed=1)
     assert given.rows is not None
     factors = {
-        name: given.parts[f"{name}_scale"].double().view(asked.shape(f"{name}_scale"))
+        name: given.parts[f"{name}_scale"].double().view(instance.shape(f"{name}_scale"))
         for name in "ab"
     }
     a, b = given.a.double(), given.b.double()
-    right = torch.zeros(asked.out_shape, dtype=torch.float64)
+    right = torch.zeros(instance.out_shape, dtype=torch.float64)
     for group, (start, end) in enumerate(zip((0, *given.rows.ends), given.rows.ends, strict=False)):
         of_a, of_b = (t[group] if t.dim() == 2 else t for t in (factors["a"], factors["b"]))
         if along == "m":
@@ -1287,7 +1291,7 @@ def test_the_reference_of_scaled_groups(along: Any) -> None:
             right[:, start:end] = (a[group] * of_a[:, None]) @ (b * of_b)[:, start:end]
         else:
             right[group] = (a[:, start:end] * of_a[:, None]) @ (b[start:end] * of_b)
-    torch.testing.assert_close(reference(asked, given).double(), right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(reference(instance, given).double(), right, rtol=1e-5, atol=1e-6)
 
 
 # -- memory and state ---------------------------------------------------------------------
@@ -1332,8 +1336,8 @@ def test_the_second_set_lies_otherwise_in_memory() -> None:
     ],
 )  # fmt: skip
 def test_what_of_a_result_is_compared(along: Any, ends: Any, defined: tuple[int, int]) -> None:
-    asked = problem(m=6, n=7, k=8, **({"groups": Groups(2, along)} if along else {}))
-    data = DataSets(asked, CPU)
+    instance = problem(m=6, n=7, k=8, **({"groups": Groups(2, along)} if along else {}))
+    data = DataSets(instance, CPU)
     rows = Rows(torch.tensor(ends), ends, 6) if along else None
     at_rows, at_cols = data.sampled(Inputs(torch.empty(0), torch.empty(0), rows=rows))
     assert at_rows.tolist() == list(range(defined[0]))
@@ -1341,7 +1345,7 @@ def test_what_of_a_result_is_compared(along: Any, ends: Any, defined: tuple[int,
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are this processor's")
-def test_every_way_of_rounding_is_told_from_the_others() -> None:
+def test_every_way_of_rounding_is_distinguished_from_the_others() -> None:
     libm = ctypes.CDLL(None)
     found = []
     try:

@@ -38,8 +38,8 @@ def shared(tmp_path: Path) -> tuple[Any, Any, CacheStore]:
     return d, timer, CacheStore(tmp_path)
 
 
-def held(store: CacheStore, asked: Any) -> Any:
-    return store.lock(DEVICE.gpu, DEVICE.environment, asked.to_json(), 0.0)
+def held(store: CacheStore, problem: Any) -> Any:
+    return store.lock(DEVICE.gpu, DEVICE.environment, problem.to_json(), 0.0)
 
 
 def test_a_call_does_not_wait_for_another_process(
@@ -87,7 +87,7 @@ def test_where_bits_must_not_change_a_call_waits(tmp_path: Path) -> None:
     invariant = FakeKernel("fast", traits=Traits(batch_invariant=True))
     d, _ = dispatcher(FakeBlas(), invariant, times=FAST, root=tmp_path)
     other = CacheStore(tmp_path)
-    asked = problem(batch_invariant=True)
+    instance = problem(batch_invariant=True)
     waits: list[float] = []
     lock = d.store.lock
 
@@ -96,8 +96,8 @@ def test_where_bits_must_not_change_a_call_waits(tmp_path: Path) -> None:
         return lock(gpu, environment, document, min(timeout, 0.1))
 
     d.store.lock = noting  # type: ignore[method-assign]
-    with held(other, asked):
-        d.choose(asked, settings(tune_budget=5.0))
+    with held(other, instance):
+        d.choose(instance, settings(tune_budget=5.0))
     assert min(waits) == 5.0 * measuring.LOCK_PATIENCE
 
 
@@ -173,10 +173,10 @@ def test_no_plan_is_made_of_an_answer_for_now(shared: Any) -> None:
     dispatch.default_dispatcher.made = d
     warm.forget_plans()
     a, b = torch.randn(64, 16), torch.randn(16, 32)
-    asked = tmm_core.problem(a, b)
+    problem = tmm_core.problem(a, b)
     store = CacheStore(other.root)
     plans: list[Any] = []
-    with store.lock(asked.device.gpu, asked.device.environment, asked.to_json(), 0.0):
+    with store.lock(problem.device.gpu, problem.device.environment, problem.to_json(), 0.0):
         first = tmm_core.matmul(a, b)
         assert not warm._plans
         thread = threading.Thread(target=lambda: plans.append(tmm_core.plan(a, b)))
@@ -249,16 +249,16 @@ def test_two_processes_divide_the_problems_of_a_step(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = []
+    message = []
     for rank in ranks:
         out, err = rank.communicate(timeout=120)
         assert rank.returncode == 0, err
-        said.append(json.loads(out))
+        message.append(json.loads(out))
         lines = err.splitlines()
         assert len(lines) <= 1, err
         assert not lines or "another process is tuning" in lines[0]
-    one, other = (set(each["seconds"]) for each in said)
+    one, other = (set(each["seconds"]) for each in message)
     assert not one & other  # nothing is measured twice
     assert len(one | other) == 6
     assert min(len(one), len(other)) >= 2
-    assert all(each["kernels"] == ["fast"] * 6 for each in said)
+    assert all(each["kernels"] == ["fast"] * 6 for each in message)

@@ -132,7 +132,7 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
     assert seen == [False, False]
 
 
-def test_kernels_left_untried_are_told_of_by_a_later_process(process: Process) -> None:
+def test_kernels_left_untried_are_reported_by_a_later_process(process: Process) -> None:
     class Untried(FakeKernel):
         def bind(self, problem: Any, config: fakes.FakeConfig) -> Any:
             raise FileNotFoundError("no ptxas here")

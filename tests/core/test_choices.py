@@ -119,9 +119,9 @@ def quarantined(m: int) -> tuple[Dispatcher, Any]:
 def test_a_quarantine_holds_for_the_bucket(requirements: dict[str, bool]) -> None:
     d, one = quarantined(63)
     for m in (33, 40, 62, 63, 64):
-        asked = problem(m=m, **requirements)
-        assert name(d.choose(asked, one)) == "blas", m
-        assert "boom" in d.rejections(asked, one)["fast"][-1]
+        instance = problem(m=m, **requirements)
+        assert name(d.choose(instance, one)) == "blas", m
+        assert "boom" in d.rejections(instance, one)["fast"][-1]
     for m in (32, 65, 80):
         assert name(d.choose(problem(m=m), one)) == "fast", m
         assert "fast" not in d.rejections(problem(m=m), one)
@@ -154,9 +154,9 @@ def result(kernel: str, us: float) -> CandidateResult:
     return CandidateResult(kernel, "1", {"tile": 1}, "ok", (us, us, us))
 
 
-def record(asked: Problem, winner: int, *candidates: CandidateResult) -> TuningRecord:
+def record(problem: Problem, winner: int, *candidates: CandidateResult) -> TuningRecord:
     created = "2026-01-31T12:00:00+00:00"
-    return TuningRecord(asked.to_json(), winner, candidates, created, 1.0)
+    return TuningRecord(problem.to_json(), winner, candidates, created, 1.0)
 
 
 @pytest.mark.parametrize("m", [64, 63])
@@ -208,13 +208,13 @@ def test_a_guess_does_not_outlive_its_settings() -> None:
 # -- neighbours --------------------------------------------------------------------------
 
 
-def guessed(asked: Problem, *tuned: Problem, tiles: Sequence[int] = (1, 2, 3)) -> Choice:
+def guessed(problem: Problem, *tuned: Problem, tiles: Sequence[int] = (1, 2, 3)) -> Choice:
     """The untuned choice. The best tile of each tuned problem is its place in the list, from 1."""
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast", tiles=tiles))
     for tile, other in enumerate(tuned, 1):
         timer.times = {("fast", tile): 5.0, "blas": 20.0}
         d.tune(other, settings())
-    return d.choose(asked, settings(on_cache_miss="heuristic"))
+    return d.choose(problem, settings(on_cache_miss="heuristic"))
 
 
 H200 = replace(DEVICE, type="cuda")
@@ -225,11 +225,11 @@ def test_a_gpu_of_the_same_capability_is_a_neighbour() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     other = replace(H200, name="Fake H100", sm_count=114)
     for device in (other, replace(other, name="Fake A100", capability=(8, 0))):
-        asked = replace(problem(n=64), device=device)
+        instance = replace(problem(n=64), device=device)
         d.store.save(
             device.gpu,
             device.environment,
-            record(asked, 1, result("blas", 20.0), result("fast", 5.0)),
+            record(instance, 1, result("blas", 20.0), result("fast", 5.0)),
         )
     choice = d.choose(problem(device=H200), settings(on_cache_miss="heuristic"))
     assert (choice.origin, name(choice)) == ("neighbour", "fast")

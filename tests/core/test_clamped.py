@@ -76,14 +76,14 @@ def test_what_it_cannot_be() -> None:
 def test_verified_on_its_columns(groups: Groups | None, sampled: bool) -> None:
     row = Operand(FP32)
     cpu = replace(problem().device, interpreted=False)
-    posed = replace(
+    instance = replace(
         problem(200, 96, 32, epilogue=CLAMPED, bias=FP32, groups=groups), a=row, b=row, out=row,
         device=cpu,
     )  # fmt: skip
-    right: Any = Blas().bind(posed, BlasConfig())
+    right: Any = Blas().bind(instance, BlasConfig())
     halves = replace(CLAMPED, interleaved=False)
-    wrong: Any = Blas().bind(replace(posed, epilogue=halves), BlasConfig())
-    verifier = Verifier(posed, torch.device("cpu"), sampled=sampled)
+    wrong: Any = Blas().bind(replace(instance, epilogue=halves), BlasConfig())
+    verifier = Verifier(instance, torch.device("cpu"), sampled=sampled)
     assert verifier.verdict(right, extent="brief" if sampled else "whole").ok
     assert "exceeds" in str(verifier.verdict(wrong, extent="brief" if sampled else "whole").reason)
 

@@ -131,10 +131,10 @@ def test_explain_poses_the_problem_that_the_options_describe(
     doc = run_json(capsys, "explain", "24x40x16", *options, "--out-dtype", "fp32", *CPU)
     x, w = torch.empty(24, 16, dtype=torch.half), torch.empty(40, 16, dtype=torch.half)
     bias, residual = torch.empty(40, dtype=torch.half), torch.empty(24, 40)
-    posed = tmm_core.problem(
+    instance = tmm_core.problem(
         x, w.t(), bias=bias, residual=residual, epilogue="silu", out_dtype=torch.float32
     )
-    assert doc["problem"] == posed.to_json()
+    assert doc["problem"] == instance.to_json()
     assert doc["kernel"] == "blas"
     assert doc["rejected"]["fake.shy"] == ["not today"]
 
@@ -340,7 +340,7 @@ def test_tune_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-def test_tune_tells_of_candidates_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_counts_candidates_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = FakeKernel("fake.wrong", tiles=(1, 2), spoil=lambda out: out + 1)
     register(wrong, FakeKernel("fake.lame", bind_error=OSError("no")))
     assert main(["tune", "16x16x16", "--dtype", "fp32", *CPU]) == 0
@@ -353,19 +353,19 @@ def test_the_options_pose_grouped_products(capsys: pytest.CaptureFixture[str]) -
     for ragged, *shapes in (("m", (24, 16), (3, 16, 8)), ("k", (24, 16), (16, 8)),
                             ("n", (3, 24, 16), (16, 8))):  # fmt: skip
         a, b = map(torch.empty, shapes)
-        posed = tmm_core.problem(a, b, offs=torch.zeros(3, dtype=torch.int32))
+        problem = tmm_core.problem(a, b, offs=torch.zeros(3, dtype=torch.int32))
         doc = run_json(capsys, "explain", "24x8x16", "--ragged", ragged, *options)
-        assert doc["problem"] == posed.to_json()
+        assert doc["problem"] == problem.to_json()
         assert doc["problem"]["groups"] == {"count": 3, "ragged": ragged}
         scales = {"m": ((24,), (3, 8)), "k": ((3, 24), (3, 8)), "n": ((3, 24), (8,))}[ragged]
         of_a, of_b = map(torch.ones, scales)
         a, b = (t.to(torch.float8_e4m3fn) for t in (a, b))
-        posed = tmm_core.problem(
+        problem = tmm_core.problem(
             a, b, offs=torch.zeros(3, dtype=torch.int32), scale_a=of_a, scale_b=of_b
         )
         eight = ("--dtype", "e4m3", "--scales", "row")
         doc = run_json(capsys, "explain", "24x8x16", "--ragged", ragged, *options, *eight)
-        assert doc["problem"] == posed.to_json()
+        assert doc["problem"] == problem.to_json()
     assert main(["explain", "24x8x16", "--ragged", "n", *CPU]) == 2
     assert main(["explain", "2x24x8x16", *options]) == 2
     err = capsys.readouterr().err
@@ -447,9 +447,9 @@ def test_doctor_is_content_with_this_machine(
     assert torch.__version__ in texts["torch"]
     assert texts["cache"].startswith(str(CacheStore().root))
     assert texts["records"].startswith("0 records for cpu")
-    said = [f["text"] for f in found if f["about"] == "kernel"]
-    assert "blas runs and is correct" in said
-    assert any(text.startswith("fake.shy declines: not today") for text in said)
+    message = [f["text"] for f in found if f["about"] == "kernel"]
+    assert "blas runs and is correct" in message
+    assert any(text.startswith("fake.shy declines: not today") for text in message)
     assert main(["doctor", *CPU]) == 0
     assert f"  torch             {torch.__version__}" in capsys.readouterr().out
 
@@ -530,9 +530,9 @@ def test_every_variable_that_the_sources_read_is_known_to_doctor() -> None:
     used = {name for text in texts for name in re.findall(r"""["'](TMM_[A-Z_]+)["']""", text)}
     assert len(used) >= 19
     registry = dispatch.default_dispatcher().registry
-    told = list(variables.faults(dict.fromkeys(used, ""), registry))
-    assert len(told) == len(used)
-    assert not [text for _, text, _ in told if "not read" in text]
+    message = list(variables.faults(dict.fromkeys(used, ""), registry))
+    assert len(message) == len(used)
+    assert not [text for _, text, _ in message if "not read" in text]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

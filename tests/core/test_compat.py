@@ -137,10 +137,10 @@ def test_without_any_of_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     outcomes = dict(json.loads(line) for line in done.stdout.splitlines())
     assert set(outcomes) == set(groups)
-    for group, told in outcomes.items():
-        assert isinstance(told, list), (group, told)
-        (said,) = told
-        assert all(path in said for path in group.split())
+    for group, text in outcomes.items():
+        assert isinstance(text, list), (group, text)
+        (message,) = text
+        assert all(path in message for path in group.split())
 
 
 def test_every_name_has_a_test() -> None:

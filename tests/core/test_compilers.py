@@ -257,13 +257,13 @@ def test_closing_ends_every_process_and_leaves_no_file(
 def test_what_the_server_does_not_have_is_left_to_bind(
     why: str, server: Compilers, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, asked = installed.kernel, problem()
+    kernel, instance = installed.kernel, problem()
     if why == "version":
         monkeypatch.setitem(kernel.__dict__, "version", "2")
     elif why == "kernel":
         kernel = installed.Compiled("of.mine")
     elif why == "epilogue":
-        asked = problem(epilogue=Epilogue("mine", lambda z: z + 1))
+        instance = problem(epilogue=Epilogue("mine", lambda z: z + 1))
     elif why == "interpreted":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     elif why == "nothing to compile":
@@ -271,7 +271,7 @@ def test_what_the_server_does_not_have_is_left_to_bind(
     given = candidate(kernel, 3)
     if why == "config":
         object.__setattr__(given.config, "tile", object())
-    assert server.submit(asked, given).result(timeout=60) is None
+    assert server.submit(instance, given).result(timeout=60) is None
     assert not compiled()
 
 
@@ -285,9 +285,9 @@ def test_no_server_is_started_for_nothing(
 
 
 def test_an_epilogue_with_parameters_arrives(server: Compilers, installed: Any) -> None:
-    asked = problem(epilogue=parse("gelu_tanh+softcap(1e+3)"))
-    assert server.submit(asked, candidate(installed.kernel, 1)).result(timeout=60) is None
-    assert compiled()[0][3] == asked.epilogue.key
+    instance = problem(epilogue=parse("gelu_tanh+softcap(1e+3)"))
+    assert server.submit(instance, candidate(installed.kernel, 1)).result(timeout=60) is None
+    assert compiled()[0][3] == instance.epilogue.key
 
 
 def test_variables_that_changed_since_hold(
@@ -348,9 +348,9 @@ def test_where_no_server_can_be_all_is_left_to_bind(
         while not made._broken:
             time.sleep(0.01)
 
-    with pytest.warns(TmmWarning, match=expected[broken]) as said:
+    with pytest.warns(TmmWarning, match=expected[broken]) as message:
         all_are_left()
-    assert len(said) == 1
+    assert len(message) == 1
     assert made.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1) is None
     made.close()
 

@@ -31,15 +31,15 @@ def randn(*shape: int) -> torch.Tensor:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The epilogue of every product that a layer asks for."""
-    asked: list[str] = []
+    calls: list[str] = []
     linear = tmm_core.api.linear
 
     def spy(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
-        asked.append(epilogue or "")
+        calls.append(epilogue or "")
         return linear(*args, epilogue=epilogue, **kwargs)
 
     monkeypatch.setattr(tmm_core.api, "linear", spy)
-    return asked
+    return calls
 
 
 class Pair(nn.Module):

@@ -37,16 +37,16 @@ def their_warnings() -> Iterator[None]:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The weight and epilogue of every product that is asked for."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     for name in ("linear", "matmul"):
         call = getattr(api, name)
 
         def spy(x: Tensor, weight: Tensor, *args: Any, call: Any = call, **kwargs: Any) -> Tensor:
-            asked.append((weight, kwargs.get("epilogue")))
+            calls.append((weight, kwargs.get("epilogue")))
             return call(x, weight, *args, **kwargs)
 
         monkeypatch.setattr(api, name, spy)
-    return asked
+    return calls
 
 
 def library(name: str) -> Any:

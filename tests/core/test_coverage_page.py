@@ -1,4 +1,4 @@
-"""docs/coverage.md is what its script finds."""
+"""docs/coverage.md is up to date with the script that writes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     text = module.PAGE.read_text(encoding="utf-8")
     version = ".".join(transformers.__version__.split(".")[:2])
     if f"Transformers {version} " not in text:
-        pytest.skip(f"the page is of another Transformers than {version}")
+        pytest.skip(f"the page was not written with Transformers {version}")
     return module
 
 

@@ -1,4 +1,4 @@
-"""Every source of a choice, with fakes and no GPU."""
+"""Each way in which the dispatcher chooses a kernel, with fakes and no GPU."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_a_forced_config_is_parsed_and_bounded() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)))
     choice = d.choose(problem(), settings(kernel="fast", config='{"tile": 2}'))
     assert choice.candidate.config.to_json() == {"tile": 2}
-    for bad, said in (
+    for bad, message in (
         ('{"tile": 0}', "positive"),
         ('{"tiel": 1}', "tiel"),
         ('{"tile": "1"}', "int"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             d.choose(problem(), settings(kernel="fast", config=bad))
 
 
@@ -66,7 +66,7 @@ class WithTwo(FakeKernel):
         return TwoFields(tile=problem.m, stages=3)
 
 
-def test_fields_of_a_forced_config_that_are_left_out_are_the_defaults() -> None:
+def test_omitted_fields_of_a_forced_config_are_the_defaults() -> None:
     d, _ = dispatcher(FakeBlas(), WithTwo("two"))
 
     def config(text: str) -> dict[str, Any]:
@@ -76,17 +76,17 @@ def test_fields_of_a_forced_config_that_are_left_out_are_the_defaults() -> None:
     assert config('{"tile": 2}') == {"tile": 2, "stages": 3}
     assert config("{}") == {"tile": 64, "stages": 3}
     assert config('{"tile": 2, "stages": 1}') == {"tile": 2, "stages": 1}
-    for bad, said in (
+    for bad, message in (
         ('{"stages": 0}', "stages 0"),
         ('{"tile": 2, "stages": 0}', "stages 0"),
         ('{"stage": 5}', "unknown"),
         ('{"stages": "5"}', "must be int"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             config(bad)
 
 
-def test_a_forced_kernel_that_cannot_raises_with_its_reasons() -> None:
+def test_a_forced_kernel_that_declines_raises_with_its_reasons() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("odd", against=lambda p: ["m is even", "n too"]))
     with pytest.raises(UnsupportedProblemError, match=r"'odd'.*m is even; n too"):
         d.choose(problem(), settings(kernel="odd"))
@@ -94,7 +94,7 @@ def test_a_forced_kernel_that_cannot_raises_with_its_reasons() -> None:
         d.choose(problem(), settings(kernel="od"))
 
 
-def test_forced_takes_its_best_config_on_record() -> None:
+def test_a_forced_kernel_takes_its_best_config_on_record() -> None:
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("fast", tiles=(1, 2)), times={("fast", 1): 15, ("fast", 2): 11}
     )
@@ -103,8 +103,8 @@ def test_forced_takes_its_best_config_on_record() -> None:
     assert choice.candidate.config.to_json() == {"tile": 2}
 
 
-def test_a_forced_kernels_config_raced_to_the_end(tmp_path: Path) -> None:
-    """The first rounds of those that did not are faster: the clock has not settled yet."""
+def test_a_forced_kernel_takes_a_config_that_raced_to_the_end(tmp_path: Path) -> None:
+    """Times of first rounds are too low, since the GPU's clock has not settled yet."""
     times = {("fast", 1): 15.0, ("fast", 2): 14.0, "blas": 20.0}
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)), times=times, root=tmp_path)
     record = d.tune(problem(), settings())
@@ -130,8 +130,8 @@ def test_a_miss_tunes_once_and_a_new_process_replays(tmp_path: Path) -> None:
     assert str(tmp_path) in second.reason
 
 
-def test_what_a_budget_left_out_is_timed_when_tuning_is_asked_for(tmp_path: Path) -> None:
-    """And not by a call, which would wait for it in every process."""
+def test_candidates_that_a_budget_left_out_are_timed_by_tune_alone(tmp_path: Path) -> None:
+    """A call does not time them: it would wait for them in every process."""
     kernels = FakeBlas(), FakeKernel("fast", tiles=(1, 2))
     d, _ = dispatcher(*kernels, times=FAST, root=tmp_path)
     whole = d.tune(problem(), settings())
@@ -151,7 +151,7 @@ def test_what_a_budget_left_out_is_timed_when_tuning_is_asked_for(tmp_path: Path
     assert not timer.measured
     assert d.tune(problem(), settings()).best.kernel == "fast"
     assert timer.measured
-    # One config of two is evidence enough.
+    # A measurement of one config of two is enough.
     leave(blas, others[0], *left_out[1:])
     d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
     d.tune(problem(), settings())
@@ -170,10 +170,10 @@ def test_the_record_of_a_bucket_serves_all_of_it(tmp_path: Path) -> None:
         assert choice.candidate.kernel.name == "fast"
         assert choice.evidence is None or choice.evidence.m == 5120
     assert len(list(tmp_path.rglob("*.json"))) == 2  # one record, environment.json
-    assert timer.measured.count("fast") == 1 + 1 + 4  # a look, the race, four M inside
+    assert timer.measured.count("fast") == 1 + 1 + 4  # screening, the race, four M inside
 
 
-def test_an_exact_record_goes_before_the_buckets(tmp_path: Path) -> None:
+def test_a_record_of_the_exact_m_has_priority_over_the_buckets(tmp_path: Path) -> None:
     times: dict[Any, float] = {"fast": 10.0, "blas": 20.0}
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     d.tune(problem(m=5120), settings())
@@ -187,7 +187,7 @@ EDGE = {"blas": 52.0, ("tiled", 1): 50.0, ("tiled", 2): 51.0}
 
 
 def tall(m: int, **fields: Any) -> Any:
-    """Thousands of rows, which are verified: of little else."""
+    """A problem of many rows with small N and K, which keeps verification cheap."""
     return problem(m=m, n=4, k=2, **fields)
 
 
@@ -202,14 +202,14 @@ def tall(m: int, **fields: Any) -> Any:
         ({("blas", 1, 4225): 40.0}, 4200, ("blas", 1)),
         ({("blas", 1, 4225): 40.0}, 4300, ("blas", 1)),
         ({("blas", 1, 4225): 40.0}, 4353, ("tiled", 1)),
-        ({("blas", 1, 4097): 40.0}, 4700, ("tiled", 1)),  # the other two are around
-        ({("blas", 1, 4097): 40.0}, 4097, ("blas", 1)),  # at that very M
+        ({("blas", 1, 4097): 40.0}, 4700, ("tiled", 1)),  # 4097 is not next to 4700
+        ({("blas", 1, 4097): 40.0}, 4097, ("blas", 1)),  # behind at exactly this M
         ({("tiled", 2, 4097): 30.0, ("tiled", 2, 4353): 30.0}, 4200, ("tiled", 2)),
         ({("tiled", 2, 4097): 51.5, ("tiled", 1, 4097): 90.0}, 4200, ("blas", 1)),
     ],
 )
 @pytest.mark.slow(quick=4)
-def test_inside_a_bucket_what_was_measured_there_answers(
+def test_inside_a_bucket_the_nearest_measurements_decide(
     inside: dict[Any, float], m: int, wanted: tuple[str, int]
 ) -> None:
     kernels = (FakeBlas(), FakeKernel("tiled", tiles=(1, 2)))
@@ -233,7 +233,7 @@ def test_inside_a_bucket_what_was_measured_there_answers(
     ],
 )
 @pytest.mark.slow(quick=3)
-def test_blas_answers_inside_in_its_way_that_was_fastest_there(
+def test_blas_answers_inside_a_bucket_by_the_config_that_is_fastest_there(
     tiled: float, inside: dict[Any, float], wanted: int
 ) -> None:
     times = {"blas": 52.0, ("blas", 2): 52.1, ("tiled", 1): tiled, **inside}
@@ -244,8 +244,8 @@ def test_blas_answers_inside_in_its_way_that_was_fastest_there(
         assert choice.candidate.config.to_json()["tile"] == wanted
 
 
-def test_where_nothing_was_measured_inside_blas_answers() -> None:
-    """A record holds where it was measured, and these were not: made by hand, or cut short."""
+def test_blas_answers_inside_a_bucket_without_measurements() -> None:
+    """A record that was edited or cut short has no times inside its bucket."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("tiled"), times=EDGE)
     record = d.tune(tall(5120), settings())
     bare = replace(record, candidates=tuple(replace(c, inside_us={}) for c in record.candidates))
@@ -254,7 +254,7 @@ def test_where_nothing_was_measured_inside_blas_answers() -> None:
     assert d.choose(tall(5119), settings()).candidate.kernel.name == "blas"
 
 
-def test_inside_a_bucket_a_kernel_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+def test_inside_a_bucket_a_missing_kernel_is_passed_over(tmp_path: Path) -> None:
     times = {"blas": 52.0, "tiled": 50.0, "gone": 40.0}
     kernels = FakeBlas(), FakeKernel("tiled")
     d, _ = dispatcher(*kernels, FakeKernel("gone"), times=times, root=tmp_path)
@@ -265,14 +265,14 @@ def test_inside_a_bucket_a_kernel_that_is_gone_is_passed_over(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_must_not_depend_on_m_is_not_carried_over() -> None:
+def test_a_batch_invariant_choice_does_not_depend_on_m() -> None:
     traits = Traits(batch_invariant=True)
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("tiled", traits=traits),
         times={"tiled": 50.0, "blas": 52.0},
     )  # fmt: skip
-    asked = tall(4100, batch_invariant=True)
-    assert d.choose(asked, settings(batch_invariant=True)).candidate.kernel.name == "tiled"
+    problem = tall(4100, batch_invariant=True)
+    assert d.choose(problem, settings(batch_invariant=True)).candidate.kernel.name == "tiled"
 
 
 def test_a_removed_kernel_gives_way_to_the_next(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_error_on_a_miss_says_what_to_do() -> None:
         d.choose(problem(), settings(on_cache_miss="error"))
 
 
-def test_neighbour_before_heuristic_before_fallback(tmp_path: Path) -> None:
+def test_a_neighbours_record_has_priority_over_blas(tmp_path: Path) -> None:
     fast = FakeKernel("fast", tiles=(1, 2), estimate=None)
     d, _ = dispatcher(FakeBlas(), fast, times={("fast", 2): 5.0, "blas": 20.0}, root=tmp_path)
     untuned = settings(on_cache_miss="heuristic")
@@ -359,7 +359,7 @@ def test_neighbour_before_heuristic_before_fallback(tmp_path: Path) -> None:
     near = d.choose(problem(m=100), untuned)
     assert (near.origin, near.candidate.config.to_json()) == ("neighbour", {"tile": 2})
     assert "128×32×16" in near.reason
-    assert d.choose(problem(m=8192), untuned).origin == "fallback"  # too far to say anything
+    assert d.choose(problem(m=8192), untuned).origin == "fallback"  # M is too far away
     assert d.choose(problem(m=100, tf32=True), untuned).origin == "fallback"  # another kind
 
 
@@ -395,7 +395,7 @@ def test_heuristic_needs_a_clear_advantage() -> None:
         assert (choice.candidate.kernel.name, choice.origin) == (expected, "heuristic")
 
 
-def test_capture_neither_tunes_nor_sticks_and_is_remembered(tmp_path: Path) -> None:
+def test_a_captured_call_is_not_tuned_and_is_noted_as_a_miss(tmp_path: Path) -> None:
     safe = FakeKernel("safe")
     unsafe = FakeKernel("unsafe", traits=Traits(capture_safe=False))
     times = {"safe": 10.0, "unsafe": 5.0, "blas": 20.0}
@@ -429,7 +429,7 @@ def test_deterministic_mode_does_not_time_anew() -> None:
     assert timer.measured == []
 
 
-def test_quarantine_answers_with_the_next() -> None:
+def test_after_a_quarantine_the_next_kernel_answers() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
     choice = d.choose(problem(), settings())
     with pytest.warns(TmmWarning, match=r"fast failed on .*boom"):
@@ -441,7 +441,7 @@ def test_quarantine_answers_with_the_next() -> None:
 
 @pytest.mark.parametrize("culprit", ["second", "fast"])
 def test_quarantine_holds_inside_the_bucket_too(culprit: str) -> None:
-    """The record's best kernel there is not the one at the edge."""
+    """The record's best kernel inside the bucket differs from the best at its edge."""
     times: dict[Any, float] = {"fast": 10.0, "blas": 30.0, "second": 12.0}
     times |= {("second", 1, m): 5.0 for m in (33, 49)}
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("second"), times=times)
@@ -507,7 +507,7 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     assert len(warned) == 1
     assert "1 more fault" in str(warned[0].message)
     text = str(explain_problem(d, problem(), settings(on_cache_miss="heuristic")))
-    for said in (
+    for message in (
         "chosen    fast tile=1",
         "because   cache",
         str(tmp_path),
@@ -515,11 +515,11 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
         "rejected  odd: m is even",
         "no compiler",
     ):
-        assert said in text, text
+        assert message in text, text
     assert "exceeds" in text
 
 
-def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None:
+def test_explain_shows_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None:
     times = {"blas": 20.0, "fast": 10.0, ("fast", 1, 33): 7.25, ("fast", 1, 49): 8.5}
     kernels = FakeBlas(), FakeKernel("fast"), FakeKernel("slow")
     d, _ = dispatcher(*kernels, times=times, root=tmp_path)
@@ -534,7 +534,7 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     rows = {line[0]: line[1:] for line in lines}
     assert rows["fast"][:4] == ["10.0", "2.00×", "7.2", "8.5"]
     assert rows["blas"][:4] == ["20.0", "1.00×", "20.0", "20.0"]
-    # Lost at the edge: never timed inside.
+    # It lost at the edge, so it was never timed inside.
     assert rows["slow"][:2] == ["100.0", "0.20×"]
     assert lines[lines.index(["fast", *rows["fast"]]) + 1] == ["tile=1;", "←", "winner"]
     document = explained.to_json()["record"]
@@ -542,7 +542,7 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]
 
 
-def test_explain_tells_what_is_slower_than_blas_in_steady_state(tmp_path: Path) -> None:
+def test_explain_shows_what_is_slower_than_blas_in_steady_state(tmp_path: Path) -> None:
     d, _ = dispatcher(
         FakeBlas(), FakeKernel("fast"), times={"blas": 20.0, "fast": 10.0}, root=tmp_path
     )
@@ -596,11 +596,11 @@ def test_a_locked_store_answers_alone_and_a_miss_says_what_to_do(
     assert (choice.candidate.kernel.name, choice.origin) == ("fast", "cache")
     assert choice.reason.endswith("tmm.lock.json")
     for mode in ("tune", "heuristic", "error"):
-        asked = problem(m=128, tf32=True)
+        instance = problem(m=128, tf32=True)
         with pytest.raises(CacheMissError, match=r"no locked record for 128×.*freeze` again"):
-            d.choose(asked, settings(on_cache_miss=mode))
+            d.choose(instance, settings(on_cache_miss=mode))
     assert timer.measured == []
-    # A kernel that has changed since is not tuned behind the operator's back.
+    # A kernel whose version changed is not tuned without the operator's knowledge.
     d, timer = dispatcher(FakeBlas(version="2"), FakeKernel("fast", version="2"), root=tmp_path)
     with pytest.raises(CacheMissError, match="fits this GPU, its software and the kernels"):
         d.choose(problem(m=64), settings())
@@ -614,12 +614,12 @@ def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
     traits = Traits(batch_invariant=True)
     kernels = FakeBlas(traits=traits), FakeKernel("fast", traits=traits)
     d, _ = dispatcher(*kernels, times=FAST, root=tmp_path)
-    asked = problem(m=64, batch_invariant=True)
-    assert d.choose(asked, settings()).origin == "cache"  # tuned at once
+    instance = problem(m=64, batch_invariant=True)
+    assert d.choose(instance, settings()).origin == "cache"  # tuned at once
     assert tmm_cache_main(["--cache-dir", str(tmp_path), "freeze"]) == 0
     monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
     d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
-    assert d.choose(asked, settings()).origin == "cache"
+    assert d.choose(instance, settings()).origin == "cache"
     with pytest.raises(CacheMissError, match="no locked record for 64×48×"):
         d.choose(problem(m=64, n=48, batch_invariant=True), settings())
     assert timer.measured == []

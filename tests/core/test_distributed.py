@@ -110,7 +110,7 @@ def grouped(name: str) -> tuple[str, str, float]:
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (4,))
-    shapes, (of_a, of_b, told), terms = GROUPED[name]
+    shapes, (of_a, of_b, message), terms = GROUPED[name]
     chance = torch.Generator().manual_seed(1)
     width = shapes[1][-1]
     shaped = {"a": shapes[0], "b": shapes[1], "bias": (3, width), "residual": (12, width)}
@@ -124,7 +124,7 @@ def grouped(name: str) -> tuple[str, str, float]:
         for name, t in whole.items()
     }
     ends = torch.tensor([3, 3, 12], dtype=torch.int32)
-    epilogue = "scale(0.5)" if told == "P" else None
+    epilogue = "scale(0.5)" if message == "P" else None
     got = tmm_core.grouped_matmul(
         **sharded, offs=distribute_tensor(ends, mesh, placements("R")), epilogue=epilogue
     )
@@ -134,13 +134,13 @@ def grouped(name: str) -> tuple[str, str, float]:
     expected.sum().backward()
     for name, t in sharded.items():
         errors.append(float((t.grad.full_tensor() - whole[name].grad).abs().max()))
-    return told, spell(got.placements), max(errors)
+    return message, spell(got.placements), max(errors)
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_products_of_shards(world: World, name: str) -> None:
-    for told, found, error in world.run(grouped, name):
-        assert found == told
+    for message, found, error in world.run(grouped, name):
+        assert found == message
         assert error < 1e-12
 
 
@@ -243,8 +243,8 @@ def outputs_of_shards() -> str:
 
 
 def test_outputs_of_sharded_products_are_refused(world: World) -> None:
-    said = "epilogue outputs (amax) have no sharding rule for DTensor"
-    assert world.run(outputs_of_shards) == [said] * 4
+    message = "epilogue outputs (amax) have no sharding rule for DTensor"
+    assert world.run(outputs_of_shards) == [message] * 4
 
 
 def test_a_decision_for_one_epilogue_is_not_taken_for_another(world: World) -> None:
@@ -561,21 +561,21 @@ def test_what_one_rank_cannot_measure_another_does(world: World, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_different_kernels_are_told(world: World, tmp_path: Path) -> None:
+def test_different_kernels_are_reported(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", versions="1121"))
     for rank, outcome in enumerate(outcomes[:2]):
         (warning,) = outcome.warnings
-        told = rf"ranks {rank} and 2 have different kernels: y 1\+(\w+), y 2\+\1"
-        assert re.fullmatch(told, warning)
+        message = rf"ranks {rank} and 2 have different kernels: y 1\+(\w+), y 2\+\1"
+        assert re.fullmatch(message, warning)
     assert len(outcomes[2].warnings) == 3
 
 
 def different_problems() -> str:
     chooser, _ = dispatcher(FakeBlas())
     dispatch.default_dispatcher = lambda: chooser  # type: ignore[assignment]
-    posed = [problem(n=32 + (dist.get_rank() == 3))]
+    instance = [problem(n=32 + (dist.get_rank() == 3))]
     with pytest.raises(ValueError, match="tune different things: they differ in problems") as error:
-        tmm_core.tools.ranks.tune(posed)
+        tmm_core.tools.ranks.tune(instance)
     return str(error.value)
 
 

@@ -96,9 +96,9 @@ def test_batch_invariant_mode_too(tmp_path: Path) -> None:
     invariant = Traits(batch_invariant=True)
     kernel = FakeKernel("fast", traits=invariant, estimate=1.0)
     d, timer = dispatcher(FakeBlas(), kernel, times=TIMES, root=tmp_path)
-    asked = problem(batch_invariant=True)
+    instance = problem(batch_invariant=True)
     for policy, origin in (("tune", "tune"), ("error", "error"), ("heuristic", "heuristic")):
-        why = explain_problem(d, asked, settings(batch_invariant=True, on_cache_miss=policy))
+        why = explain_problem(d, instance, settings(batch_invariant=True, on_cache_miss=policy))
         assert why.origin == origin
         assert why.kernel == "fast"
     assert timer.measured == []

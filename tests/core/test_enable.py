@@ -490,17 +490,17 @@ def test_a_block_is_left_by_an_exception(sums: Sums) -> None:
 
 
 def test_only_and_ops_and_their_errors(sums: Sums) -> None:
-    asked: list[Problem] = []
+    seen: list[Problem] = []
 
     def only(problem: Problem) -> bool:
-        asked.append(problem)
+        seen.append(problem)
         return problem.m >= 4
 
     with enable(only=only):
         for m in (2, 8, 2, 8):
             torch.randn(m, 4) @ torch.randn(4, 2)
         assert calls("mm") == {"sums": 2, "torch": 2}
-    assert sorted(problem.m for problem in asked) == [2, 8]
+    assert sorted(problem.m for problem in seen) == [2, 8]
     with pytest.raises(tmm_core.UnknownNameError, match="did you mean 'addmm'"):
         enable(ops=["admm"])
     with pytest.raises(tmm_core.SettingsError, match="on_cache_miss"):
@@ -574,14 +574,14 @@ def test_an_answer_that_does_not_last_is_replayed_for_a_while(
     monkeypatch.setattr(aten_answers, "RETRY", 1e6)
     made, _ = dispatcher(FakeBlas(), sums, times={"blas": 10.0, "sums": 4.0})
     dispatch.default_dispatcher.made = made
-    asked = []
+    seen = []
     bound = made.bound
-    monkeypatch.setattr(made, "bound", lambda *given: asked.append(given) or bound(*given))
+    monkeypatch.setattr(made, "bound", lambda *given: seen.append(given) or bound(*given))
     a, b = torch.randn(64, 32), torch.randn(32, 64)
     with enable(on_cache_miss=None):
         for _ in range(5):
             a @ b
-        assert len(asked) == len(aten_answers.passing) == 1
+        assert len(seen) == len(aten_answers.passing) == 1
         tmm_core.tune(tmm_core.problem(a, b))  # which forgets all answers
         a @ b
         assert calls("mm") == {"torch": 5, "sums": 1}

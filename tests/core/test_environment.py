@@ -143,7 +143,7 @@ OWN: list[Callable[[], BaseException]] = [
 
 
 @pytest.mark.parametrize(("cause", "made"), ENVIRONMENT)
-def test_the_environment_is_told_from_the_kernel(
+def test_faults_of_the_environment_are_distinguished_from_the_kernels(
     cause: str, made: Callable[[], BaseException]
 ) -> None:
     assert cause_of(made()) == cause
@@ -151,7 +151,9 @@ def test_the_environment_is_told_from_the_kernel(
 
 
 @pytest.mark.parametrize("made", OWN)
-def test_the_kernel_is_told_from_the_environment(made: Callable[[], BaseException]) -> None:
+def test_faults_of_the_kernel_are_distinguished_from_the_environments(
+    made: Callable[[], BaseException],
+) -> None:
     assert cause_of(made()) is None
     assert cause_of(within(PluginError("kernel 'k': bind raised it"), made())) is None
 
@@ -244,12 +246,12 @@ def test_no_cause_is_on_record(
     cause: str, made: Callable[[], BaseException], tmp_path: Path
 ) -> None:
     d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         assert chosen(d) == "blas"
-    assert len(said) == (0 if cause == "budget" else 1)
-    assert not said or "fast" in str(said[0].message)
-    assert not said or "tmm doctor" in str(said[0].message)
+    assert len(message) == (0 if cause == "budget" else 1)
+    assert not message or "fast" in str(message[0].message)
+    assert not message or "tmm doctor" in str(message[0].message)
     assert on_record(tmp_path) == {"blas": "ok", "other": "slow"}
     left = d.untried.get(problem()).kernels["fast", "1"]
     assert left.cause == cause
@@ -261,10 +263,10 @@ def test_a_kernels_own_fault_is_on_record(
 ) -> None:
     d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
     refuses = type(made()).__name__ == "OutOfResources"
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         assert chosen(d) == "blas"
-    assert len(said) == (0 if refuses else 1)
+    assert len(message) == (0 if refuses else 1)
     assert on_record(tmp_path) == {"blas": "ok", "other": "slow", "fast": "failed"}
     assert d.untried.get(problem()) is None
     again, timer = process(tmp_path, Broken("fast", made), FakeKernel("other"))
@@ -289,9 +291,9 @@ def test_a_repaired_toolchain_is_tried_again_and_a_broken_one_is_not(
         assert [chosen(second, n=n) for n in (32, 48)] == ["blas"] * 2
     assert len(w) == 1
     assert (len(fast.bound), timer.measured) == (count, [])
-    said = str(explain_problem(second, problem(), settings()))
-    assert "untried   fast: " in said
-    assert "would be tuned" not in said
+    message = str(explain_problem(second, problem(), settings()))
+    assert "untried   fast: " in message
+    assert "would be tuned" not in message
     # Repaired.
     monkeypatch.delenv(PTXAS)
     fast.works = two.works = True
@@ -383,13 +385,13 @@ def test_blas_out_of_memory_is_no_record(tmp_path: Path) -> None:
     """Otherwise kernels would win for good because BLAS once had no memory."""
     blas = FakeBlas(bind_error=MemoryError("no memory"))
     d, _ = dispatcher(blas, FakeKernel("fast"), times=FAST, root=tmp_path)
-    with pytest.warns(TmmWarning, match="no memory") as said:
+    with pytest.warns(TmmWarning, match="no memory") as message:
         assert len([d.choose(problem(n=n), settings()) for n in (32, 48)]) == 2
-    assert len(said) == 1
+    assert len(message) == 1
     assert not list(CacheStore(tmp_path).summaries())
 
 
-def test_outside_of_tuning_one_warning_tells_of_all(
+def test_outside_of_tuning_one_warning_names_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The winner on record does not bind, nor does the next, nor the ones of another problem."""
@@ -403,10 +405,10 @@ def test_outside_of_tuning_one_warning_tells_of_all(
     for kernel in kernels:
         kernel.works = False
     d, _ = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path)
-    with pytest.warns(TmmWarning, match=r"Cannot find ptxas.*tmm doctor") as said:
+    with pytest.warns(TmmWarning, match=r"Cannot find ptxas.*tmm doctor") as message:
         bound = [d.bound(problem(n=n), settings())[0] for n in (32, 48)]
     assert [choice.candidate.kernel.name for choice in bound] == ["blas"] * 2
-    assert len(said) == 1
+    assert len(message) == 1
     monkeypatch.delenv(PTXAS)
     for kernel in kernels:
         kernel.works = True
@@ -422,9 +424,9 @@ def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
 
     kernels = [Broken(name, failing(name)) for name in ("one", "two", "three")]
     d, _ = process(tmp_path, *kernels)
-    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+.*2 more") as said:
+    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+.*2 more") as message:
         assert chosen(d) == "blas"
-    assert len(said) == 1
+    assert len(message) == 1
     assert on_record(tmp_path) == {"blas": "ok"}
     again, timer = process(tmp_path, *kernels)
     with pytest.warns(TmmWarning, match="cannot assemble"):
@@ -513,7 +515,7 @@ def test_a_note_survives_what_others_write(tmp_path: Path) -> None:
     assert d.untried.of_device(DEVICE) == []
 
 
-def test_toolchains_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_toolchains_are_distinguished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Programs, libraries, headers, variables, packages and full folders tell them apart."""
     seen = {toolchain.fingerprint()}
     assert toolchain.fingerprint() in seen
@@ -574,7 +576,7 @@ def test_programs_are_looked_for_again() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["compiler", "header", "nothing"])
-def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_call(
+def test_kernels_that_decline_without_a_toolchain_are_reported_at_the_first_call(
     lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are no candidates, so no tuning reports them."""
@@ -590,12 +592,12 @@ def test_kernels_that_decline_for_want_of_a_toolchain_are_told_of_at_the_first_c
         header = Path(__file__) if lacks == "nothing" else tmp_path / "Python.h"
         monkeypatch.setattr(toolchain, "python_header", lambda: header)
     gpu = replace(DEVICE, type="cuda")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         for device in (DEVICE, gpu, gpu):
             assert d.choose(problem(device=device), settings()).origin == "fallback"
             assert explain_problem(d, problem(device=device), settings()).kernel == "blas"
-    texts = [str(each.message) for each in said]
+    texts = [str(each.message) for each in message]
     if lacks == "nothing":
         assert texts == []
     else:
@@ -614,15 +616,15 @@ def test_the_doctor_shows_what_is_untried_and_why(
     assert list(doctor_toolchain.untried(cpu)) == []
     with pytest.warns(TmmWarning, match="Cannot find ptxas"):
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
-    (said,) = doctor_toolchain.untried(cpu)
-    assert said.state == "problem"
-    assert said.text.startswith("2 kernels are untried for 2 problems: PluginError")
-    assert "Cannot find ptxas" in said.text  # rather than what may pass
-    assert "repair" in said.advice
+    (message,) = doctor_toolchain.untried(cpu)
+    assert message.state == "problem"
+    assert message.text.startswith("2 kernels are untried for 2 problems: PluginError")
+    assert "Cannot find ptxas" in message.text  # rather than what may pass
+    assert "repair" in message.advice
     late, _ = process(tmp_path, Broken("fast", lambda: TimeoutError(BUDGET_ENDED)))
     assert chosen(late, n=64) == "blas"
-    said, budget = doctor_toolchain.untried(cpu)
-    assert said.text.startswith("2 kernels are untried for 2 problems")
+    message, budget = doctor_toolchain.untried(cpu)
+    assert message.text.startswith("2 kernels are untried for 2 problems")
     assert (budget.state, "of 1 problems" in budget.text) == ("note", True)
 
 
@@ -691,9 +693,9 @@ def exits(right: Any, *arguments: Any) -> Any:
 def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_path: Path) -> None:
     """With kernel, reason, file and line; of each distribution one, whatever follows."""
     d, _ = process(tmp_path, Faulty(fault, "fast"), Faulty(fault, "second"))
-    with pytest.warns(TmmWarning) as said:
+    with pytest.warns(TmmWarning) as text:
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
-    (message,) = [str(each.message) for each in said]
+    (message,) = [str(each.message) for each in text]
     assert "kernel fast" in message
     assert words in message
     assert ".py:" in message

@@ -1,5 +1,5 @@
-"""The suite for epilogues passes correct ones, and fails each kind of wrong one in the test for
-that fault."""
+"""The conformance suite of epilogues passes right epilogues. Each kind of wrong epilogue fails the
+suite's test for that fault."""
 
 from __future__ import annotations
 
@@ -122,18 +122,18 @@ def test_the_forms_of_a_builtin_epilogue_are_one_function(name: str, form: str) 
 
 
 @pytest.mark.parametrize("test", WRONG)
-def test_what_is_wrong_is_named_with_its_place(test: str) -> None:
+def test_a_wrong_function_is_named_with_its_file_and_line(test: str) -> None:
     epilogue, what = WRONG[test]
     suite: Any = type("Suite", (EpilogueConformance,), {"epilogue": epilogue})()
     arguments = (torch.float64,) if test == "test_reference" else ()
     with pytest.raises((pytest.fail.Exception, pytest.skip.Exception)) as caught:
         getattr(suite, test)(*arguments)
-    said = str(caught.value)
-    assert said.startswith(f"{epilogue.name}: {what} is wrong: ")
-    assert f"({__file__}:" in said
+    message = str(caught.value)
+    assert message.startswith(f"{epilogue.name}: {what} is wrong: ")
+    assert f"({__file__}:" in message
 
 
-def test_a_name_that_is_taken_is_said() -> None:
+def test_a_name_that_is_taken_is_reported() -> None:
     class Suite(EpilogueConformance):
         epilogue = replace(ELU, name="silu")
 
@@ -141,7 +141,7 @@ def test_a_name_that_is_taken_is_said() -> None:
         Suite().test_it_goes_by_its_name()
 
 
-def test_a_function_of_what_has_no_description_is_told() -> None:
+def test_a_function_that_reads_an_object_without_a_description_is_reported() -> None:
     lock = threading.Lock()
 
     class Suite(EpilogueConformance):
@@ -162,7 +162,7 @@ def test_parameters_are_the_references_defaults() -> None:
     assert parse("two(3)", known).parameters == (3.0, 2.5)
     with pytest.raises(ValueError, match="takes 2 parameters, got 3"):
         parse("two(1,2,3)", known)
-    # A flag, a function and what the device function does not take are none.
+    # Flags, functions, and arguments that the device function lacks are no parameters.
     assert Epilogue("flag", lambda z, inplace=False: z).parameters == ()
     assert Epilogue("bound", lambda z, f=torch.sin: f(z)).parameters == ()
     assert Epilogue("fixed", elu, device=triton.jit(lambda z: z)).parameters == ()
@@ -170,7 +170,7 @@ def test_parameters_are_the_references_defaults() -> None:
     assert torch.equal(parse("elu(0.5)", known).apply(z), F.elu(z, 0.5))
 
 
-def test_a_key_is_read_back_where_its_source_is_the_same() -> None:
+def test_a_key_is_read_back_if_the_source_is_the_same() -> None:
     known = {**BUILTIN, "elu": ELU, "double": DOUBLE}
     chain = ELU.with_parameters(0.25).then(DOUBLE).then(parse("softcap(5)"))
     assert parse(chain.key, known) == chain
@@ -180,7 +180,7 @@ def test_a_key_is_read_back_where_its_source_is_the_same() -> None:
 
 
 def test_a_bf16_product_is_right_in_the_interpreter() -> None:
-    """A first kernel's ``tl.dot``, which the interpreter would give integers."""
+    """The interpreter stores bf16 as integers, which ``tl.dot`` must not multiply."""
     from tmm_core.triton import Launch
 
     launch = Launch(

@@ -74,7 +74,7 @@ def test_the_best_two_and_blas_race(tmp_path: Path, there: dict[str, float], bes
     assert other.first_use.may_launch(problem(m=300), other.choose(problem(m=300), settings()))
 
 
-def test_explain_tells_the_times_at_that_m(tmp_path: Path) -> None:
+def test_explain_shows_the_times_at_that_m(tmp_path: Path) -> None:
     from tmm_core.dispatch.explanation import explain_problem
 
     d, timer = tuned(tmp_path, times_at(300, p=230.0))
@@ -154,12 +154,12 @@ def test_the_record_of_a_layer_is_kept_with_its_times(tmp_path: Path) -> None:
     d, _ = dispatcher(*kernels(), times=times_at(300, p=230.0))
     d.store = store = CacheStore(tmp_path / "own", layers=[tmp_path / "layer"])
     d.first_use._store = store
-    asked = problem(m=320)
+    instance = problem(m=320)
     assert name(d.choose(problem(m=300), settings())) == "q"
-    path = store.found(asked.device.gpu, asked.device.environment, asked.to_json())
+    path = store.found(instance.device.gpu, instance.device.environment, instance.to_json())
     assert path is not None
     assert tmp_path / "own" in path.parents
-    assert not d.first_use.may_launch(asked, d.choose(asked, settings()))
+    assert not d.first_use.may_launch(instance, d.choose(instance, settings()))
 
 
 def test_a_race_that_fails_is_not_repeated(tmp_path: Path) -> None:
@@ -185,10 +185,10 @@ def test_a_kernel_that_is_wrong_in_a_race_counts_as_never_verified_there(tmp_pat
     d.choose(problem(m=320), settings())
     p, q = FakeKernel("p"), FakeKernel("q", spoil=lambda y: y + float(y.shape[-2] == 300))
     d, _ = dispatcher(FakeBlas(), p, q, times=times_at(300, q=10.0), root=tmp_path)
-    asked = problem(m=300)
-    assert name(d.choose(asked, settings())) == "p"
+    instance = problem(m=300)
+    assert name(d.choose(instance, settings())) == "p"
     verified = [
-        d.first_use.is_verified(asked, Candidate(kernel, kernel.default_config(asked)))
+        d.first_use.is_verified(instance, Candidate(kernel, kernel.default_config(instance)))
         for kernel in (p, q)
     ]
     assert verified == [True, False]
@@ -198,13 +198,13 @@ def test_in_the_background_it_is_raced_by_later_calls(tmp_path: Path) -> None:
     d, timer = tuned(tmp_path, times_at(300, p=230.0))
     now = [100.0]
     d.__dict__["background"] = Background(lambda asked: d._alone_on(asked.device), lambda: now[0])
-    mine, asked = settings(on_cache_miss="background"), problem(m=300)
-    choice, _ = d.bound(asked, mine)
+    mine, instance = settings(on_cache_miss="background"), problem(m=300)
+    choice, _ = d.bound(instance, mine)
     assert (name(choice), choice.lasting) == ("p", False)
     assert not timer.measured
     for _ in range(10_000):
         now[0] += 1.0
-        choice, _ = d.bound(asked, mine)
+        choice, _ = d.bound(instance, mine)
         if choice.lasting:
             break
     assert name(choice) == "q"
@@ -216,12 +216,12 @@ def test_in_the_background_it_is_raced_by_later_calls(tmp_path: Path) -> None:
         ended = [d.bound(each, mine)[0].lasting for each in others]
         if all(ended):
             break
-    record = d.record_of(bucketed(asked))
+    record = d.record_of(bucketed(instance))
     assert record is not None
     assert {300, 302, 304} <= set(record.best.inside_us)
 
 
-def test_the_benchmark_tells_what_a_race_costs_and_gains(
+def test_the_benchmark_reports_what_a_race_costs_and_gains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -33,15 +33,15 @@ def by_blas() -> Iterator[None]:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of every grouped product that is asked for."""
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     original = tmm_core.grouped.grouped_matmul
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:
-        asked.append(kwargs)
+        calls.append(kwargs)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(tmm_core.grouped, "grouped_matmul", spy)
-    return asked
+    return calls
 
 
 def expected(
@@ -142,7 +142,7 @@ def test_no_value_is_cut_to_the_weights_dtype() -> None:
     torch.testing.assert_close(layer(x, index, weights.int()), layer(x, index, weights))
 
 
-def test_the_layer_is_kept_and_told() -> None:
+def test_the_layer_is_kept_and_reported() -> None:
     layer = Experts(3, 6, 5, activation="gelu_tanh", bias=True)
     assert list(layer.state_dict()) == [
         "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
@@ -389,12 +389,12 @@ def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) 
     importlib.import_module("tmm_core.integrations.transformers").register()
 
     def holds() -> None:
-        asked = len(products)
+        calls = len(products)
         ours, theirs = step(model), (logits, gradients)
         layers = 1 if name == "DeepseekV3" else 2
-        assert len(products) - asked == 2 * layers
+        assert len(products) - calls == 2 * layers
         gate = "clamped_swiglu(1.702,7.0)@" if name == "GptOss" else "swiglu"
-        assert products[asked]["epilogue"].startswith(gate)
+        assert products[calls]["epilogue"].startswith(gate)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
     model.set_experts_implementation("tmm")
@@ -403,9 +403,9 @@ def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) 
     report = convert(model)
     holds()
     report.undo()
-    asked = len(products)
+    calls = len(products)
     step(model)
-    assert len(products) == asked
+    assert len(products) == calls
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "MxNxK"),
         (("8x8x8", "--config", "BLOCK_M=16"), "name it with --kernel"),
@@ -49,9 +49,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ],
 )
 def test_what_cannot_be_is_refused(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
 ) -> None:
-    assert said in refused(capsys, *argv)
+    assert message in refused(capsys, *argv)
 
 
 # -- why ---------------------------------------------------------------------------------

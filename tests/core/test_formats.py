@@ -141,7 +141,7 @@ def test_operands_of_two_formats_have_a_result_if_both_are_named() -> None:
 
 
 @pytest.mark.parametrize("form", formats.FORMATS.values(), ids=lambda form: form.name)
-def test_the_shape_of_scales_tells_their_block(form: formats.Format) -> None:
+def test_the_shape_of_scales_implies_their_block(form: formats.Format) -> None:
     """Or several blocks have that shape, and the caller has to name one. A group may be longer than
     K, but the last of many may be short only where the format says so."""
     for outer, k in itertools.product((1, 5, 64, 128, 300), (16, 32, 48, 64, 96, 128, 256, 384)):
@@ -161,7 +161,7 @@ def test_the_shape_of_scales_tells_their_block(form: formats.Format) -> None:
             form.block_of((outer + 1, k + 1), outer, k)
 
 
-def test_a_name_spells_the_blocks_that_no_shape_tells() -> None:
+def test_a_name_has_the_blocks_that_no_shape_implies() -> None:
     for block in ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128)):
         text = formats.spelled("int4", block)
         expected = None if block in ((0, 0), (1, 0)) else block
@@ -367,8 +367,8 @@ def test_a_caller_names_a_group_or_a_block() -> None:
         (None, (1, 2, 3), ValueError, "two integers"), (None, (1,), ValueError, "two integers"),
         (1.5, None, TypeError, "are integers"), (None, (1, 2.5), TypeError, "are integers"),
     ]  # fmt: skip
-    for group, block, error, said in wrong:
-        with pytest.raises(error, match=said):
+    for group, block, error, message in wrong:
+        with pytest.raises(error, match=message):
             grids.block_of_call(group, block)
 
 

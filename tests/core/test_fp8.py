@@ -238,21 +238,21 @@ def test_inputs_to_measure_with() -> None:
         b=replace(operand, scale=Scale.parse("tensor")), out=out, device=device,
         epilogue=parse("swiglu"), scaled=True,
     )  # fmt: skip
-    for posed in (problem, replace(problem, batch=1, b=problem.a)):
-        inputs = random_inputs.make(posed, torch.device("cpu"), seed=3)
+    for instance in (problem, replace(problem, batch=1, b=problem.a)):
+        inputs = random_inputs.make(instance, torch.device("cpu"), seed=3)
         assert inputs.parts.keys() == {"a_scale", "b_scale"}
-        out = random_inputs.empty(posed.out, posed.out_shape, torch.device("cpu"))
+        out = random_inputs.empty(instance.out, instance.out_shape, torch.device("cpu"))
         assert Problem.of(
             inputs.a, inputs.b, out, device, scaled=True,
             stored={name: {"scale": Scale.of(inputs.parts[f"{name}_scale"])} for name in "ab"},
-            epilogue=posed.epilogue,
-        ) == posed  # fmt: skip
+            epilogue=instance.epilogue,
+        ) == instance  # fmt: skip
         z = (
             exact(inputs.a, inputs.b, inputs.parts["a_scale"], inputs.parts["b_scale"])
             * inputs.alpha
         )
-        expected = posed.epilogue.apply(z)
-        found = posed.epilogue.apply(compare.accumulated(posed, inputs))
+        expected = instance.epilogue.apply(z)
+        found = instance.epilogue.apply(compare.accumulated(instance, inputs))
         assert torch.allclose(found, expected, rtol=1e-12)
 
 

@@ -267,14 +267,14 @@ def test_records_say_which_scales() -> None:
 
 @pytest.mark.parametrize("form", ["m", "k", "n"])
 def test_inputs_to_measure_with(form: str) -> None:
-    posed = tmm_core.problem(**made(form))
+    instance = tmm_core.problem(**made(form))
     scale_b: Any
     for scale_b in ("row", "tensor", None):
         index_dtype = torch.int32 if form == "m" and scale_b else None
         groups = Groups(3, form, a_index=index_dtype)  # type: ignore[arg-type]
         problem = replace(
-            posed, groups=groups,
-            b=replace(posed.b, scale=None if scale_b is None else Scale.parse(scale_b)),
+            instance, groups=groups,
+            b=replace(instance.b, scale=None if scale_b is None else Scale.parse(scale_b)),
         )  # fmt: skip
         recipe = random_inputs.Recipe(whole=False)
         inputs: Any = random_inputs.make(problem, torch.device("cpu"), seed=3, recipe=recipe)

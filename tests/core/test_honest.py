@@ -32,29 +32,29 @@ def of(dtype: torch.dtype, m: int, n: int, k: int, **fields: Any) -> Problem:
 @pytest.mark.parametrize("seed", [*range(24), 2536, 5665, 10585, 10812, 12311])
 @pytest.mark.slow(quick=3)
 def test_a_right_kernel_of_a_random_problem_passes(seed: int) -> None:
-    ((_, asked, how),) = cases(seed, 1)
-    assert verified(asked, how).reason is None
+    ((_, problem, how),) = cases(seed, 1)
+    assert verified(problem, how).reason is None
 
 
 @pytest.mark.endurance
 def test_right_kernels_of_many_random_problems_pass() -> None:
     refused = [
-        f"{seed}: {asked} ({how}): {found.reason}"
-        for seed, asked, how in cases(10_000, 3000)
-        if not (found := verified(asked, how)).ok
+        f"{seed}: {problem} ({how}): {found.reason}"
+        for seed, problem, how in cases(10_000, 3000)
+        if not (found := verified(problem, how)).ok
     ]
     assert not refused
 
 
 def test_random_problems_are_of_all_kinds() -> None:
-    asked = [each for _, each, _ in cases(0, 400)]
-    names = {spec.format for each in asked for spec in (each.a, each.b)}
-    dtypes = {each.a.dtype for each in asked}
+    problems = [each for _, each, _ in cases(0, 400)]
+    names = {spec.format for each in problems for spec in (each.a, each.b)}
+    dtypes = {each.a.dtype for each in problems}
     assert names >= {"", "int8", "int4", "mxfp4"}
     assert dtypes >= {torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn}
-    assert {each.along for each in asked if each.groups} == {"m", "n", "k"}
-    assert any(each.k == 16384 for each in asked)
-    assert any(each.tf32 and each.gated for each in asked)
+    assert {each.along for each in problems if each.groups} == {"m", "n", "k"}
+    assert any(each.k == 16384 for each in problems)
+    assert any(each.tf32 and each.gated for each in problems)
 
 
 ROUNDED: dict[str, tuple[Problem, Rounding]] = {
@@ -101,40 +101,40 @@ def test_a_right_kernel_passes_with(name: str) -> None:
 @pytest.mark.parametrize("function", [torch.log, torch.sqrt, torch.rsqrt])
 def test_an_epilogue_may_be_undefined_for_some_inputs(function: Callable[..., Any]) -> None:
     """The result is NaN for negative inputs, and must be."""
-    asked = of(torch.float16, 16, 16, 16, epilogue=Epilogue("user", function))
-    assert verified(asked, CORES).reason is None
-    filled = FakeKernel("k", spoil=lambda out: out.nan_to_num_(1.0)).bind(asked, ANY)
-    assert not Verifier(asked, CPU).verdict(filled, extent="brief").ok
+    problem = of(torch.float16, 16, 16, 16, epilogue=Epilogue("user", function))
+    assert verified(problem, CORES).reason is None
+    filled = FakeKernel("k", spoil=lambda out: out.nan_to_num_(1.0)).bind(problem, ANY)
+    assert not Verifier(problem, CPU).verdict(filled, extent="brief").ok
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name not in ("relu", "sigmoid")])
 def test_what_is_wrong_by_two_percent_is_refused_with_every_epilogue(name: str) -> None:
     """The bound of errors is no excuse."""
-    asked = of(torch.float16, 16, 16, 16, epilogue=parse(name))
-    spoiled = FakeKernel("k", spoil=lambda out: out.mul_(1.02)).bind(asked, ANY)
-    assert "exceeds 0.002" in str(Verifier(asked, CPU).verdict(spoiled, extent="brief").reason)
+    problem = of(torch.float16, 16, 16, 16, epilogue=parse(name))
+    spoiled = FakeKernel("k", spoil=lambda out: out.mul_(1.02)).bind(problem, ANY)
+    assert "exceeds 0.002" in str(Verifier(problem, CPU).verdict(spoiled, extent="brief").reason)
 
 
 @pytest.mark.parametrize("scale", ["0.000001", "0.0001"])
 def test_small_results_of_fp16_are_compared_to_its_smallest_numbers(scale: str) -> None:
     """Many results are subnormal, and all are below 0.001."""
-    asked = of(torch.float16, 8, 8, 8, epilogue=parse(f"scale({scale})"))
-    assert verified(asked, CORES).reason is None
+    problem = of(torch.float16, 8, 8, 8, epilogue=parse(f"scale({scale})"))
+    assert verified(problem, CORES).reason is None
     least = torch.finfo(torch.float16).smallest_normal
     for spoil in (lambda y: y.where(y.abs() >= least, 0.0), lambda y: y * 3):
-        kernel = FakeKernel("k", spoil=spoil).bind(asked, ANY)
-        assert not Verifier(asked, CPU).verdict(kernel, extent="brief").ok
+        kernel = FakeKernel("k", spoil=spoil).bind(problem, ANY)
+        assert not Verifier(problem, CPU).verdict(kernel, extent="brief").ok
 
 
 def test_a_result_beyond_the_range_has_to_have_its_sign() -> None:
-    asked = of(torch.float16, 8, 8, 8, epilogue=parse("scale(1000000)"))
-    assert verified(asked, CORES).reason is None
+    problem = of(torch.float16, 8, 8, 8, epilogue=parse("scale(1000000)"))
+    assert verified(problem, CORES).reason is None
     for spoil in (torch.Tensor.neg, lambda out: out * 0):
-        kernel = FakeKernel("k", spoil=spoil).bind(asked, ANY)
-        assert not Verifier(asked, CPU).verdict(kernel, extent="brief").ok
+        kernel = FakeKernel("k", spoil=spoil).bind(problem, ANY)
+        assert not Verifier(problem, CPU).verdict(kernel, extent="brief").ok
 
 
 def test_finite_results_may_not_be_inf() -> None:
-    asked = of(torch.float16, 8, 8, 8)
-    kernel = FakeKernel("k", spoil=lambda out: out.mul_(math.inf)).bind(asked, ANY)
-    assert not Verifier(asked, CPU).verdict(kernel, extent="brief").ok
+    problem = of(torch.float16, 8, 8, 8)
+    kernel = FakeKernel("k", spoil=lambda out: out.mul_(math.inf)).bind(problem, ANY)
+    assert not Verifier(problem, CPU).verdict(kernel, extent="brief").ok

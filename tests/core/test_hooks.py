@@ -71,17 +71,17 @@ def test_a_wrapper_goes_around_every_plugin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [(FailingWrapper(), "ZeroDivisionError: around"), (SilentWrapper(), "TypeError")],
 )
-def test_a_wrapper_that_fails_costs_itself(broken: Any, said: str) -> None:
+def test_a_wrapper_that_fails_costs_itself(broken: Any, message: str) -> None:
     r = registry(
         EntryPoint("a", plugin(FakeKernel("one"))),
         EntryPoint("b", plugin(FakeKernel("two"))),
         EntryPoint("bad", broken),
         EntryPoint("good", Wrapper("two")),
     )
-    match = f"plugin 'bad'.*its wrapper of tmm_kernels failed around plugin 'a'.*{said}"
+    match = f"plugin 'bad'.*its wrapper of tmm_kernels failed around plugin 'a'.*{message}"
     with pytest.warns(TmmWarning, match=match) as caught:
         assert names(r) == ["one"]
     assert len(caught) == 1

@@ -458,7 +458,7 @@ def test_keys_of_functions_with_files_are_the_same_in_every_process(tmp_path: Pa
     assert len(edited & set(re.findall("@[0-9a-f]{12}", one))) == 2  # torch's functions
 
 
-def test_texts_of_functions_with_files_tell_them_apart(
+def test_texts_of_functions_with_files_distinguish_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process; the test above compares processes."""

@@ -321,11 +321,11 @@ def test_records_decide_about_gates(
 ) -> None:
     """The whole is compared with BLAS's product of all columns and a pass over them."""
     a, b = recorded({"blas": 40.0, "fast": fast}, "swiglu", None)
-    asked: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
     times = saving.record_times
 
     def record_times(host: Any, problem: Any, candidate: Any = None) -> float | None:
-        asked.append((problem.n, problem.epilogue.name))
+        calls.append((problem.n, problem.epilogue.name))
         return alone_us if candidate is None else times(host, problem, candidate)
 
     monkeypatch.setattr(saving, "record_times", record_times)
@@ -335,7 +335,7 @@ def test_records_decide_about_gates(
     assert seen.epilogues == ["swiglu"] * rewritten
     assert inductor.alone_of(tmm_core.problem(a, b, epilogue="swiglu")) == tmm_core.problem(a, b)
     if fast < 40.0:
-        assert asked == [(32, "swiglu"), (64, "identity")]
+        assert calls == [(32, "swiglu"), (64, "identity")]
 
 
 def test_without_a_record_nothing_is_rewritten() -> None:

@@ -341,7 +341,7 @@ def test_an_error_where_nothing_is_on_record_and_that_is_forbidden(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_arithmetic_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+def test_an_arithmetic_that_is_gone_is_reported(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
     assert chosen(d, 16) == ("k", 1, "one")
@@ -351,7 +351,7 @@ def test_an_arithmetic_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
         assert chosen(later, 16) == ("k", 2, "two")
 
 
-def test_a_problem_its_arithmetic_cannot_serve_is_said_to_differ(tmp_path: Path) -> None:
+def test_a_problem_its_arithmetic_cannot_serve_is_reported_to_differ(tmp_path: Path) -> None:
     def strided(p: Problem) -> list[str]:
         return ["rows are not contiguous"] if p.a.layout == "strided" else []
 
@@ -386,9 +386,9 @@ def test_a_strangers_arithmetic_that_fails_costs_the_kernel() -> None:
     good = Summing("k", {1: "one"})
     d, _ = dispatcher(FakeBlas(), Raises("raises", traits=INVARIANT), odd, good)
     timed(d, {("blas", 1): 10.0, ("raises", 1): 1.0, ("odd", 1): 2.0, ("k", 1): 5.0})
-    with pytest.warns(TmmWarning) as said:
+    with pytest.warns(TmmWarning) as message:
         assert chosen(d, 16) == ("k", 1, "one")
-    texts = sorted(str(w.message) for w in said)
+    texts = sorted(str(w.message) for w in message)
     assert len(texts) == 1  # of one plugin
     assert "of plugin 'fakes' is set aside: arithmetic r" in texts[0]
     faults = {kernel.name: kernel.fault for kernel in d.registry.kernels()}
@@ -411,7 +411,7 @@ def test_a_rung_that_cannot_be_tuned_costs_the_rung(tmp_path: Path) -> None:
         assert chosen(d, 16) == ("k", 1, "one")
 
 
-def test_batch_invariance_that_cannot_be_had_is_said() -> None:
+def test_batch_invariance_that_no_kernel_has_is_reported() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("loose"), times={"loose": 1.0})
     with pytest.warns(TmmWarning, match="loose is not batch-invariant, but nothing that is"):
         assert d.choose(asked(8), settings()).candidate.kernel.name == "loose"

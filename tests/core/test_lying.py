@@ -63,12 +63,12 @@ def test_a_lying_kernel_never_answers(row: str, name: str, tmp_path: Path) -> No
     kernel = ALL[row][name]()
     d = dispatcher(kernel, tmp_path)
     before = State(CPU)
-    asked = kernel.asked
+    problem = kernel.problem
     if kernel.at is not None:
-        d.bound(asked, settings())
-        asked = asked.at(kernel.at)
+        d.bound(problem, settings())
+        problem = problem.at(kernel.at)
     with pytest.warns(TmmWarning, match=r"kernel test.lying (failed in|was wrong at)"):
-        choice, _ = d.bound(asked, settings())
+        choice, _ = d.bound(problem, settings())
     assert choice.candidate.kernel.name == "blas", choice
     assert not before.changed()
 
@@ -80,10 +80,10 @@ def test_a_forced_kernel_of_groups_that_reads_another_row_is_refused(
     """Also in Triton's interpreter: one index into ten rows of ``a`` and an empty group."""
     kernel = LIES["A10"][name]()
     d = dispatcher(kernel, tmp_path)
-    device = replace(kernel.asked.device, interpreted=True)
-    asked = replace(kernel.asked, device=device, n=48, k=64)
+    device = replace(kernel.problem.device, interpreted=True)
+    problem = replace(kernel.problem, device=device, n=48, k=64)
     with pytest.raises(PluginError, match="is forced and wrong"):
-        d.bound(asked, settings(kernel="test.lying"))
+        d.bound(problem, settings(kernel="test.lying"))
 
 
 def test_a_mode_that_a_launch_leaves_active_ends_with_it(tmp_path: Path) -> None:

@@ -41,13 +41,13 @@ def test_the_peak_is_seen() -> None:
     assert 2 * MIB <= peak(lambda: torch.ones(MIB // 4) + torch.ones(MIB // 4)) <= 4 * MIB
 
 
-@pytest.mark.parametrize("asked", [WIDE, TALL, SQUARE], ids=str)
+@pytest.mark.parametrize("problem", [WIDE, TALL, SQUARE], ids=str)
 @pytest.mark.slow
-def test_verification_respects_its_limit_whatever_it_compares(asked: Any) -> None:
-    launcher = FakeKernel("k").bind(asked, FakeConfig())
+def test_verification_respects_its_limit_whatever_it_compares(problem: Any) -> None:
+    launcher = FakeKernel("k").bind(problem, FakeConfig())
     seen = set()
     for limit in (2 * MIB, 12 * MIB, 20 * MIB, 48 * MIB):
-        verifier = Verifier(asked, CPU, memory_limit=limit)
+        verifier = Verifier(problem, CPU, memory_limit=limit)
         verdicts = []
         most = peak(lambda v=verifier, kept=verdicts: kept.append(v.verdict(launcher, repeats=2)))
         assert most <= limit

@@ -32,8 +32,8 @@ def store(tmp_path: Path) -> CacheStore:
     return CacheStore(tmp_path, [])
 
 
-def sizes(neighbours: Neighbours, asked: Problem) -> list[Any]:
-    return [near.record.problem["m"] for near in neighbours.nearest(asked)]
+def sizes(neighbours: Neighbours, problem: Problem) -> list[Any]:
+    return [near.record.problem["m"] for near in neighbours.nearest(problem)]
 
 
 def test_the_nearest_come_first_and_are_read_when_asked_for(

@@ -281,11 +281,11 @@ def test_a_product_at_a_plugins_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [("declines", "declines"), ("configs", "configs"), ("estimate_us", "estimate_us")],
 )
 def test_code_that_does_not_return_is_named_on_stderr(
-    method: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    method: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watch, "PATIENCE", 0.2)
     ended: list[str] = []
@@ -301,7 +301,7 @@ def test_code_that_does_not_return_is_named_on_stderr(
     install(FakeBlas(estimate=10.0), kernel)
     tmm_core.matmul(A, B)
     (text,) = ended
-    assert text.startswith(f"tmm: {said} of kernel 'slow' of plugin 'fakes' does not return")
+    assert text.startswith(f"tmm: {message} of kernel 'slow' of plugin 'fakes' does not return")
     assert "TMM_DISABLE_PLUGINS=fakes" in text
 
 

@@ -35,16 +35,16 @@ def compiled_anew() -> Iterator[None]:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The epilogue of every product that layers of ours ask for."""
-    asked: list[str] = []
+    calls: list[str] = []
     linear = tmm_core.api.linear
 
     def spy(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            asked.append(epilogue or "")
+            calls.append(epilogue or "")
         return linear(*args, epilogue=epilogue, **kwargs)
 
     monkeypatch.setattr(tmm_core.api, "linear", spy)
-    return asked
+    return calls
 
 
 class LlamaMLP(nn.Module):
@@ -238,7 +238,7 @@ def test_a_gated_linear_is_half_as_wide() -> None:
         Linear(8, 5, epilogue="swiglu")
 
 
-def test_an_unknown_epilogue_is_told_when_the_layer_is_made() -> None:
+def test_an_unknown_epilogue_is_reported_when_the_layer_is_made() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'gelu'"):
         Linear(8, 5, epilogue="gleu")
 

@@ -154,22 +154,22 @@ def test_what_is_not_served_is_refused(operands: dict[str, Tensor]) -> None:
     for rows in (a[0], a[0].clone().requires_grad_()):
         with pytest.raises(ValueError, match=r"outputs .* are of one product, not of groups"):
             tmm_core.grouped_matmul(rows, b[None], offs=torch.tensor([5]).int(), epilogue=SILU)
-    asked = problem(epilogue=BESIDE)
-    batch = Supports.everything().reasons_against(replace(asked, batch=2))
+    instance = problem(epilogue=BESIDE)
+    batch = Supports.everything().reasons_against(replace(instance, batch=2))
     assert batch == ["outputs are of one product, not of a batch or of groups"]
     able = Supports.everything()
-    for change, said in (
+    for change, message in (
         ({"outputs": ("col", "tile", "scalar")}, "writes no output amax (row max)"),
         ({"reduces": ("sum",)}, "reduces no output amax (row max)"),
         ({"unfused": False}, "output 'amax' has no device function"),
     ):
-        assert said in replace(able, **change).reasons_against(asked)
+        assert message in replace(able, **change).reasons_against(instance)
     with pytest.raises(UnsupportedProblemError, match="writes no output amax"):
         tmm_core.matmul(a, b, epilogue=BESIDE, kernel="triton.split_k")
 
 
 def test_a_port_is_checked() -> None:
-    for wrong, said in (
+    for wrong, message in (
         ({"kind": "rows"}, "kind is one of scalar, row, col, tile, group, not 'rows'"),
         ({"kind": "tile"}, "a tile is not reduced, got reduce='max'"),
         ({"reduce": None}, "a row is reduced by max or sum, got reduce=None"),
@@ -183,7 +183,7 @@ def test_a_port_is_checked() -> None:
         ({"kind": "group", "group": 16, "reduce": None, "of": None}, "groups and no reference"),
         ({"kind": "tile", "reduce": None, "dtype": torch.float8_e4m3fn}, "dtype is one of"),
     ):
-        with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             replace(AMAX, **wrong)
     with pytest.raises(ValueError, match="two outputs of one name"):
         BESIDE.then(BESIDE)
@@ -252,7 +252,7 @@ def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said", "sampled"),
+    ("spoil", "message", "sampled"),
     [
         (_shifted, r"output amax \(row max\) has error", False),
         (_shifted, r"output amax \(row max\) has error", True),
@@ -265,11 +265,13 @@ def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
     ],
 )
 @pytest.mark.slow(quick=3)
-def test_wrong_outputs_are_seen(spoil: Any, said: str, sampled: bool) -> None:
-    asked = problem(m=100, n=72, k=24, epilogue=BESIDE)
-    for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), said)):
-        verifier = Verifier(asked, CPU, sampled=sampled)
-        verdict = verifier.verdict(kernel.bind(asked, kernel.default_config(asked)), repeats=2)
+def test_wrong_outputs_are_seen(spoil: Any, message: str, sampled: bool) -> None:
+    instance = problem(m=100, n=72, k=24, epilogue=BESIDE)
+    for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), message)):
+        verifier = Verifier(instance, CPU, sampled=sampled)
+        verdict = verifier.verdict(
+            kernel.bind(instance, kernel.default_config(instance)), repeats=2
+        )
         if reason is None:
             assert verdict.ok, verdict.reason
         else:
@@ -326,8 +328,10 @@ class TogetherWrong(Spoilt):
     ids=["alpha", "rows apart", "one tensor", "a parameter", "reads outputs", "two threads"],
 )
 def test_outputs_that_are_wrong_in_some_ways_of_use_are_seen(kernel: Spoilt) -> None:
-    asked = problem(m=16, n=16, k=16, epilogue=BESIDE, scaled=True)
-    verdict = Verifier(asked, CPU).verdict(kernel.bind(asked, kernel.default_config(asked)))
+    instance = problem(m=16, n=16, k=16, epilogue=BESIDE, scaled=True)
+    verdict = Verifier(instance, CPU).verdict(
+        kernel.bind(instance, kernel.default_config(instance))
+    )
     assert re.search("output .* has error", str(verdict.reason)), verdict.reason
 
 
@@ -335,8 +339,10 @@ def test_tuning_times_candidates_with_outputs() -> None:
     good, bad = Spoilt(lambda outputs, y: None), Spoilt(_shifted)
     bad.name = "fake.bad"  # type: ignore[misc]
     blas = tmm_core.dispatch.default_dispatcher().registry.kernel(BASELINE)
-    asked = problem(m=40, epilogue=BESIDE)
-    record = Tuner().tune(asked, [blas, good, bad], settings())  # by the clock: they are launched
+    instance = problem(m=40, epilogue=BESIDE)
+    record = Tuner().tune(
+        instance, [blas, good, bad], settings()
+    )  # by the clock: they are launched
     found = {c.kernel: (c.status, c.reason) for c in record.candidates}
     assert found["fake.bad"][0] == "wrong", found
     assert found[BASELINE][0] == "ok", found

@@ -129,15 +129,15 @@ KINDS: dict[str, Any] = {
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The weight and epilogue of every product that is asked for."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     call = api.linear
 
     def spy(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked.append((weight, kwargs.get("epilogue")))
+        calls.append((weight, kwargs.get("epilogue")))
         return call(x, weight, *args, **kwargs)
 
     monkeypatch.setattr(api, "linear", spy)
-    return asked
+    return calls
 
 
 def close(found: Tensor, expected: Tensor) -> None:

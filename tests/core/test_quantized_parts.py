@@ -1,4 +1,4 @@
-"""Quantised tensors as operands: their values in every kind of call, and what is refused."""
+"""Quantised tensors as operands: their values in every kind of call, and refused arguments."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "text"), REFUSED)
-def test_what_does_not_fit(change: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_wrong_parts_are_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:
     call: dict[str, Any] = {
         "a": torch.ones(M, K, dtype=BF16), "b": CODES, "scale_b": ONE, "formats": ",int8",
     }  # fmt: skip
@@ -100,7 +100,7 @@ def test_what_does_not_fit(change: dict[str, Any], error: type[Exception], text:
         torch.ops.tmm.matmul(**{**call, **change})
 
 
-def test_a_named_format_allows_what_an_implied_one_does_not() -> None:
+def test_a_named_format_allows_more_pairs_than_an_implied_one() -> None:
     e4m3, e5m2 = formats.named("fp8").storage
     assert formats.pair(torch.int8, torch.int8).stored is False
     assert formats.pair(BF16, torch.int8, ",int8").result is BF16
@@ -117,7 +117,7 @@ def test_int8_saturates() -> None:
     assert rounded.tolist() == [-128, -128, 127, 127]
 
 
-def test_a_group_as_long_as_k_is_a_row_and_in_a_stack_each_matrix_has_its_own() -> None:
+def test_a_group_as_long_as_k_is_a_row_and_each_matrix_of_a_stack_has_a_scale() -> None:
     one, stack = torch.zeros(1, 32, dtype=torch.int8), torch.zeros(2, 1, 32, dtype=torch.int8)
     assert Quantized(one, torch.ones(()), block=(1, 32)).block == (0, 0)
     assert Quantized(stack, torch.ones(2, 1, 1), block=(1, 32)).block == (1, 0)
@@ -125,7 +125,7 @@ def test_a_group_as_long_as_k_is_a_row_and_in_a_stack_each_matrix_has_its_own() 
 
 
 @pytest.mark.parametrize("name", ["scale", "zero"])
-def test_a_part_of_another_dtype_is_named(name: str) -> None:
+def test_a_scale_or_zero_point_of_another_dtype_is_named(name: str) -> None:
     parts = {"scale": torch.ones(4, 1), "zero": torch.ones(4, 1, dtype=torch.int8)}
     parts[name] = parts[name].to(torch.int64)
     with pytest.raises(ValueError, match=f"{name} of format int8 must have dtype .*int64"):
@@ -151,12 +151,12 @@ def test_only_a_quantised_tensor_is_copied_to_one() -> None:
     ],
     ids=lambda weight: type(weight).__name__,
 )  # fmt: skip
-def test_what_is_rounded_is_a_floating_matrix(weight: Any) -> None:
+def test_quantize_refuses_all_but_floating_matrices(weight: Any) -> None:
     with pytest.raises(TypeError, match="takes a floating tensor of two dimensions or more"):
         tmm_core.quantize(weight, "int8")
 
 
-def test_a_single_scale_may_be_rounded_to_again() -> None:
+def test_a_weight_of_one_row_is_rounded_with_one_scale() -> None:
     weight = torch.tensor([[1.0, -127.0]])
     for group in (None, 0):
         found = tmm_core.quantize(weight, "int8", group=group)

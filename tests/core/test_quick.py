@@ -21,7 +21,7 @@ def test_every_row_is_measured_before_any_is_measured_twice() -> None:
     assert len({(task.suite, str(task.case)) for task in tasks}) == len(tasks)
 
 
-def test_a_machine_without_a_gpu_gets_small_problems_and_is_told(
+def test_a_machine_without_a_gpu_gets_small_problems_and_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TMM_PLUGINS", "blas")

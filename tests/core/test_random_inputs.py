@@ -98,20 +98,20 @@ def test_shapes_of_a_grouped_problem_are_those_of_its_tensors(
     a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...]
 ) -> None:
     offs = torch.tensor([2, 2, 8], dtype=torch.int32)
-    posed = tmm_core.problem(torch.randn(a), torch.randn(b), offs=offs)
-    assert (posed.shape("a"), posed.shape("b"), posed.shape("out")) == (a, b, out)
-    drawn = random_inputs.make(posed, CPU)
+    problem = tmm_core.problem(torch.randn(a), torch.randn(b), offs=offs)
+    assert (problem.shape("a"), problem.shape("b"), problem.shape("out")) == (a, b, out)
+    drawn = random_inputs.make(problem, CPU)
     assert (drawn.a.shape, drawn.b.shape) == (a, b)
 
 
 def test_shapes_of_a_problem_are_those_of_its_tensors() -> None:
     a, b, bias = torch.randn(4, 12, 8), torch.randn(4, 8, 32), torch.randn(32)
     residual = torch.randn(4, 12, 16)
-    posed = tmm_core.problem(a, b, bias=bias, residual=residual, epilogue="swiglu")
+    problem = tmm_core.problem(a, b, bias=bias, residual=residual, epilogue="swiglu")
     shapes = {"a": a, "b": b, "bias": bias, "residual": residual, "out": residual}
-    assert {name: posed.shape(name) for name in shapes} == {n: t.shape for n, t in shapes.items()}
-    assert posed.shape("a_scale") == (4, 12, 1)
-    assert posed.shape("b_scale") == (4, 1, 32)
+    assert {name: problem.shape(name) for name in shapes} == {n: t.shape for n, t in shapes.items()}
+    assert problem.shape("a_scale") == (4, 12, 1)
+    assert problem.shape("b_scale") == (4, 1, 32)
 
 
 @pytest.mark.parametrize("sizes", ["single", "one", "even", "skewed", "sparse"])
@@ -137,11 +137,11 @@ def test_subnormal_results_are_of_plain_fp16_products() -> None:
     half = Operand(torch.float16)
     plain = Problem(16, 16, 16, half, half, half, fingerprint(CPU))
     single = Operand(torch.float32)
-    for asked, has in (
+    for problem, has in (
         (plain, True), (replace(plain, epilogue=parse("gelu")), False),
         (replace(plain, out=single), False), (replace(plain, a=single, b=single), False),
     ):  # fmt: skip
-        names = {plan.name for plan in planned(asked)}
+        names = {plan.name for plan in planned(problem)}
         assert ("subnormal results" in names) is has
 
 

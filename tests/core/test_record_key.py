@@ -115,12 +115,12 @@ def test_each_problem_has_a_record_of_its_own() -> None:
     """On the disk, where the winner of one would else be taken for another's."""
     kernels = FakeBlas(), FakeKernel("fast")
     d, timer = dispatcher(*kernels, times={"fast": 10.0, "blas": 20.0})
-    asked = dataclasses.replace(FULL, a=Operand(torch.float16), b=Operand(torch.float16))
-    asked = dataclasses.replace(asked, out=Operand(torch.float16), tf32=False, residual=None)
-    asked = dataclasses.replace(asked, groups=None, batch_invariant=False)
+    instance = dataclasses.replace(FULL, a=Operand(torch.float16), b=Operand(torch.float16))
+    instance = dataclasses.replace(instance, out=Operand(torch.float16), tf32=False, residual=None)
+    instance = dataclasses.replace(instance, groups=None, batch_invariant=False)
     residual = Operand(torch.float16)
     layouts = [dataclasses.replace(residual, layout=layout) for layout in ("row", "col")]
-    problems = [asked, *(dataclasses.replace(asked, residual=r) for r in layouts)]
+    problems = [instance, *(dataclasses.replace(instance, residual=r) for r in layouts)]
     for problem in problems:
         timer.measured.clear()
         d.tune(problem, settings())

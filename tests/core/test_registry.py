@@ -1,4 +1,4 @@
-"""Plugins: the door, what comes through it, and what broken ones cost."""
+"""Plugins: how they are loaded, what they register, and what a broken one costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EntryPoint:
 
 
 def by_group(*points: EntryPoint) -> Callable[..., list[EntryPoint]]:
-    """In place of ``importlib.metadata.entry_points``."""
+    """A replacement for ``importlib.metadata.entry_points``."""
     return lambda group: [point for point in points if point.group == group]
 
 
@@ -94,7 +94,7 @@ class AClass:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (ImportError("libcute.so not found"), "import failed: ImportError: libcute.so"),
         (Raises(), "tmm_kernels failed: ZeroDivisionError: in the hook"),
@@ -105,10 +105,12 @@ class AClass:
         (plugin(FakeKernel("")), "has no name"),
     ],
 )
-def test_a_broken_plugin_is_reported_once_and_costs_itself(broken: Any, said: str) -> None:
+def test_a_broken_plugin_is_reported_once_and_costs_itself(broken: Any, message: str) -> None:
     good = EntryPoint("good", plugin(FakeKernel("good.one")))
     r = registry(EntryPoint("bad", broken), good)
-    with pytest.warns(TmmWarning, match=f"(?s)plugin 'bad' \\(stranger 1.2\\).*{said}") as caught:
+    with pytest.warns(
+        TmmWarning, match=f"(?s)plugin 'bad' \\(stranger 1.2\\).*{message}"
+    ) as caught:
         assert names(r) == ["good.one"]
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -177,7 +179,7 @@ def test_a_registered_epilogue_is_known_by_name() -> None:
         r.epilogue("sqare")
 
 
-def test_built_ins_come_through_the_same_door() -> None:
+def test_built_in_plugins_have_entry_points_too() -> None:
     points = importlib.metadata.entry_points(group="tmm_core")
     assert {"blas", "triton"} <= {p.name for p in points}
     assert "tmm_blas" not in (sys.modules["tmm_core.registry.registry"].__dict__)
@@ -196,7 +198,7 @@ def test_kernel_infos_show_what_is_off() -> None:
     }
 
 
-def test_an_unknown_name_is_told_across_processes() -> None:
+def test_an_unknown_name_is_reported_across_processes() -> None:
     error = UnknownNameError("kernel", "bla", ["blas"])
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is UnknownNameError

@@ -225,9 +225,9 @@ def test_what_a_record_says() -> None:
         assert weight.block == wanted
         x = torch.randn(3, shape[1], dtype=BF16)
         close(tmm_core.linear(x, weight), x.double() @ values.T)
-    posed = tmm_core.problem(x, weight.t())
-    assert posed.b.to_json()["scale"] == "128x128"
-    assert "scales 1·128x128" in str(posed)
+    problem = tmm_core.problem(x, weight.t())
+    assert problem.b.to_json()["scale"] == "128x128"
+    assert "scales 1·128x128" in str(problem)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -48,7 +48,7 @@ def test_every_combination_of_the_fields_that_a_kernel_has() -> None:
         combined([Naive()], {}, {"SPLIT_K": [1]})
 
 
-def test_a_sweep_is_timed_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_timed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     register(FakeKernel("fake.one"), FakeKernel("fake.two"))
     argv = ("--kernel", "fake.one,fake.two", "--sweep", "tile=1,3", "--squares", "8:16:8")
     documents = bench(capsys, *argv)
@@ -111,7 +111,7 @@ def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("--sweep", "tile=1", "--shapes", "8x8x8"), "name them with --kernel"),
         (("--kernel", "blas"), "on which problems"),
@@ -123,10 +123,10 @@ def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
 ) -> None:
     assert main(["bench", *argv, "--device", "cpu"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_values_are_what_they_read_as() -> None:

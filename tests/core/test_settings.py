@@ -1,4 +1,4 @@
-"""Settings compare by identity: equal ones are one object, and others another."""
+"""Settings compare by identity: equal settings are one object, different ones are two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tmm_core.settings import (
     within,
 )
 
-#: Two values of each field, as ``override`` takes them, and what they come to.
+#: Two values of each field: the argument of ``override``, and the value of the setting.
 VALUES: dict[str, list[tuple[Any, Any]]] = {
     "on_cache_miss": [("heuristic", "heuristic"), ("error", "error")],
     "kernel": [("blas", "blas"), ("other", "other")],
@@ -37,6 +37,7 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
     "tune_share": [(0.25, 0.25), (1, 1)],
     "progress": [(True, True), (False, False)],
 }
+#: A text of each environment variable, and the value of the setting.
 TEXTS = {
     "on_cache_miss": ("error", "error"),
     "kernel": (" blas ", "blas"),
@@ -52,14 +53,14 @@ TEXTS = {
 }
 
 
-def test_these_are_all() -> None:
-    # Callers do not set `nested`; tests/core/test_nested.py.
+def test_all_fields_and_variables_have_values() -> None:
+    # Callers do not set `nested`: tests/core/test_nested.py.
     assert {f.name for f in dataclasses.fields(Settings)} == VALUES.keys() | {"nested"}
     assert VARIABLES.keys() == TEXTS.keys()
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_settings_that_differ_in_one_field_are_not_one(name: str) -> None:
+def test_settings_that_differ_in_one_field_are_two_objects(name: str) -> None:
     with_it = {"kernel": "blas"} if name == "config" else {}
     seen = []
     for given, value in [*VALUES[name], *VALUES[name]]:
@@ -73,7 +74,7 @@ def test_settings_that_differ_in_one_field_are_not_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_an_override_does_not_name_stays(name: str) -> None:
+def test_an_override_keeps_the_other_settings(name: str) -> None:
     with_it = {"kernel": "blas"} if name == "config" else {}
     given, value = VALUES[name][0]
     other = "tune_budget" if name != "tune_budget" else "progress"
@@ -93,7 +94,7 @@ def test_disabled_kernels_add_up() -> None:
             assert inner.disable == {"one"}
 
 
-def test_a_config_is_its_kernels() -> None:
+def test_a_forced_config_belongs_to_a_forced_kernel() -> None:
     with tmm_core.override(kernel="one", config={"tile": 1}):
         with tmm_core.override(config={"tile": 2}) as inner:
             assert (inner.kernel, inner.config) == ("one", '{"tile": 2}')
@@ -106,7 +107,7 @@ def test_a_config_is_its_kernels() -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_the_environment_says_each(name: str) -> None:
+def test_each_setting_is_read_from_its_variable(name: str) -> None:
     variable, _ = VARIABLES[name]
     text, value = TEXTS[name]
     settings = Settings.from_environ({variable: text})
@@ -134,10 +135,10 @@ def test_the_environment_says_each(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_value_of_another_type_is_told_with_its_name(given: dict[str, Any]) -> None:
-    # A flag of 1 would be interned, and found in a record's key, in place of True.
-    told = pytest.raises(SettingsError, match=f"{next(iter(given))} must be")
-    with told, tmm_core.override(**given):
+def test_a_value_of_another_type_is_reported_with_its_name(given: dict[str, Any]) -> None:
+    # 1 equals True, so settings with 1 would be interned and stand in for those with True.
+    message = pytest.raises(SettingsError, match=f"{next(iter(given))} must be")
+    with message, tmm_core.override(**given):
         pass
 
 
@@ -163,7 +164,7 @@ def test_a_name_of_spaces_is_none() -> None:
 
 
 def test_work_of_another_thread_has_the_settings_of_its_call() -> None:
-    """Except for promises about weights, which it may just have written."""
+    """Except for the promise of static weights, since the work may just have written the weight."""
     with tmm_core.override(kernel="one", tune_budget=3.0) as outer:
         assert within(outer, current) is outer
         with tmm_core.override(static_weights=True) as promised:
@@ -180,7 +181,7 @@ def test_work_of_another_thread_has_the_settings_of_its_call() -> None:
         assert current() is outer
 
 
-def test_static_weights_of_the_environment_are_no_promise_of_a_gradient(
+def test_static_weights_of_the_environment_do_not_hold_for_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TMM_STATIC_WEIGHTS", "1")
@@ -203,6 +204,6 @@ def test_a_plugins_code_forces_no_kernel() -> None:
 
 
 @pytest.mark.parametrize("problems", [None, 5, "x", object, ["x"]])
-def test_tuning_what_is_no_problem_is_refused(problems: Any) -> None:
+def test_tune_refuses_arguments_that_are_no_problems(problems: Any) -> None:
     with pytest.raises(TypeError, match=r"tune\(\) takes problems"):
         tmm_core.tune(problems)

@@ -70,7 +70,7 @@ class _Callable:
 
 
 @pytest.mark.parametrize(
-    ("passed", "said"),
+    ("passed", "message"),
     [
         (square, "Epilogue('square', reference=lambda z: …, device=square)"),
         (_times_tanh, "Epilogue('_times_tanh', reference=…)"),
@@ -86,10 +86,10 @@ class _Callable:
         (3, "epilogue must be a str or an Epilogue, got int"),
     ],
 )
-def test_another_is_refused_with_what_to_write(passed: Any, said: str) -> None:
+def test_another_is_refused_with_what_to_write(passed: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         tmm_core.matmul(torch.ones(2, 2), torch.ones(2, 2), epilogue=passed)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_plugins_own_name_is_not_taken_for_an_alias() -> None:

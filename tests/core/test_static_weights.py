@@ -187,8 +187,8 @@ def posed() -> list[Problem]:
     """The problems that calls on a CPU pose, by a kernel that declines them all."""
     seen: list[Problem] = []
 
-    def note(asked: Problem) -> list[str]:
-        seen.append(asked)
+    def note(problem: Problem) -> list[str]:
+        seen.append(problem)
         return ["only looks"]
 
     kernel = FakeKernel("test.looks", against=note)

@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def their_warnings() -> Iterator[None]:
+def ignore_warnings_of_libraries() -> Iterator[None]:
     with warnings.catch_warnings():
         for name in ("accelerate", "kernels", "torch", "transformers"):
             warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
@@ -53,7 +53,7 @@ def their_warnings() -> Iterator[None]:
 
 @pytest.fixture
 def ours() -> Iterator[Any]:
-    """Our module, registered."""
+    """tmm's integration module, registered with Transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("transformers", minversion="5.0")
@@ -67,15 +67,15 @@ def ours() -> Iterator[Any]:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The weight and epilogue of every grouped product that is called."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     original = tmm_core.grouped.grouped_matmul
 
     def spy(x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        asked.append((weight, kwargs.get("epilogue")))
+        calls.append((weight, kwargs.get("epilogue")))
         return original(x, weight, **kwargs)
 
     monkeypatch.setattr(tmm_core.grouped, "grouped_matmul", spy)
-    return asked
+    return calls
 
 
 def tiny(name: str, dtype: torch.dtype = BF16) -> Any:
@@ -90,8 +90,8 @@ def tiny(name: str, dtype: torch.dtype = BF16) -> Any:
 
 
 def in_blocks(weight: Tensor, block: Any, exponents: bool, parts: int) -> Any:
-    """A weight in e4m3, the scales of its blocks or parts as checkpoints have them, and its
-    values."""
+    """Return a weight in e4m3, the scales of its blocks or parts as checkpoints store them, and the
+    weight's values in fp64."""
     *_, n, k = weight.shape
     rows, columns = (-(-n // 128), -(-k // 128)) if block else (parts, 1)
     shape = (*weight.shape[:-2], rows, columns)
@@ -105,8 +105,8 @@ def in_blocks(weight: Tensor, block: Any, exponents: bool, parts: int) -> Any:
 
 
 def in_fp8(model: Any, block: tuple[int, int] | None, exponents: bool, skipped: list[str]) -> Any:
-    """The model with the layers of Transformers for 8-bit floats, and one in float64 with their
-    values."""
+    """Return the model with Transformers' layers for 8-bit floats, and a model in float64 with the
+    same values."""
     fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
     transformers = importlib.import_module("transformers")
     config = transformers.FineGrainedFP8Config(weight_block_size=block)
@@ -192,13 +192,13 @@ def test_models_in_8_bit_floats(
 def test_activations_are_rounded(
     block: Any, device: str, ours: Any, products: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In all layers for 8-bit floats: their weights' products differ from those of the model in
-    float64 by the rounding of activations to 3 bits after the first."""
-    asked: list[Any] = []
+    """In all layers for 8-bit floats. Results differ from the float64 model by the rounding of
+    activations to e4m3, which keeps 3 bits of the mantissa."""
+    calls: list[Any] = []
     original = api.linear
 
     def spy(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked.append((x, weight))
+        calls.append((x, weight))
         return original(x, weight, *args, **kwargs)
 
     monkeypatch.setattr(api, "linear", spy)
@@ -206,7 +206,7 @@ def test_activations_are_rounded(
     report = convert(model.to(device), activations="fp8")
     close(model, exact, 0.2)
     blocks = (1, 128) if block else (1, 0)
-    in_8_bits = [x for x, weight in asked if isinstance(weight, Quantized)]
+    in_8_bits = [x for x, weight in calls if isinstance(weight, Quantized)]
     assert len(in_8_bits) == 8
     assert all(isinstance(x, Quantized) and x.block == blocks for x in in_8_bits)
     layer = model.model.layers[0].mlp.experts
@@ -215,7 +215,7 @@ def test_activations_are_rounded(
     index = torch.randint(0, 8, (9, 2), device=device)
     weights = torch.rand(9, 2, device=device, dtype=BF16)
     rounded = layer(x, index, weights)
-    # The first product's rows are gathered after they were rounded: by hand, in float64.
+    # Compare with activations that are rounded by hand: rows are rounded before they are gathered.
     narrow = quantize(x, "fp8", group=128 if block else 0).dequantize()
     layer.rounds_activations = False
     assert not torch.equal(rounded, layer(x, index, weights))
@@ -226,7 +226,7 @@ def test_activations_are_rounded(
     assert not hasattr(layer, "rounds_activations")
 
 
-def test_static_activations_and_other_layers_keep_theirs(ours: Any) -> None:
+def test_activations_with_a_stored_scale_and_of_plain_layers_are_not_rounded(ours: Any) -> None:
     fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
     layer = fp8.FP8Linear(128, 128, (128, 128), activation_scheme="static")
     plain = nn.Linear(128, 128)
@@ -253,7 +253,8 @@ TABLE = torch.cat((TABLE, -TABLE))
 
 
 def in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks and scales of weights ``[E, N, K]``, as gpt-oss has them, and their values."""
+    """Return the blocks and scales of weights ``[E, N, K]`` as gpt-oss stores them, and the rounded
+    values."""
     groups = weight.double().unflatten(-1, (-1, 32))
     power = groups.abs().amax(-1).log2().floor() - 2
     codes = (groups / torch.exp2(power)[..., None])[..., None] - TABLE
@@ -302,7 +303,8 @@ def test_experts_of_4_bits(exponents: bool, ours: Any) -> None:
 
 
 def checkpoint(path: Path) -> Any:
-    """A tiny gpt-oss in MXFP4 on disk, as OpenAI's are; returns it in float64 with its values."""
+    """Write a tiny gpt-oss in MXFP4, as OpenAI's checkpoints are; return a float64 model with the
+    same values, and the state dict."""
     safetensors = pytest.importorskip("safetensors.torch")
     model = tiny("GptOss")
     exact = copy.deepcopy(model).double()
@@ -349,7 +351,7 @@ def test_compiled_experts(which: str, ours: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gpt_oss_in_mxfp4(device: str, ours: Any, products: list[Any], tmp_path: Path) -> None:
-    """From a checkpoint and back to one, without the hub that Transformers asks for kernels."""
+    """Load a checkpoint and save it again, without the hub from which Transformers gets kernels."""
     pytest.importorskip("kernels")
     transformers = importlib.import_module("transformers")
     exact, state = checkpoint(tmp_path)
@@ -358,7 +360,7 @@ def test_gpt_oss_in_mxfp4(device: str, ours: Any, products: list[Any], tmp_path:
     )
     layer = model.model.layers[1].mlp.experts
     assert isinstance(layer, Mxfp4Experts)
-    # Theirs would swizzle what is loaded, and undo it in what is saved.
+    # Transformers' own conversions would swizzle loaded weights, and undo it for saved ones.
     assert model.hf_quantizer.get_weight_conversions() == []
     close(model, exact)
     for weight, epilogue in products[::2]:
@@ -381,8 +383,8 @@ def test_gpt_oss_in_mxfp4(device: str, ours: Any, products: list[Any], tmp_path:
     close(model, exact)  # the layers are tmm's own
 
 
-def test_mxfp4_without_the_name(ours: Any, tmp_path: Path) -> None:
-    """Transformers decides as it did before."""
+def test_mxfp4_that_is_dequantised(ours: Any, tmp_path: Path) -> None:
+    """With ``Mxfp4Config(dequantize=True)`` Transformers' own layers are loaded as before."""
     transformers = importlib.import_module("transformers")
     exact, _ = checkpoint(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -405,7 +407,7 @@ def test_mxfp4_without_the_name(ours: Any, tmp_path: Path) -> None:
 def test_weights_of_experts_are_rounded(
     name: str, weights: str, ours: Any, products: list[Any]
 ) -> None:
-    """In either layout; an undone model has the rounded values."""
+    """Weights in both layouts. After ``undo`` the model has the rounded values."""
     model = tiny(name)
     exact = copy.deepcopy(model).double()
     report = convert(model, weights=weights)

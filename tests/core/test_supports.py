@@ -90,21 +90,21 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 
 def test_the_interpreter_is_no_device() -> None:
     supports = replace(LEAST, devices=("cuda", "hip", "interpreter"))
-    said = "runs on NVIDIA GPUs and AMD GPUs, or under TRITON_INTERPRET=1, not on cpu"
-    assert supports.reasons_against(replace(PLAIN, device=replace(GPU, type="cpu"))) == [said]
+    message = "runs on NVIDIA GPUs and AMD GPUs, or under TRITON_INTERPRET=1, not on cpu"
+    assert supports.reasons_against(replace(PLAIN, device=replace(GPU, type="cpu"))) == [message]
 
 
-@pytest.mark.parametrize(("change", "said", "declared"), ASKED)
+@pytest.mark.parametrize(("change", "message", "declared"), ASKED)
 def test_what_is_not_declared_is_declined(
-    change: dict[str, Any], said: str, declared: dict[str, Any]
+    change: dict[str, Any], message: str, declared: dict[str, Any]
 ) -> None:
-    asked = replace(PLAIN, **change)
+    problem = replace(PLAIN, **change)
     assert LEAST.reasons_against(PLAIN) == []
-    reasons = LEAST.reasons_against(asked)
-    assert any(said in reason for reason in reasons), reasons
+    reasons = LEAST.reasons_against(problem)
+    assert any(message in reason for reason in reasons), reasons
     if declared:
-        assert replace(LEAST, **declared).reasons_against(asked) == []
-    assert Supports.everything().reasons_against(asked) == [] or not declared
+        assert replace(LEAST, **declared).reasons_against(problem) == []
+    assert Supports.everything().reasons_against(problem) == [] or not declared
 
 
 def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:
@@ -120,9 +120,11 @@ def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:
 def test_capabilities_are_those_of_nvidia() -> None:
     hopper = replace(LEAST, capability=(9, 0), below=(9, 1), devices=("cuda", "hip"))
     for capability, able in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
-        asked = replace(PLAIN, device=replace(GPU, capability=capability))
-        assert (not hopper.reasons_against(asked)) is able
-        assert not hopper.reasons_against(replace(asked, device=replace(asked.device, cuda="hip")))
+        problem = replace(PLAIN, device=replace(GPU, capability=capability))
+        assert (not hopper.reasons_against(problem)) is able
+        assert not hopper.reasons_against(
+            replace(problem, device=replace(problem.device, cuda="hip"))
+        )
 
 
 @pytest.mark.parametrize("wrong", [{"devices": "cuda"}, {"operands": BF16}, {"ragged": None},
@@ -184,12 +186,12 @@ def test_a_check_covers_each_field(kind: type) -> None:
 
 
 def test_what_nobody_declares_is_an_error_and_not_left_to_blas(tmp_path: Path) -> None:
-    asked = replace(PLAIN, device=DEVICE, groups=Groups(2, "m"))
+    problem = replace(PLAIN, device=DEVICE, groups=Groups(2, "m"))
     blas, fast = FakeBlas(), FakeKernel("fast")
     blas.supports = fast.supports = replace(blas.supports, ragged=())  # type: ignore[misc]
     d, _ = dispatcher(blas, fast, root=tmp_path)
     with pytest.raises(UnsupportedProblemError, match=r"blas: .* ragged along m"):
-        d.choose(asked, settings())
+        d.choose(problem, settings())
 
 
 def test_groups_are_checked() -> None:

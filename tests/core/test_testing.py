@@ -708,8 +708,8 @@ def test_layouts_are_what_their_names_say(layout: str) -> None:
     suite = KernelConformance()
     suite.device = "cpu"  # type: ignore[misc]
     for size in ((48, 80, 112), (5, 7, 9), (1, 1, 1), (1, 40, 33), (33, 1, 40)):
-        asked = suite._probe(size)
+        problem = suite._probe(size)
         m, n, k = size
         a, b = torch.empty(m, k, dtype=torch.float16), torch.empty(k, n, dtype=torch.float16)
-        found = Problem.of(a, b, a.new_empty(m, n), asked.device)
-        assert asked == found
+        found = Problem.of(a, b, a.new_empty(m, n), problem.device)
+        assert problem == found

@@ -103,7 +103,7 @@ def program(z):
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_each_kernel_computes_the_tile_it_is_said_to(
+def test_each_kernel_computes_the_tile_that_its_anatomy_says(
     kernel: Any, more: dict[str, Any], group: int
 ) -> None:
     """Shown by an epilogue that returns the number of its program."""
@@ -113,8 +113,8 @@ def test_each_kernel_computes_the_tile_it_is_said_to(
     config = kernel.config_type(**tile, **more)
     a, b = torch.zeros(5 * 16 - 3, 16), torch.zeros(16, 4 * 16)
     who = Epilogue("program", lambda z: z, device=program)
-    posed = tmm_core.problem(a, b, epilogue=who)
-    assert kernel.anatomy(posed, config).group_m == group
-    out = kernel.bind(posed, config)(a, b, None, None, 1.0, None)
+    problem = tmm_core.problem(a, b, epilogue=who)
+    assert kernel.anatomy(problem, config).group_m == group
+    out = kernel.bind(problem, config)(a, b, None, None, 1.0, None)
     found = [[int(out[m * 16, n * 16]) for n in range(4)] for m in range(5)]
     assert found == numbers(5, 4, group)

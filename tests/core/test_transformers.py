@@ -51,16 +51,16 @@ def ours() -> Iterator[Any]:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The epilogue of every product that is asked for."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     for name in ("linear", "matmul"):
         call = getattr(api, name)
 
         def spy(*args: Any, call: Any = call, **kwargs: Any) -> torch.Tensor:
-            asked.append(kwargs.get("epilogue"))
+            calls.append(kwargs.get("epilogue"))
             return call(*args, **kwargs)
 
         monkeypatch.setattr(api, name, spy)
-    return asked
+    return calls
 
 
 SIZES: dict[str, Any] = {
@@ -161,21 +161,21 @@ def test_unregister_restores_models_and_transformers(ours: Any, products: list[A
 
 
 def test_experts_by_name_and_back(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
     grouped = tmm_core.grouped.grouped_matmul
 
     def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
-        asked.append(kwargs.get("epilogue"))
+        calls.append(kwargs.get("epilogue"))
         return grouped(*args, **kwargs)
 
     monkeypatch.setattr(tmm_core.grouped, "grouped_matmul", spy)
     model, expected = moe(), logits(moe())
     model.set_experts_implementation("tmm")
     assert_close(logits(model), expected)
-    assert asked == ["swiglu", None] * 2
+    assert calls == ["swiglu", None] * 2
     ours.unregister(model)
     assert_close(logits(model), expected)
-    assert len(asked) == 4
+    assert len(calls) == 4
     with pytest.raises(ValueError, match="tmm"):
         model.set_experts_implementation("tmm")
     model.config._experts_implementation_internal = "tmm"

@@ -43,7 +43,7 @@ FIRST, BRIEF = 3, 2
 
 
 class Counting(Faulty):
-    """Right, and counts its launches."""
+    """Counts its launches. It is right, unless ``wrong``, and except at the M of ``wrong_at``."""
 
     def __init__(
         self, name: str = "fast", wrong: bool = False, wrong_at: Sequence[int] = (), **fields: Any
@@ -63,9 +63,10 @@ def dispatcher(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
     return Dispatcher(registry, Tuner(FakeTimer(FAST)), store)
 
 
-def name(d: Dispatcher, asked: Problem, how: Settings = GUESS) -> str:
-    choice, launcher = d.bound(asked, how)
-    shape = (asked.m, asked.k), (asked.k, asked.n)
+def name(d: Dispatcher, problem: Problem, how: Settings = GUESS) -> str:
+    """The kernel that answers the problem, after a check of its result."""
+    choice, launcher = d.bound(problem, how)
+    shape = (problem.m, problem.k), (problem.k, problem.n)
     a, b = (torch.randn(size) for size in shape)
     torch.testing.assert_close(launcher(a, b, None, None, 1.0, None), a @ b)
     return choice.candidate.kernel.name
@@ -87,7 +88,7 @@ def test_a_wrong_guess_is_never_used(tmp_path: Path) -> None:
     assert name(d, problem()) == "blas"  # silently
     assert kernel.launches == launches
     assert "exceeds" in d.rejections(problem(), GUESS)["fast"][0]
-    # Another bucket: the distribution has had its warning.
+    # In another bucket there is no second warning for the same distribution.
     assert name(d, problem(m=128)) == "blas"
     assert "exceeds" in d.rejections(problem(m=128), GUESS)["fast"][0]
 
@@ -107,7 +108,7 @@ def test_a_right_guess_is_verified_once(tmp_path: Path) -> None:
     assert kernel.launches == FIRST + 2 + BRIEF + 2
 
 
-def test_stamps_last(tmp_path: Path) -> None:
+def test_stamps_outlive_a_process(tmp_path: Path) -> None:
     kernel = Counting()
     assert name(dispatcher(kernel, CacheStore(tmp_path, [])), problem()) == "fast"
     again = Counting()
@@ -133,7 +134,7 @@ def test_a_record_from_elsewhere_is_verified(tmp_path: Path) -> None:
         assert name(d, problem(), settings()) == "blas"
 
 
-def test_a_record_of_ones_own_is_not(tmp_path: Path) -> None:
+def test_a_record_of_ones_own_is_not_verified(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(shipped(tmp_path), []))
     assert name(d, problem(), settings()) == "fast"
@@ -148,7 +149,7 @@ def test_a_record_of_ones_own_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_second_of_a_tuning_is_verified_when_it_answers(tmp_path: Path, wrong: bool) -> None:
-    """A tuning verifies its winner in every way of use, and of the others one launch."""
+    """A tuning verifies its winner in every way of use, and one launch of the others."""
     second = Counting("second", wrong_at=[50] if wrong else [])
     registry = Registry()
     registry.register(plugin(FakeBlas(estimate=100.0), FakeKernel("fast"), second), "fakes")
@@ -168,7 +169,7 @@ def test_the_second_of_a_tuning_is_verified_when_it_answers(tmp_path: Path, wron
 
 
 def test_an_equal_incumbent_is_verified_when_it_answers(tmp_path: Path) -> None:
-    """The tuning verified the other, which would have won without a record."""
+    """The tuning verified ``equal``, which would have won without the record."""
     layer = shipped(tmp_path / "layer")
     times = {**FAST, "equal": FAST["fast"]}
     registry = Registry()
@@ -184,7 +185,8 @@ def test_an_equal_incumbent_is_verified_when_it_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["tune", "background"])
 def test_a_wrong_winner_of_a_tuning_leaves_the_next(mode: Any) -> None:
-    """Right in the launches that every candidate gets, wrong afterwards at the record's own M."""
+    """The wrong kernels are right in the launches that every candidate gets, and wrong afterwards
+    at the record's own M."""
 
     def later(count: list[int], right: Any, *rest: Any) -> Any:
         count[0] += len(rest[0]) == problem().m
@@ -219,7 +221,7 @@ def test_under_capture_blas_answers(tmp_path: Path) -> None:
     assert d.bound(capturing, settings())[0].candidate.kernel.kernel is kernel
 
 
-def test_what_memory_does_not_suffice_for_is_not_used(
+def test_a_kernel_is_not_used_if_memory_does_not_suffice_to_verify_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Counting()
@@ -242,7 +244,7 @@ def test_what_memory_does_not_suffice_for_is_not_used(
     assert "no memory" in choice.reason
 
 
-def test_what_raises_at_its_first_use_costs_itself(tmp_path: Path) -> None:
+def test_a_kernel_that_raises_at_its_first_use_costs_itself(tmp_path: Path) -> None:
     def explode(*arguments: Any) -> Any:
         raise RuntimeError("illegal address")
 
@@ -251,7 +253,7 @@ def test_what_raises_at_its_first_use_costs_itself(tmp_path: Path) -> None:
         assert name(d, problem()) == "blas"
     with pytest.raises(RuntimeError, match="illegal address"):
         d.bound(problem(), settings(kernel="fast"))
-    # The caller's word.
+    # With verify=False the caller takes the risk.
     choice, launcher = d.bound(problem(), settings(kernel="fast", verify=False))
     assert choice.origin == "forced"
     with pytest.raises(RuntimeError, match="illegal address"):
@@ -260,9 +262,9 @@ def test_what_raises_at_its_first_use_costs_itself(tmp_path: Path) -> None:
 
 def test_interpreted_kernels_are_verified_too(tmp_path: Path) -> None:
     d = dispatcher(Counting(wrong=True), CacheStore(tmp_path, []))
-    asked = problem(device=replace(DEVICE, interpreted=True))
+    instance = problem(device=replace(DEVICE, interpreted=True))
     with pytest.warns(TmmWarning, match="wrong at its first use"):
-        assert name(d, asked) == "blas"
+        assert name(d, instance) == "blas"
 
 
 def test_a_forced_kernel_is_verified_at_its_first_use(tmp_path: Path) -> None:
@@ -334,31 +336,31 @@ def test_large_sizes_are_verified_by_class(tmp_path: Path) -> None:
 
 def test_a_batch_invariant_record_of_groups_is_ones_own(tmp_path: Path) -> None:
     """Groups without one reduction order for all sizes use the bucket's plain record."""
-    asked = problem(m=128, groups=Groups(2, "m"))
+    instance = problem(m=128, groups=Groups(2, "m"))
     store, candidate = CacheStore(tmp_path, []), Candidate(FakeKernel("fast"), FakeConfig(tile=1))
     record = TuningRecord(
-        problem=asked.to_json(), winner=0, created="2026-01-01T00:00:00+00:00",
+        problem=instance.to_json(), winner=0, created="2026-01-01T00:00:00+00:00",
         candidates=(CandidateResult("fast", "1", {"tile": 1}, "ok", (1.0,)),), tuning_seconds=1.0,
     )  # fmt: skip
     first_use.FirstUse(store).stamp_winner(DEVICE, record)
-    invariant = replace(asked, batch_invariant=True)
-    choice = Choice(candidate, "cache", evidence=asked)
+    invariant = replace(instance, batch_invariant=True)
+    choice = Choice(candidate, "cache", evidence=instance)
     assert first_use.FirstUse(store).may_launch(invariant, choice)
     # Its own record would be another one.
     assert not first_use.FirstUse(store).may_launch(invariant, replace(choice, arithmetic="k"))
     assert not first_use.FirstUse(store).may_launch(replace(invariant, m=100), choice)
 
 
-def test_batch_invariant_mode_is_no_way_around(tmp_path: Path) -> None:
+def test_batch_invariant_mode_verifies_too(tmp_path: Path) -> None:
     wrong = Counting(wrong=True, traits=Traits(batch_invariant=True))
     registry = Registry()
     blas = FakeBlas(estimate=100.0, traits=Traits(batch_invariant=True))
     registry.register(plugin(blas, wrong), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer(FAST)), CacheStore(tmp_path, []))
-    with pytest.warns(TmmWarning) as said:
+    with pytest.warns(TmmWarning) as message:
         choice, _ = d.bound(problem(batch_invariant=True), GUESS)
     assert choice.candidate.kernel.name == "blas"
-    first, then = (str(warning.message) for warning in said)
+    first, then = (str(warning.message) for warning in message)
     assert "fast was wrong at its first use" in first
     assert "its rows differ" in then
 
@@ -371,21 +373,21 @@ def invariant(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
 
 def test_batch_invariant_records_of_ones_own_hold_under_capture(tmp_path: Path) -> None:
     traits = Traits(batch_invariant=True)
-    asked = problem(m=40, batch_invariant=True)
-    invariant(Counting(traits=traits), CacheStore(tmp_path, [])).tune(asked, settings())
+    instance = problem(m=40, batch_invariant=True)
+    invariant(Counting(traits=traits), CacheStore(tmp_path, [])).tune(instance, settings())
     again = Counting(traits=traits)
     d = invariant(again, CacheStore(tmp_path, []))
-    choice, _ = d.bound(replace(asked, capturing=True), GUESS)
+    choice, _ = d.bound(replace(instance, capturing=True), GUESS)
     assert (choice.origin, choice.candidate.kernel.kernel) == ("cache", again)
     assert again.launches == 0
 
 
-def test_where_blas_takes_the_place_of_batch_invariance_it_is_said(tmp_path: Path) -> None:
+def test_a_warning_says_that_blas_is_not_batch_invariant(tmp_path: Path) -> None:
     guessed = Counting(traits=Traits(batch_invariant=True))
     d = invariant(guessed, CacheStore(tmp_path, []))
-    asked = problem(batch_invariant=True, capturing=True)
+    instance = problem(batch_invariant=True, capturing=True)
     with pytest.warns(TmmWarning, match="BLAS, which is not batch-invariant: .* being captured"):
-        choice, _ = d.bound(asked, GUESS)
+        choice, _ = d.bound(instance, GUESS)
     assert choice.candidate.kernel.name == "blas"
     assert guessed.launches == 0
 
@@ -420,7 +422,7 @@ def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:
 
 @pytest.mark.parametrize("height", [192, 256, 320, 384, 512])
 def test_sizes_of_one_class_fill_a_tall_tile_alike(height: int) -> None:
-    """Whatever the config's field is called; other numbers add no classes."""
+    """For any name of the config's field. Other numbers of a config add no classes."""
     filled: dict[str, set[int]] = {}
     for m in range(1025, 8193):
         key = first_use.size_class(m, {"rows": height, "on": True, "name": "x", "K": 1024})
@@ -442,7 +444,7 @@ def test_the_tile_of_a_candidate_decides_the_class_of_its_size() -> None:
 
 
 def test_classes_of_sizes() -> None:
-    """Up to 1024 each size is one; beyond, every remainder of eight tiles of 128 is."""
+    """Each size up to 1024 is a class; beyond, each remainder of eight tiles of 128 is a class."""
     assert len({first_use.size_class(m) for m in range(1, 1025)}) == 1024
     assert first_use.size_class(1024) != first_use.size_class(1152)
     assert len({first_use.size_class(m) for m in range(1025, 4096)}) == 1024

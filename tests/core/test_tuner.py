@@ -47,8 +47,8 @@ def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
 def tune(*kernels: FakeKernel, **fields: Any) -> tuple[TuningRecord, FakeTimer]:
     timer = FakeTimer(fields.pop("times", {}))
     before = fields.pop("before", None)
-    asked = fields.pop("problem", problem())
-    return Tuner(timer).tune(asked, kernels, settings(**fields), before), timer
+    instance = fields.pop("problem", problem())
+    return Tuner(timer).tune(instance, kernels, settings(**fields), before), timer
 
 
 def status(record: TuningRecord) -> dict[str, str]:
@@ -91,9 +91,9 @@ def test_what_another_left_in_the_output_is_nobodys_answer(layout: Any, rows: in
     """BLAS is verified before, and a right kernel after that: each leaves the right answer."""
     idle = Idle("z.idle")
     idle.rows = rows
-    asked = problem(out=Operand(torch.float32, layout), bias=torch.float32)
+    instance = problem(out=Operand(torch.float32, layout), bias=torch.float32)
     kernels = FakeBlas(), FakeKernel("right"), idle
-    record, timer = tune(*kernels, problem=asked, times={"z.idle": 1.0, "blas": 20.0})
+    record, timer = tune(*kernels, problem=instance, times={"z.idle": 1.0, "blas": 20.0})
     assert status(record) == {"blas": "ok", "right": "slow", "z.idle": "wrong"}
     assert "z.idle" not in timer.measured
     assert next(c for c in record.candidates if c.kernel == "z.idle").reason.startswith("error nan")
@@ -123,9 +123,9 @@ def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> Non
         return spoil
 
     operand = Operand(dtype)
-    asked = problem(a=operand, b=operand, out=operand, tf32=tf32)
+    instance = problem(a=operand, b=operand, out=operand, tf32=tf32)
     kernels = FakeKernel("off", spoil=off_by(0.6)), FakeKernel("wrong", spoil=off_by(1.4))
-    record, _ = tune(FakeBlas(), *kernels, problem=asked, times={"off": 5.0, "blas": 20.0})
+    record, _ = tune(FakeBlas(), *kernels, problem=instance, times={"off": 5.0, "blas": 20.0})
     assert status(record) == {"blas": "ok", "off": "ok", "wrong": "wrong"}
     assert winner(record) == "off"
 
@@ -676,12 +676,12 @@ def test_timed_as_called(layout: Any) -> None:
                 replace(run, launcher=spy)(0)
             return super().measure(runs, rounds, **chain)
 
-    asked = problem(out=Operand(torch.float32, layout), bias=torch.float32)
-    Tuner(Watching({})).tune(asked, [FakeBlas(), FakeKernel("k")], settings())
+    instance = problem(out=Operand(torch.float32, layout), bias=torch.float32)
+    Tuner(Watching({})).tune(instance, [FakeBlas(), FakeKernel("k")], settings())
     assert set(given) == {layout == "col"}
 
 
-def test_where_nothing_runs_the_baselines_reason_is_told() -> None:
+def test_where_nothing_runs_the_baselines_reason_is_shown() -> None:
     def explode(out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the device is gone")
 
@@ -772,8 +772,8 @@ def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -
 
     times = {"blas": 10.0, ("k", 1): 30.0, ("k", 2): 40.0, ("k", 3): 90.0}
     kernel = FakeKernel("k", tiles=(1, 2, 3), traits=Traits(batch_invariant=True))
-    asked = problem(batch_invariant=True)
-    record = Tuner(Cool(times)).tune(asked, [FakeBlas(), kernel], settings())
+    instance = problem(batch_invariant=True)
+    record = Tuner(Cool(times)).tune(instance, [FakeBlas(), kernel], settings())
     raced = [c for c in fastest_first(record) if len(c.samples_us) == stages.FINAL]
     assert [(c.kernel, c.median_us) for c in raced[:3]] == [
         ("blas", 10.0), ("k", 30.0), ("k", 40.0),
@@ -846,7 +846,7 @@ def test_an_unlikely_kernel_has_no_place_of_its_own() -> None:
     assert {c.kernel.name for c in first} == {"blas", "best", "near", "far"}
 
 
-def test_a_tuning_tells_its_stage_after_every_step() -> None:
+def test_a_tuning_reports_its_stage_after_every_step() -> None:
     """A benchmark sums the seconds of each."""
     kernel = FakeKernel("k", tiles=range(1, 9))
     kernels, deadline = [FakeBlas(), kernel], Deadline(math.inf)
@@ -906,8 +906,8 @@ class OfM(FakeKernel):
 def test_in_batch_invariant_mode_arithmetics_are_tried_in_turn() -> None:
     """The estimates put all even tiles before the odd ones."""
     kernel = OfM(lambda tile, m: float(tile + 100 * (tile % 2)), range(1, 41))
-    asked = problem(m=64, batch_invariant=True)
-    first = search.Search(asked, [FakeBlas(), kernel], [kernel]).first()
+    instance = problem(m=64, batch_invariant=True)
+    first = search.Search(instance, [FakeBlas(), kernel], [kernel]).first()
     odd = [c.config.tile for c in first if c.kernel is kernel and c.config.tile % 2]
     assert len(first) == search.BATCHES[0] + search.MORE_INVARIANT
     assert odd[:3] == [1, 3, 5]
@@ -922,9 +922,9 @@ def test_the_best_of_an_arithmetic_at_another_m_is_tried_and_timed_there() -> No
 
     times = {("k", tile): 10.0 + tile / 100 for tile in range(2, 81, 2)}
     kernel = OfM(estimate, range(2, 81, 2))
-    asked = problem(m=64, batch_invariant=True)
+    instance = problem(m=64, batch_invariant=True)
     record = Tuner(FakeTimer({"blas": 20.0, **times, ("k", 80, 33): 1.0})).tune(
-        asked, [FakeBlas(), kernel], settings()
+        instance, [FakeBlas(), kernel], settings()
     )
     assert record.best.config == {"tile": 2}
     (there,) = [c for c in record.candidates if c.config.get("tile") == 80]
@@ -959,7 +959,7 @@ def without_pause(
     return winner(record), [*timed]
 
 
-def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() -> None:
+def test_large_products_that_bursts_do_not_distinguish_are_timed_back_to_back() -> None:
     # r is fastest in steady state, but 3 % slower in use.
     times = {"blas": 210.0, "p": 200.0, "q": 203.0, "r": 206.0}
     assert without_pause(times) == ("q", ["blas", "p", "q"])

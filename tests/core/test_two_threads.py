@@ -182,7 +182,7 @@ def test_a_tracer_of_the_thread_is_put_back() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
-def test_a_machine_without_another_thread_is_told_from_other_faults(
+def test_a_machine_without_threads_is_distinguished_from_other_faults(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without threads this part of the verification is left out; lack of memory leaves all of it

@@ -172,7 +172,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("more", "kind", "said"),
+    ("more", "kind", "message"),
     [
         ({"bias": torch.randn(3).double()}, RuntimeError, "bias must have dtype"),
         ({"residual": torch.randn(4, 3).half()}, RuntimeError, "residual must have dtype"),
@@ -185,16 +185,16 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
         ({"bias": torch.randn(2, 4, 3), "alpha": 2.0}, ValueError, "bias must have shape"),
     ],
 )  # fmt: skip
-def test_what_dense_calls_refuse_is_refused(form: str, more: Any, kind: Any, said: str) -> None:
+def test_what_dense_calls_refuse_is_refused(form: str, more: Any, kind: Any, message: str) -> None:
     x = FORMS[form](torch.randn(4, 4))
-    if x.is_nested and "shape" in said:
-        kind, said = RuntimeError, "."  # as torch says it
+    if x.is_nested and "shape" in message:
+        kind, message = RuntimeError, "."  # as torch says it
     for call in (
         lambda w: tmm_core.linear(x, w, **more),
         lambda w: tmm_core.matmul(x, w.t(), **more),
         lambda w: tmm_core.linear(x, w.requires_grad_(), **more),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             call(torch.randn(3, 4))
 
 
@@ -214,7 +214,7 @@ class Quantised(Tensor):
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "said"),
+    ("more", "kind", "message"),
     [
         ({"bias": torch.ones(3).double()}, RuntimeError, "bias must have dtype"),
         ({"bias": torch.ones(2, 4, 3), "alpha": 2.0}, ValueError, "bias must have shape"),
@@ -225,14 +225,14 @@ class Quantised(Tensor):
     ],
 )
 def test_what_dense_weights_refuse_a_weight_of_another_type_does(
-    more: Any, kind: Any, said: str
+    more: Any, kind: Any, message: str
 ) -> None:
     x, w = A.double(), B.t().contiguous().bfloat16().as_subclass(Quantised)
     expected = F.linear(x, B.t().bfloat16().double()) + 1
     y = tmm_core.linear(x, w, torch.ones(3, dtype=torch.float32).double(), residual=torch.zeros(3))
     torch.testing.assert_close(y, expected)
-    with pytest.raises(kind, match=said):
-        tmm_core.linear(x.float() if "dtype" in said else x, w, **more)
+    with pytest.raises(kind, match=message):
+        tmm_core.linear(x.float() if "dtype" in message else x, w, **more)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -314,7 +314,7 @@ def test_a_bias_of_another_shape_compiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: tmm_core.matmul(A, B, bias=1.0), r"matmul\(\): argument 'bias' must be Tensor, not float"),
         (lambda: tmm_core.linear(A, B.t(), [1.0]), r"linear\(\): argument 'bias' must be Tensor, not list"),
@@ -329,7 +329,7 @@ def test_a_bias_of_another_shape_compiles() -> None:
         (lambda: tmm_core.problem(A, B, bias=1.0), r"problem\(\): argument 'bias' must be Tensor, not float"),
     ],
 )  # fmt: skip
-def test_arguments_of_other_types_are_named(call: Callable[[], Any], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_arguments_of_other_types_are_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         call()
     torch.testing.assert_close(tmm_core.matmul(A, B), A @ B)  # and no kernel was blamed

@@ -47,8 +47,8 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launcher(mode: FailsAt, asked: Problem = ASKED) -> Any:
-    right: Any = FakeKernel("k").bind(asked, Config())
+def launcher(mode: FailsAt, problem: Problem = ASKED) -> Any:
+    right: Any = FakeKernel("k").bind(problem, Config())
 
     def launch(*given: Any) -> Any:
         before, mode.launching = mode.launching, True

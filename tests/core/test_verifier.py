@@ -63,11 +63,11 @@ VIEWS = frozenset(
 Fault = Callable[..., Any]
 
 
-def verdict(fault: Fault, asked: Any = None, **keywords: Any) -> Verdict:
-    asked = asked or problem()
+def verdict(fault: Fault, instance: Any = None, **keywords: Any) -> Verdict:
+    instance = instance or problem()
     deterministic = keywords.pop("deterministic", True)
-    launcher = Faulty(fault).bind(asked, ANY)
-    return Verifier(asked, CPU).verdict(launcher, deterministic=deterministic, **keywords)
+    launcher = Faulty(fault).bind(instance, ANY)
+    return Verifier(instance, CPU).verdict(launcher, deterministic=deterministic, **keywords)
 
 
 # -- faults: the right launcher, a, b, bias, residual, alpha, out ------------------------
@@ -267,10 +267,10 @@ def test_right_at_64_and_wrong_at_50() -> None:
         result[len(a) // 16 * 16 :] = 0
         return result
 
-    kernel, asked = Faulty(ragged), problem(m=64)
-    verifier = Verifier(asked, CPU)
-    assert verifier.verdict(kernel.bind(asked, ANY)).ok
-    inside = Verifier(replace(asked, m=50), CPU)
+    kernel, instance = Faulty(ragged), problem(m=64)
+    verifier = Verifier(instance, CPU)
+    assert verifier.verdict(kernel.bind(instance, ANY)).ok
+    inside = Verifier(replace(instance, m=50), CPU)
     assert not inside.verdict(kernel.bind(inside.problem, ANY)).ok
     assert inside.verdict(FakeKernel("right").bind(inside.problem, ANY)).ok
 
@@ -289,11 +289,11 @@ def test_a_race_that_is_wrong_once_in_twenty(deterministic: bool) -> None:
 
         return fault
 
-    asked = problem(m=16, n=8, k=8)
-    verifier = Verifier(asked, CPU)
+    instance = problem(m=16, n=8, k=8)
+    verifier = Verifier(instance, CPU)
 
     def misses(repeats: int) -> int:
-        launchers = [Faulty(race(seed)).bind(asked, ANY) for seed in range(100)]
+        launchers = [Faulty(race(seed)).bind(instance, ANY) for seed in range(100)]
         found = [
             verifier.verdict(
                 launcher, repeats=repeats, deterministic=deterministic, extent="repeated"
@@ -323,10 +323,10 @@ def test_other_bits_are_a_fault_of_deterministic_kernels_alone() -> None:
 )
 def test_outputs_that_launchers_do_not_make(fault: str) -> None:
     """A strided output is always given; two launches go into two of them."""
-    asked = problem(out=Operand(torch.float32, "col"))
-    assert not verdict(FAULTS[fault][0], asked).ok
-    assert verdict(lambda right, *rest: right(*rest), asked).ok
-    assert not verdict(writes_to_its_first_out(), asked).ok
+    instance = problem(out=Operand(torch.float32, "col"))
+    assert not verdict(FAULTS[fault][0], instance).ok
+    assert verdict(lambda right, *rest: right(*rest), instance).ok
+    assert not verdict(writes_to_its_first_out(), instance).ok
 
 
 def test_wrong_never_wins_end_to_end() -> None:
@@ -341,18 +341,18 @@ def test_wrong_never_wins_end_to_end() -> None:
 
 
 def test_what_overwrites_its_inputs_spoils_them_for_nobody() -> None:
-    asked = problem()
-    verifier = Verifier(asked, CPU)
-    right = FakeKernel("right").bind(asked, ANY)
+    instance = problem()
+    verifier = Verifier(instance, CPU)
+    right = FakeKernel("right").bind(instance, ANY)
 
     def explodes(right: Any, a: Any, *rest: Any) -> Any:
         a.zero_()
         raise RuntimeError("after it wrote")
 
-    assert not verifier.verdict(Faulty(overwrites_a).bind(asked, ANY)).ok
+    assert not verifier.verdict(Faulty(overwrites_a).bind(instance, ANY)).ok
     assert verifier.verdict(right).ok
     with pytest.raises(RuntimeError, match="after it wrote"):
-        verifier.verdict(Faulty(explodes).bind(asked, ANY))
+        verifier.verdict(Faulty(explodes).bind(instance, ANY))
     assert verifier.verdict(right).ok
 
 
@@ -380,15 +380,15 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
 
 @pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu"])
 def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
-    asked = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
-    data = DataSets(asked, CPU, 1 << 28, sampled=False)
+    instance = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
+    data = DataSets(instance, CPU, 1 << 28, sampled=False)
     inputs = data.sets()[1].inputs
     for axis in AXES:
-        values = nonfinite_inputs(asked, inputs, axis, room=1)
+        values = nonfinite_inputs(instance, inputs, axis, room=1)
         assert values is not None
         with planted(values.changes):
-            z = compare.accumulated(asked, inputs)
-            right = asked.epilogue.expression(z, residual=inputs.residual)
+            z = compare.accumulated(instance, inputs)
+            right = instance.epilogue.expression(z, residual=inputs.residual)
         assert values.fault(right) is None
         # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
         if epilogue != "swiglu":
@@ -412,17 +412,17 @@ def test_special_values_of_groups(
 ) -> None:
     if along == "n" and EPILOGUES[epilogue].gated:
         pytest.skip("gate and up would be in two groups")
-    asked = problem(
+    instance = problem(
         40, 33, 20, residual=F32, bias=None if along == "n" else torch.float32,
         epilogue=EPILOGUES[epilogue], groups=Groups(6, along, **rows),
     )  # fmt: skip
-    inputs = DataSets(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
+    inputs = DataSets(instance, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
-    values = nonfinite_inputs(asked, inputs, axis, room=1)
+    values = nonfinite_inputs(instance, inputs, axis, room=1)
     assert values is not None
     with planted(values.changes):
-        right = compare.reference(asked, inputs)
-    if (defined := inputs.rows.defined(asked)) is not None:
+        right = compare.reference(instance, inputs)
+    if (defined := inputs.rows.defined(instance)) is not None:
         dim, size = defined
         right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
     assert values.fault(right) is None
@@ -436,11 +436,11 @@ def test_special_values_of_groups(
 
 def test_special_values_at_the_ends_of_groups() -> None:
     """Where a tile that sums a group's terms loads its neighbour's beside them."""
-    asked = problem(40, 33, 50, groups=Groups(6, "k"))
-    inputs = DataSets(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
+    instance = problem(40, 33, 50, groups=Groups(6, "k"))
+    inputs = DataSets(instance, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
     filled = [each for each in compare.ranges(inputs.rows.ends) if each[1] < each[2]]
-    values = nonfinite_inputs(asked, inputs, "rows", room=1)
+    values = nonfinite_inputs(instance, inputs, "rows", room=1)
     assert values is not None
     last, first = (change.index[-1] for change in values.changes[:2])
     assert last in {end - 1 for _, _, end in filled[:-1]}
@@ -511,13 +511,13 @@ REAL = {
 )
 @pytest.mark.slow
 def test_real_kernels_pass(name: str, interpreted: str) -> None:
-    asked = replace(REAL[name], device=fingerprint(CPU))
-    verifier, count = Verifier(asked, CPU), 0
+    problem = replace(REAL[name], device=fingerprint(CPU))
+    verifier, count = Verifier(problem, CPU), 0
     for kernel in kernels():
-        if kernel.name not in ("blas", interpreted) or kernel.reasons_against(asked):
+        if kernel.name not in ("blas", interpreted) or kernel.reasons_against(problem):
             continue
         found = verifier.verdict(
-            kernel.bind(asked, kernel.default_config(asked)),
+            kernel.bind(problem, kernel.default_config(problem)),
             deterministic=kernel.traits.deterministic,
         )
         assert found.ok, f"{kernel.name}: {found.reason}"
@@ -530,27 +530,27 @@ def test_real_kernels_pass(name: str, interpreted: str) -> None:
 def test_special_values_through_epilogues(name: str) -> None:
     """Triton's formulas map NaN and Inf to the same results as torch's. Other ways of use need no
     launch for each function."""
-    asked = problem(
+    instance = problem(
         m=16, n=16, k=32, a=F16, b=F16, out=F16, epilogue=parse(name), device=fingerprint(CPU)
     )
     (kernel,) = (k for k in kernels() if k.name == "triton.fused_epilogue")
-    launcher = kernel.bind(asked, kernel.default_config(asked))
-    found = Verifier(asked, CPU).verdict(launcher, extent="repeated")
+    launcher = kernel.bind(instance, kernel.default_config(instance))
+    found = Verifier(instance, CPU).verdict(launcher, extent="repeated")
     assert found.ok, found.reason
 
 
 def test_fp8() -> None:
     e4m3 = Operand(torch.float8_e4m3fn)
     e5m2 = Operand(torch.float8_e5m2, "col")
-    asked = problem(
+    instance = problem(
         m=32, n=32, k=32, a=e4m3, b=e5m2, out=Operand(torch.bfloat16), device=fingerprint(CPU),
         scales=("row", "tensor"),
     )  # fmt: skip
     served = []
     for kernel in kernels():
-        if kernel.name in ("blas", "triton.grouped") and not kernel.reasons_against(asked):
-            launcher = kernel.bind(asked, kernel.default_config(asked))
-            found = Verifier(asked, CPU).verdict(launcher)
+        if kernel.name in ("blas", "triton.grouped") and not kernel.reasons_against(instance):
+            launcher = kernel.bind(instance, kernel.default_config(instance))
+            found = Verifier(instance, CPU).verdict(launcher)
             assert found.ok, f"{kernel.name}: {found.reason}"
             assert found.error is not None
             served.append(kernel.name)
@@ -588,16 +588,16 @@ class EightBitOperations(TorchDispatchMode):
 def test_operations_on_8_bit_floats_exist_on_gpus(fields: dict[str, Any]) -> None:
     """``tests/gpu/test_verifier_gpu.py`` calls each of them on a GPU."""
     e4m3 = Operand(torch.float8_e4m3fn)
-    asked = problem(
+    instance = problem(
         **{
             "m": 32, "n": 32, "k": 32, "a": e4m3, "b": Operand(torch.float8_e4m3fn, "col"),
             "out": Operand(torch.bfloat16), "device": fingerprint(CPU), **fields,
         }
     )  # fmt: skip
     (blas,) = (k for k in kernels() if k.name == "blas")
-    launcher = blas.bind(asked, blas.default_config(asked))
+    launcher = blas.bind(instance, blas.default_config(instance))
     with EightBitOperations() as used:
-        found = Verifier(asked, CPU).verdict(launcher)
+        found = Verifier(instance, CPU).verdict(launcher)
     assert found.ok, found.reason
     assert used.names <= {*ON_8_BIT_FLOATS, *VIEWS}
 
@@ -606,7 +606,7 @@ def test_operations_on_8_bit_floats_exist_on_gpus(fields: dict[str, Any]) -> Non
 
 
 def test_samples_where_memory_is_short() -> None:
-    asked = problem(m=300, n=700, k=64)
+    instance = problem(m=300, n=700, k=64)
 
     def tile(right: Any, *rest: Any) -> Any:
         result = right(*rest)
@@ -619,42 +619,44 @@ def test_samples_where_memory_is_short() -> None:
         return result
 
     limit = 8 << 20
-    assert not DataSets(asked, CPU, limit, False)._affordable()[1]
-    assert DataSets(asked, CPU, limit * 8, False)._affordable() == (2, True)
+    assert not DataSets(instance, CPU, limit, False)._affordable()[1]
+    assert DataSets(instance, CPU, limit * 8, False)._affordable() == (2, True)
     # One set may take more than all else.
-    small = DataSets(asked, CPU, limit // 16, False)
+    small = DataSets(instance, CPU, limit // 16, False)
     assert small._affordable() == (0, False)
     small.most = limit
     assert small._affordable() == (1, False)
     for fault, fine in ((lambda r, *rest: r(*rest), True), (tile, False), (one_nan, False)):
-        launcher = Faulty(fault).bind(asked, ANY)
-        found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)
+        launcher = Faulty(fault).bind(instance, ANY)
+        found = Verifier(instance, CPU, memory_limit=limit).verdict(launcher)
         assert found.ok is fine
-        assert Verifier(asked, CPU, sampled=True).verdict(launcher, extent="brief").ok is fine
+        assert Verifier(instance, CPU, sampled=True).verdict(launcher, extent="brief").ok is fine
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.complex64])
 def test_integers_and_complex_numbers(dtype: torch.dtype) -> None:
     """Integers have to be exact, and both parts of complex numbers count."""
     operand = Operand(dtype)
-    asked = problem(m=12, n=20, k=36, a=operand, b=operand, out=operand)
+    instance = problem(m=12, n=20, k=36, a=operand, b=operand, out=operand)
     one = torch.ones((), dtype=dtype) * (1e-2j if dtype.is_complex else 1)
 
     def off_by(error: torch.Tensor) -> Any:
         def launch(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
-            out = torch.empty(asked.out_shape, dtype=dtype) if rest[-1] is None else rest[-1]
+            out = torch.empty(instance.out_shape, dtype=dtype) if rest[-1] is None else rest[-1]
             return out.copy_((a @ b).add_(error))
 
         return launch
 
-    verifier = Verifier(asked, CPU)
+    verifier = Verifier(instance, CPU)
     assert verifier.verdict(off_by(0 * one), extent="brief").ok
     assert "error" in str(verifier.verdict(off_by(one), extent="brief").reason)
 
 
 def test_without_memory_nothing_is_known() -> None:
-    asked = problem(m=300, n=700, k=64)
-    found = Verifier(asked, CPU, memory_limit=1 << 18).verdict(FakeKernel("k").bind(asked, ANY))
+    instance = problem(m=300, n=700, k=64)
+    found = Verifier(instance, CPU, memory_limit=1 << 18).verdict(
+        FakeKernel("k").bind(instance, ANY)
+    )
     assert (found.ok, found.unknown, found.error) == (False, True, None)
     assert "memory" in str(found.reason)
 
@@ -670,16 +672,16 @@ def test_samples_are_in_every_stripe() -> None:
 
 
 def test_a_reference_in_pieces_is_the_reference() -> None:
-    asked = problem(
+    instance = problem(
         m=150, n=130, k=2000, batch=2, bias=torch.float32, residual=F32, epilogue=parse("swiglu")
     )
-    data = DataSets(asked, CPU, 1 << 28, sampled=False)
+    data = DataSets(instance, CPU, 1 << 28, sampled=False)
     (one, _) = data.sets()
     data.limit = 1 << 20
     every = slice(None)
     in_pieces = data._reference(one.inputs, every, every).numbers
-    z = compare.accumulated(asked, one.inputs)
-    whole = asked.epilogue.expression(z, residual=one.inputs.residual)
+    z = compare.accumulated(instance, one.inputs)
+    whole = instance.epilogue.expression(z, residual=one.inputs.residual)
     assert torch.allclose(in_pieces.double(), whole, atol=1e-6)
     rows, cols = torch.tensor([0, 7, 149]), torch.tensor([3, 64])
     assert torch.allclose(data._reference(one.inputs, rows, every).numbers, in_pieces[:, rows])
@@ -688,12 +690,12 @@ def test_a_reference_in_pieces_is_the_reference() -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_both_sets_are_of_the_class_asked(name: str) -> None:
-    asked = EDGES[name]
-    if 0 in (asked.m, asked.k):
+    problem = EDGES[name]
+    if 0 in (problem.m, problem.k):
         pytest.skip("no class to speak of")
-    first, second = DataSets(asked, CPU, 1 << 28, sampled=False).sets()
+    first, second = DataSets(problem, CPU, 1 << 28, sampled=False).sets()
     for of in (first, second):
-        for operand, t in ((asked.a, of.inputs.a), (asked.b, of.inputs.b)):
+        for operand, t in ((problem.a, of.inputs.a), (problem.b, of.inputs.b)):
             if 1 not in t.shape:
                 assert Operand.of(t) == operand
     assert first.inputs.a.data_ptr() != second.inputs.a.data_ptr()
@@ -812,8 +814,8 @@ def test_sums_that_tensor_cores_truncate_are_right(dtype: torch.dtype) -> None:
 
     operand = Operand(dtype)
     for k in (512, 14336):
-        asked = problem(8, 8, k, a=operand, b=operand, out=operand)
-        found = verdict(truncated, asked, extent="whole", repeats=2)
+        instance = problem(8, 8, k, a=operand, b=operand, out=operand)
+        found = verdict(truncated, instance, extent="whole", repeats=2)
         assert found.ok, found.reason
 
 

@@ -73,9 +73,9 @@ def a_kernel_is_misnamed(patch: pytest.MonkeyPatch) -> None:
 def a_record_is_damaged(patch: pytest.MonkeyPatch) -> None:
     installed(FakeBlas(), FakeKernel("fast"))
     store = dispatch.default_dispatcher().store
-    asked = tmm_core.problem(A, B)
-    device = asked.device
-    path = store.path(device.gpu, device.environment, asked.to_json())
+    problem = tmm_core.problem(A, B)
+    device = problem.device
+    path = store.path(device.gpu, device.environment, problem.to_json())
     path.parent.mkdir(parents=True)
     path.write_text("{")
 
@@ -211,15 +211,15 @@ class Of:
 
 
 def test_a_distribution_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(errors, "warn", told.append)
+    message: list[str] = []
+    monkeypatch.setattr(errors, "warn", message.append)
     monkeypatch.setattr(errors, "raised_at", lambda error: "" if error is None else "file.py:3")
     errors.warn_of_plugin(Of("one", "both"), "kernel k failed")
     errors.warn_of_plugin(Of("two", "both"), "kernel l failed")
     errors.warn_of_plugin(Of("one", "other"), "plugin one: failed", KeyError(), more=2)
     errors.warn_of_plugin(Of("three", ""), "failed in file.py:3", KeyError())
     errors.warn_of_plugin(Of("three", ""), "again")
-    assert told == [
+    assert message == [
         "plugin one: kernel k failed; later faults of it are not reported: see `tmm doctor`",
         "plugin one: failed (file.py:3); 2 more faults of it: see `tmm doctor`",
         "plugin three: failed in file.py:3; later faults of it are not reported: see `tmm doctor`",

@@ -112,12 +112,12 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
         (torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16())
         for m, n, k in SHAPES
     ]
-    posed = [tmm_core.problem(a, b.t(), epilogue=e) for a, b in pairs for e in EPILOGUES]
+    instance = [tmm_core.problem(a, b.t(), epilogue=e) for a, b in pairs for e in EPILOGUES]
     original = Dispatcher.tune
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Dispatcher, "tune", watched)
-        records = tmm_core.tools.ranks.tune(posed, budget=4.0, **options)
+        records = tmm_core.tools.ranks.tune(instance, budget=4.0, **options)
     plans, errors = [], []
     for a, b in pairs:
         for epilogue in EPILOGUES:

@@ -248,7 +248,7 @@ def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> Non
         error = (got.double() - exact).norm() / exact.norm()
         return bool((beyond == 0).all() and error < 5e-3)
 
-    asked = Problem.of(
+    problem = Problem.of(
         a, b, torch.empty(t, n, dtype=a.dtype, device="meta"), fingerprint(a.device),
         epilogue=parse(epilogue or None),
         groups=Groups(
@@ -257,9 +257,9 @@ def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> Non
         ),
     )  # fmt: skip
     candidate: Kernel[Any] = default_dispatcher().registry.kernel(kernel)
-    assert candidate.reasons_against(asked) == []
-    for config in {*candidate.configs(asked), *candidate.configs(asked.at(64 * t))}:
-        launcher: Any = candidate.bind(asked, config)
+    assert candidate.reasons_against(problem) == []
+    for config in {*candidate.configs(problem), *candidate.configs(problem.at(64 * t))}:
+        launcher: Any = candidate.bind(problem, config)
         assert right(launcher(a, b, None, None, 1.0, None, **extras)), config
         out = torch.full((t, n + 8), torch.nan, dtype=a.dtype, device="cuda")[:, :n]
         assert right(launcher(a, b, None, None, 1.0, out, **extras)), config

@@ -163,7 +163,7 @@ def test_a_capture_that_comes_first_says_that_it_is_not_invariant() -> None:
         assert torch.equal(out, whole[:3])
 
 
-def test_the_arithmetic_may_be_told() -> None:
+def test_the_arithmetic_may_be_forced() -> None:
     x, w = randn(64, 4096), randn(512, 4096, seed=1)
     bits = {}
     for name in ("sm90-k16", "sm90-k16/split2", "sm90-k16/split4"):

@@ -128,14 +128,14 @@ def test_groups(which: int, gated: bool, sizes: tuple[int, ...]) -> None:
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
     how: dict[str, Any] = {"offs": ends, "kernel": KERNEL}
     how |= {"epilogue": "swiglu"} if gated else {}
-    asked = Problem(
+    problem = Problem(
         m=rows, n=n if gated else 2 * n, k=k, a=Operand.of(a.stored, scale=Scale(GROUP)),
         b=Operand.of(b.stored.mT, scale=Scale(BLOCK)), out=Operand(BF16),
         groups=Groups(len(sizes), "m"), epilogue=parse(how.get("epilogue")),
         device=tmm_core.plan(a.stored, a.stored.t()).problem.device,
     )  # fmt: skip
-    configs = list(WarpSpecialized().configs(asked))
-    out, memory = poisoned(rows, asked.n)
+    configs = list(WarpSpecialized().configs(problem))
+    out, memory = poisoned(rows, problem.n)
     with torch.no_grad():
         tmm_core.grouped_linear(a, b, out=out, config=configs[which].to_json(), **how)
     starts = [0, *ends.tolist()]
@@ -145,7 +145,7 @@ def test_groups(which: int, gated: bool, sizes: tuple[int, ...]) -> None:
             z = torch.nn.functional.silu(z[:, :n]) * z[:, n:]
         if end > start:
             close(out[start:end], z)
-    assert untouched(memory, rows, asked.n)
+    assert untouched(memory, rows, problem.n)
 
 
 def test_rows_do_not_depend_on_the_others() -> None:

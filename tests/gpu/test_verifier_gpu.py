@@ -70,13 +70,13 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_real_kernels_pass(name: str) -> None:
-    asked = PROBLEMS[name]()
-    verifier, faults = Verifier(asked, device()), []
+    problem = PROBLEMS[name]()
+    verifier, faults = Verifier(problem, device()), []
     for kernel in dispatch.default_dispatcher().registry.kernels():
-        if kernel.reasons_against(asked):
+        if kernel.reasons_against(problem):
             continue
         found = verifier.verdict(
-            kernel.bind(asked, kernel.default_config(asked)),
+            kernel.bind(problem, kernel.default_config(problem)),
             repeats=20,
             deterministic=kernel.traits.deterministic,
             baseline=kernel.name == BASELINE,
@@ -98,10 +98,10 @@ def test_operations_on_8_bit_floats(name: str, dtype: torch.dtype) -> None:
 
 def test_what_it_costs() -> None:
     """Prints the times; asserts that the memory is within its limit."""
-    asked = problem(4096, 4096, 4096)
+    instance = problem(4096, 4096, 4096)
     blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
-    launcher = blas.bind(asked, blas.default_config(asked))
-    verifier = Verifier(asked, device())
+    launcher = blas.bind(instance, blas.default_config(instance))
+    verifier = Verifier(instance, device())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -117,13 +117,13 @@ def test_what_it_costs() -> None:
     assert peak <= default_limit(device())
     verifier.release()
 
-    asked = problem(8192, 8192, 8192)
-    launcher = blas.bind(asked, blas.default_config(asked))
+    instance = problem(8192, 8192, 8192)
+    launcher = blas.bind(instance, blas.default_config(instance))
     for _ in range(3):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        assert Verifier(asked, device(), sampled=True).verdict(launcher, extent="brief").ok
+        assert Verifier(instance, device(), sampled=True).verdict(launcher, extent="brief").ok
         took = 1e3 * (time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() - before
     print(f"8192³ by samples: {took:.1f} ms, {peak / 2**20:.0f} MiB")
@@ -132,10 +132,10 @@ def test_what_it_costs() -> None:
 
 def test_two_threads_launch_a_large_product_within_a_time() -> None:
     """128 launches of each thread would take 180 ms on an H100."""
-    asked = problem(4096, 4096, 14336)
+    instance = problem(4096, 4096, 14336)
     blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
-    launcher = blas.bind(asked, blas.default_config(asked))
-    checks = WaysOfUse(Verifier(asked, device()), launcher, True, False)
+    launcher = blas.bind(instance, blas.default_config(instance))
+    checks = WaysOfUse(Verifier(instance, device()), launcher, True, False)
     checks.together()
     started = time.perf_counter()
     checks.together()
@@ -145,8 +145,8 @@ def test_two_threads_launch_a_large_product_within_a_time() -> None:
 
 def test_references_do_not_ask_whether_tf32_is_allowed() -> None:
     """A large 16-bit product, whose reference is in fp32, is the same under either setting."""
-    asked = problem(256, 256, 2048)
-    inputs = random_inputs.make(asked, device(), seed=1)
+    instance = problem(256, 256, 2048)
+    inputs = random_inputs.make(instance, device(), seed=1)
     exact = compare._product(inputs.a, inputs.b, True)
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

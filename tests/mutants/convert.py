@@ -44,7 +44,7 @@ CONVERTED = [
     Mutant("convert-static-activations", "nn/stored_experts.py",
            "return dynamic and weight is not None", "return weight is not None",
            "a stored scale of activations is ignored",
-           (f"{STORED}::test_static_activations_and_other_layers_keep_theirs",)),
+           (f"{STORED}::test_activations_with_a_stored_scale_and_of_plain_layers_are_not_rounded",)),
     Mutant("convert-stored-halves", "nn/stored_experts.py",
            "rows = weight.shape[-2] // scale.shape[-2]", "rows, scale = weight.shape[-2], scale[..., :1, :]",
            "the scale of gate is used for up", (f"{STORED}::test_models_in_8_bit_floats",)),

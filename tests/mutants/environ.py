@@ -364,7 +364,7 @@ ENVIRON = [
         "lack of memory while two threads start counts as a machine without threads",
         (
             "tests/core/test_two_threads.py::"
-            "test_a_machine_without_another_thread_is_told_from_other_faults",
+            "test_a_machine_without_threads_is_distinguished_from_other_faults",
         ),
     ),
     Mutant(

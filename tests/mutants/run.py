@@ -130,10 +130,10 @@ def main(names: Sequence[str]) -> int:
             return 2
         for mutant in chosen:
             started = time.monotonic()
-            word, said = verdict(mutant, tree)
+            word, message = verdict(mutant, tree)
             counts[word] += 1
             took = time.monotonic() - started
-            print(f"{word:11}  {mutant.name:44}  {took:4.0f} s  {said}"[:200], flush=True)
+            print(f"{word:11}  {mutant.name:44}  {took:4.0f} s  {message}"[:200], flush=True)
     total = len(chosen)
     share = 100 * counts["caught"] / total
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())

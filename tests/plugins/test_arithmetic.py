@@ -51,26 +51,26 @@ def problem(m: int = 256, n: int = 5120, k: int = 5120, **fields: Any) -> Proble
     return with_scales(Problem(m=m, n=n, k=k, **without_scales(fields)), fields)
 
 
-def proposed(asked: Problem) -> list[tuple[Any, Any, str | None]]:
+def proposed(problem: Problem) -> list[tuple[Any, Any, str | None]]:
     found = []
     for name in KERNELS:
         kernel = load(name)
-        if not kernel.reasons_against(asked):
-            for config in dict.fromkeys([kernel.default_config(asked), *kernel.configs(asked)]):
-                found.append((kernel, config, kernel.arithmetic(asked, config)))
+        if not kernel.reasons_against(problem):
+            for config in dict.fromkeys([kernel.default_config(problem), *kernel.configs(problem)]):
+                found.append((kernel, config, kernel.arithmetic(problem, config)))
     return found
 
 
 def contracted(problems: list[Problem]) -> list[dict[str, int]]:
     """The FMAs of fp32 that the compiler makes for each kernel, by its name and the build's."""
     found = []
-    for asked in problems:
+    for problem in problems:
         counts = {}
         for kernel, config in (
             (load("triton.warp_specialized"), None), (Persistent(), PERSISTENT), (SplitK(), SPLIT),
             (Grouped(), None),
         ):  # fmt: skip
-            for build in kernel.builds(asked, config or kernel.default_config(asked)):
+            for build in kernel.builds(problem, config or kernel.default_config(problem)):
                 compiled = build.compile_for(GPUTarget("cuda", 90, 32))
                 name = f"{kernel.name} {build.fn.__name__}"
                 counts[name] = compiled.asm["ptx"].count("fma.rn.f32")
@@ -120,8 +120,8 @@ def test_every_m_has_the_arithmetics_of_every_other(
     n, k = nk
     whole: dict[int, set[str | None]] = {}
     for m in LADDER:
-        asked = problem(m, n, k, epilogue=parse(epilogue), batch_invariant=True)
-        found = proposed(asked)
+        instance = problem(m, n, k, epilogue=parse(epilogue), batch_invariant=True)
+        found = proposed(instance)
         alike = {kernel.name for kernel, _, name in found if name == "sm90-k16"}
         assert {"triton.warp_specialized", "triton.persistent"} <= alike
         assert None not in {name for kernel, _, name in found}, "a config that M decides"
@@ -147,7 +147,7 @@ def test_numbers_of_parts_do_not_depend_on_m_nor_on_the_gpu() -> None:
     assert reduction_order.equal_splits(problem(device=A100)) == ()
 
 
-def test_parts_that_differ_in_length_are_not_said_to_sum_alike() -> None:
+def test_parts_of_different_lengths_have_different_reduction_orders() -> None:
     kernel = SplitK()
     assert kernel.arithmetic(problem(), SPLIT) == "sm90-k16/split4"
     names = {
@@ -196,10 +196,11 @@ def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
     from tmm_triton.hopper.warp_specialized import WarpSpecialized
 
     kernel = WarpSpecialized()
-    asked = problem(a=Operand(FP8), b=Operand(FP8, "col"), scales=("tensor", "tensor"))
-    config = replace(kernel.default_config(asked), splits=1, tail_splits=1)
+    instance = problem(a=Operand(FP8), b=Operand(FP8, "col"), scales=("tensor", "tensor"))
+    config = replace(kernel.default_config(instance), splits=1, tail_splits=1)
     names = {
-        kernel.arithmetic(asked, replace(config, BLOCK_K=step, num_stages=2)) for step in (64, 128)
+        kernel.arithmetic(instance, replace(config, BLOCK_K=step, num_stages=2))
+        for step in (64, 128)
     }
     assert len(names) == 2
     assert names.isdisjoint({None, "sm90-k16"})
@@ -208,14 +209,14 @@ def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
 def test_elsewhere_nothing_is_claimed() -> None:
     """An H100's measurements do not cover other hardware, other operands or the interpreter."""
     grouped = Grouped()
-    for asked in (
+    for instance in (
         problem(device=A100),
         problem(device=replace(H100, capability=(10, 0))),
         problem(device=replace(H100, type="cpu", interpreted=True)),
         problem(a=Operand(torch.float32), b=Operand(torch.float32), tf32=True),
         problem(a=Operand(FP8), b=Operand(FP8, "col")),
     ):
-        names = [grouped.arithmetic(asked, config) for config in grouped.configs(asked)]
+        names = [grouped.arithmetic(instance, config) for config in grouped.configs(instance)]
         assert len(set(names)) == len(names)
         assert all(name is not None and "triton.grouped@" in name for name in names)
     # Nor is an A100's own sum taken for an H100's.
@@ -226,9 +227,9 @@ def test_elsewhere_nothing_is_claimed() -> None:
 
 def test_what_is_copied_first_sums_as_what_multiplies_it() -> None:
     kernel = Realigned()
-    asked = problem(k=5119, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", False))
+    instance = problem(k=5119, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", False))
     config = RealignedConfig(inner="triton.persistent", config=PERSISTENT)
-    assert kernel.arithmetic(asked, config) == "sm90-k16"
+    assert kernel.arithmetic(instance, config) == "sm90-k16"
 
 
 @pytest.mark.parametrize(
@@ -249,11 +250,11 @@ def test_parts_add_up_to_the_product(
     a = torch.randn(*batch, m, k).half()
     b = torch.randn(*batch, k, width).half()
     out = torch.empty(*batch, m, n, dtype=torch.float16)
-    asked = Problem.of(a, b, out, fingerprint(a.device), epilogue=parse(epilogue))
+    problem = Problem.of(a, b, out, fingerprint(a.device), epilogue=parse(epilogue))
     kernel = Persistent()
-    assert kernel.reasons_against(asked) == []
+    assert kernel.reasons_against(problem) == []
     config = replace(PERSISTENT, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, PARTS=parts)
-    kernel.bind(asked, config)(a, b, None, None, 1.0, out)
+    kernel.bind(problem, config)(a, b, None, None, 1.0, out)
     z = a.double() @ b.double()
     expected = z
     if epilogue == "silu":

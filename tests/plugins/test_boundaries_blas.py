@@ -50,11 +50,11 @@ RELU = replace(LAYER, epilogue=parse("relu"), bias=BF16)
 def test_bias_and_relu_are_fused_into_a_plain_product_alone(
     change: dict[str, Any], fused: bool
 ) -> None:
-    asked = replace(RELU, **change)
-    assert ("fused" in ways(asked)) is fused
-    if not fused and asked.groups is None:
+    problem = replace(RELU, **change)
+    assert ("fused" in ways(problem)) is fused
+    if not fused and problem.groups is None:
         with pytest.raises(ValueError, match=r"fuses bias \+ relu into plain"):
-            Blas().bind(asked, BlasConfig(fused=True))
+            Blas().bind(problem, BlasConfig(fused=True))
 
 
 GATED = replace(LAYER, epilogue=parse("swiglu"))
@@ -129,14 +129,14 @@ def test_the_grouped_product_of_torch_has_its_own_limits(
 def test_the_grouped_8_bit_product_of_torch_has_its_own_limits(
     change: dict[str, Any], able: bool
 ) -> None:
-    asked = replace(replace(EIGHT, groups=Groups(8, "m")), **change)
-    assert (not list(grouped_mm.reasons_against(asked))) is able
+    problem = replace(replace(EIGHT, groups=Groups(8, "m")), **change)
+    assert (not list(grouped_mm.reasons_against(problem))) is able
 
 
 def test_a_torch_without_a_grouped_8_bit_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_scaled_grouped_mm", raising=False)
-    asked = replace(EIGHT, groups=Groups(8, "m"))
-    assert list(grouped_mm.reasons_against(asked)) == ["this torch has no scaled grouped product"]
+    problem = replace(EIGHT, groups=Groups(8, "m"))
+    assert list(grouped_mm.reasons_against(problem)) == ["this torch has no scaled grouped product"]
 
 
 BLOCKS = replace(
@@ -184,11 +184,11 @@ def test_scales_of_blocks_are_for_cublaslt_within_its_limits(
 ) -> None:
     for name in ("scaled_mm", "ScalingType"):
         monkeypatch.setattr(F, name, getattr(F, name, None), raising=False)
-    asked = replace(BLOCKS, **change)
-    assert ("blocks" in ways(asked)) is served
-    if not served and asked.groups is None:
+    problem = replace(BLOCKS, **change)
+    assert ("blocks" in ways(problem)) is served
+    if not served and problem.groups is None:
         with pytest.raises(ValueError, match="blocks need e4m3 in groups of 128"):
-            Blas().bind(asked, BlasConfig(blocks=True))
+            Blas().bind(problem, BlasConfig(blocks=True))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5])

@@ -148,10 +148,10 @@ def test_a_batch_fills_a_gpu_as_one_product_does() -> None:
 
 def test_partial_sums_are_traffic_from_two_splits_on() -> None:
     """Each is written and read in fp32."""
-    asked = ask(4096, 4096, 4096)
-    moving = {n: times_us(asked, AHEAD, splits=n, reach=0.8)["memory"] for n in (1, 2, 3)}
-    assert moving[1] == pytest.approx(Machine.of(asked.device).moving_us(asked.bytes))
-    sums = Machine.of(asked.device).moving_us(asked.bytes + 8 * 2 * asked.m * asked.n)
+    problem = ask(4096, 4096, 4096)
+    moving = {n: times_us(problem, AHEAD, splits=n, reach=0.8)["memory"] for n in (1, 2, 3)}
+    assert moving[1] == pytest.approx(Machine.of(problem.device).moving_us(problem.bytes))
+    sums = Machine.of(problem.device).moving_us(problem.bytes + 8 * 2 * problem.m * problem.n)
     assert moving[2] == pytest.approx(sums)
     assert moving[3] > moving[2] > moving[1]
 
@@ -190,19 +190,19 @@ def test_warps_that_sum_other_parts_have_another_arithmetic() -> None:
 @pytest.mark.parametrize("k", [64, 200, 1000])
 def test_every_range_of_k_has_a_step(k: int) -> None:
     kernel = SplitK()
-    for asked in (ask(16, 512, k), ask(16, 512, k, batch_invariant=True)):
-        for config in kernel.configs(asked):
+    for problem in (ask(16, 512, k), ask(16, 512, k, batch_invariant=True)):
+        for config in kernel.configs(problem):
             assert -(-k // config.BLOCK_K) >= config.SPLIT_K
 
 
 def test_partial_sums_of_every_config_fit_the_workspace() -> None:
     """In batch-invariant mode parts do not get fewer as M grows."""
     kernel = SplitK()
-    asked = ask(8192, 8192, 65536, batch_invariant=True)
-    for config in kernel.configs(asked):
-        assert kernel.workspace_bytes(asked, config) <= MOST_WORKSPACE
-    assert kernel.workspace_bytes(replace(asked, batch=3), replace(AHEAD, SPLIT_K=2)) == (
-        3 * kernel.workspace_bytes(asked, replace(AHEAD, SPLIT_K=2))
+    problem = ask(8192, 8192, 65536, batch_invariant=True)
+    for config in kernel.configs(problem):
+        assert kernel.workspace_bytes(problem, config) <= MOST_WORKSPACE
+    assert kernel.workspace_bytes(replace(problem, batch=3), replace(AHEAD, SPLIT_K=2)) == (
+        3 * kernel.workspace_bytes(problem, replace(AHEAD, SPLIT_K=2))
     )
 
 
@@ -279,9 +279,9 @@ def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
     """One that is not copied is at rest, and the copy of a is waited for."""
     whole = Operand(torch.bfloat16)
     odd = replace(whole, aligned=False)
-    asked = ask(16, 4096, 4096)
-    for a, b, early in ((odd, asked.b, True), (whole, replace(asked.b, aligned=False), False)):
-        found = Realigned().configs(replace(asked, a=a, b=b))
+    problem = ask(16, 4096, 4096)
+    for a, b, early in ((odd, problem.b, True), (whole, replace(problem.b, aligned=False), False)):
+        found = Realigned().configs(replace(problem, a=a, b=b))
         assert any(getattr(each.config, "early", "") for each in found) is early
 
 
@@ -292,13 +292,13 @@ def test_a_copied_weight_is_not_read_before_it_is_copied() -> None:
 @pytest.mark.parametrize("m", [1, 64, 128, 129, 4096])
 def test_so_many_configs_are_proposed_and_no_more(m: int, n: int) -> None:
     for promised in (False, True):
-        asked = replace(ask(m, n, 4096), static_weights=promised)
-        found = list(hopper_configs(asked))
+        problem = replace(ask(m, n, 4096), static_weights=promised)
+        found = list(hopper_configs(problem))
         assert 1 <= len(found) <= 16
         assert len(set(found)) == len(found)
         # Where reading the weight takes the time, it may begin before the last launch ends.
         assert any(config.early for config in found) is (m <= 128)
-        assert len(list(hopper_configs(replace(asked, batch_invariant=True)))) <= 16 + 8
+        assert len(list(hopper_configs(replace(problem, batch_invariant=True)))) <= 16 + 8
 
 
 def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:
@@ -323,10 +323,10 @@ def test_every_strip_of_a_row_has_a_place_in_the_workspace(n: int) -> None:
 def test_all_registers_of_a_block_fit_an_sm() -> None:
     """Triton gives a block's threads equal shares in whole warpgroups, which then exchange them.
     ptxas refuses a wgmma of more than 128 columns if the shares are 128 registers."""
-    asked = [ask(4096, 4096), ask(333, 4096), ask(16, 4096), ask(4096, 4096, epilogue="swiglu")]
-    asked += [ask(4096, 4095, aligned=False), ask(16, 4096, 4095, aligned=False)]
+    problems = [ask(4096, 4096), ask(333, 4096), ask(16, 4096), ask(4096, 4096, epilogue="swiglu")]
+    problems += [ask(4096, 4095, aligned=False), ask(16, 4096, 4095, aligned=False)]
     seen = set()
-    for problem in asked:
+    for problem in problems:
         for config in hopper_configs(problem):
             constants = Constants.of(problem, config)
             warps = [constants.num_warps, *constants.worker_warps]
@@ -428,8 +428,8 @@ def test_partial_sums_are_added_in_tiles_of_a_row(
 ) -> None:
     """So that their order does not change with M; up to 64 at a time."""
     for invariant in (False, True):
-        asked = ask(7, n, 4096, batch=3, batch_invariant=invariant)
-        found = reduction(asked, splits, 7 * n * 3)
+        problem = ask(7, n, 4096, batch=3, batch_invariant=invariant)
+        found = reduction(problem, splits, 7 * n * 3)
         constants = found.constants
         assert tuple(constants[x] for x in ("BLOCK_M", "BLOCK_N", "AHEAD")) == tile
         assert constants["IN_ORDER"] is (invariant and in_order)

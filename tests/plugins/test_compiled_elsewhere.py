@@ -70,10 +70,10 @@ def kernels() -> Iterator[Built[Any]]:
 
 
 def served(kernel: Built[Any]) -> Iterator[Problem]:
-    for asked in PROBLEMS.values():
+    for problem in PROBLEMS.values():
         # A machine without a GPU has no driver either; compiling needs none.
-        if all("driver" in reason for reason in kernel.reasons_against(asked)):
-            yield asked
+        if all("driver" in reason for reason in kernel.reasons_against(problem)):
+            yield problem
 
 
 def described(fn: Any, types: Any, constants: Any, divisible: Any, options: Any) -> Any:
@@ -98,16 +98,19 @@ def test_builds_are_what_bind_compiles(kernel: Built[Any], monkeypatch: pytest.M
     # Counters are memory of a GPU.
     monkeypatch.setattr("tmm_triton.operands.Counters", lambda count: lambda: None)
     counts = set()
-    for asked in served(kernel):
-        for config in kernel.configs(asked):
+    for problem in served(kernel):
+        for config in kernel.configs(problem):
             bound.clear()
-            kernel.bind(asked, config)
-            told = [
+            kernel.bind(problem, config)
+            message = [
                 described(b.fn, b.types, b.constants, b.divisible, b.options)
-                for b in kernel.builds(asked, config)
+                for b in kernel.builds(problem, config)
             ]
-            assert sorted(map(repr, told)) == sorted(map(repr, bound)), (str(asked), str(config))
-            counts.add(len(told))
+            assert sorted(map(repr, message)) == sorted(map(repr, bound)), (
+                str(problem),
+                str(config),
+            )
+            counts.add(len(message))
     assert counts == LAUNCHES.get(kernel.name, {1})
 
 
@@ -186,14 +189,14 @@ def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
         [sys.executable, "-"], input=program, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["errors"] == ["None"] * 4
-    assert told["builds"] == 6
+    message = json.loads(done.stdout.splitlines()[-1])
+    assert message["errors"] == ["None"] * 4
+    assert message["builds"] == 6
     # Triton finds what the workers compiled: nothing is assembled anew.
-    assert (told["asked"], told["assembled"]) == (6, 0)
-    assert told["alike"] == [True] * 6
-    assert told["anew"] >= 6
-    assert told["hints"] > 0
+    assert (message["asked"], message["assembled"]) == (6, 0)
+    assert message["alike"] == [True] * 6
+    assert message["anew"] >= 6
+    assert message["hints"] > 0
 
 
 ORDERS = """

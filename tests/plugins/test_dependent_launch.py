@@ -50,8 +50,8 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
     assert 1 <= len(early) <= 2
     # The best guess comes first as ever, and overlaps nothing; each way to overlap follows, twice.
     assert configs[0] == kernel.default_config(SAID) == kernel.default_config(DECODE)
-    for asked, ways in ((SAID, [*SAFE[kernel.name], "b"]), (DECODE, SAFE[kernel.name])):
-        proposed = [c.early for c in kernel.configs(asked)]
+    for instance, ways in ((SAID, [*SAFE[kernel.name], "b"]), (DECODE, SAFE[kernel.name])):
+        proposed = [c.early for c in kernel.configs(instance)]
         assert proposed[0] == ""
         assert sorted(proposed[1 : 1 + 2 * len(ways)]) == sorted(2 * ways)
         assert set(proposed[1 + 2 * len(ways) :]) == {""}
@@ -237,13 +237,13 @@ def test_what_is_prefetched_is_what_is_loaded_first(
     n: int, k: int, two: bool, gated: bool, layout: str
 ) -> None:
     """Also where a tile is two products beside each other."""
-    asked = problem(16, n, k, "n" + layout, epilogue="swiglu" if gated else None)
+    instance = problem(16, n, k, "n" + layout, epilogue="swiglu" if gated else None)
     config = next(iter(WarpSpecialized().configs(DECODE)))
     if two:
         tile = ("pingpong", 2, 4, 64, 192 if gated else 96, 64)
-        config = search_space._fitted(asked, tile)[0]
+        config = search_space._fitted(instance, tile)[0]
     config = dataclasses.replace(config, early="l2")
-    constants = Constants.of(asked, config)
+    constants = Constants.of(instance, config)
     assert config.num_stages == constants.PRIMED
     width = 2 * n if gated else n
     rows, columns = (k, width) if layout == "n" else (width, k)
@@ -296,10 +296,10 @@ _CASES = {
 }
 
 
-def _worth_compiling(kernel: Any, asked: Problem) -> list[Any]:
+def _worth_compiling(kernel: Any, problem: Problem) -> list[Any]:
     """One config of each structure of a program, waiting, and the first of every other way."""
     found: dict[tuple[Any, ...], Any] = {}
-    for config in kernel.configs(asked):
+    for config in kernel.configs(problem):
         cuts = [getattr(config, cut, 1) > 1 for cut in ("tail_splits", "splits", "SPLIT_K")]
         schedule = getattr(config, "schedule", None)
         ahead = kernel.name != "triton.warp_specialized" and config.num_stages == 1
@@ -311,13 +311,13 @@ def _worth_compiling(kernel: Any, asked: Problem) -> list[Any]:
 
 def programs_compiled() -> list[dict[str, Any]]:
     lines = []
-    for name, asked in _CASES.items():
+    for name, instance in _CASES.items():
         for kernel in KERNELS:
-            if [r for r in kernel.reasons_against(asked) if "driver" not in r]:
+            if [r for r in kernel.reasons_against(instance) if "driver" not in r]:
                 continue
-            for config in _worth_compiling(kernel, asked):
+            for config in _worth_compiling(kernel, instance):
                 if isinstance(kernel, WarpSpecialized):
-                    of = kernel.specialize(asked, config)
+                    of = kernel.specialize(instance, config)
                     src = source(
                         warp_specialized_kernel,
                         of.types,
@@ -327,7 +327,7 @@ def programs_compiled() -> list[dict[str, Any]]:
                     compiled = [compile_for(GPUTarget("cuda", 90, 32), src, **of.options)]
                 else:
                     hopper = GPUTarget("cuda", 90, 32)
-                    builds = kernel.builds(asked, config)
+                    builds = kernel.builds(instance, config)
                     compiled = [build.compile_for(hopper) for build in builds]
                 for one in compiled:
                     line = {"case": name, "kernel": one.name, "early": config.early}
@@ -376,8 +376,8 @@ def test_dependent_launch_where_the_config_says_and_the_gpu_can(kernel: Any, ear
     config = next(c for c in kernel.configs(SAID) if c.early == early)
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
     for device, able in ((H200, True), (ampere, False)):
-        asked: Problem = dataclasses.replace(SAID, device=device)
-        first, *reducing = kernel.builds(asked, config)
+        problem: Problem = dataclasses.replace(SAID, device=device)
+        first, *reducing = kernel.builds(problem, config)
         overlaps = able and early != ""
         assert first.constants["OVERLAPS"] is overlaps
         assert first.constants["EARLY"] is (able and early == "b")
@@ -404,9 +404,9 @@ def test_h200_has_dependent_launch_and_others_not() -> None:
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
     for kernel in KERNELS[1:]:
         for early, device in itertools.product(("", "wait"), (H200, ampere)):
-            asked: Problem = dataclasses.replace(DECODE, device=device)
-            config = dataclasses.replace(kernel.default_config(asked), early=early)
-            build = kernel.builds(asked, config)[0]
+            problem: Problem = dataclasses.replace(DECODE, device=device)
+            config = dataclasses.replace(kernel.default_config(problem), early=early)
+            build = kernel.builds(problem, config)[0]
             has = early == "wait" and device is H200
             assert build.constants["OVERLAPS"] is has
             assert build.options.get("launch_pdl", False) is has

@@ -389,7 +389,7 @@ def test_parts_of_k_are_left_to_the_second_kernel(splits: int, group: int) -> No
 def compiled() -> list[dict[str, Any]]:
     half = Operand(FP16)
     groups = Groups(32, "m", out_index=torch.int32, out_weights=torch.float32, zeroed=True)
-    asked = {
+    problems = {
         "few rows": replace(PROBLEM, m=5),
         "int4": PROBLEM,
         "many rows": replace(PROBLEM, m=2048),
@@ -403,7 +403,7 @@ def compiled() -> list[dict[str, Any]]:
     }
     lines = []
     # Of each problem the first config or the last, which differ most, at three seconds each.
-    for place, (name, problem) in enumerate(asked.items()):
+    for place, (name, problem) in enumerate(problems.items()):
         configs = KERNEL.configs(problem)
         for config in share(configs[:: max(1, len(configs) - 1)], place, 2):
             build = KERNEL.builds(problem, config)[0]

@@ -86,7 +86,7 @@ def test_the_package_has_all_its_files_and_lints(package: Path) -> None:
         ("taken", "taken exists already and is not an empty folder"),
     ],
 )
-def test_a_name_that_cannot_be_is_told(
+def test_an_impossible_name_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -139,12 +139,12 @@ def test_strips_of_the_hopper_kernel_have_whole_groups() -> None:
     problem = Problem(4096, 4096, 4096, device=HOPPER, epilogue=QUANTIZE, **half)
     for text in ("silu", "swiglu"):
         for m in (1, 16, 4096):
-            asked = replace(problem, m=m, epilogue=parse(text).then(QUANTIZE))
-            assert not kernel.reasons_against(asked)
-            configs = kernel.configs(asked)
+            instance = replace(problem, m=m, epilogue=parse(text).then(QUANTIZE))
+            assert not kernel.reasons_against(instance)
+            configs = kernel.configs(instance)
             assert configs
             assert all(config.BLOCK_N // config.subtiles % 128 == 0 for config in configs)
-            assert all(config.shared_memory(asked) <= HOPPER.shared_memory for config in configs)
+            assert all(config.shared_memory(instance) <= HOPPER.shared_memory for config in configs)
     narrow = replace(kernel.default_config(problem), BLOCK_N=128, subtiles=2)
     with pytest.raises(ValueError, match="parts of groups of 128 columns"):
         kernel.builds(problem, narrow)
@@ -263,7 +263,7 @@ def _keeps_numbers_beside_nan(y: Tensor, stored: Tensor, scale: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda *_: None, ""),
         (_truncates, "output stored"),
@@ -274,12 +274,12 @@ def _keeps_numbers_beside_nan(y: Tensor, stored: Tensor, scale: Tensor) -> None:
         (lambda y, stored, scale: scale.mul_(1.05), "output scale"),
     ],
 )
-def test_wrong_outputs_are_found(spoil: Any, said: str) -> None:
+def test_wrong_outputs_are_found(spoil: Any, message: str) -> None:
     given: dict[str, Any] = dict.fromkeys(("a", "b", "out"), Operand(FP32))
     problem = Problem(40, 300, 64, device=fingerprint(CPU), epilogue=QUANTIZE, **given)
     verdict = Verifier(problem, CPU).verdict(Spoilt(spoil).bind(problem, None))
-    assert verdict.ok == (not said)
-    assert re.search(said, verdict.reason or "")
+    assert verdict.ok == (not message)
+    assert re.search(message, verdict.reason or "")
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
@@ -294,8 +294,8 @@ def test_kernels_without_groups_decline_tiles_that_have_them() -> None:
     problem = posed("silu", QUANTIZE.outputs)
     able = Supports.everything()
     assert not able.reasons_against(problem)
-    said = replace(able, outputs=("tile",)).reasons_against(problem)
-    assert said == ["writes no output stored (tile)", "writes no output scale (group)"]
+    message = replace(able, outputs=("tile",)).reasons_against(problem)
+    assert message == ["writes no output stored (tile)", "writes no output scale (group)"]
 
 
 # -- calls -----------------------------------------------------------------------------------------

@@ -84,11 +84,11 @@ def compiled(target: str) -> list[dict[str, Any]]:
     kernel, device = Ragged(), TARGETS[target]
 
     def lines() -> Iterator[tuple[str, Problem, Any]]:
-        asked = problems(device)
+        problem = problems(device)
         for name in ASKED[target]:
-            configs = list(kernel.configs(asked[name]))
-            largest = max(configs, key=lambda c: (c.registers(asked[name]), -c.SUBTILE))
-            yield name, asked[name], largest
+            configs = list(kernel.configs(problem[name]))
+            largest = max(configs, key=lambda c: (c.registers(problem[name]), -c.SUBTILE))
+            yield name, problem[name], largest
 
     def tile_compiled(job: tuple[str, Problem, Any]) -> dict[str, Any]:
         name, problem, config = job

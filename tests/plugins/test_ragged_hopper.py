@@ -423,7 +423,7 @@ def test_a_single_group_has_any_stride() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "problem",
     [
         grouped(m=64, n=64, k=64),
         grouped(m=64, n=64, k=64, zeroed=True, epilogue="swiglu", bias=FP32, scaled=True),
@@ -436,33 +436,33 @@ def test_a_single_group_has_any_stride() -> None:
     ],
     ids=str,
 )
-def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_passes_groups(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
     monkeypatch.setattr(
         triton_kernel, "launcher", lambda *given, **more: launches.append((given, more))
     )
-    config = KERNEL.default_config(asked)
-    special = KERNEL.specialize(asked, config)
+    config = KERNEL.default_config(problem)
+    special = KERNEL.specialize(problem, config)
     assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
     assert set(special.divisible) <= set(special.types)
-    assert asked.groups is not None
-    assert (special.divisible.get("out_ptr") == 16) is asked.groups.zeroed
-    KERNEL.bind(asked, config)
+    assert problem.groups is not None
+    assert (special.divisible.get("out_ptr") == 16) is problem.groups.zeroed
+    KERNEL.bind(problem, config)
     (((step,), shape, _), more) = launches[0]
-    assert shape == ((8, 64, 64) if asked.along == "k" else (64, 64))
-    assert more["extras"] == ("offs", *asked.parts)
+    assert shape == ((8, 64, 64) if problem.along == "k" else (64, 64))
+    assert more["extras"] == ("offs", *problem.parts)
     assert step.arguments.keys() == special.types.keys()
     assert step.arguments["G"] == 8
     blocks = step.grid[0]
     # Numbers of 4 bytes, like the table's.
-    scratch = (8 * blocks, torch.float32) if asked.along == "m" else None
+    scratch = (8 * blocks, torch.float32) if problem.along == "m" else None
     assert more["workspace"] == scratch
-    assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
-    given = random_inputs.make(asked, torch.device("cpu"), seed=0)
+    assert KERNEL.workspace_bytes(problem, config) == (4 * 8 * blocks if scratch else 0)
+    given = random_inputs.make(problem, torch.device("cpu"), seed=0)
     made = {name: getattr(given, name) for name in ("a", "b", "bias", "residual")}
     made |= given.parts
-    made["out"] = random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu"))
+    made["out"] = random_inputs.empty(problem.out, problem.out_shape, torch.device("cpu"))
     for name, argument in step.arguments.items():
         if name.endswith("_desc"):
             described = argument.describe(made[argument.tensor])
@@ -476,9 +476,9 @@ def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
     """Each group's last tile may have one row, and groups none."""
     config = replace(CONFIG, BLOCK_M=128, BLOCK_N=256)
     for m, count, rows in ((4096, 8, 40), (4096, 1, 33), (3, 128, 3), (1, 1, 1)):
-        asked = grouped(m=m, count=count)
-        assert tile_shapes.most_tiles(asked, config) == rows * 16
-        assert tile_shapes.tile_count(asked, config) <= rows * 16
+        problem = grouped(m=m, count=count)
+        assert tile_shapes.most_tiles(problem, config) == rows * 16
+        assert tile_shapes.tile_count(problem, config) <= rows * 16
     sums = grouped("k", count=8)
     assert tile_shapes.most_tiles(sums, config) == tile_shapes.tile_count(sums, config) == 8 * 512
 
@@ -487,7 +487,7 @@ def test_what_groups_are_offered() -> None:
     """Large groups get Hopper's tiles, and few rows a group get ``triton.ragged``'s. Neither splits
     K or begins early."""
     plain = Ragged()
-    for asked, first in (
+    for instance, first in (
         (grouped(m=64, n=28672), False),
         (grouped(m=512, n=1536, k=2048, count=128), False),
         (grouped(m=4096, n=28672), True),
@@ -495,20 +495,20 @@ def test_what_groups_are_offered() -> None:
         (grouped("k", m=28672, k=32768), True),
         (grouped("k", m=1536, n=2048, k=8192, count=128), True),
     ):
-        configs = list(KERNEL.configs(asked))
+        configs = list(KERNEL.configs(instance))
         assert 2 <= len(configs) <= 16
         assert len(set(configs)) == len(configs)
         for config in configs:
             assert (config.tail_splits, config.splits, config.early) == (1, 1, "")
-            assert config.shared_memory(asked) <= H200.shared_memory
+            assert config.shared_memory(instance) <= H200.shared_memory
         best, other = (
-            min(kernel.estimate_us(asked, config) for config in kernel.configs(asked))
+            min(kernel.estimate_us(instance, config) for config in kernel.configs(instance))
             for kernel in (KERNEL, plain)
         )
-        assert (best < other) is first, asked
+        assert (best < other) is first, instance
         # Records of other problems may hold such configs.
         odd = replace(CONFIG, tail_splits=4, early="b")
-        fitted = tile_shapes.adapted(asked, odd)
+        fitted = tile_shapes.adapted(instance, odd)
         assert (fitted.tail_splits, fitted.splits, fitted.early) == (1, 1, "")
     wide = {c.BLOCK_M * c.BLOCK_N for c in KERNEL.configs(grouped(m=16384, n=28672))}
     assert 128 * 256 in wide
@@ -523,14 +523,14 @@ def test_sums_of_groups_depend_on_the_others() -> None:
 @pytest.mark.slow
 def test_groups_compile_for_hopper(uninterpreted: Uninterpreted) -> None:
     scattered = Groups(8, "m", out_index=torch.int64, out_weights=FP32, zeroed=True)
-    asked = [
+    problems = [
         grouped(m=8192, n=14336, zeroed=True, epilogue="swiglu", bias=BF16),
         grouped(m=16384, k=14336, residual=Operand(BF16)),
         grouped("k", n=14336, k=8192),
         problem(16384, 4096, 14336, groups=scattered),
         grouped(m=65536, n=1536, k=2048, dtype=E4M3, out=BF16, scales=("1x128", "128x128")),
     ]
-    results = uninterpreted(compiled, asked, "first")
+    results = uninterpreted(compiled, problems, "first")
     assert len(results) == 5
     for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result

@@ -159,13 +159,13 @@ def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtyp
     made = {"a": posed(shape, layout, dtype), "b": posed(shape[::-1], layout, dtype, seed=1)}
     checksums, (a, b) = Checksums.of(made), (each.tensor for each in made.values())
     out = torch.empty(shape[0], shape[0], dtype=dtype, device="meta")
-    asked = Problem.of(a, b, out, fingerprint(DEVICE), tf32=True)
-    matrices = Misaligned.of(asked)
+    problem = Problem.of(a, b, out, fingerprint(DEVICE), tf32=True)
+    matrices = Misaligned.of(problem)
     if not matrices:
         assert 1 in shape  # of one row or column, and that on 16 bytes
         return
-    copies = bind_copy(asked)(a, b)
-    after = realigned(asked)
+    copies = bind_copy(problem)(a, b)
+    after = realigned(problem)
     for matrix in matrices:
         given, copy = (a, b)[matrix.place], copies[matrix.place]
         assert torch.equal(copy, given)
@@ -176,7 +176,7 @@ def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtyp
         # torch's allocations are aligned to 64 bytes on a CPU, to 512 on a GPU.
         assert rows.data_ptr() % (128 if CUDA else 64) == 0
         assert matrix.pitch * dtype.itemsize % 128 == 0
-    for place, operand in enumerate((asked.a, asked.b)):
+    for place, operand in enumerate((problem.a, problem.b)):
         assert (copies[place] is (a, b)[place]) == operand.aligned
     assert checksums.changed() == []
 
@@ -202,11 +202,11 @@ def test_matrices_of_a_batch_are_copied_once(layout: str, shared: str) -> None:
 
     a, b = stacked("a", shape), stacked("b", shape[::-1])
     out = torch.empty(batch, shape[0], shape[0], dtype=BF16, device="meta")
-    asked = Problem.of(a, b, out, fingerprint(DEVICE))
-    matrices = Misaligned.of(asked)
+    problem = Problem.of(a, b, out, fingerprint(DEVICE))
+    matrices = Misaligned.of(problem)
     assert [matrix.place for matrix in matrices] == [0, 1]
-    copies = bind_copy(asked)(a, b)
-    served = realigned(asked)
+    copies = bind_copy(problem)(a, b)
+    served = realigned(problem)
     for matrix in matrices:
         given, copy = (a, b)[matrix.place], copies[matrix.place]
         assert torch.equal(copy, given)
@@ -227,9 +227,9 @@ def test_a_batch_whose_stride_alone_is_misaligned_is_copied() -> None:
     storage = torch.randn(1 + 3 * (16 * 24 + 1), device=DEVICE).to(BF16)
     a = storage.as_strided((3, 16, 24), (16 * 24 + 1, 24, 1))
     b = torch.randn(3, 24, 16, device=DEVICE).to(BF16)
-    asked = Problem.of(a, b, torch.empty(3, 16, 16, device="meta"), fingerprint(DEVICE))
-    assert not asked.a.aligned
-    copy, other = bind_copy(asked)(a, b)
+    problem = Problem.of(a, b, torch.empty(3, 16, 16, device="meta"), fingerprint(DEVICE))
+    assert not problem.a.aligned
+    copy, other = bind_copy(problem)(a, b)
     assert torch.equal(copy, a)
     assert Operand.of(copy).aligned
     assert other is b
@@ -239,8 +239,8 @@ def test_not_a_number_is_copied_like_any() -> None:
     a = posed((7, 9), "row_unaligned", BF16).tensor
     a[3, 5] = float("nan")
     a[6, 8] = float("-inf")
-    asked = Problem.of(a, a.t(), torch.empty(7, 7, device="meta"), fingerprint(DEVICE))
-    copy, _ = bind_copy(asked)(a, a.t())
+    problem = Problem.of(a, a.t(), torch.empty(7, 7, device="meta"), fingerprint(DEVICE))
+    copy, _ = bind_copy(problem)(a, a.t())
     assert torch.equal(copy.view(torch.int16), a.view(torch.int16))
 
 
@@ -260,7 +260,7 @@ def test_offsets_past_32_bits_are_computed_in_64() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "instance",
     [
         problem(),
         problem(4096, 4096, 4095, b=ALIGNED, out=ALIGNED),
@@ -280,28 +280,28 @@ def test_offsets_past_32_bits_are_computed_in_64() -> None:
     ],
     ids=str,
 )
-def test_serves(asked: Problem) -> None:
-    assert KERNEL.reasons_against(asked) == []
-    configs = KERNEL.configs(asked)
-    assert configs[0] == KERNEL.default_config(asked)
+def test_serves(instance: Problem) -> None:
+    assert KERNEL.reasons_against(instance) == []
+    configs = KERNEL.configs(instance)
+    assert configs[0] == KERNEL.default_config(instance)
     assert 1 <= len(configs) <= 10
     assert len(set(configs)) == len(configs)
-    served = realigned(asked)
+    served = realigned(instance)
     assert served.a.aligned
     assert served.b.aligned
     for config in configs:
         # The estimate is the inner kernel's, plus the copies.
-        time = KERNEL.estimate_us(asked, config)
+        time = KERNEL.estimate_us(instance, config)
         inner = inner_kernels()[config.inner]
         assert time is not None
         assert time > inner.estimate_us(served, config.config)
         assert inner.reasons_against(served) == []
-        copied = KERNEL.workspace_bytes(asked, config)
+        copied = KERNEL.workspace_bytes(instance, config)
         assert copied >= inner.workspace_bytes(served, config.config)
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("instance", "reason"),
     [
         (problem(a=ALIGNED, b=ALIGNED), "aligned already"),
         (problem(a=ALIGNED, b=ALIGNED, batch=2), "aligned already"),
@@ -313,8 +313,8 @@ def test_serves(asked: Problem) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
-    assert any(reason in text for text in KERNEL.reasons_against(asked))
+def test_declines_with_the_reason(instance: Problem, reason: str) -> None:
+    assert any(reason in text for text in KERNEL.reasons_against(instance))
 
 
 @pytest.fixture
@@ -329,8 +329,8 @@ def test_the_best_kernel_multiplies() -> None:
     """On Hopper the warp-specialised kernel is first, and others remain candidates. Before Hopper
     it is a kernel without TMA, and for gated products a kernel with two accumulators."""
 
-    def inner(asked: Problem) -> list[str]:
-        return [config.inner.removeprefix("triton.") for config in KERNEL.configs(asked)]
+    def inner(problem: Problem) -> list[str]:
+        return [config.inner.removeprefix("triton.") for config in KERNEL.configs(problem)]
 
     assert inner(problem())[0] == "warp_specialized"
     assert "persistent" in inner(problem())
@@ -347,9 +347,9 @@ def test_the_best_kernel_multiplies() -> None:
 def test_estimates_count_the_copies() -> None:
     """33.5 MB read and written at 4.27 TB/s: 16 µs for each operand."""
 
-    def estimate(asked: Problem) -> float:
+    def estimate(instance: Problem) -> float:
         # One config for all: the default may change with the operands that are copied.
-        time = KERNEL.estimate_us(asked, KERNEL.default_config(problem()))
+        time = KERNEL.estimate_us(instance, KERNEL.default_config(problem()))
         assert time is not None
         return time
 
@@ -361,10 +361,10 @@ def test_estimates_count_the_copies() -> None:
     assert alone is not None
     assert 30 < both - alone < 38
     # 12 matrices of 1500 rows of 1536 elements, of each operand.
-    asked = problem(1500, 1500, 1500, batch=12)
-    time = KERNEL.estimate_us(asked, KERNEL.default_config(asked))
-    inner = KERNEL.default_config(asked)
-    alone = inner_kernels()[inner.inner].estimate_us(realigned(asked), inner.config)
+    instance = problem(1500, 1500, 1500, batch=12)
+    time = KERNEL.estimate_us(instance, KERNEL.default_config(instance))
+    inner = KERNEL.default_config(instance)
+    alone = inner_kernels()[inner.inner].estimate_us(realigned(instance), inner.config)
     assert time is not None
     assert alone is not None
     assert time - alone == pytest.approx(2.0 + 12 * 4 * 1500 * 1536 * 2 / Machine.of(H200).memory)
@@ -377,10 +377,10 @@ def test_memory_for_the_copies_is_counted() -> None:
     assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2
     assert KERNEL.workspace_bytes(problem(b=ALIGNED), config) == 4097 * 4160 * 2
     # Each matrix of a batch is copied; a matrix that all share is copied once.
-    asked = problem(300, 100, 300, batch=100, b=ALIGNED)
-    batched = KERNEL.default_config(asked)
-    held = inner_kernels()[batched.inner].workspace_bytes(realigned(asked), batched.config)
-    assert KERNEL.workspace_bytes(asked, batched) == 100 * 300 * 320 * 2 + held
+    instance = problem(300, 100, 300, batch=100, b=ALIGNED)
+    batched = KERNEL.default_config(instance)
+    held = inner_kernels()[batched.inner].workspace_bytes(realigned(instance), batched.config)
+    assert KERNEL.workspace_bytes(instance, batched) == 100 * 300 * 320 * 2 + held
     # A tile cut along K leaves its parts there, one for each SM.
     config = replace(config, config=replace(config.config, tail_splits=4))
     tile = config.config.BLOCK_M * config.config.BLOCK_N
@@ -391,8 +391,8 @@ def test_memory_for_the_copies_is_counted() -> None:
 
 
 def test_a_config_is_one_flat_object() -> None:
-    for asked in (problem(), problem(127, 4093, 4096, a=ALIGNED), problem(device=A100)):
-        for config in KERNEL.configs(asked):
+    for instance in (problem(), problem(127, 4093, 4096, a=ALIGNED), problem(device=A100)):
+        for config in KERNEL.configs(instance):
             document = config.to_json()
             assert document == {"inner": config.inner, **config.config.to_json()}
             assert all(type(value) in (int, float, bool, str) for value in document.values())
@@ -454,15 +454,15 @@ def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None
 # The compiled kernel.
 
 
-def compiled(asked: Problem, count: int) -> list[dict[str, Any]]:
+def compiled(problem: Problem, count: int) -> list[dict[str, Any]]:
     """The copy of the operands, or the products of the first ``count`` configs."""
     if count == 0:
-        results = [copy_build(asked).compile_for(HOPPER)]
+        results = [copy_build(problem).compile_for(HOPPER)]
     else:
         results = [
             result
-            for config in list(KERNEL.configs(asked))[:count]
-            for result in _products(asked, config)
+            for config in list(KERNEL.configs(problem))[:count]
+            for result in _products(problem, config)
         ]
     found = []
     for result in results:
@@ -478,9 +478,9 @@ def compiled(asked: Problem, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def _products(asked: Problem, config: RealignedConfig) -> list[Any]:
+def _products(problem: Problem, config: RealignedConfig) -> list[Any]:
     kernel: Any = inner_kernels()[config.inner]
-    served = realigned(asked)
+    served = realigned(problem)
     if config.inner != "triton.warp_specialized":
         return [build.compile_for(HOPPER) for build in kernel.builds(served, config.config)]
     of = kernel.specialize(served, config.config)
@@ -491,7 +491,7 @@ def _products(asked: Problem, config: RealignedConfig) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "loads", "stores"),
+    ("instance", "loads", "stores"),
     [
         (problem(), ["b64"], ["b64"]),
         # One by one where nothing is contiguous, and from there whole vectors.
@@ -507,19 +507,19 @@ def _products(asked: Problem, config: RealignedConfig) -> list[Any]:
     ids=str,
 )
 def test_the_copy_compiles_for_hopper(
-    asked: Problem, loads: list[str], stores: list[str], uninterpreted: Uninterpreted
+    instance: Problem, loads: list[str], stores: list[str], uninterpreted: Uninterpreted
 ) -> None:
-    (result,) = uninterpreted(compiled, asked, 0)
+    (result,) = uninterpreted(compiled, instance, 0)
     assert result["stack"] == 0
     # Eight programs to an SM.
     assert result["shared"] <= H200.shared_memory // 8
     assert (result["loads"], result["stores"]) == (loads, stores)
-    assert (result["wide"] > 0) == (asked.m == 70_000 or asked.batch > 1)
+    assert (result["wide"] > 0) == (instance.m == 70_000 or instance.batch > 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "count", "stack"),
+    ("instance", "count", "stack"),
     [
         (problem(), 8, 0),
         (problem(8192, 50257, 768, a=ALIGNED), 2, 0),
@@ -532,12 +532,12 @@ def test_the_copy_compiles_for_hopper(
 )
 @pytest.mark.slow
 def test_configs_compile_for_hopper(
-    asked: Problem, count: int, stack: int, uninterpreted: Uninterpreted
+    instance: Problem, count: int, stack: int, uninterpreted: Uninterpreted
 ) -> None:
     """Several configs of one problem, and the first of other problems: test_warp_specialized.py
     compiles their kernel with all of its tiles."""
     least, count = count, 16 if every_case() else count
-    results = uninterpreted(compiled, asked, count)
+    results = uninterpreted(compiled, instance, count)
     assert len(results) >= least
     for result in results:
         assert result["shared"] <= H200.shared_memory, result

@@ -140,6 +140,8 @@ def test_a_step_lies_inside_a_group() -> None:
         problem = posed(of)
         groups = [spec.block[1] for spec in (problem.a, problem.b) if spec.grid]
         for kernel in KERNELS.values():
-            asked = replace(problem, groups=Groups(3, "m")) if kernel.supports.ragged else problem
-            for config in kernel.configs(asked):
+            instance = (
+                replace(problem, groups=Groups(3, "m")) if kernel.supports.ragged else problem
+            )
+            for config in kernel.configs(instance):
                 assert all(group % config.BLOCK_K == 0 for group in groups)

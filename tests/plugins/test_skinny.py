@@ -232,7 +232,7 @@ def compiled(sm: int) -> list[dict[str, Any]]:
     kernel, lines = Skinny(), []
     tail = replace(DECODE, m=13, n=4099, k=4104, epilogue=parse("silu"), bias=torch.bfloat16)
     # Overlapping launches is Hopper's alone, and is decided when it is built.
-    asked = {
+    problems = {
         name: replace(problem, device=DEVICES[sm])
         for name, problem in (("whole", DECODE), ("one", replace(DECODE, m=1)), ("tail", tail))
     }
@@ -240,11 +240,11 @@ def compiled(sm: int) -> list[dict[str, Any]]:
     # propose. A compilation takes 0.7 s.
     tiles = {
         name: list(dict.fromkeys(replace(c, early="") for c in kernel.configs(problem)))
-        for name, problem in asked.items()
+        for name, problem in problems.items()
     }
     both = [tile for tile in tiles["whole"] if tile in tiles["tail"]]
     left_out = {"whole": both[1::2], "one": [], "tail": both[::2]}
-    for name, problem in asked.items():
+    for name, problem in problems.items():
         for config in kernel.configs(problem):
             if replace(config, early="") in left_out[name]:
                 continue

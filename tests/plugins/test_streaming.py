@@ -254,15 +254,15 @@ def test_arithmetic_addresses_masks(
 def compiled(sm: int) -> list[dict[str, Any]]:
     kernel, lines = Streaming(), []
     half = Operand(FP16)
-    asked = {
+    problems = {
         "int4": DECODE,
         "one row": replace(DECODE, m=1, k=14336),
         "int8": replace(DECODE, b=INT8, a=half, out=half, n=4099),
         "gated": replace(DECODE, epilogue=parse("swiglu"), bias=BF16),
     }
     if sm >= 90:
-        asked["fp8"] = replace(DECODE, b=FP8)
-    for name, problem in asked.items():
+        problems["fp8"] = replace(DECODE, b=FP8)
+    for name, problem in problems.items():
         problem = replace(problem, device=DEVICES[sm])
         for config in kernel.configs(problem)[:: 4 if sm == 90 else 9]:
             (build,) = kernel.builds(problem, config)

@@ -20,9 +20,9 @@ from tmm_core import Operand, Problem
 WIDE = problem(300, 13824, 5120)
 
 
-def starts(asked: Problem, config: WarpSpecializedConfig) -> list[tuple[int, int]]:
+def starts(problem: Problem, config: WarpSpecializedConfig) -> list[tuple[int, int]]:
     """First row and column of every tile, by number: ``_tile`` and ``_moved`` in Python."""
-    rows, columns = -(-asked.m // config.BLOCK_M), -(-asked.n // config.BLOCK_N)
+    rows, columns = -(-problem.m // config.BLOCK_M), -(-problem.n // config.BLOCK_N)
 
     def moved(start: int, size: int, block: int, contiguous: bool) -> int:
         latest = size - block
@@ -36,17 +36,17 @@ def starts(asked: Problem, config: WarpSpecializedConfig) -> list[tuple[int, int
         within = index % (config.GROUP_M * columns)
         row, column = first + within % height, within // height
         found.append((
-            moved(row * config.BLOCK_M, asked.m, config.BLOCK_M, asked.a.layout == "col"),
-            moved(column * config.BLOCK_N, asked.n, config.BLOCK_N, True),
+            moved(row * config.BLOCK_M, problem.m, config.BLOCK_M, problem.a.layout == "col"),
+            moved(column * config.BLOCK_N, problem.n, config.BLOCK_N, True),
         ))  # fmt: skip
     return found
 
 
-def stored_unlike(asked: Problem, config: WarpSpecializedConfig) -> int:
+def stored_unlike(problem: Problem, config: WarpSpecializedConfig) -> int:
     """Elements that a cut tile and a whole one store."""
-    tail = tile_shapes.tail_tiles(asked, config)
-    by_cut, by_whole = (np.zeros((asked.m, asked.n), bool) for _ in range(2))
-    for index, (row, column) in enumerate(starts(asked, config)):
+    tail = tile_shapes.tail_tiles(problem, config)
+    by_cut, by_whole = (np.zeros((problem.m, problem.n), bool) for _ in range(2))
+    for index, (row, column) in enumerate(starts(problem, config)):
         into = by_cut if index < tail else by_whole
         into[row : row + config.BLOCK_M, column : column + config.BLOCK_N] = True
     assert (by_cut | by_whole).all()
@@ -58,23 +58,23 @@ def test_no_element_is_stored_by_a_cut_tile_and_a_whole_one() -> None:
     kept = refused = 0
     for _ in range(400):
         m, n = draw.randint(65, 700), 8 * draw.randint(100, 1200)
-        asked = problem(m, n, 4096, "t" + draw.choice("nt") if draw.random() < 0.3 else "nt")
-        if asked.a.layout == "col":
-            asked = dataclasses.replace(asked, m=-(-m // 8) * 8)
+        instance = problem(m, n, 4096, "t" + draw.choice("nt") if draw.random() < 0.3 else "nt")
+        if instance.a.layout == "col":
+            instance = dataclasses.replace(instance, m=-(-m // 8) * 8)
         tile = draw.choice([t for t in search_space._TILES if t[0] == "pingpong" or t[1] < 3])
         config = dataclasses.replace(
-            search_space._fitted(asked, tile)[0],
+            search_space._fitted(instance, tile)[0],
             GROUP_M=draw.choice((1, 2, 4, 8, 16)), tail_splits=draw.choice((2, 3, 4)),
         )  # fmt: skip
-        adapted = tile_shapes.adapted(asked, config)
+        adapted = tile_shapes.adapted(instance, config)
         if adapted.tail_splits > 1:
             kept += 1
-            assert stored_unlike(asked, adapted) == 0, (str(asked), str(adapted))
-            tail = tile_shapes.tail_tiles(asked, adapted)
+            assert stored_unlike(instance, adapted) == 0, (str(instance), str(adapted))
+            tail = tile_shapes.tail_tiles(instance, adapted)
             assert tail * adapted.tail_splits <= H200.sm_count
-            assert tail >= tile_shapes.tile_count(asked, adapted) % H200.sm_count
+            assert tail >= tile_shapes.tile_count(instance, adapted) % H200.sm_count
             # The others are no more waves than they were.
-            count = tile_shapes.tile_count(asked, adapted)
+            count = tile_shapes.tile_count(instance, adapted)
             assert -(-(count - tail) // H200.sm_count) <= count // H200.sm_count
         else:
             refused += 1
@@ -91,9 +91,9 @@ def test_what_would_be_summed_unlike_is_not_cut() -> None:
     assert stored_unlike(WIDE, bands) > 0
     # One wave of tiles in part, all of them cut; but a last column of many that is cut in part.
     for n, splits in ((1000, 4), (13816, 4)):
-        asked = problem(300, n, 5120)
-        adapted = tile_shapes.adapted(asked, dataclasses.replace(config, tail_splits=splits))
-        assert adapted.tail_splits == 1 or stored_unlike(asked, adapted) == 0
+        instance = problem(300, n, 5120)
+        adapted = tile_shapes.adapted(instance, dataclasses.replace(config, tail_splits=splits))
+        assert adapted.tail_splits == 1 or stored_unlike(instance, adapted) == 0
     assert tile_shapes.adapted(dataclasses.replace(WIDE, batch=2), config).tail_splits == 1
     fixed = dataclasses.replace(WIDE, batch_invariant=True)
     assert tile_shapes.adapted(fixed, config).tail_splits == 1
@@ -122,9 +122,9 @@ def test_overlapping_tiles_cut_in_the_model(layout: str, early: str) -> None:
 
 
 def test_by_pointers_every_element_is_stored_once() -> None:
-    asked = dataclasses.replace(WIDE, n=13823, out=Operand(BF16, aligned=False))
+    problem = dataclasses.replace(WIDE, n=13823, out=Operand(BF16, aligned=False))
     config = next(c for c in KERNEL.configs(WIDE) if c.tail_splits > 1)
-    assert tile_shapes.adapted(asked, dataclasses.replace(config, GROUP_M=1)).tail_splits > 1
+    assert tile_shapes.adapted(problem, dataclasses.replace(config, GROUP_M=1)).tail_splits > 1
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     row, col = Operand(BF16), Operand(BF16, "col")
     loose = Operand(BF16, aligned=False)
     large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("silu"), bias=BF16)
-    posed = {
+    problem = {
         "large": large,
         "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
         "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
@@ -67,15 +67,15 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
             a=replace(eight, scale=ROW),
             b=Operand(FP8, "col", scale=ROW),
         )
-        posed["fp8"] = fp8
+        problem["fp8"] = fp8
     if device.sm == 100:  # at 0.8 s a compilation
-        return posed
+        return problem
     if device.sm == 90:
         loose8 = Operand(FP8, aligned=False)
-        posed["fp8_unaligned"] = replace(fp8, m=301, n=205, k=141, a=loose8, b=loose8)
-        posed["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
-        posed["fp8_decode"] = replace(fp8, m=16)
-    return posed | {
+        problem["fp8_unaligned"] = replace(fp8, m=301, n=205, k=141, a=loose8, b=loose8)
+        problem["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
+        problem["fp8_decode"] = replace(fp8, m=16)
+    return problem | {
         "decode": replace(large, m=16),
         "large_k": replace(large, m=256, n=256, k=65536, b=row, epilogue=parse(None), bias=None),
         "gated_decode": replace(large, m=16, n=14336, epilogue=parse("swiglu")),
@@ -244,13 +244,15 @@ MATRIX_UNITS = {"sm_89": "mma.sync", "gfx942": "v_mfma_"}
 def tiles_compiled(name: str) -> list[dict[str, Any]]:
     """One config of every tile that is proposed, of whichever kernel proposes it first."""
     device = UNTIMED[name]
-    posed = problems(device)
-    asked = [posed[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
+    instance = problems(device)
+    instances = [instance[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
     if name == "sm_89":
         eight = Operand(FP8)
-        asked.append(replace(posed["large"], a=replace(eight, scale=ROW), b=Operand(FP8, "col")))
+        instances.append(
+            replace(instance["large"], a=replace(eight, scale=ROW), b=Operand(FP8, "col"))
+        )
     jobs: dict[Any, Any] = {}
-    for problem in asked:
+    for problem in instances:
         for module in ("fused_epilogue", "split_k", "grouped", "naive"):
             kernel: Any = load(f"triton.{module}")
             if any("driver" not in reason for reason in kernel.reasons_against(problem)):

@@ -77,13 +77,15 @@ def problem(
     return with_scales(Problem(m=m, n=n, k=k, **without_scales(fields)), fields)
 
 
-def with_amax(asked: Problem, reduce: str = "max") -> Problem:
+def with_amax(problem: Problem, reduce: str = "max") -> Problem:
     port = Port("amax", "row", reduce=reduce, **ABSOLUTE)  # type: ignore[arg-type]
-    return dataclasses.replace(asked, epilogue=dataclasses.replace(asked.epilogue, outputs=(port,)))
+    return dataclasses.replace(
+        problem, epilogue=dataclasses.replace(problem.epilogue, outputs=(port,))
+    )
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "instance",
     [
         with_amax(problem(epilogue="swiglu", residual=Operand(BF16))),
         problem(layout="nn"),
@@ -114,12 +116,12 @@ def with_amax(asked: Problem, reduce: str = "max") -> Problem:
     ],
     ids=str,
 )
-def test_serves(asked: Problem) -> None:
-    assert KERNEL.reasons_against(asked) == []
+def test_serves(instance: Problem) -> None:
+    assert KERNEL.reasons_against(instance) == []
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("instance", "reason"),
     [
         (
             problem(device=dataclasses.replace(H200, capability=(8, 0))),
@@ -179,15 +181,15 @@ def test_serves(asked: Problem) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
-    reasons = KERNEL.reasons_against(asked)
+def test_declines_with_the_reason(instance: Problem, reason: str) -> None:
+    reasons = KERNEL.reasons_against(instance)
     assert len(reasons) >= 1
     assert any(reason in text for text in reasons), reasons
 
 
-def stored(asked: Problem) -> str:
+def stored(problem: Problem) -> str:
     """How the output leaves: by which argument."""
-    types = KERNEL.specialize(asked, CONFIG).types
+    types = KERNEL.specialize(problem, CONFIG).types
     (how,) = types.keys() & {"out_ptr", "c_desc"}
     return how
 
@@ -198,11 +200,11 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
     """In other rows TMA would store elements past the end, in memory of others."""
     for n in range(4088, 4097):
         for dtype, whole in ((BF16, 8), (FP32, 4)):
-            asked = problem(n=n, out=dtype, batch=batch, residual=residual)
-            assert stored(asked) == ("c_desc" if n % whole == 0 else "out_ptr")
-            off = dataclasses.replace(asked, out=Operand(dtype, aligned=False))
+            instance = problem(n=n, out=dtype, batch=batch, residual=residual)
+            assert stored(instance) == ("c_desc" if n % whole == 0 else "out_ptr")
+            off = dataclasses.replace(instance, out=Operand(dtype, aligned=False))
             assert stored(off) == "out_ptr"
-            fetched = "r_desc" in KERNEL.specialize(asked, CONFIG).types
+            fetched = "r_desc" in KERNEL.specialize(instance, CONFIG).types
             assert fetched is (residual is not None and dtype is BF16 and n % whole == 0)
     assert stored(problem(m=1, n=1, k=8)) == "out_ptr"
 
@@ -210,9 +212,9 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", "tensor")], ids=str)
 def test_parts_are_scaled_once(scales: Any) -> None:
     """The kernel that adds the parts does it. Rows of later parts have no scale of their own."""
-    asked = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
+    instance = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
     whole, cut = (
-        KERNEL.builds(asked, dataclasses.replace(CONFIG, BLOCK_N=64, splits=splits))
+        KERNEL.builds(instance, dataclasses.replace(CONFIG, BLOCK_N=64, splits=splits))
         for splits in (1, 3)
     )
     assert len(whole) == 1
@@ -228,15 +230,17 @@ def test_parts_are_scaled_once(scales: Any) -> None:
 def test_parts_with_scales_of_blocks_are_scaled_step_by_step() -> None:
     """The kernel that adds them up applies what is left: scales of whole rows."""
     for scales, left in ((("1x128", "128x128"), None), (("1x128", "row"), "row")):
-        asked = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
+        instance = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
         config = dataclasses.replace(CONFIG, BLOCK_K=128, BLOCK_N=64, splits=3)
-        main, reducing = KERNEL.builds(asked, config)
+        main, reducing = KERNEL.builds(instance, config)
         of_a, of_b = main.constants["C"].A_GROUP, main.constants["C"].B_GROUP
         assert (of_a, of_b) == (128, 0 if left else 128)
         assert "a_scale_ptr" in main.types
         assert ("b_scale_ptr" in main.types) is (left is None)
         assert (reducing.constants["B_SCALE"] == "row") is (left == "row")
-        finer = dataclasses.replace(asked, a=dataclasses.replace(asked.a, scale=Scale((1, 64))))
+        finer = dataclasses.replace(
+            instance, a=dataclasses.replace(instance.a, scale=Scale((1, 64)))
+        )
         with pytest.raises(ValueError, match="several groups"):
             config.shared_memory(finer)
 
@@ -245,9 +249,9 @@ def test_which_columns_share_a_scale() -> None:
     """All of a product's do, where a block has as many, or a multiple, and up begins at a block."""
 
     def alike(n: int, columns: int, scales: str = "128x128", epilogue: str | None = None) -> bool:
-        asked = problem(n=n, dtype=E4M3, out=BF16, scales=("1x128", scales), epilogue=epilogue)
+        instance = problem(n=n, dtype=E4M3, out=BF16, scales=("1x128", scales), epilogue=epilogue)
         fields = {"BLOCK_N": columns, "BLOCK_K": 128, "subtiles": 2}
-        return Constants.of(asked, dataclasses.replace(CONFIG, **fields)).ALIKE
+        return Constants.of(instance, dataclasses.replace(CONFIG, **fields)).ALIKE
 
     for columns in (64, 128, 256):  # 256 are two products
         assert alike(4096, columns)
@@ -262,21 +266,21 @@ def test_which_columns_share_a_scale() -> None:
 def test_which_configs_sum_a_row_alike() -> None:
     """Sums of 8 bits are promoted every BLOCK_K, so their bits depend on it; others do not."""
 
-    def arithmetic(asked: Problem, **fields: Any) -> object:
-        return KERNEL.arithmetic(asked, dataclasses.replace(CONFIG, **fields))
+    def arithmetic(problem: Problem, **fields: Any) -> object:
+        return KERNEL.arithmetic(problem, dataclasses.replace(CONFIG, **fields))
 
     eight = problem(dtype=E4M3, out=BF16)
-    for asked in (problem(), problem(dtype=FP16), eight):
+    for instance in (problem(), problem(dtype=FP16), eight):
         alike = {"num_stages": 3}, {"GROUP_M": 2}, {"subtiles": 2}, {"evict_first": True}
         tiles = {"BLOCK_M": 192, "consumers": 3, "BLOCK_N": 128}, {"BLOCK_N": 64}
         for fields in (*alike, *tiles):
-            assert arithmetic(asked, **fields) == arithmetic(asked), fields
-            other_m = dataclasses.replace(asked, m=17)
-            assert arithmetic(other_m, **fields) == arithmetic(asked), fields
-        assert arithmetic(asked, tail_splits=2) is None
-        assert arithmetic(asked, splits=2) != arithmetic(asked)
+            assert arithmetic(instance, **fields) == arithmetic(instance), fields
+            other_m = dataclasses.replace(instance, m=17)
+            assert arithmetic(other_m, **fields) == arithmetic(instance), fields
+        assert arithmetic(instance, tail_splits=2) is None
+        assert arithmetic(instance, splits=2) != arithmetic(instance)
         # With these rows there is no room for the parts: they would be summed whole.
-        assert arithmetic(dataclasses.replace(asked, m=8192), splits=2) is None
+        assert arithmetic(dataclasses.replace(instance, m=8192), splits=2) is None
     assert arithmetic(eight, splits=2) is None
     cut = {arithmetic(problem(m=m), splits=2, BLOCK_K=k) for m in (17, 4096) for k in (32, 64, 128)}
     assert len(cut) == 1
@@ -381,20 +385,20 @@ def test_a_config_out_of_bounds_does_not_parse(field: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "instance",
     [
         problem(dtype=E4M3, out=BF16),
         problem(127, k=4095, b=Operand(BF16, "col", aligned=False)),
     ],
     ids=str,
 )
-def test_which_products_may_lie_beside_each_other(asked: Problem) -> None:
+def test_which_products_may_lie_beside_each_other(instance: Problem) -> None:
     """The others refuse such a tile, from whichever record it comes, and do not propose any."""
     two = dataclasses.replace(CONFIG, BLOCK_N=144, subtiles=9)
     assert two.shared_memory(problem(residual=Operand(FP32))) > 0
     with pytest.raises(ValueError, match="144 columns"):
-        two.shared_memory(asked)
-    assert not [config for config in KERNEL.configs(asked) if config.narrow]
+        two.shared_memory(instance)
+    assert not [config for config in KERNEL.configs(instance) if config.narrow]
     plain = [problem(384, 6144, layout=layout) for layout in ("nn", "nt", "tn", "tt")]
     # From a row-major b, gate and up are loaded in rows of 64 bytes, which takes longer.
     gated = [problem(384, 6144, layout=layout, epilogue="swiglu") for layout in ("nt", "tt")]
@@ -425,31 +429,31 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("asked", PROBLEMS, ids=str)
-def test_the_search_space_fits_the_device(asked: Problem) -> None:
-    configs = list(KERNEL.configs(asked))
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_the_search_space_fits_the_device(problem: Problem) -> None:
+    configs = list(KERNEL.configs(problem))
     assert 5 <= len(configs) <= 16
     assert len(set(configs)) == len(configs)
-    assert configs[0] == KERNEL.default_config(asked)
+    assert configs[0] == KERNEL.default_config(problem)
     for config in configs:
-        assert config.shared_memory(asked) <= H200.shared_memory
+        assert config.shared_memory(problem) <= H200.shared_memory
         # A stage more would not fit, or is not wanted.
         more = dataclasses.replace(config, num_stages=config.num_stages + 1)
-        products = 2 if asked.gated else 1
+        products = 2 if problem.gated else 1
         stage = (config.BLOCK_M + products * config.BLOCK_N) * config.BLOCK_K * 2
         enough = config.num_stages >= 8 and more.num_stages * stage > 192 * 1024
-        assert enough or more.shared_memory(asked) > H200.shared_memory
+        assert enough or more.shared_memory(problem) > H200.shared_memory
         wide = config.narrow and config.consumers == 2
         assert products * config.accumulators <= (192 if wide else 128)
 
 
-def tiles(asked: Problem, config: WarpSpecializedConfig) -> int:
-    return -(-asked.m // config.BLOCK_M) * -(-asked.n // config.BLOCK_N)
+def tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
+    return -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
 
 
 def test_parts_that_nobody_could_add_are_not_made() -> None:
     config = dataclasses.replace(CONFIG, splits=200, tail_splits=1)
-    for asked, splits in (
+    for instance, splits in (
         (problem(64, 64, 65536), 200),
         (problem(64, 64, 640), 10),  # k-steps
         (problem(4096, 4096, 4096), 2),  # workspace
@@ -457,9 +461,9 @@ def test_parts_that_nobody_could_add_are_not_made() -> None:
         (problem(64, 64, 65536, batch=2), 1),
         (problem(64, 66, 65536), 1),  # rows that TMA cannot write
     ):
-        assert tile_shapes.adapted(asked, config).splits == splits
-        scratch = KERNEL.workspace_bytes(asked, config)
-        assert scratch == (0 if splits == 1 else splits * 4 * max(asked.m, 128) * asked.n)
+        assert tile_shapes.adapted(instance, config).splits == splits
+        scratch = KERNEL.workspace_bytes(instance, config)
+        assert scratch == (0 if splits == 1 else splits * 4 * max(instance.m, 128) * instance.n)
 
 
 def test_the_guess_suits_the_shape() -> None:
@@ -472,8 +476,8 @@ def test_the_guess_suits_the_shape() -> None:
     assert KERNEL.default_config(problem(2304, 2304, 2304, batch_invariant=True)).tail_splits == 1
     # Below one wave, tiles that leave few SMs idle.
     for size in (768, 1024):
-        asked = problem(size, size, size, "nn")
-        assert tiles(asked, KERNEL.default_config(asked)) > 66
+        instance = problem(size, size, size, "nn")
+        assert tiles(instance, KERNEL.default_config(instance)) > 66
     large = KERNEL.estimate_us(problem(8192, 8192, 8192), CONFIG)
     assert 1300 < large < 1700  # cuBLAS: 1567
     assert KERNEL.estimate_us(problem(1, 8, 8), CONFIG) < 10
@@ -1051,8 +1055,8 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
     """The compiled configs of each problem (``configs_of``), in a process that does not interpret,
     as on a GPU."""
     found = []
-    for asked, config in [(p, c) for p in problems for c in configs_of(p, which)]:
-        special = KERNEL.specialize(asked, config)
+    for problem, config in [(p, c) for p in problems for c in configs_of(p, which)]:
+        special = KERNEL.specialize(problem, config)
         result = compile_for(
             GPUTarget("cuda", 90, 32),
             source(
@@ -1065,10 +1069,10 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
         )
         ptx = result.asm["ptx"]
         found.append({
-            "problem": str(asked),
+            "problem": str(problem),
             "config": str(config),
             "shared": result.metadata.shared,
-            "promised": config.shared_memory(asked),
+            "promised": config.shared_memory(problem),
             "wgmma": ptx.count("wgmma.mma_async"),
             "tma": len(re.findall(r"cp.async.bulk.tensor.[23]d.shared", ptx)),
             "setmaxnreg": ptx.count("setmaxnreg"),
@@ -1084,7 +1088,7 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
 # Of what loads operands by words, of 8-bit floats and of stores by pointers, pairs of sizes,
 # schedules and consumers are compiled. Cut and split tiles are those of one problem, since what
 # follows the main loop does not depend on the operands.
-def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
+def configs_of(problem: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile of one product that there is, and of each schedule and number of
     consumers one that cuts its tail and one that splits K; ``"pairs"``: fewer of these;
     ``"tiles"``: the large tiles alone, which may not fit the registers; ``"beside 0"`` to
@@ -1092,10 +1096,10 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     consumers the largest; ``"some"``: the best guess of each; ``"some 0"`` and ``"some 1"``: halves
     of these; ``"first"``: the best guess."""
     which, _, place = which.partition(" ")
-    tiles = search_space._tiles(asked)
-    fitted = [c for t in tiles for c in search_space._fitted(asked, t)]
+    tiles = search_space._tiles(problem)
+    fitted = [c for t in tiles for c in search_space._fitted(problem, t)]
     if which == "first":
-        return [KERNEL.default_config(asked)]
+        return [KERNEL.default_config(problem)]
     if which == "tiles":
         large = [config for config in fitted if config.BLOCK_M * config.BLOCK_N >= 128 * 128]
         return covering(large, _structure)
@@ -1106,13 +1110,13 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     if which in ("all", "pairs"):
         whole = [c for c in fitted if c.consumers < 3 and not c.narrow]
         cut = [dataclasses.replace(c, tail_splits=2) for c in whole]
-        part = unfinished(asked)
+        part = unfinished(problem)
         sums = [c for t in search_space._tiles(part) for c in search_space._fitted(part, t)]
         more = _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
         if which == "pairs":
             return covering(fitted + more, _structure)
         return [c for c in fitted if every_case() or not c.narrow] + more
-    of_each = _of_each(reversed(list(KERNEL.configs(asked))))
+    of_each = _of_each(reversed(list(KERNEL.configs(problem))))
     return share(of_each, int(place), 2) if place else of_each
 
 
@@ -1128,7 +1132,7 @@ def _structure(config: WarpSpecializedConfig) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "which"),
+    ("instance", "which"),
     [
         (problem(layout="nn"), "all"),
         (problem(layout="nt", dtype=FP16), "some 0"),
@@ -1144,9 +1148,9 @@ def _structure(config: WarpSpecializedConfig) -> dict[str, Any]:
 )
 @pytest.mark.slow
 def test_every_config_compiles_for_hopper(
-    asked: Problem, which: str, uninterpreted: Uninterpreted
+    instance: Problem, which: str, uninterpreted: Uninterpreted
 ) -> None:
-    for result in uninterpreted(compiled, [asked], which):
+    for result in uninterpreted(compiled, [instance], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["promised"] - result["shared"] < 1024, result
         assert result["wgmma"] > 0, result
@@ -1165,8 +1169,8 @@ def test_storing_by_pointers_takes_no_more(
     dtype: torch.dtype, layout: str, which: str, stack: int, uninterpreted: Uninterpreted
 ) -> None:
     """Neither shared memory nor registers (one config that stores fp32 spills two)."""
-    asked = problem(4097, 4097, 4097, layout, out=Operand(dtype, aligned=False))
-    for result in uninterpreted(compiled, [asked], which):
+    instance = problem(4097, 4097, 4097, layout, out=Operand(dtype, aligned=False))
+    for result in uninterpreted(compiled, [instance], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         assert result["stack"] <= stack, result
@@ -1174,7 +1178,7 @@ def test_storing_by_pointers_takes_no_more(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "which"),
+    ("instance", "which"),
     [
         (
             problem(
@@ -1189,9 +1193,9 @@ def test_storing_by_pointers_takes_no_more(
 )
 @pytest.mark.slow
 def test_loading_by_words_compiles_for_hopper(
-    asked: Problem, which: str, uninterpreted: Uninterpreted
+    instance: Problem, which: str, uninterpreted: Uninterpreted
 ) -> None:
-    results = uninterpreted(compiled, [asked], which)
+    results = uninterpreted(compiled, [instance], which)
     assert len(results) > 1
     for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
@@ -1224,10 +1228,10 @@ FUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", FUSED, ids=str)
+@pytest.mark.parametrize("problem", FUSED, ids=str)
 @pytest.mark.slow(quick=6)
-def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpreted) -> None:
-    for result in uninterpreted(compiled, [asked], f"some {FUSED.index(asked) % 2}"):
+def test_fused_work_compiles_for_hopper(problem: Problem, uninterpreted: Uninterpreted) -> None:
+    for result in uninterpreted(compiled, [problem], f"some {FUSED.index(problem) % 2}"):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         # Some registers of the epilogue may go to local memory, none of the accumulators'
@@ -1276,7 +1280,7 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "instance",
     [
         problem(64, 64, 64),
         problem(64, 64, 64, bias=FP32, residual=Operand(BF16), scaled=True),
@@ -1293,20 +1297,20 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
     ids=str,
 )
 def test_a_call_passes_what_the_kernel_takes(
-    asked: Problem, monkeypatch: pytest.MonkeyPatch
+    instance: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
     monkeypatch.setattr(triton_kernel, "launcher", lambda *given, **_: launches.append(given))
-    config = KERNEL.default_config(asked)
-    special = KERNEL.specialize(asked, config)
-    KERNEL.bind(asked, config)
+    config = KERNEL.default_config(instance)
+    special = KERNEL.specialize(instance, config)
+    KERNEL.bind(instance, config)
     (((step,), shape, dtype),) = launches
-    assert shape == ((3, 64, 64) if asked.batch == 3 else (64, 64))
-    assert dtype == asked.out.dtype
+    assert shape == ((3, 64, 64) if instance.batch == 3 else (64, 64))
+    assert dtype == instance.out.dtype
     assert step.arguments.keys() == special.types.keys()
-    given = random_inputs.make(asked, torch.device("cpu"), seed=0)
-    out = random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu"))
+    given = random_inputs.make(instance, torch.device("cpu"), seed=0)
+    out = random_inputs.empty(instance.out, instance.out_shape, torch.device("cpu"))
     given = types.SimpleNamespace(
         out=out, **{name: getattr(given, name) for name in given.__slots__}, **given.parts
     )
@@ -1328,14 +1332,14 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         triton_kernel, "launcher", lambda *given, **more: launches.append((given, more))
     )
-    asked = with_amax(problem(2304, 2304, 2304))
+    instance = with_amax(problem(2304, 2304, 2304))
     # Parts of K that another kernel adds up are none: it knows nothing of outputs.
-    assert tile_shapes.adapted(asked, dataclasses.replace(CONFIG, splits=4)).splits == 1
-    config = KERNEL.default_config(asked)
+    assert tile_shapes.adapted(instance, dataclasses.replace(CONFIG, splits=4)).splits == 1
+    config = KERNEL.default_config(instance)
     assert (config.BLOCK_N, config.tail_splits) == (128, 2)
-    KERNEL.bind(asked, config)
+    KERNEL.bind(instance, config)
     (((main, second), _, _), more) = launches[0]
-    special = KERNEL.specialize(asked, config)
+    special = KERNEL.specialize(instance, config)
     assert main.arguments.keys() == special.types.keys()
     cut, parts = 132 * 128 * 128, 2304 // 128 * config.subtiles
     assert (main.arguments["port_at"], main.arguments["port_stride"]) == (cut, 2304)
@@ -1344,11 +1348,11 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
         "out_ptr": "output_0",
     }  # fmt: skip
     assert more == {"workspace": (cut + parts * 2304, FP32), "extras": (), "outputs": 1}
-    assert KERNEL.workspace_bytes(asked, config) == 4 * (cut + parts * 2304)
+    assert KERNEL.workspace_bytes(instance, config) == 4 * (cut + parts * 2304)
     two = dataclasses.replace(
-        asked.epilogue, outputs=(*asked.epilogue.outputs, Port("more", "row", reduce="sum"))
+        instance.epilogue, outputs=(*instance.epilogue.outputs, Port("more", "row", reduce="sum"))
     )
-    reasons = KERNEL.reasons_against(dataclasses.replace(asked, epilogue=two))
+    reasons = KERNEL.reasons_against(dataclasses.replace(instance, epilogue=two))
     assert "writes one auxiliary output, or two with groups of columns" in reasons
     # A row's sum is of strips, which differ from config to config; its products' sum is not.
     alike = [KERNEL.arithmetic(with_amax(problem(), how), CONFIG) for how in ("max", "sum")]
@@ -1357,8 +1361,8 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
 
 def test_builtin_epilogues_are_served() -> None:
     for epilogue in BUILTIN.values():
-        asked = dataclasses.replace(problem(), epilogue=epilogue)
-        special = KERNEL.specialize(asked, KERNEL.default_config(asked))
+        instance = dataclasses.replace(problem(), epilogue=epilogue)
+        special = KERNEL.specialize(instance, KERNEL.default_config(instance))
         assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
 
 
@@ -1366,11 +1370,11 @@ def test_builtin_epilogues_are_served() -> None:
 def test_blocks_need_no_further_wave_and_come_in_fours(sms: int) -> None:
     """Their number is a multiple of four, or all SMs; a single wave has a block for each tile."""
     for m in (1, 64, 65, 1000, 4864, 5000, 6000, 8191, 16384):
-        posed = problem(m=m, n=8192, k=512, device=dataclasses.replace(H200, sm_count=sms))
-        for config in list(WarpSpecialized().configs(posed))[:6]:
+        instance = problem(m=m, n=8192, k=512, device=dataclasses.replace(H200, sm_count=sms))
+        for config in list(WarpSpecialized().configs(instance))[:6]:
             if config.tail_splits > 1:
                 continue
-            (blocks, _, _) = WarpSpecialized().specialize(posed, config).grid
-            tiles = tile_shapes.most_tiles(posed, config) * config.splits
+            (blocks, _, _) = WarpSpecialized().specialize(instance, config).grid
+            tiles = tile_shapes.most_tiles(instance, config) * config.splits
             assert -(-tiles // blocks) == -(-tiles // sms)
             assert blocks == tiles if tiles <= sms else blocks in (sms, blocks // 4 * 4)
