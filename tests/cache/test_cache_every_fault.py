@@ -128,10 +128,10 @@ def stride(name: str, n: int, how: How) -> int:
     return 1 + n % 3 if name in ("save", "evict") else 5 + n % 3
 
 
-def check(name: str, root: Path, message: list[str]) -> None:
+def check(name: str, root: Path, messages: list[str]) -> None:
     """Check that earlier and acknowledged records read back, and that every file is whole."""
-    gone = {text.split("=")[0] for text in message if text.endswith("=gone")}
-    new = dict(text.split("=") for text in message if not text.endswith("=gone"))
+    gone = {text.split("=")[0] for text in messages if text.endswith("=gone")}
+    new = dict(text.split("=") for text in messages if not text.endswith("=gone"))
     cache_errors._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
@@ -193,20 +193,20 @@ def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[st
     n = 1
     while n < MOST_CALLS:
         root = restored(prepared, copy)
-        message: list[str] = []
+        messages: list[str] = []
         cache_errors._warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with faulty(root, n, CODES[n % len(CODES)], how) as faults:
-                SCENARIOS[name](root, lambda what, message=message: message.append(str(what)))
+                SCENARIOS[name](root, lambda what, messages=messages: messages.append(str(what)))
         texts = [str(warning.message) for warning in caught]
         # A disk that breaks for good costs two warnings at most: for a file on it, and for the
         # root.
         assert len(texts) <= 1 + (how == "breaks"), (n, faults.hit, texts)
         assert sum(text.startswith(f"{root}: ") for text in texts) <= 1
-        check(name, root, message)
+        check(name, root, messages)
         if not faults.hit:
-            assert message
+            assert messages
             return counted, n
         counted[faults.hit[0]] = counted.get(faults.hit[0], 0) + 1
         n += stride(name, n, how)
@@ -227,15 +227,15 @@ def run_deaths(name: str, prepared: Path, copy: Path) -> int:
     while n < MOST_CALLS:
         root = restored(prepared, copy)
         cache_errors._warned.clear()
-        died, message = dying(
+        died, messages = dying(
             root, n, lambda acknowledge, root=root: quiet(name, root, acknowledge)
         )
         if name in ("clear", "evict"):
-            message = [
-                *message,
+            messages = [
+                *messages,
                 *{"clear": ["3=gone"], "evict": ["1=gone", "8=gone"]}.get(name, []),
             ]
-        check(name, root, message)
+        check(name, root, messages)
         # Neither a lock nor a half-written file blocks the next process.
         after = CacheStore(root, [])
         with after.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:

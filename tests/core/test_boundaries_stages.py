@@ -1,7 +1,5 @@
-"""Tests the rounds of a tuning one at a time, with candidates whose times are given.
-
-They say who stays, who is timed again, what ends up on record, and what is tried at all.
-"""
+"""Tests the rounds of a tuning one at a time, with candidates of known times: which candidates
+stay, which are timed again, what is put on record, and which configs are tried at all."""
 
 from __future__ import annotations
 
@@ -52,13 +50,13 @@ from tmm_core.verify.environment_faults import BUDGET_ENDED
 
 
 class Relying(FakeConfig):
-    """A config for weights that do not change."""
+    """A config that relies on the promise of static weights."""
 
     assumes = ("static_weights",)
 
 
 def run(name: str, us: float | None, tile: int = 1, kernel: Any = None, **fields: Any) -> Any:
-    """A candidate that was compiled, and timed once."""
+    """A run of a compiled candidate that was timed once, unless ``us`` is None."""
     kernel = kernel or (FakeBlas() if name == "blas" else FakeKernel(name))
     found = CandidateRun(Candidate(kernel, FakeConfig(tile=tile)))
     found.samples = [] if us is None else [us]
@@ -73,7 +71,7 @@ def names(runs: Sequence[CandidateRun]) -> str:
                     for each in runs)  # fmt: skip
 
 
-# -- who stays -----------------------------------------------------------------------------
+# -- which candidates stay -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def names(runs: Sequence[CandidateRun]) -> str:
         ({"blas": 1.0}, 1.3, 9, True, "blas1"),
     ],
 )
-def test_blas_and_those_near_the_best_stay(
+def test_blas_and_candidates_near_the_best_stay(
     times: dict[str, float], keep: float, limit: int, invariant: bool, left: str
 ) -> None:
     racing = [run(name, us) for name, us in times.items()]
@@ -95,7 +93,7 @@ def test_blas_and_those_near_the_best_stay(
 
 
 def test_the_best_config_of_each_kernel_is_a_reserve() -> None:
-    """And of each the best that relies on no promise; three times the best is the limit."""
+    """So is its best config that relies on no promise. The limit is three times the best time."""
     a, b, c = (FakeKernel(name) for name in "abc")
     relying = CandidateRun(Candidate(a, Relying(tile=9)), samples=[4.0], runner=run("x", 1).runner)
     racing = [
@@ -117,12 +115,12 @@ def test_the_best_config_of_each_kernel_is_a_reserve() -> None:
 def test_which_reserves_are_measured_inside_the_bucket(
     m: int, times: dict[str, float], left: str
 ) -> None:
-    """An M that is no edge has nothing inside."""
+    """If M is not the edge of its bucket, no other M is measured."""
     spare = [run(name, us) for name, us in times.items()]
     assert names(for_the_bucket(problem(m=m), spare)) == left
 
 
-def test_two_of_each_arithmetic_and_the_best_elsewhere_are_raced() -> None:
+def test_two_configs_of_each_reduction_order_and_the_best_elsewhere_race() -> None:
     """The expected time elsewhere is the time here, scaled by the estimates' ratio."""
 
     class Estimating(Summing):
@@ -139,10 +137,10 @@ def test_two_of_each_arithmetic_and_the_best_elsewhere_are_raced() -> None:
     assert names(of_each_arithmetic(instance.at(63), racing, 1.27)) == "k1 k4"
 
 
-# -- what a candidate's record says ----------------------------------------------------------
+# -- a candidate's result ----------------------------------------------------------------------
 
 
-def test_a_result_holds_what_was_measured() -> None:
+def test_a_result_holds_the_measurements() -> None:
     kernel = FakeKernel("k", version="7", traits=replace(INVARIANT, deterministic=False))
     found = run("k", None, 3, kernel, status="ok", error=0.25, workspace=12, steady_us=2.34567,
                 samples=[1.23456, 2.0], inside_us={33: 4.56789}, reason="said")  # fmt: skip
@@ -170,7 +168,9 @@ def test_a_result_holds_what_was_measured() -> None:
         ("slow", None, None, False), ("slow", None, ValueError("x"), False),
     ],
 )  # fmt: skip
-def test_whose_fault_it_is(status: Any, cause: Any, raised: Any, faulty: bool) -> None:
+def test_which_outcomes_are_faults_of_the_kernel(
+    status: Any, cause: Any, raised: Any, faulty: bool
+) -> None:
     for name, found in (("k", faulty), ("blas", False)):
         assert run(name, 1.0, status=status, cause=cause, raised=raised).is_faulty is found
 
@@ -179,11 +179,11 @@ def test_whose_fault_it_is(status: Any, cause: Any, raised: Any, faulty: bool) -
     ("us", "launches"),
     [(0.0, 60), (1.0, 60), (333.0, 60), (334.0, 59), (400.0, 50), (5e3, 4), (1e6, 4)],
 )
-def test_a_winner_is_launched_so_often(us: float, launches: int) -> None:
+def test_a_winner_is_launched_4_to_60_times(us: float, launches: int) -> None:
     assert _repeats(us) == launches
 
 
-def test_blas_and_what_was_verified_are_not_verified_again() -> None:
+def test_blas_and_verified_candidates_are_not_verified_again() -> None:
     fresh = run("k", 1.0)
     assert _unverified(fresh) is fresh
     for other in (None, run("blas", 1.0), run("k", 1.0, verified=True)):
@@ -194,7 +194,7 @@ def test_blas_and_what_was_verified_are_not_verified_again() -> None:
 
 
 class Timer:
-    """Gives each candidate the next of its times, and notes who is timed together."""
+    """Returns the next of each candidate's times, and notes which are timed together."""
 
     def __init__(self, times: dict[str, list[float]] | None = None) -> None:
         self.times, self.seen = times or {}, list[Any]()
@@ -217,7 +217,7 @@ class Timer:
 
 
 def tuning(timer: Any, instance: Problem | None = None, memory: int | None = None) -> Tuning:
-    """A tuning, to take one of its stages."""
+    """A tuning whose stages are run one by one."""
     deadline = Deadline(math.inf)
     launchers: Any = SimpleNamespace(deadline=deadline, submit=lambda *_: ())
     return Tuning(
@@ -232,36 +232,36 @@ def tuning(timer: Any, instance: Problem | None = None, memory: int | None = Non
         ({"blas": 200.0, "a": 149.0}, {}, []),
         ({"blas": 200.0, "a": 198.5}, {}, []),
         ({"a": 200.0, "b": 201.0}, {}, []),
-        # The best is far ahead: only those in its place are timed.
+        # BLAS is far behind: only candidates as fast as the best are timed.
         ({"blas": 230.0, "a": 200.0}, {}, []),
         ({"blas": 230.0, "a": 200.0, "b": 204.0}, {"a": [2], "b": [1]}, ["a1 b1"]),
         ({"blas": 230.0, "a": 200.0, "b": 204.1}, {}, []),
         ({"blas": 230.0, "a": 199.0, "b": 200.0, "c": 201.0}, {"a": [2], "b": [1]}, ["a1 b1"]),
-        # It is not: BLAS and the first two are.
+        # BLAS is near: it is timed, with the best two.
         (
             {"blas": 210.0, "a": 200.0, "b": 201.0, "c": 202.0},
             {"blas": [210], "a": [200], "b": [201]}, ["blas1 a1 b1"],
         ),
-        # One is close to the longest time with which it may win: once more, in the other order.
+        # A time close to the longest that may win: all are timed again, in reverse order.
         (
             {"blas": 210.0, "a": 200.0, "b": 206.0},
             {"blas": [210, 212], "a": [210, 208], "b": [208, 214]},
             ["blas1 a1 b1", "b1 a1 blas1"],
         ),
-        # Both are slower than BLAS: the others are timed too, four in all.
+        # Both are slower than BLAS: two more are timed, four in all.
         (
             {"blas": 210.0, "a": 200.0, "b": 201.0, "c": 202.0, "d": 203.0, "e": 204.0},
             {"blas": [210], "a": [230], "b": [240], "c": [200], "d": [200]},
             ["blas1 a1 b1", "c1 d1"],
         ),
-        # An unclear one beside a clear one loses anyway.
+        # An unclear time does not matter if another candidate is clearly faster.
         (
             {"blas": 210.0, "a": 200.0, "b": 201.0},
             {"blas": [210], "a": [190], "b": [214]}, ["blas1 a1 b1"],
         ),
     ],
 )  # fmt: skip
-def test_who_is_timed_in_steady_state(
+def test_which_candidates_are_timed_in_steady_state(
     bursts: dict[str, float], steady: dict[str, list[float]], seen: list[str]
 ) -> None:
     timer = Timer({f"{name}1": list(times) for name, times in steady.items()})
@@ -331,7 +331,7 @@ def test_a_launch_that_fails_costs_its_candidate_and_the_others_are_timed_again(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("count", [6, 7])
 def test_the_race_has_two_rounds_if_many_stay(count: int, late: bool) -> None:
-    """BLAS and six are not many."""
+    """BLAS and six candidates take one round."""
     timer = Timer()
     kernel = FakeKernel("k")
     racing = [run("k", 10.0 + i / 100, i + 1, kernel) for i in range(count)] + [run("blas", 12.0)]
@@ -341,7 +341,7 @@ def test_the_race_has_two_rounds_if_many_stay(count: int, late: bool) -> None:
     second = (stages.SECOND, stages.SECOND_US)
     final = (stages.FINAL, 2 * stages.SECOND_US)
     assert timer.seen == ([] if late else [final] if count == 6 else [second, final])
-    # Afterwards all take 10 µs, or late as long as before: the best four stay, and BLAS.
+    # The race gives all 10 µs; after the deadline times stay. The best four stay, and BLAS.
     assert sorted(names(stayed).split()) == ["blas1", "k1", "k2", "k3", "k4"]
 
 
@@ -375,7 +375,7 @@ def test_a_kernel_that_is_set_aside_is_not_timed() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_after_the_budget_the_first_batch_alone_is_tried(late: bool) -> None:
+def test_after_the_budget_only_the_first_batch_is_tried(late: bool) -> None:
     timer = Timer()
     one = tuning(timer)
     one._launchers.deadline.at = 0.0 if late else math.inf
@@ -460,8 +460,8 @@ def test_reserves_are_fewer_after_the_budget(late: bool) -> None:
 # -- the tuner ---------------------------------------------------------------------------------
 
 
-def test_whether_a_winner_was_verified_in_this_tuning() -> None:
-    """BLAS needs no verification, and a kernel of an older record had it elsewhere."""
+def test_findings_say_whether_the_tuning_verified_its_winner() -> None:
+    """BLAS needs no verification. A winner on an older record was verified by another tuning."""
     times: dict[Any, float] = {"blas": 100.0, "k": 50.0, "slow": 200.0}
     blas, k, slow = FakeBlas(), FakeKernel("k"), FakeKernel("slow")
 
@@ -482,7 +482,7 @@ def test_whether_a_winner_was_verified_in_this_tuning() -> None:
     assert old is (record.best.kernel == "blas")
 
 
-def test_what_was_tried_is_noted_and_the_timer_is_the_devices() -> None:
+def test_tried_kernels_are_noted_and_the_timer_is_the_devices() -> None:
     found = Findings()
     found.tried |= {("old", "1")}  # type: ignore[assignment]
     kernels = FakeBlas(), FakeKernel("k", version="3")
@@ -500,7 +500,7 @@ def test_what_was_tried_is_noted_and_the_timer_is_the_devices() -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_race_at_another_m_leaves_the_winner_unless_it_is_wrong_there(wrong: bool) -> None:
-    """The winner need not be the best by bursts: it may have won in steady state elsewhere."""
+    """The winner need not have the shortest burst: it may have won in steady state."""
 
     def spoil(out: torch.Tensor) -> torch.Tensor:
         return out + wrong
@@ -539,7 +539,7 @@ def test_a_note_of_another_process_is_read(tmp_path: Path) -> None:
 
 
 class Work:
-    """Tunings in the background with a clock, and the steps that they took."""
+    """Tunings in the background with a fake clock, and the steps that were run."""
 
     def __init__(self) -> None:
         self.now, self.took, self.free = 100.0, list[str](), True
@@ -561,7 +561,7 @@ class Work:
         return list(self.took)
 
 
-def test_a_slice_is_paid_by_the_time_since_a_tuning_waits() -> None:
+def test_a_slice_takes_a_share_of_the_time_since_a_tuning_waits() -> None:
     work = Work()
     work.now = 200.0  # nothing waited meanwhile
     work.add("a", *[()] * 9)
@@ -573,7 +573,7 @@ def test_a_slice_is_paid_by_the_time_since_a_tuning_waits() -> None:
     assert work.resume(0.0) == ["a"] * 9 + ["a ended"]  # steps that take no time
     assert "a" not in work.background
     work.add("b", (), ())
-    work.add("b", (), (), ())  # it is there already
+    work.add("b", (), (), ())  # ignored: b is waiting already
     assert work.resume(1.0) == ["b", "b", "b ended"]
     work.add("done", (), done=True)  # another process stored the record
     assert work.resume(1.0) == []
@@ -588,7 +588,7 @@ def test_while_a_tuning_waits_for_compilers_the_next_one_begins() -> None:
     assert work.resume(0.01) == ["a"]
     assert work.resume(0.01) == ["b"]
     assert work.resume(0.01) == []  # c is the third
-    assert work.resume(1.01) == ["a", "a ended"]  # looked after, though nothing is compiled
+    assert work.resume(1.01) == ["a", "a ended"]  # resumed after a second without a result
     compiling.set_result(None)
     assert work.resume(0.01) == ["b", "b ended"]
     assert work.resume(0.01) == ["c", "c ended"]
@@ -613,10 +613,10 @@ def test_the_second_tuning_takes_no_memory_while_the_first_waits() -> None:
     ("rested", "starting", "at", "rests"),
     [(None, False, 50.0, 0.0), (True, False, 53.0, 3.0), (None, True, 53.0, 0.0)],
 )
-def test_what_is_charged_to_the_budget(
+def test_which_times_are_charged_to_the_budget(
     rested: Any, starting: bool, at: float, rests: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither pauses of the caller nor the start of compilers."""
+    """Pauses of the caller and the start of compilers are not."""
     clock = iter([10.0, 13.0])
     monkeypatch.setattr(tuner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     freed: list[bool] = []
@@ -661,8 +661,8 @@ def test_a_tuning_that_is_closed_frees_its_memory_in_its_own_process(
     assert (closed, freed) == ([True], [] if forked else [True])
 
 
-def test_what_a_preload_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small products of a layer's layouts, with epilogues: each verified and timed once."""
+def test_preload_verifies_and_times_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer's layouts, with epilogues, once each."""
     timed: list[Any] = []
     timer = SimpleNamespace(
         measure=lambda runs, rounds, **more: timed.append((len(runs), rounds, more)),
@@ -698,7 +698,7 @@ def test_the_first_batch_is_compiled_ahead_if_it_can_be_compared(blas: bool) -> 
     assert found == (every if blas else set())
 
 
-# -- what is tried ---------------------------------------------------------------------------
+# -- which configs are tried -------------------------------------------------------------------
 
 
 def tried(kernel: str, tile: int) -> Candidate:
@@ -709,8 +709,9 @@ KERNELS = {name: FakeKernel(name) for name in "abc"}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_estimates_are_believed_the_more_the_more_was_timed(count: int) -> None:
-    """A config is tried if it may take less than the best, by the least ratio so far."""
+def test_estimates_are_trusted_more_after_more_timings(count: int) -> None:
+    """A config is tried if its estimate, times the least ratio of time to estimate so far, less a
+    caution, is below the best time."""
     assert CAUTION == (0.85, 0.9, 0.95)
     scale = CAUTION[min(count, 3) - 1] * 2.0
     kernel = FakeKernel("k", tiles=range(1, 31))
@@ -728,7 +729,7 @@ def test_estimates_are_believed_the_more_the_more_was_timed(count: int) -> None:
         assert one.lost([waiting], times) == [waiting] * (not may)
 
 
-def test_kernels_that_are_alike_take_turns() -> None:
+def test_kernels_with_similar_estimates_alternate() -> None:
     """Estimates within a tenth of the best are alike; the other kernels follow by estimate."""
     estimates: dict[Candidate, float | None] = {
         tried("a", 1): 11.0, tried("b", 1): 10.0, tried("b", 2): 10.5, tried("b", 3): 12.0,
@@ -739,7 +740,7 @@ def test_kernels_that_are_alike_take_turns() -> None:
     assert [(c.kernel.name, c.config.to_json()["tile"]) for c in found] == [
         ("b", 1), ("a", 1), ("b", 2), ("a", 2), ("b", 3), ("c", 1),
     ]  # fmt: skip
-    estimates[tried("c", 1)] = None  # nothing is known of it: the others are not alike
+    estimates[tried("c", 1)] = None  # without an estimate, the rank decides
     assert _interleaved([tried("c", 1), tried("b", 1), tried("a", 1)], estimates)[0] == tried(
         "c", 1
     )
@@ -758,7 +759,7 @@ def test_variants_of_a_tile_follow_other_tiles() -> None:
 def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And none but BLAS for its configs."""
+    """Only BLAS is asked for all its configs."""
     now = 0.0
     monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now))
     kernel = FakeKernel("k", tiles=(1, 2, 3))
@@ -783,10 +784,10 @@ def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
     ("relies", "known", "found"),
     [((), (), [1]), ((2,), (), [2]), ((2,), (1,), [2]), ((2,), (2,), []), ((), (1,), [])],
 )
-def test_the_best_of_each_kernel_that_was_not_tried_is_on_record(
+def test_the_best_untried_config_of_each_kernel_is_on_record(
     relies: tuple[int, ...], known: tuple[int, ...], found: list[int]
 ) -> None:
-    """Also the best that relies on a promise, if only others were tried."""
+    """So is the best config that relies on a promise, if only others were tried."""
 
     class Kernel(FakeKernel):
         config_type = FakeConfig
@@ -804,8 +805,8 @@ def test_the_best_of_each_kernel_that_was_not_tried_is_on_record(
     assert all(str(why).startswith("expects to take 5 µs; candidates that won") for _, why in left)
 
 
-def test_the_winner_that_a_record_is_completed_beside() -> None:
-    """The best kernel on record that is here in the same version."""
+def test_the_incumbent_of_a_record() -> None:
+    """It is the best kernel on record that is present in the same version."""
     timed = [result("blas", 1.0), result("gone", 2.0), replace(result("old", 3.0), version="0"),
              result("b", 5.0), result("a", 4.0)]  # fmt: skip
     before = TuningRecord(problem().to_json(), 3, tuple(timed), "", 1.0)
@@ -852,7 +853,7 @@ def by_name(jobs: Any) -> dict[str, Any]:
     return {job[1].kernel.name: answer for job, answer in jobs.items()}
 
 
-def test_what_is_compiled_is_bound_and_after_the_deadline_blas_alone() -> None:
+def test_compiled_candidates_are_bound_and_after_the_deadline_only_blas() -> None:
     late: list[Any] = []
     deadline = Deadline(math.inf)
     compilers: Any = SimpleNamespace(cancel_pending=late.extend)
@@ -882,8 +883,8 @@ def test_what_is_compiled_is_bound_and_after_the_deadline_blas_alone() -> None:
     assert drained(made.some()) == {}
 
 
-def test_which_compilations_go_on() -> None:
-    """Compilations that were submitted ahead are not begun again; others of them are cancelled."""
+def test_which_compilations_continue() -> None:
+    """A compilation that was submitted ahead is not begun again. Unneeded ones are cancelled."""
     begun: list[str] = []
     cancelled: list[Any] = []
 
@@ -926,7 +927,7 @@ def test_a_chain_takes_a_quarter_of_the_memory(
     assert cold_operands.memory_limit(torch.device(kind)) == limit
 
 
-def test_copies_may_be_resident_below_three_times_the_l2() -> None:
+def test_copies_may_be_resident_up_to_three_times_the_l2() -> None:
     """A weight of 1 MiB has 128 copies, and three times an L2 of 50 MiB has room for 149."""
     gpu = replace(problem().device, type="cuda", l2=50 << 20)
     instance = problem(m=16, n=512, k=512, device=gpu)

@@ -447,9 +447,9 @@ def test_doctor_is_content_with_this_machine(
     assert torch.__version__ in texts["torch"]
     assert texts["cache"].startswith(str(CacheStore().root))
     assert texts["records"].startswith("0 records for cpu")
-    message = [f["text"] for f in found if f["about"] == "kernel"]
-    assert "blas runs and is correct" in message
-    assert any(text.startswith("fake.shy declines: not today") for text in message)
+    messages = [f["text"] for f in found if f["about"] == "kernel"]
+    assert "blas runs and is correct" in messages
+    assert any(text.startswith("fake.shy declines: not today") for text in messages)
     assert main(["doctor", *CPU]) == 0
     assert f"  torch             {torch.__version__}" in capsys.readouterr().out
 

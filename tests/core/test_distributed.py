@@ -106,11 +106,11 @@ GROUPED = {
 
 
 def grouped(name: str) -> tuple[str, str, float]:
-    """Placements told and found, and the largest error of the result and of both gradients."""
+    """Expected and actual placements, and the largest error of the result and of both gradients."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (4,))
-    shapes, (of_a, of_b, message), terms = GROUPED[name]
+    shapes, (of_a, of_b, of_result), terms = GROUPED[name]
     chance = torch.Generator().manual_seed(1)
     width = shapes[1][-1]
     shaped = {"a": shapes[0], "b": shapes[1], "bias": (3, width), "residual": (12, width)}
@@ -124,7 +124,7 @@ def grouped(name: str) -> tuple[str, str, float]:
         for name, t in whole.items()
     }
     ends = torch.tensor([3, 3, 12], dtype=torch.int32)
-    epilogue = "scale(0.5)" if message == "P" else None
+    epilogue = "scale(0.5)" if of_result == "P" else None
     got = tmm_core.grouped_matmul(
         **sharded, offs=distribute_tensor(ends, mesh, placements("R")), epilogue=epilogue
     )
@@ -134,7 +134,7 @@ def grouped(name: str) -> tuple[str, str, float]:
     expected.sum().backward()
     for name, t in sharded.items():
         errors.append(float((t.grad.full_tensor() - whole[name].grad).abs().max()))
-    return message, spell(got.placements), max(errors)
+    return of_result, spell(got.placements), max(errors)
 
 
 @pytest.mark.parametrize("name", GROUPED)

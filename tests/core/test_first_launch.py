@@ -129,9 +129,9 @@ def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPa
     late.set_exception(HungError("its first launch did not end within 60 s"))
     monkeypatch.setattr(first._workers, "submit", lambda *_, **more: late)
     hang = Candidate(installed.kernel, installed.kernel.default_config(None))
-    message = [str(first.failure(problem(), hang, 1 << 28)) for _ in range(4)]
-    assert message[:2] == ["its first launch did not end within 60 s"] * 2
-    assert message[2:] == ["not tried: 2 other configs of it hung in their first launch"] * 2
+    messages = [str(first.failure(problem(), hang, 1 << 28)) for _ in range(4)]
+    assert messages[:2] == ["its first launch did not end within 60 s"] * 2
+    assert messages[2:] == ["not tried: 2 other configs of it hung in their first launch"] * 2
     assert "did not end" in str(first.failure(problem(n=48), hang, 1 << 28))
 
 

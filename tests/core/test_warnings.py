@@ -211,15 +211,15 @@ class Of:
 
 
 def test_a_distribution_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    message: list[str] = []
-    monkeypatch.setattr(errors, "warn", message.append)
+    messages: list[str] = []
+    monkeypatch.setattr(errors, "warn", messages.append)
     monkeypatch.setattr(errors, "raised_at", lambda error: "" if error is None else "file.py:3")
     errors.warn_of_plugin(Of("one", "both"), "kernel k failed")
     errors.warn_of_plugin(Of("two", "both"), "kernel l failed")
     errors.warn_of_plugin(Of("one", "other"), "plugin one: failed", KeyError(), more=2)
     errors.warn_of_plugin(Of("three", ""), "failed in file.py:3", KeyError())
     errors.warn_of_plugin(Of("three", ""), "again")
-    assert message == [
+    assert messages == [
         "plugin one: kernel k failed; later faults of it are not reported: see `tmm doctor`",
         "plugin one: failed (file.py:3); 2 more faults of it: see `tmm doctor`",
         "plugin three: failed in file.py:3; later faults of it are not reported: see `tmm doctor`",

@@ -73,7 +73,7 @@ KERNELS = [
         "return tl.where(z > 0, 1.0, slope)",
         "return tl.where(z >= 0, 1.0, slope)",
         "leaky_relu's slope at zero is another than torch's",
-        (f"{LIMITS}::test_a_slope_at_zero_is_torchs",),
+        (f"{LIMITS}::test_the_slope_at_zero_is_torchs",),
     ),
     Mutant(
         "port-fp64",
@@ -89,7 +89,7 @@ KERNELS = [
         "elif s_row == 1 or rows <= 1:",
         "elif s_row == 1 or rows < 1:",
         "a strided row is declined",
-        (f"{LIMITS}::test_a_strided_row_and_a_strided_column_have_a_layout",),
+        (f"{LIMITS}::test_a_matrix_of_one_strided_row_or_column_has_a_layout",),
     ),
     Mutant(
         "supports-below",
@@ -97,7 +97,7 @@ KERNELS = [
         "(major, minor) <= device.capability < (below",
         "(major, minor) <= device.capability <= (below",
         "a kernel is offered on the capability that it excludes",
-        (f"{LIMITS}::test_a_capability_is_served_from_the_least_and_below_the_limit",),
+        (f"{LIMITS}::test_capabilities_from_the_least_up_to_the_limit_are_served",),
     ),
     Mutant(
         "box-rows",

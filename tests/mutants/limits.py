@@ -25,7 +25,7 @@ LIMITS = [
     Mutant("limit-inside-small", "hopper/scheduler.py",
            "return gl.maximum(gl.minimum(start, latest), 0)", "return gl.minimum(start, latest)",
            "a tile begins before a matrix that is smaller than it",
-           (f"{HOPPER}::test_rows_that_are_not_there_are_not_brought",)),
+           (f"{HOPPER}::test_boxes_of_few_rows",)),
     Mutant("limit-estimate-filling", "hopper/estimate.py",
            "return _LAUNCH_US + adding + filling +", "return _LAUNCH_US + adding +",
            "tiles of rows that are not there are guessed",

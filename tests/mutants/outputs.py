@@ -30,7 +30,7 @@ OUTPUTS = [
     Mutant("outputs-hopper-own", "hopper/tile_epilogue.py",
            "gl.expand_dims((columns >= corner[1]) & (columns < N), 0)", "gl.expand_dims(columns < N, 0)",
            "what two tiles share is summed twice",
-           ("tests/plugins/test_warp_specialized.py::test_rows_are_reduced_beside_the_result",)),
+           ("tests/plugins/test_warp_specialized.py::test_rows_are_reduced_to_an_auxiliary_output",)),
     Mutant("outputs-arithmetic", "tmm_triton/triton_kernel.py",
            '        if any(port.reduce == "sum" for port in problem.epilogue.outputs):\n',
            "        if False:\n", "row sums of other tiles are said to be bitwise equal", (TILES,)),

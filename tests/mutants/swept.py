@@ -461,8 +461,8 @@ SWEPT = [
            "a launch that rounds upwards from then on is not noticed",
            ("tests/core/test_boundaries_verify.py::test_every_way_of_rounding_is_distinguished_from_the_others",)),
     Mutant("swept-least-judged", "verify/further_inputs.py",
-           "return least <= largest <= most",
-           "return largest <= most",
+           "return least <= float(expected.abs().max()) <= most",
+           "return float(expected.abs().max()) <= most",
            "an epilogue that saturates makes a right kernel wrong",
            ("tests/core/test_boundaries_verify.py::test_results_that_are_judged",)),
     Mutant("swept-aligned-class", "verify/guard_bands.py",
@@ -539,5 +539,5 @@ SWEPT = [
            "run.verified and identity(run.result(problem)) == identity(results[winner])",
            "run.verified and identity(run.result(problem)) != identity(results[winner])",
            "a winner that was verified is verified again at its first use",
-           ("tests/core/test_boundaries_stages.py::test_whether_a_winner_was_verified_in_this_tuning",)),
+           ("tests/core/test_boundaries_stages.py::test_findings_say_whether_the_tuning_verified_its_winner",)),
 ]  # fmt: skip

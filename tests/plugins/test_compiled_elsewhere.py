@@ -1,6 +1,6 @@
-"""``bind`` finds what a worker process compiled: the same builds, under the same keys.
+"""``bind`` finds the kernels that a worker process compiled: the same builds, with the same keys.
 
-Compiling needs Triton not to be interpreting, so it is done in a process of its own.
+Triton cannot compile in a process that interprets, so another process compiles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PROBLEMS = {
     "grouped": replace(LARGE, groups=Groups(8, "m")),
     "gathered": replace(LARGE, groups=Groups(8, "m", a_index=torch.int32)),
 }
-#: How many kernels are launched one after another, where it is not one.
+#: The numbers of Triton kernels in one launch, if other than one.
 LAUNCHES = {
     "triton.split_k": {1, 2},
     "triton.warp_specialized": {1, 2},
@@ -102,15 +102,15 @@ def test_builds_are_what_bind_compiles(kernel: Built[Any], monkeypatch: pytest.M
         for config in kernel.configs(problem):
             bound.clear()
             kernel.bind(problem, config)
-            message = [
+            builds = [
                 described(b.fn, b.types, b.constants, b.divisible, b.options)
                 for b in kernel.builds(problem, config)
             ]
-            assert sorted(map(repr, message)) == sorted(map(repr, bound)), (
+            assert sorted(map(repr, builds)) == sorted(map(repr, bound)), (
                 str(problem),
                 str(config),
             )
-            counts.add(len(message))
+            counts.add(len(builds))
     assert counts == LAUNCHES.get(kernel.name, {1})
 
 
@@ -178,7 +178,7 @@ print(json.dumps(dict(
 
 
 @pytest.mark.slow
-def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
+def test_kernels_that_a_worker_compiled_are_found(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     environment |= {
         "TRITON_CACHE_DIR": str(tmp_path / "triton"), "TMM_CACHE_DIR": str(tmp_path / "tmm"),
@@ -189,14 +189,14 @@ def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
         [sys.executable, "-"], input=program, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    message = json.loads(done.stdout.splitlines()[-1])
-    assert message["errors"] == ["None"] * 4
-    assert message["builds"] == 6
-    # Triton finds what the workers compiled: nothing is assembled anew.
-    assert (message["asked"], message["assembled"]) == (6, 0)
-    assert message["alike"] == [True] * 6
-    assert message["anew"] >= 6
-    assert message["hints"] > 0
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["errors"] == ["None"] * 4
+    assert report["builds"] == 6
+    # Triton finds the workers' kernels, so nothing is assembled again.
+    assert (report["asked"], report["assembled"]) == (6, 0)
+    assert report["alike"] == [True] * 6
+    assert report["anew"] >= 6
+    assert report["hints"] > 0
 
 
 ORDERS = """
@@ -232,9 +232,9 @@ for order, launched in ((names, False), (names[::-1], False), (names, True), (na
 
 
 @pytest.mark.slow
-def test_what_a_process_compiled_before_does_not_change_a_key() -> None:
-    """Triton's hash of a function depends on which of its callees were hashed before, and a launch
-    looks its kernel up by it."""
+def test_earlier_compilations_of_a_process_do_not_change_a_key() -> None:
+    """Triton's hash of a function depends on which callees were hashed before. A launch looks its
+    kernel up by this hash."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
@@ -247,7 +247,7 @@ def test_what_a_process_compiled_before_does_not_change_a_key() -> None:
 
 
 def loading_at_a_time(monkeypatch: pytest.MonkeyPatch, *signatures: dict[str, str]) -> int:
-    """The most kernels of these signatures that load at a time."""
+    """The largest number of kernels with these signatures that load at the same time."""
     loading: list[int] = []
     most = [0]
 
@@ -281,10 +281,10 @@ def loading_at_a_time(monkeypatch: pytest.MonkeyPatch, *signatures: dict[str, st
     return most[0]
 
 
-def test_kernels_load_at_a_time_but_for_those_that_share_a_launcher(
+def test_only_kernels_with_one_launcher_load_one_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton 3.6 compiles a C launcher for each signature, whatever the shapes of its boxes."""
+    """Triton 3.6 compiles a C launcher for each signature. Shapes of boxes do not count."""
     boxes = [{"a": f"tensordesc<bf16[{rows}, 64],x>", "M": "i32"} for rows in (64, 128)]
     assert loading_at_a_time(monkeypatch, *boxes) == 1
     assert loading_at_a_time(monkeypatch, boxes[0], {**boxes[1], "K": "i32"}) == 2

@@ -1,4 +1,4 @@
-"""Packed weights and scales for groups in the kernels that decode at each step, against fp64."""
+"""Kernels that decode packed weights with scales for groups at each step of K, against fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of kernels: tiles at the edge, zeros, single rows, and alternative code paths."""
+"""Edge cases of kernels: tiles at the edge, zeros, single rows, and alternative code paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def same(y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_maximum_below_zero_at_edge_tiles(kind: Any) -> None:
-    """Elements beyond the result are left out; they do not count as zero."""
+    """Elements beyond the edge do not count as zeros."""
     a, b = torch.rand(37, 24) + 0.1, -torch.rand(24, 40) - 0.1
     port = Port("most", kind, reduce="max")
     epilogue = Epilogue("f", same, device=same, outputs=(port,))
@@ -46,14 +46,14 @@ def test_a_closed_gate_passes_no_infinite_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", ["relu", "relu2", "leaky_relu(0.25)", "reglu"])
-def test_a_slope_at_zero_is_torchs(name: str) -> None:
+def test_the_slope_at_zero_is_torchs(name: str) -> None:
     epilogue = parse(name)
     z = torch.tensor([[0.0, -0.0, 1.0, -1.0]]).repeat(2, 2 if epilogue.gated else 1)
     grad = torch.ones(2, 4)
-    made = Pointwise(epilogue, z.shape[1], z.dtype, z.device).backward(grad, z)
+    dz = Pointwise(epilogue, z.shape[1], z.dtype, z.device).backward(grad, z)
     leaf = z.clone().requires_grad_()
     epilogue.apply(leaf).sum().backward()
-    torch.testing.assert_close(made, leaf.grad, rtol=0, atol=0)
+    torch.testing.assert_close(dz, leaf.grad, rtol=0, atol=0)
     torch.testing.assert_close(epilogue.vjp(grad, z), leaf.grad, rtol=0, atol=0)
 
 
@@ -67,7 +67,7 @@ def test_an_output_of_fp64_keeps_its_precision(kind: Any, reduce: Any) -> None:
     torch.testing.assert_close(port.reduced(port.terms(y)), expected, rtol=1e-15, atol=0)
 
 
-def test_a_strided_row_and_a_strided_column_have_a_layout() -> None:
+def test_a_matrix_of_one_strided_row_or_column_has_a_layout() -> None:
     flat = torch.zeros(1000)
     assert Operand.of(flat.as_strided((1, 8), (100, 4))) == Operand(flat.dtype, "col", True)
     assert Operand.of(flat.as_strided((1, 8), (100, 3))) == Operand(flat.dtype, "col", False)
@@ -78,7 +78,7 @@ def test_a_strided_row_and_a_strided_column_have_a_layout() -> None:
     torch.testing.assert_close(y, x @ w, rtol=1e-4, atol=1e-4)
 
 
-def test_a_capability_is_served_from_the_least_and_below_the_limit() -> None:
+def test_capabilities_from_the_least_up_to_the_limit_are_served() -> None:
     supports = Supports(devices=("cuda",), capability=(8, 0), below=(9, 0))
 
     def against(capability: tuple[int, int]) -> list[str]:
@@ -96,11 +96,8 @@ def test_a_capability_is_served_from_the_least_and_below_the_limit() -> None:
 def test_a_box_has_as_many_rows_as_swizzling_needs_and_no_more(m: int) -> None:
     device = replace(DEVICE, type="cuda")
     row = problem(m=m, device=device)
-    brought = box_rows_of_a(row, 64)
-    assert brought >= 8
-    assert brought >= min(m, 64)
-    assert brought <= max(8, 2 * m - 1, 1)
-    assert brought <= 64
+    rows = box_rows_of_a(row, 64)
+    assert max(8, min(m, 64)) <= rows <= min(max(8, 2 * m - 1), 64)
     assert box_rows_of_a(replace(row, a=replace(row.a, layout="col")), 64) == 64
 
 
@@ -109,7 +106,7 @@ def test_a_box_has_as_many_rows_as_swizzling_needs_and_no_more(m: int) -> None:
 def test_torchs_8_bit_product_has_alpha_once(
     alpha: float, by_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher, over a product with the signature of torch's."""
+    """The launcher, on top of a fake with the signature of ``torch._scaled_mm``."""
     ones, f8 = torch.ones, torch.float8_e4m3fn
 
     def scaled_mm(
@@ -127,11 +124,11 @@ def test_torchs_8_bit_product_has_alpha_once(
     scale_a = torch.rand(16, 1) + 0.5 if by_row else torch.rand(()) + 0.5
     scale_b = torch.rand(1, 16) + 0.5 if by_row else torch.rand(()) + 0.5
     out = torch.empty(16, 16, dtype=torch.bfloat16)
-    given = tmm_core.Problem.of(
+    instance = tmm_core.Problem.of(
         a, b, out, replace(DEVICE, type="cuda"), scaled=alpha != 1,
         stored={"a": {"scale": Scale.of(scale_a)}, "b": {"scale": Scale.of(scale_b)}},
     )  # fmt: skip
-    launch = blas._bind_scaled_mm(given)
+    launch = blas._bind_scaled_mm(instance)
     y = launch(a, b, None, None, alpha, None, a_scale=scale_a, b_scale=scale_b)
     expected = alpha * (a.float() @ b.float()) * scale_a * scale_b
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)

@@ -1,6 +1,6 @@
-"""``triton.mixed_input`` without a Hopper: its source on a model of the block, what it declines,
-what it proposes, and what the compiler makes of it. A GPU compares it with fp64 in
-``tests/gpu/test_mixed_input_gpu.py``."""
+"""``triton.mixed_input`` without a Hopper GPU: its source on a model of the block, the problems it
+declines, its proposals, and the compiled code. ``tests/gpu/test_mixed_input_gpu.py`` compares it
+with fp64 on a GPU."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ def test_zero_points_are_not_multiplied_in_fp32() -> None:
 
 
 def _values(units: np.ndarray, zero: Any, scale: Any, T: Any, C: Any) -> Shared:
-    """Numbers of 0 to 15, the lower of a pair in the low bits."""
+    """Decode bytes of two numbers from 0 to 15, the lower one in the low bits."""
     values = np.stack([units % 16, units // 16], -1).reshape(C.rows, C.BLOCK_K)
     each = C.BLOCK_K // C.parts
     values = values - (zero.repeat(each, 1) if C.ZERO else 8)
     values = values * scale.repeat(each, 1) if C.SCALED else values
     if C.arranged:
-        # Each lane of four has a quarter; a pair of two neighbours, or of a word of eight.
+        # Each of four lanes has a quarter of K. A pair is two neighbours, or two of a word's eight.
         values = values.reshape(C.rows, 4, -1, 2, C.pairs if C.pairs == 4 else 1)
         values = values.transpose(0, 2, 4, 1, 3).reshape(C.rows, C.BLOCK_K)
     return Shared(values)
@@ -187,15 +187,15 @@ def _units(ring: Shared, stage: int, NTH: int, C: Any) -> np.ndarray:
 
 
 class Call:
-    """A product on the model.
+    """A product that the model computes.
 
     Args:
-        seed: Of the numbers, and of the interleaving.
-        group: Values along K that share a scale; 0 for one of each row.
-        in_operand: Values are multiplied by the scales instead of sums.
+        seed: Seed of the numbers and of the interleaving.
+        group: Values along K that share a scale; 0: one scale per row.
+        in_operand: Scales multiply values instead of sums.
         ends: The ends of groups of rows.
         exponents: Scales are stored as powers of two.
-        pairs: Values along K are arranged, and a word has that many pairs.
+        pairs: Pairs of values in a stored word; above 1 the values along K are rearranged.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Call:
         self.parts = np.full(splits * m * n, np.nan)
 
     def _spread(self, grid: np.ndarray) -> np.ndarray:
-        """A number for each value."""
+        """Repeat a grid of scales or zero points for each value."""
         width = self.stored.shape[1]
         rows = grid.repeat(-(-width // grid.shape[1]), 1)[:, :width]
         return rows.repeat(self.k // grid.shape[2], 2)
@@ -322,7 +322,7 @@ def test_consumers_share_columns_and_steps(consumers: int, ways: int, seed: int)
     how: dict[str, Any] = {"consumers": consumers, "ways": ways, "stages": ways * (2 + seed % 2)}
     how["programs"] = 1 + seed % 4
     Call(seed, extras=seed % 2 == 1, **how).check()
-    # Steps that the ways and the stages do not divide.
+    # The number of steps is no multiple of the ways or stages.
     Call(seed, k=10, group=2, m=3, n=5, gated=True, **how).check()
 
 
@@ -345,7 +345,7 @@ def test_scales_and_zero_points(how: dict[str, Any], zeros: bool, seed: int) -> 
 
 @pytest.mark.parametrize("group", [0, 4])
 def test_scales_that_are_exponents(group: int) -> None:
-    """Also where K is one group, whose scale is one for the whole row."""
+    """Also if K is one group: the row then has one scale."""
     Call(1, group=group, exponents=True).check()
 
 
@@ -373,7 +373,7 @@ def test_groups_of_rows(ends: tuple[int, ...], gated: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("group", [0, 4])
-def test_parts_of_k_are_left_to_the_second_kernel(splits: int, group: int) -> None:
+def test_partial_sums_are_left_to_the_second_kernel(splits: int, group: int) -> None:
     call = Call(splits, splits=splits, group=group, ways=2, stages=4, k=24)
     call.run()
     parts = call.parts.reshape(splits, call.m, call.n).sum(0)
@@ -383,7 +383,7 @@ def test_parts_of_k_are_left_to_the_second_kernel(splits: int, group: int) -> No
     assert np.isnan(call.memory).all()
 
 
-# -- what the compiler makes of it --------------------------------------------------------
+# -- the compiled code ----------------------------------------------------------------------
 
 
 def compiled() -> list[dict[str, Any]]:
@@ -402,7 +402,7 @@ def compiled() -> list[dict[str, Any]]:
         "experts": replace(PROBLEM, groups=groups, epilogue=parse("swiglu")),
     }
     lines = []
-    # Of each problem the first config or the last, which differ most, at three seconds each.
+    # The first or the last config of each problem, which differ most. Each takes three seconds.
     for place, (name, problem) in enumerate(problems.items()):
         configs = KERNEL.configs(problem)
         for config in share(configs[:: max(1, len(configs) - 1)], place, 2):
@@ -445,8 +445,8 @@ def test_weights_go_through_registers_without_waits_or_spills(uninterpreted: Uni
         assert line["shared"] <= line["claimed"], line
 
 
-def test_estimates_rank_what_was_measured() -> None:
-    """The best config of each product measured on an H100 is among the first by estimate."""
+def test_estimates_rank_measured_configs() -> None:
+    """For each product measured on an H100, the best config is among the first six by estimate."""
     import json
 
     table = Path(__file__).parents[2] / "benchmarks/results/h100/mixed_input_configs.txt"
@@ -467,7 +467,7 @@ def test_estimates_rank_what_was_measured() -> None:
     assert math.sqrt(sum(errors) / len(errors)) < 0.12
 
 
-def test_constants_name_the_code_they_stand_for() -> None:
+def test_constants_hold_a_digest_of_their_source() -> None:
     c = Constants.of(PROBLEM, MixedInputConfig(**FIELDS))
     assert len(c.SOURCE) == 12
     assert c.rows == c.high == 64

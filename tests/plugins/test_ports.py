@@ -1,4 +1,4 @@
-"""Auxiliary outputs in the tiled kernel, interpreted, in tiles that divide no dimension."""
+"""Auxiliary outputs of the tiled kernels, interpreted, with tiles that divide no dimension."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCALAR_SUM = Port("scalar_sum", "scalar", reduce="sum", **SQUARE)
 TILE_COPY = Port("copy", "tile", torch.bfloat16)
 
 
-def posed(epilogue: Epilogue, **fields: Any) -> Problem:
+def problem_of(epilogue: Epilogue, **fields: Any) -> Problem:
     given: dict[str, Any] = dict.fromkeys(("a", "b", "out"), Operand(FP32))
     given |= {"device": fingerprint(CPU), "epilogue": epilogue, **fields}
     return Problem(70, 40, 24, **given)
@@ -57,7 +57,7 @@ def test_tiles_add_up(
     kernel: TritonKernel[Any], config: Any, text: str, outputs: tuple[Port, ...]
 ) -> None:
     epilogue = replace(parse(text), outputs=outputs)
-    problem = posed(epilogue, bias=FP32, residual=Operand(FP32), scaled=True)
+    problem = problem_of(epilogue, bias=FP32, residual=Operand(FP32), scaled=True)
     assert not kernel.reasons_against(problem)
     # The conformance suite verifies outputs in every way of use.
     verdict = Verifier(problem, CPU).verdict(kernel.bind(problem, config), extent="repeated")
@@ -75,7 +75,7 @@ def test_calls_fuse_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_nan_comes_through_both_steps() -> None:
+def test_nan_passes_through_both_reductions() -> None:
     a = torch.ones(70, 24)
     a[69, 3] = math.nan
     epilogue = replace(IDENTITY, outputs=(ROW, SCALAR))
@@ -88,19 +88,19 @@ def test_nan_comes_through_both_steps() -> None:
     assert scalar.isnan()
 
 
-def test_sums_have_an_arithmetic_of_their_own() -> None:
-    """Tensor cores of all tiles sum a product alike; a row's sum goes tile by tile."""
+def test_outputs_that_are_sums_have_a_reduction_order_of_their_own() -> None:
+    """The product's sums do not depend on the tile, but the sum of a row is a sum over tiles."""
     hopper = DeviceFingerprint("cuda", "H200", (9, 0), 132, 232448)
     half = dict.fromkeys(("a", "b", "out"), Operand(torch.float16))
     config = GroupedConfig(**TILE, GROUP_M=3)
     kernel = Grouped()
     for outputs, own in (((), False), ((ROW,), False), ((ROW_SUM,), True)):
-        problem = posed(replace(parse("silu"), outputs=outputs), device=hopper, **half)
+        problem = problem_of(replace(parse("silu"), outputs=outputs), device=hopper, **half)
         assert (kernel.name in str(kernel.arithmetic(problem, config))) is own
         assert kernel.workspace_bytes(problem, config) == (4 * 3 * 70 if outputs else 0)
 
 
-def test_what_it_has_no_arguments_for_is_declined() -> None:
+def test_more_outputs_than_the_kernel_has_arguments_are_declined() -> None:
     ports = tuple(Port(f"port{i}", "row", reduce="max") for i in range(MOST + 1))
-    problem = posed(replace(IDENTITY, outputs=ports))
+    problem = problem_of(replace(IDENTITY, outputs=ports))
     assert Grouped().reasons_against(problem) == [f"writes at most {MOST} auxiliary outputs"]

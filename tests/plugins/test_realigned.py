@@ -1,4 +1,5 @@
-"""Tests misaligned operands: copies are exact, and the inner kernel gets an aligned problem."""
+"""``triton.realigned`` copies misaligned operands exactly, and gives the inner kernel an aligned
+problem."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class TestRealigned(KernelConformance):
         yield replace(base, b=laid(base.b, "col"), out=laid(base.out, "col"))
 
     def probes_of_layouts(self) -> Iterator[Problem]:
-        """Adds one misaligned operand beside an aligned one, and sizes with one odd number."""
+        """Adds problems with one misaligned operand, and with one odd size."""
         yield from super().probes_of_layouts()
         base = self._probe()
         for layout in ("row_unaligned", "col_unaligned", "strided"):
@@ -108,7 +109,7 @@ def problem(
     epilogue: str | None = None,
     **fields: Any,
 ) -> Problem:
-    """Misaligned in all its matrices, unless operands are given."""
+    """A problem whose matrices are all misaligned, unless operands are given."""
     first, second = (x if isinstance(x, Operand) else Operand(dtype, x, False) for x in (a, b))
     out = out or Operand(dtype, aligned=False)
     defaults = {"a": first, "b": second, "out": out, "device": H200}
@@ -121,9 +122,12 @@ ALIGNED = Operand(BF16)
 # The copy.
 
 
-def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> GuardedTensor:
-    """A matrix whose rows (columns) are odd numbers of elements apart, begin three elements after a
-    multiple of 16 bytes, or overlap; or neither rows nor columns are contiguous."""
+def guarded(
+    shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0
+) -> GuardedTensor:
+    """A misaligned matrix between guard bands. Its leading dimension is odd (``unaligned``), it
+    begins three elements after a multiple of 16 bytes (``sliced``), its rows overlap, or neither
+    rows nor columns are contiguous (``strided``)."""
     name, _, how = layout.partition("_")
     length = shape[0] if name == "col" else shape[1]
     unit = 16 // dtype.itemsize
@@ -135,13 +139,13 @@ def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0
     }[how or ("" if name == "strided" else name)]
     strides = (inner, leading) if name == "col" else (leading, inner)
     placed = MemoryLayout(shape, dtype, strides, offset)
-    made = with_guard_bands(placed, DEVICE, UNREADABLE)
-    fill("a", made.tensor, 1, seeded(DEVICE, seed))
-    return made
+    matrix = with_guard_bands(placed, DEVICE, UNREADABLE)
+    fill("a", matrix.tensor, 1, seeded(DEVICE, seed))
+    return matrix
 
 
-# Less than a tile; tiles in both directions, with tails; one row; one column. Each shape in each
-# layout, and each of them with two dtypes or more.
+# Less than a tile; several tiles with tails in either direction; one row; one column. Each shape is
+# copied in each layout, and each shape and layout with at least two dtypes.
 SHAPES = [(5, 9), (37, 1093), (1093, 37), (1, 700), (700, 1)]
 COPIED_LAYOUTS = [
     "row_unaligned", "row_sliced", "col_unaligned", "col_sliced", "strided", "overlapping",
@@ -156,19 +160,19 @@ COPIED_DTYPES = itertools.cycle([BF16, FP16, FP32, BF16])
 )
 @pytest.mark.slow(quick=3)
 def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
-    made = {"a": posed(shape, layout, dtype), "b": posed(shape[::-1], layout, dtype, seed=1)}
-    checksums, (a, b) = Checksums.of(made), (each.tensor for each in made.values())
+    inputs = {"a": guarded(shape, layout, dtype), "b": guarded(shape[::-1], layout, dtype, seed=1)}
+    checksums, (a, b) = Checksums.of(inputs), (each.tensor for each in inputs.values())
     out = torch.empty(shape[0], shape[0], dtype=dtype, device="meta")
     problem = Problem.of(a, b, out, fingerprint(DEVICE), tf32=True)
     matrices = Misaligned.of(problem)
     if not matrices:
-        assert 1 in shape  # of one row or column, and that on 16 bytes
+        assert 1 in shape  # a single row or column may be aligned
         return
     copies = bind_copy(problem)(a, b)
     after = realigned(problem)
     for matrix in matrices:
-        given, copy = (a, b)[matrix.place], copies[matrix.place]
-        assert torch.equal(copy, given)
+        original, copy = (a, b)[matrix.place], copies[matrix.place]
+        assert torch.equal(copy, original)
         assert Operand.of(copy) == matrix.copied == (after.a, after.b)[matrix.place]
         rows = copy.t() if matrix.transposed else copy
         whole = rows.as_strided((rows.shape[0], matrix.pitch), (matrix.pitch, 1))
@@ -188,7 +192,7 @@ def test_matrices_of_a_batch_are_copied_once(layout: str, shared: str) -> None:
 
     def stacked(name: str, shape: tuple[int, int]) -> torch.Tensor:
         """A batch of matrices at odd distances, or one matrix that all products share."""
-        matrices = [posed(shape, layout, BF16, seed).tensor for seed in range(batch)]
+        matrices = [guarded(shape, layout, BF16, seed).tensor for seed in range(batch)]
         if name in shared:
             return matrices[0].expand(batch, *shape)
         strides = matrices[0].stride()
@@ -208,8 +212,8 @@ def test_matrices_of_a_batch_are_copied_once(layout: str, shared: str) -> None:
     copies = bind_copy(problem)(a, b)
     served = realigned(problem)
     for matrix in matrices:
-        given, copy = (a, b)[matrix.place], copies[matrix.place]
-        assert torch.equal(copy, given)
+        original, copy = (a, b)[matrix.place], copies[matrix.place]
+        assert torch.equal(copy, original)
         assert Operand.of(copy) == matrix.copied == (served.a, served.b)[matrix.place]
         assert (copy.stride(0) == 0) == ("ab"[matrix.place] in shared)
         rows = copy.mT if matrix.transposed else copy
@@ -235,8 +239,8 @@ def test_a_batch_whose_stride_alone_is_misaligned_is_copied() -> None:
     assert other is b
 
 
-def test_not_a_number_is_copied_like_any() -> None:
-    a = posed((7, 9), "row_unaligned", BF16).tensor
+def test_nan_and_inf_are_copied_exactly() -> None:
+    a = guarded((7, 9), "row_unaligned", BF16).tensor
     a[3, 5] = float("nan")
     a[6, 8] = float("-inf")
     problem = Problem.of(a, a.t(), torch.empty(7, 7, device="meta"), fingerprint(DEVICE))
@@ -256,7 +260,7 @@ def test_offsets_past_32_bits_are_computed_in_64() -> None:
     assert realigned(problem(70_000, 64, 40_001, b=ALIGNED)).a.wide
 
 
-# What it serves.
+# Problems that it serves.
 
 
 @pytest.mark.parametrize(
@@ -319,15 +323,15 @@ def test_declines_with_the_reason(instance: Problem, reason: str) -> None:
 
 @pytest.fixture
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs for an H200 are proposed on any machine, even if no launcher can be built there."""
+    """Let any machine propose configs for an H200, even if it cannot build a launcher."""
     for name in ("triton_kernel", "hopper.warp_specialized"):
         monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
 
 
 @pytest.mark.usefixtures("toolchain")
-def test_the_best_kernel_multiplies() -> None:
-    """On Hopper the warp-specialised kernel is first, and others remain candidates. Before Hopper
-    it is a kernel without TMA, and for gated products a kernel with two accumulators."""
+def test_the_best_inner_kernel_is_proposed_first() -> None:
+    """On Hopper the warp-specialised kernel is first, and others remain candidates. Older GPUs use
+    a kernel without TMA, and gated products a kernel with two accumulators."""
 
     def inner(problem: Problem) -> list[str]:
         return [config.inner.removeprefix("triton.") for config in KERNEL.configs(problem)]
@@ -336,7 +340,7 @@ def test_the_best_kernel_multiplies() -> None:
     assert "persistent" in inner(problem())
     assert "grouped" in inner(problem(device=A100))
     assert not {"warp_specialized", "persistent"} & set(inner(problem(device=A100)))
-    # The up half of b starts off 16 bytes, in rows of 16.
+    # The up half of b does not begin at a multiple of 16 bytes.
     assert set(inner(problem(epilogue="swiglu"))) == {"fused_epilogue"}
     assert inner(problem(b="col", epilogue="swiglu"))[0] == "warp_specialized"
     # Too few tiles for the SMs: ranges of K are proposed too.
@@ -348,7 +352,7 @@ def test_estimates_count_the_copies() -> None:
     """33.5 MB read and written at 4.27 TB/s: 16 µs for each operand."""
 
     def estimate(instance: Problem) -> float:
-        # One config for all: the default may change with the operands that are copied.
+        # The default config may depend on the copied operands, so one config is used for all.
         time = KERNEL.estimate_us(instance, KERNEL.default_config(problem()))
         assert time is not None
         return time
@@ -381,7 +385,7 @@ def test_memory_for_the_copies_is_counted() -> None:
     batched = KERNEL.default_config(instance)
     held = inner_kernels()[batched.inner].workspace_bytes(realigned(instance), batched.config)
     assert KERNEL.workspace_bytes(instance, batched) == 100 * 300 * 320 * 2 + held
-    # A tile cut along K leaves its parts there, one for each SM.
+    # Tiles cut along K leave a partial sum for each SM in the workspace.
     config = replace(config, config=replace(config.config, tail_splits=4))
     tile = config.config.BLOCK_M * config.config.BLOCK_N
     assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2 + 132 * tile * 4
@@ -494,7 +498,7 @@ def _products(problem: Problem, config: RealignedConfig) -> list[Any]:
     ("instance", "loads", "stores"),
     [
         (problem(), ["b64"], ["b64"]),
-        # One by one where nothing is contiguous, and from there whole vectors.
+        # A strided matrix is loaded element by element, and stored in vectors.
         (problem(dtype=FP16, a="col", b="strided"), ["b16", "b64"], ["b64", "v4.b32"]),
         (problem(dtype=FP32, tf32=True, b=Operand(FP32)), ["b64"], ["b64"]),
         (
@@ -534,13 +538,13 @@ def test_the_copy_compiles_for_hopper(
 def test_configs_compile_for_hopper(
     instance: Problem, count: int, stack: int, uninterpreted: Uninterpreted
 ) -> None:
-    """Several configs of one problem, and the first of other problems: test_warp_specialized.py
-    compiles their kernel with all of its tiles."""
+    """Several configs of one problem, and the first configs of other problems.
+    test_warp_specialized.py compiles the inner kernel with all tiles."""
     least, count = count, 16 if every_case() else count
     results = uninterpreted(compiled, instance, count)
     assert len(results) >= least
     for result in results:
         assert result["shared"] <= H200.shared_memory, result
         assert result["stack"] <= stack, result
-    # Reductions of split K have nothing to multiply.
+    # The kernels that add partial sums have no wgmma.
     assert sum(result["wgmma"] > 0 for result in results) >= least

@@ -1,6 +1,6 @@
-"""``triton.skinny`` without a GPU: what it declines, what it proposes, what the compiler makes of
-that, and its arithmetic, addresses and masks as plain Python. Layouts, which is where the speed
-is, mean nothing there: a GPU holds it to the reference in test_conformance.py."""
+"""``triton.skinny`` without a GPU: the problems it declines, its proposals, the compiled code, and
+its arithmetic, addresses and masks as plain Python. Python ignores layouts, which decide the speed;
+test_conformance.py compares the kernel with the reference on a GPU."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def test_proposals() -> None:
             assert kernel.default_config(problem) == configs[0]
             estimates = [kernel.estimate_us(problem, c) for c in configs]
             assert estimates == sorted(estimates)
-            # No more rows of an MMA than are needed, and no larger a step than K.
+            # The least number of MMA rows, and no step that is twice as long as K.
             assert {c.BLOCK_M for c in configs} == {8 if m <= 8 else 16}
             steps = {c.BLOCK_K for c in configs}
             assert steps == {step for step in steps if step < 2 * k} or len(steps) == 1
 
 
-def test_estimates_know_what_is_slow() -> None:
-    """Measured on an H200 with 16 rows (µs), where the config has too few bytes under way."""
+def test_configs_with_few_bytes_in_flight_have_longer_estimates() -> None:
+    """The times are measured on an H200 with 16 rows, in µs."""
     estimate = functools.partial(Skinny().estimate_us, DECODE)
     base = SkinnyConfig(**FIELDS)
     assert estimate(base) < estimate(replace(base, BLOCK_K=256))  # 16.5, 19.3
@@ -140,7 +140,7 @@ def scatter(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
 
 
 def run_program(arguments: dict[str, Any], program: tuple[int, int, int]) -> None:
-    """One program of the kernel on :class:`Pointer` arguments."""
+    """Run one program of the kernel as Python, on :class:`Pointer` arguments."""
     nothing = {"DotOperandLayout", "SliceLayout", "BlockedLayout", "NVMMADistributedLayout"}
     gl = types.SimpleNamespace(
         program_id=lambda axis: program[axis],
@@ -170,7 +170,8 @@ def run_program(arguments: dict[str, Any], program: tuple[int, int, int]) -> Non
 
 
 def padded(rows: int, columns: int, seed: int) -> tuple[Pointer, np.ndarray, int]:
-    """Rows followed by NaN, the last by nothing: what is read outside shows, or raises."""
+    """A matrix whose rows are followed by NaN, except the last: a read outside gives NaN or raises.
+    Returns the pointer, the values and the row stride."""
     stride = columns + 8
     memory = np.full(rows * stride - 8, np.nan)
     index = np.arange(rows)[:, None] * stride + np.arange(columns)
@@ -231,13 +232,13 @@ def test_arithmetic_addresses_masks(
 def compiled(sm: int) -> list[dict[str, Any]]:
     kernel, lines = Skinny(), []
     tail = replace(DECODE, m=13, n=4099, k=4104, epilogue=parse("silu"), bias=torch.bfloat16)
-    # Overlapping launches is Hopper's alone, and is decided when it is built.
+    # Only Hopper overlaps launches, which is decided when a kernel is built.
     problems = {
         name: replace(problem, device=DEVICES[sm])
         for name, problem in (("whole", DECODE), ("one", replace(DECODE, m=1)), ("tail", tail))
     }
-    # Fused terms and masks do not change the counts. So the two problems divide the tiles that both
-    # propose. A compilation takes 0.7 s.
+    # Fused terms and masks do not change the counts, and a compilation takes 0.7 s. So each of the
+    # two problems compiles half of the tiles that both propose.
     tiles = {
         name: list(dict.fromkeys(replace(c, early="") for c in kernel.configs(problem)))
         for name, problem in problems.items()
@@ -271,7 +272,7 @@ def test_operands_go_from_memory_to_the_tensor_cores(sm: int, uninterpreted: Uni
     assert {line["name"] for line in lines} == {"whole", "one", "tail"}
     for line in lines:
         config = SkinnyConfig(**line["config"])
-        # Loads of 8 elements a lane in one step; the first step is written out once more.
+        # A lane loads 8 elements at once. The code of a step appears once per stage.
         b = config.BLOCK_N * config.part // (32 * 8)
         a = config.BLOCK_M * config.part // (32 * 8)
         assert line["wide"] == (a + b) * config.num_stages, line

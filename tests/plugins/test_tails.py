@@ -1,4 +1,5 @@
-"""Tiles that are cut along K where tiles overlap: what two of them store must be summed alike."""
+"""Overlapping tiles, some of them cut along K: an element that two tiles store must have the same
+sum in both."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ WIDE = problem(300, 13824, 5120)
 
 
 def starts(problem: Problem, config: WarpSpecializedConfig) -> list[tuple[int, int]]:
-    """First row and column of every tile, by number: ``_tile`` and ``_moved`` in Python."""
+    """The first row and column of each tile in order, as ``_tile`` and ``_moved`` compute them."""
     rows, columns = -(-problem.m // config.BLOCK_M), -(-problem.n // config.BLOCK_N)
 
     def moved(start: int, size: int, block: int, contiguous: bool) -> int:
@@ -43,7 +44,7 @@ def starts(problem: Problem, config: WarpSpecializedConfig) -> list[tuple[int, i
 
 
 def stored_unlike(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Elements that a cut tile and a whole one store."""
+    """The number of elements that both a cut tile and a whole one store."""
     tail = tile_shapes.tail_tiles(problem, config)
     by_cut, by_whole = (np.zeros((problem.m, problem.n), bool) for _ in range(2))
     for index, (row, column) in enumerate(starts(problem, config)):
@@ -73,7 +74,7 @@ def test_no_element_is_stored_by_a_cut_tile_and_a_whole_one() -> None:
             tail = tile_shapes.tail_tiles(instance, adapted)
             assert tail * adapted.tail_splits <= H200.sm_count
             assert tail >= tile_shapes.tile_count(instance, adapted) % H200.sm_count
-            # The others are no more waves than they were.
+            # The whole tiles take no more waves than before.
             count = tile_shapes.tile_count(instance, adapted)
             assert -(-(count - tail) // H200.sm_count) <= count // H200.sm_count
         else:
@@ -82,14 +83,14 @@ def test_no_element_is_stored_by_a_cut_tile_and_a_whole_one() -> None:
     assert refused > 50
 
 
-def test_what_would_be_summed_unlike_is_not_cut() -> None:
+def test_tiles_whose_overlap_would_be_summed_differently_are_not_cut() -> None:
     config = next(c for c in KERNEL.configs(WIDE) if c.tail_splits > 1)
     assert stored_unlike(WIDE, config) == 0
-    # A column of tiles is not numbered together: of five the last begins inside the fourth.
+    # In bands of four rows a column of five tiles is divided, and the last begins in the fourth.
     bands = dataclasses.replace(config, GROUP_M=4)
     assert tile_shapes.adapted(WIDE, bands).tail_splits == 1
     assert stored_unlike(WIDE, bands) > 0
-    # One wave of tiles in part, all of them cut; but a last column of many that is cut in part.
+    # All tiles of a partial wave are cut, or only a part of the last column.
     for n, splits in ((1000, 4), (13816, 4)):
         instance = problem(300, n, 5120)
         adapted = tile_shapes.adapted(instance, dataclasses.replace(config, tail_splits=splits))
@@ -100,8 +101,8 @@ def test_what_would_be_summed_unlike_is_not_cut() -> None:
 
 
 def test_few_rows_by_wide_weights_have_cut_tiles() -> None:
-    """162, 324 or 270 tiles on 132 SMs: two or three waves whole, one and a quarter and so on cut.
-    cuBLAS takes 82 µs on an H200, whole tiles of one product 92."""
+    """162, 324 or 270 whole tiles take two or three waves of 132 SMs; cut ones take 1.25 and so on.
+    On an H200 cuBLAS takes 82 µs, and whole tiles of one product take 92."""
     for m in (150, 200, 300, 380):
         cut = [c for c in KERNEL.configs(problem(m, 13824, 5120)) if c.tail_splits > 1]
         assert len(cut) >= 1, m
@@ -114,14 +115,14 @@ def test_few_rows_by_wide_weights_have_cut_tiles() -> None:
 def test_overlapping_tiles_cut_in_the_model(layout: str, early: str) -> None:
     ways: list[dict[str, Any]] = [{"consumers": 1}, {"consumers": 2, "pingpong": True}]
     for seed, way in enumerate(ways * 3):
-        # 5 rows in tiles of 2, 14 columns in tiles of 4: the last ones begin inside others.
+        # 5 rows in tiles of 2, 14 columns in tiles of 4: the last tiles begin inside others.
         out, expected = computed(
             seed, m=5, n=14, k=16, programs=8, splits=2, layout=layout, early=early, **way
         )
         np.testing.assert_allclose(out, expected)
 
 
-def test_by_pointers_every_element_is_stored_once() -> None:
+def test_tiles_that_are_stored_by_pointers_do_not_overlap() -> None:
     problem = dataclasses.replace(WIDE, n=13823, out=Operand(BF16, aligned=False))
     config = next(c for c in KERNEL.configs(WIDE) if c.tail_splits > 1)
     assert tile_shapes.adapted(problem, dataclasses.replace(config, GROUP_M=1)).tail_splits > 1

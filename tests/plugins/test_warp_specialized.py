@@ -1,5 +1,5 @@
-"""The Hopper kernel without a Hopper: its source runs on a model of the block, its configs
-compile for sm_90, and what it declines it declines with a reason."""
+"""The Hopper kernel without a Hopper GPU: its source runs on a model of the block, its configs
+compile for sm_90, and it gives a reason for each problem that it declines."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_declines_with_the_reason(instance: Problem, reason: str) -> None:
 
 
 def stored(problem: Problem) -> str:
-    """How the output leaves: by which argument."""
+    """The argument by which the output is stored: a pointer, or a descriptor for TMA."""
     types = KERNEL.specialize(problem, CONFIG).types
     (how,) = types.keys() & {"out_ptr", "c_desc"}
     return how
@@ -197,7 +197,7 @@ def stored(problem: Problem) -> str:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("residual", [None, Operand(BF16)])
 def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | None) -> None:
-    """In other rows TMA would store elements past the end, in memory of others."""
+    """In other rows TMA would store elements beyond the end of a row."""
     for n in range(4088, 4097):
         for dtype, whole in ((BF16, 8), (FP32, 4)):
             instance = problem(n=n, out=dtype, batch=batch, residual=residual)
@@ -210,8 +210,8 @@ def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | 
 
 
 @pytest.mark.parametrize("scales", [("row", "row"), ("tensor", "tensor")], ids=str)
-def test_parts_are_scaled_once(scales: Any) -> None:
-    """The kernel that adds the parts does it. Rows of later parts have no scale of their own."""
+def test_partial_sums_are_scaled_once(scales: Any) -> None:
+    """The kernel that adds the partial sums applies the scales."""
     instance = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
     whole, cut = (
         KERNEL.builds(instance, dataclasses.replace(CONFIG, BLOCK_N=64, splits=splits))
@@ -227,8 +227,8 @@ def test_parts_are_scaled_once(scales: Any) -> None:
     assert reducing.constants["A_SCALE"] == scales[0]
 
 
-def test_parts_with_scales_of_blocks_are_scaled_step_by_step() -> None:
-    """The kernel that adds them up applies what is left: scales of whole rows."""
+def test_partial_sums_with_scales_of_blocks_are_scaled_step_by_step() -> None:
+    """The kernel that adds the partial sums applies only scales of whole rows."""
     for scales, left in ((("1x128", "128x128"), None), (("1x128", "row"), "row")):
         instance = problem(m=299, n=208, k=1152, dtype=E4M3, out=BF16, scales=scales)
         config = dataclasses.replace(CONFIG, BLOCK_K=128, BLOCK_N=64, splits=3)
@@ -246,7 +246,8 @@ def test_parts_with_scales_of_blocks_are_scaled_step_by_step() -> None:
 
 
 def test_which_columns_share_a_scale() -> None:
-    """All of a product's do, where a block has as many, or a multiple, and up begins at a block."""
+    """The columns of a product share a scale if a block's width is a multiple of theirs, and the up
+    projection begins at a block."""
 
     def alike(n: int, columns: int, scales: str = "128x128", epilogue: str | None = None) -> bool:
         instance = problem(n=n, dtype=E4M3, out=BF16, scales=("1x128", scales), epilogue=epilogue)
@@ -264,7 +265,8 @@ def test_which_columns_share_a_scale() -> None:
 
 
 def test_which_configs_sum_a_row_alike() -> None:
-    """Sums of 8 bits are promoted every BLOCK_K, so their bits depend on it; others do not."""
+    """Sums of 8-bit products are promoted every BLOCK_K, so their bits depend on BLOCK_K. Bits of
+    other sums do not."""
 
     def arithmetic(problem: Problem, **fields: Any) -> object:
         return KERNEL.arithmetic(problem, dataclasses.replace(CONFIG, **fields))
@@ -279,18 +281,18 @@ def test_which_configs_sum_a_row_alike() -> None:
             assert arithmetic(other_m, **fields) == arithmetic(instance), fields
         assert arithmetic(instance, tail_splits=2) is None
         assert arithmetic(instance, splits=2) != arithmetic(instance)
-        # With these rows there is no room for the parts: they would be summed whole.
+        # For so many rows the workspace is too small, so K would not be split.
         assert arithmetic(dataclasses.replace(instance, m=8192), splits=2) is None
     assert arithmetic(eight, splits=2) is None
     cut = {arithmetic(problem(m=m), splits=2, BLOCK_K=k) for m in (17, 4096) for k in (32, 64, 128)}
     assert len(cut) == 1
     assert None not in cut
-    # Ranges that a block sums one after the other are parts, for any number of rows.
+    # A block may also sum ranges of K one after the other, for any number of rows.
     ranges = {"ranges": 2, "BLOCK_N": 128}
     assert {arithmetic(problem(m=m), **ranges) for m in (17, 8192)} == cut
     for other in (problem(epilogue="swiglu"), eight, problem(groups=Groups(8, "m"))):
         assert arithmetic(other, **ranges) is None
-    # Parts that end where BLOCK_K says.
+    # Here the ends of the ranges depend on BLOCK_K.
     assert arithmetic(problem(k=4096 + 64), splits=2) is None
     assert arithmetic(problem(k=4096 + 64), **ranges) is None
     assert len({arithmetic(eight, BLOCK_K=k) for k in (32, 64, 128)}) == 3
@@ -308,8 +310,8 @@ def test_which_configs_sum_a_row_alike() -> None:
     assert arithmetic(scaled, **step, tail_splits=2) is None
 
 
-def test_many_rows_have_every_arithmetic_of_a_few() -> None:
-    """Among few rows parts of K are blocks, among many a block sums them one after the other."""
+def test_many_rows_have_every_reduction_order_of_few_rows() -> None:
+    """For few rows several blocks sum ranges of K; for many rows one block sums all ranges."""
     few, many = (
         dataclasses.replace(problem(m, 1536, 8960), batch_invariant=True) for m in (8, 8192)
     )
@@ -326,7 +328,7 @@ def test_declines_an_epilogue_that_it_cannot_fuse() -> None:
     assert "device function" in reason
 
 
-def test_tries_a_triton_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_triton_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "9.0.0")
     assert not KERNEL.reasons_against(problem())
 
@@ -345,14 +347,14 @@ CONFIG = WarpSpecializedConfig(
         {"schedule": "pingpong", "consumers": 3, "BLOCK_M": 64},
         {"consumers": 0},
         {"consumers": 4},
-        {"consumers": 3},  # 128 rows do not divide among them
-        {"BLOCK_M": 64},  # nor 64 between two, at 64 rows a wgmma
+        {"consumers": 3},  # three consumers do not divide 128 rows
+        {"BLOCK_M": 64},  # a consumer's wgmma has 64 rows
         {"num_warps": 2},
-        {"num_warps": 8},  # 64 rows among eight warps
+        {"num_warps": 8},  # eight warps for 64 rows
         {"BLOCK_N": 512},
         {"BLOCK_N": 112},
         {"BLOCK_N": 96},  # four strips of 24
-        {"BLOCK_N": 96, "subtiles": 2},  # whose 48 are not whole ones of its narrow product
+        {"BLOCK_N": 96, "subtiles": 2},  # strips of 48, and a narrow product of 32
         {"BLOCK_N": 96, "subtiles": 3, "BLOCK_K": 128},
         {"BLOCK_N": 96, "subtiles": 3, "tail_splits": 2},
         {"BLOCK_K": 48},
@@ -367,7 +369,7 @@ CONFIG = WarpSpecializedConfig(
         {"splits": 2, "tail_splits": 2},
         {"evict_first": 1},
         {"ranges": 0},
-        {"ranges": 2},  # 128 accumulators a thread beside as many
+        {"ranges": 2},  # twice 128 accumulators a thread
         {"ranges": 16, "BLOCK_N": 128},
         {"ranges": 2, "BLOCK_N": 128, "splits": 2},
         {"ranges": 2, "BLOCK_N": 128, "tail_splits": 2},
@@ -392,21 +394,21 @@ def test_a_config_out_of_bounds_does_not_parse(field: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_which_products_may_lie_beside_each_other(instance: Problem) -> None:
-    """The others refuse such a tile, from whichever record it comes, and do not propose any."""
+def test_which_problems_may_have_tiles_of_two_products(instance: Problem) -> None:
+    """Other problems refuse a record's config with such a tile, and propose none."""
     two = dataclasses.replace(CONFIG, BLOCK_N=144, subtiles=9)
     assert two.shared_memory(problem(residual=Operand(FP32))) > 0
     with pytest.raises(ValueError, match="144 columns"):
         two.shared_memory(instance)
     assert not [config for config in KERNEL.configs(instance) if config.narrow]
     plain = [problem(384, 6144, layout=layout) for layout in ("nn", "nt", "tn", "tt")]
-    # From a row-major b, gate and up are loaded in rows of 64 bytes, which takes longer.
+    # A row-major b would load gate and up in slower rows of 64 bytes, so it is not among them.
     gated = [problem(384, 6144, layout=layout, epilogue="swiglu") for layout in ("nt", "tt")]
     for served in plain + gated:
         assert [c for c in KERNEL.configs(served) if c.narrow], served
 
 
-def test_two_buffers_bring_an_even_number_of_strips() -> None:
+def test_a_residual_by_tma_needs_an_even_number_of_strips() -> None:
     fetched = problem(384, 6144, residual=Operand(BF16))
     found = [config for config in KERNEL.configs(fetched) if config.narrow]
     assert found
@@ -437,7 +439,7 @@ def test_the_search_space_fits_the_device(problem: Problem) -> None:
     assert configs[0] == KERNEL.default_config(problem)
     for config in configs:
         assert config.shared_memory(problem) <= H200.shared_memory
-        # A stage more would not fit, or is not wanted.
+        # One more stage would not fit, or would be more than enough.
         more = dataclasses.replace(config, num_stages=config.num_stages + 1)
         products = 2 if problem.gated else 1
         stage = (config.BLOCK_M + products * config.BLOCK_N) * config.BLOCK_K * 2
@@ -451,7 +453,7 @@ def tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
     return -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
 
 
-def test_parts_that_nobody_could_add_are_not_made() -> None:
+def test_k_is_split_only_where_the_partial_sums_can_be_added() -> None:
     config = dataclasses.replace(CONFIG, splits=200, tail_splits=1)
     for instance, splits in (
         (problem(64, 64, 65536), 200),
@@ -467,10 +469,10 @@ def test_parts_that_nobody_could_add_are_not_made() -> None:
 
 
 def test_the_guess_suits_the_shape() -> None:
-    # Short K: its epilogues have to hide (1.13 × against 1.02 × cuBLAS, measured).
+    # For short K the epilogue must overlap the product: measured 1.13 instead of 1.02 of cuBLAS.
     assert KERNEL.default_config(problem(8192, 4096, 512)).schedule == "pingpong"
-    # 324 tiles of 128×128 are two waves, and 60 tiles for as many halves as there are SMs: 39 µs
-    # measured, 41 uncut.
+    # 324 tiles of 128×128 are two waves and 60 more tiles, which are cut into 120 halves. Measured:
+    # 39 µs, uncut 41.
     config = KERNEL.default_config(problem(2304, 2304, 2304))
     assert (config.BLOCK_M, config.BLOCK_N, config.tail_splits) == (128, 128, 2)
     assert KERNEL.default_config(problem(2304, 2304, 2304, batch_invariant=True)).tail_splits == 1
@@ -483,7 +485,7 @@ def test_the_guess_suits_the_shape() -> None:
     assert KERNEL.estimate_us(problem(1, 8, 8), CONFIG) < 10
 
 
-# How the kernel's source behaves, on a model of the block.
+# The kernel's source, on a model of the block.
 
 
 def computed(
@@ -516,17 +518,27 @@ def computed(
     grouped: tuple[str, ...] = (),
     module: types.ModuleType | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
-    ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
-    ``blocks_of``: operands of 8 bits with scales for so many values along K of rows of ``a``, and
-    for so many rows and values along K of the weight; of none, that one has scales by row.
-    ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
-    r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
-    ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up; ``ranges``: of K,
-    one after the other. ``words``: the operand that is loaded word by word. ``early``: as in a
-    config; unless it is given, two seeds of three begin before the launch before has ended.
-    ``reduce``: how the absolute values of each row are reduced to an auxiliary output, which is
-    compared here. ``grouped``: the kinds of outputs with groups of a strip's columns, too."""
+    """Return the output of all blocks and the expected output. A tile has 2 rows for each consumer
+    and ``columns`` columns; a step has 2 values along K.
+
+    Args:
+        seed: Seed of the numbers and of the interleaving.
+        extras: There are alpha, a bias and a residual.
+        fetch: TMA loads the residual.
+        pointers: The result is stored by pointers.
+        scales: Operands have 8 bits, with scales of this kind.
+        blocks_of: Operands have 8 bits, with scales for blocks: values along K of ``a``, rows of
+            the weight, values along K of the weight. 0: that operand has scales by row.
+        batch: If not empty, three products, which share the operands of these letters (a, b, r).
+        splits: Parts along K of the last wave's tiles.
+        parts: Parts along K of every tile, which are added up here.
+        ranges: Ranges of K that a block sums one after the other.
+        words: The operand that is loaded word by word.
+        early: As in a config. By default the blocks of two seeds in three begin before the previous
+            launch has ended.
+        reduce: How the absolute values of each row are reduced to an auxiliary output.
+        grouped: The kinds of auxiliary outputs with groups of a strip's columns.
+    """
     rows, depth = 2, 2
     if early is None:
         early = "wait" if seed % 3 < 2 and words != "b" else ""
@@ -555,7 +567,7 @@ def computed(
     of = {letter: 1 if letter in batch else count for letter in "abr"}
     a, b = random.standard_normal((of["a"], m, k)), random.standard_normal((of["b"], k, width))
     bias = random.standard_normal(width)
-    # Matrices apart, as rows of `out` are: no stride is the product of sizes.
+    # Gaps between matrices, as between rows of `out`: no stride is a product of sizes.
     residuals = random.standard_normal((of["r"], m + 1, n + 2))
     residual = residuals[:, :m, :n]
     rows_of, columns_of = (m, width) if scales == "row" else (1, 1)
@@ -571,7 +583,7 @@ def computed(
         for letter, grid, names in (("a", scale_a, "zmk"), ("b", scale_b, "zkn")):
             steps = (stride // grid.itemsize for stride in grid.strides)
             strides_of |= {f"stride_{letter}s{d}": s for d, s in zip(names, steps, strict=True)}
-    # Rows apart, so that what is stored past the end of one is seen.
+    # Gaps between rows show stores beyond the end of a row.
     padded = -(-m // constants.BLOCK_M) * constants.BLOCK_M
     stored = m if parts == 1 else parts * padded
     memory = np.full((3 if batch else 1, stored + 2, n + 3), np.nan)
@@ -683,8 +695,8 @@ SCHEDULES = [(1, False), (2, False), (3, False), (2, True)]
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=5)
 def test_every_interleaving_multiplies(consumers: int, pingpong: bool, stages: int) -> None:
-    # One k-step, fewer than stages, as many, and more; a K tail; tiles and blocks that make
-    # one, two and three tiles a block, and blocks with a tile fewer than others.
+    # One k-step; fewer steps than stages, as many, and more; a K tail; one to three tiles a block,
+    # and blocks with one tile less than others.
     for seed, k in enumerate([1, 2, 3, 4, 6, 7, 8, 11, 16, 17]):
         for m, n, programs in [(1, 1, 1), (9, 10, 3), (13, 8, 4), (4, 4, 5)]:
             out, expected = computed(
@@ -724,7 +736,7 @@ def test_layouts_and_epilogues(
 def test_scales_of_blocks(
     consumers: int, pingpong: bool, ways: dict[str, Any], blocks_of: tuple[int, int, int]
 ) -> None:
-    """Whichever columns of a tile share a scale, and whichever steps a block begins with."""
+    """For any columns that share a scale, and any first step of a block."""
     for seed, k in enumerate([1, 2, 3, 8, 11]):
         out, expected = computed(
             seed, k=k, consumers=consumers, pingpong=pingpong, layout="nt", extras=True,
@@ -769,8 +781,10 @@ def test_batches(consumers: int, pingpong: bool, ways: dict[str, bool], batch: s
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=3)
-def test_a_fetched_residual_meets_its_strip(consumers: int, pingpong: bool, subtiles: int) -> None:
-    # Tiles whose last consumers have no rows, and one to several tiles a block.
+def test_a_residual_by_tma_is_added_to_its_strip(
+    consumers: int, pingpong: bool, subtiles: int
+) -> None:
+    # The last consumers of some tiles have no rows, and a block has one to several tiles.
     for seed, (m, n, k, programs) in enumerate(
         [(1, 4, 1, 1), (9, 10, 7, 1), (13, 8, 2, 4), (5, 16, 9, 2), (7, 12, 3, 3)]
     ):
@@ -788,7 +802,7 @@ def test_a_fetched_residual_meets_its_strip(consumers: int, pingpong: bool, subt
 def test_outputs_with_groups_of_columns(
     consumers: int, pingpong: bool, ways: dict[str, bool], grouped: tuple[str, ...]
 ) -> None:
-    """Also where the last tiles of rows and columns are not whole."""
+    """Also if the last tiles of rows and columns are partial."""
     sizes = [(1, 2, 1), (9, 10, 7), (13, 8, 2), (4, 14, 9)]
     for seed, ((m, n, k), subtiles) in enumerate(itertools.product(sizes, (1, 2))):
         out, expected = computed(
@@ -796,7 +810,7 @@ def test_outputs_with_groups_of_columns(
             extras=True, grouped=grouped, **ways,
         )  # fmt: skip
         np.testing.assert_allclose(out, expected, err_msg=f"{m}×{n}×{k}")
-    # A tile of other columns would be moved to begin at 16.
+    # A tile whose columns are no multiple of 16 would be moved to begin at one.
     out, expected = computed(
         0, n=48, columns=32, subtiles=1, consumers=consumers, pingpong=pingpong, extras=True,
         grouped=grouped, **ways,
@@ -837,10 +851,10 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=6)
-def test_a_tile_is_two_products_beside_each_other(
+def test_a_tile_of_two_products(
     consumers: int, pingpong: bool, gated: bool, columns: int, strip: int
 ) -> None:
-    """The first product of a gated tile has gate's columns and some of up's."""
+    """The first product of a gated tile has the gate's columns and some of the up projection's."""
     for seed, (layout, n, k, parts) in enumerate(
         [
             ("nt", 24, 7, 1), ("tt", 13, 8, 1), ("nn", 36, 1, 1), ("nt", 30, 7, 2), ("tn", 3, 5, 1),
@@ -850,7 +864,7 @@ def test_a_tile_is_two_products_beside_each_other(
         if gated:
             if parts > 1:
                 continue
-            n += n % 2  # up's first column, too, is at 16 bytes
+            n += n % 2  # the up projection begins at 16 bytes too
         strips = columns // strip
         fetched = seed > 4 and strips % 2 == 0
         out, expected = computed(
@@ -865,8 +879,8 @@ def test_a_tile_is_two_products_beside_each_other(
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow
 def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int) -> None:
-    """One block that sums ranges of K one after the other gives the bits of blocks that sum one
-    each; of ranges of different lengths, too, and of single k-steps."""
+    """A block that sums ranges of K one after the other gives the bits of several blocks that sum
+    one range each. Ranges may differ in length, or be a single step."""
     for seed, (k, ranges, stages, programs) in enumerate(
         [(8, 2, 2, 3), (24, 2, 4, 1), (16, 4, 3, 2), (17, 2, 3, 3), (8, 4, 2, 5)]
     ):
@@ -886,7 +900,7 @@ def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int
 @pytest.mark.parametrize(("consumers", "pingpong"), [(1, False), (2, False), (2, True)])
 @pytest.mark.slow(quick=3)
 def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: str) -> None:
-    # One k-step to many, more and fewer than stages, and several tiles a block, some cut.
+    # One to many k-steps, fewer and more than stages; several tiles a block, some of them cut.
     for seed, (k, stages, programs) in enumerate([(1, 2, 1), (2, 3, 3), (7, 2, 1), (11, 4, 2)]):
         # A tile has one box of a if consumers alternate.
         for words in "ab" if pingpong or consumers == 1 else "b":
@@ -919,9 +933,7 @@ def test_words_have_one_box() -> None:
 
 @pytest.mark.parametrize("batch", ["", "b"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-def test_rows_that_are_not_there_are_not_brought(
-    consumers: int, pingpong: bool, batch: str
-) -> None:
+def test_boxes_of_few_rows(consumers: int, pingpong: bool, batch: str) -> None:
     for seed in range(3):
         out, expected = computed(
             seed, m=1, brought=1, batch=batch, consumers=consumers, pingpong=pingpong
@@ -931,7 +943,7 @@ def test_rows_that_are_not_there_are_not_brought(
 
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 def test_tiles_cut_along_k(consumers: int, pingpong: bool) -> None:
-    # Nothing but cut tiles; whole ones after them, and blocks that only have such.
+    # Only cut tiles; whole tiles after them; and blocks that have whole tiles only.
     rows = 2 if pingpong else 2 * consumers
     for seed, (tiles, programs, splits, k) in enumerate(
         [(1, 2, 2, 4), (1, 4, 4, 30), (2, 5, 2, 9), (6, 5, 5, 11), (7, 5, 2, 17), (12, 5, 2, 8)]
@@ -946,7 +958,7 @@ def test_tiles_cut_along_k(consumers: int, pingpong: bool) -> None:
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow
 def test_every_tile_cut_along_k(consumers: int, pingpong: bool) -> None:
-    # Parts of as many k-steps, and of one more than others; a K tail; fewer blocks than parts.
+    # Parts of equal numbers of k-steps, and of one more; a K tail; fewer blocks than parts.
     for seed, (k, parts) in enumerate([(7, 2), (7, 4), (8, 3), (17, 5)]):
         for m, n, programs in [(1, 4, 3), (9, 8, 4), (13, 12, 90)]:
             for layout in ("nn", "tt"):
@@ -981,15 +993,15 @@ def test_tiles_cut_along_k_with_fused_work(
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 @pytest.mark.slow(quick=4)
-def test_rows_are_reduced_beside_the_result(
+def test_rows_are_reduced_to_an_auxiliary_output(
     consumers: int, pingpong: bool, ways: dict[str, bool], reduce: str
 ) -> None:
-    """Each element once, also of the tiles that are moved inside, and of those cut along K."""
+    """Each element counts once, also in tiles that are moved inside and in tiles cut along K."""
     for seed, (m, n) in enumerate([(9, 10), (1, 3), (13, 8)]):
         for more in ({}, {"gated": True}, {"splits": 2, "programs": 4, "k": 9}):
             tall = 2 if pingpong else 2 * consumers
             if "splits" in more and -(-m // tall) * -(-n // 4) % 4 > 2:
-                continue  # no blocks for both halves of the last wave's tiles
+                continue  # too few blocks for both halves of the last wave's tiles
             out, expected = computed(
                 seed, m=m, n=n, consumers=consumers, pingpong=pingpong, extras=True,
                 reduce=reduce, layout="nt", **{**ways, **more},
@@ -998,7 +1010,7 @@ def test_rows_are_reduced_beside_the_result(
 
 
 def test_parts_of_a_tile_lie_apart() -> None:
-    """The order of a part in the workspace takes each place once, whatever the tile."""
+    """The order of a part in the workspace uses each place once, for any tile."""
     shapes = [(64, 128, 4), (128, 128, 4), (128, 256, 8), (64, 32, 4), (256, 64, 4)]
     for rows, columns, warps in shapes:
         C = types.SimpleNamespace(
@@ -1029,8 +1041,8 @@ def test_parts_of_a_tile_lie_apart() -> None:
     ],
 )
 @pytest.mark.slow(quick=5)
-def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_path: Path) -> None:
-    """Each barrier of the kernel is needed: without it, some interleaving goes wrong."""
+def test_the_model_detects_a_missing_wait(line: str, instead: str, tmp_path: Path) -> None:
+    """Each barrier of the kernel is needed: without it, some interleaving gives wrong results."""
     module = changed(line, instead, tmp_path)
     wrong = 0
     for seed, k, (consumers, pingpong) in itertools.product(range(6), (1, 5, 8), SCHEDULES):
@@ -1052,8 +1064,7 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
 
 
 def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
-    """The compiled configs of each problem (``configs_of``), in a process that does not interpret,
-    as on a GPU."""
+    """Compile configs of each problem (``configs_of``), in a process that does not interpret."""
     found = []
     for problem, config in [(p, c) for p in problems for c in configs_of(p, which)]:
         special = KERNEL.specialize(problem, config)
@@ -1081,20 +1092,23 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
     return found
 
 
-# A compilation takes 1 s, so tiles × layouts × dtypes × fused work are covered in pairs. A tile of
-# one product is compiled plainly, and a large one once more in the form that spills first, storing
-# fp32 through pointers; three problems divide the tiles of two products. Every layout, dtype and
-# fused work is compiled with two of the structures that schedule and number of consumers decide.
-# Of what loads operands by words, of 8-bit floats and of stores by pointers, pairs of sizes,
-# schedules and consumers are compiled. Cut and split tiles are those of one problem, since what
-# follows the main loop does not depend on the operands.
+# A compilation takes 1 s, so tiles × layouts × dtypes × fused work are covered in pairs.
+# - Each tile of one product is compiled plainly. Large tiles are compiled once more in the form
+#   that spills first: storing fp32 by pointers.
+# - Three problems divide the tiles of two products.
+# - Each layout, dtype and fused work is compiled with two pairs of schedule and consumers.
+# - Loads by words, 8-bit floats and stores by pointers: pairs of sizes, schedules and consumers.
+# - Cut and split tiles are compiled for one problem: the code after the main loop does not depend
+#   on the operands.
 def configs_of(problem: Problem, which: str) -> list[WarpSpecializedConfig]:
-    """``"all"``: every tile of one product that there is, and of each schedule and number of
-    consumers one that cuts its tail and one that splits K; ``"pairs"``: fewer of these;
-    ``"tiles"``: the large tiles alone, which may not fit the registers; ``"beside 0"`` to
-    ``"beside 2"``: shares of those of two products; ``"largest"``: of each schedule and number of
-    consumers the largest; ``"some"``: the best guess of each; ``"some 0"`` and ``"some 1"``: halves
-    of these; ``"first"``: the best guess."""
+    """Choose configs of a problem, where a kind is a schedule with a number of consumers.
+
+    ``"all"``: every tile of one product, and for each kind one config that cuts its tail and one
+    that splits K. ``"pairs"``: pairs of these fields. ``"tiles"``: large tiles, which may not fit
+    the registers. ``"beside 0"`` to ``"beside 2"``: a third of the tiles of two products.
+    ``"largest"``: the largest tile of each kind. ``"some"``: the best guess of each kind, ``"some
+    0"`` and ``"some 1"`` half of them. ``"first"``: the best guess.
+    """
     which, _, place = which.partition(" ")
     tiles = search_space._tiles(problem)
     fitted = [c for t in tiles for c in search_space._fitted(problem, t)]
@@ -1125,7 +1139,7 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
 
 
 def _structure(config: WarpSpecializedConfig) -> dict[str, Any]:
-    """What decides the program's structure and the registers of a thread."""
+    """The fields that determine the program's structure and the registers of a thread."""
     names = "BLOCK_M", "BLOCK_N", "schedule", "consumers", "tail_splits", "splits"
     return {name: getattr(config, name) for name in names}
 
@@ -1165,10 +1179,10 @@ def test_every_config_compiles_for_hopper(
     [(BF16, "nn", "largest", 0), (FP32, "nn", "tiles", 8), (FP32, "nt", "beside 2", 0)],
     ids=str,
 )
-def test_storing_by_pointers_takes_no_more(
+def test_storing_by_pointers_takes_no_more_resources(
     dtype: torch.dtype, layout: str, which: str, stack: int, uninterpreted: Uninterpreted
 ) -> None:
-    """Neither shared memory nor registers (one config that stores fp32 spills two)."""
+    """Neither shared memory nor registers; one config that stores fp32 spills two registers."""
     instance = problem(4097, 4097, 4097, layout, out=Operand(dtype, aligned=False))
     for result in uninterpreted(compiled, [instance], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
@@ -1200,7 +1214,7 @@ def test_loading_by_words_compiles_for_hopper(
     for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
-        # Four registers that are kept for what follows the main loop, in one of the configs.
+        # In one config four registers for the code after the main loop are spilled.
         assert result["stack"] <= 16, result
 
 
@@ -1234,12 +1248,11 @@ def test_fused_work_compiles_for_hopper(problem: Problem, uninterpreted: Uninter
     for result in uninterpreted(compiled, [problem], f"some {FUSED.index(problem) % 2}"):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
-        # Some registers of the epilogue may go to local memory, none of the accumulators'
-        # 512 bytes.
+        # Some registers of the epilogue may spill; accumulators would take 512 bytes.
         assert result["stack"] <= 256, result
 
 
-# The host's part.
+# The code on the host.
 
 
 def tensor_map(operand: Operand, rows: int, columns: int, kind: str) -> Any:
@@ -1255,7 +1268,7 @@ def test_operands_are_described_along_their_contiguous_dimension() -> None:
     described = tensor_map(Operand.of(a.t()), 32, 64, "matrix")(a.t())
     assert (described.shape, described.strides) == ([48, 32], [40, 1])
     assert described.block_shape == [64, 32]
-    # One row, whose leading stride means nothing, and may be one that TMA does not take.
+    # The leading stride of a single row has no meaning, and may be one that TMA cannot use.
     row = torch.zeros(1, 9, dtype=BF16)[:, :8].as_strided((1, 8), (3, 1))
     described = tensor_map(Operand.of(row), 64, 32, "matrix")(row)
     assert (described.shape, described.strides) == ([1, 8], [8, 1])
@@ -1268,12 +1281,12 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
     assert described.block_shape == [1, 64, 32]
     described = tensor_map(Operand.of(batch.mT), 32, 64, "stack")(batch.mT)
     assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
-    # Matrices that do not follow each other at once.
+    # Gaps between matrices.
     apart = torch.zeros(3, 50, 40, dtype=BF16)[:, :48, :32]
     for t, rows, columns in ((apart, 64, 32), (apart.mT, 32, 64)):
         described = tensor_map(Operand.of(t), rows, columns, "stack")(t)
         assert (described.shape, described.strides) == ([3, 48, 32], [50 * 40, 40, 1])
-    # One matrix for all has no stride that TMA could take: it is described once.
+    # A matrix that all products share has stride 0, which TMA cannot use: it is described once.
     shared = batch[:1].expand(3, 48, 32)
     described = tensor_map(Operand.of(shared), 64, 32, "stack")(shared)
     assert (described.shape, described.strides) == ([1, 48, 32], [48 * 40, 40, 1])
@@ -1296,7 +1309,7 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
     ],
     ids=str,
 )
-def test_a_call_passes_what_the_kernel_takes(
+def test_a_call_passes_all_arguments_of_the_kernel(
     instance: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[tuple[Any, ...]] = []
@@ -1333,7 +1346,7 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
         triton_kernel, "launcher", lambda *given, **more: launches.append((given, more))
     )
     instance = with_amax(problem(2304, 2304, 2304))
-    # Parts of K that another kernel adds up are none: it knows nothing of outputs.
+    # K is not split: the kernel that adds partial sums writes no auxiliary outputs.
     assert tile_shapes.adapted(instance, dataclasses.replace(CONFIG, splits=4)).splits == 1
     config = KERNEL.default_config(instance)
     assert (config.BLOCK_N, config.tail_splits) == (128, 2)
@@ -1354,7 +1367,7 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
     )
     reasons = KERNEL.reasons_against(dataclasses.replace(instance, epilogue=two))
     assert "writes one auxiliary output, or two with groups of columns" in reasons
-    # A row's sum is of strips, which differ from config to config; its products' sum is not.
+    # The sum of a row adds strips, whose width depends on the config. A maximum does not.
     alike = [KERNEL.arithmetic(with_amax(problem(), how), CONFIG) for how in ("max", "sum")]
     assert alike[0] == KERNEL.arithmetic(problem(), CONFIG) != alike[1]
 
@@ -1368,7 +1381,8 @@ def test_builtin_epilogues_are_served() -> None:
 
 @pytest.mark.parametrize("sms", [132, 114, 78])
 def test_blocks_need_no_further_wave_and_come_in_fours(sms: int) -> None:
-    """Their number is a multiple of four, or all SMs; a single wave has a block for each tile."""
+    """The number of blocks is a multiple of four, or that of all SMs. A single wave has one block
+    per tile."""
     for m in (1, 64, 65, 1000, 4864, 5000, 6000, 8191, 16384):
         instance = problem(m=m, n=8192, k=512, device=dataclasses.replace(H200, sm_count=sms))
         for config in list(WarpSpecialized().configs(instance))[:6]:

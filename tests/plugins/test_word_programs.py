@@ -1,5 +1,5 @@
-"""The PTX that decodes weights, executed instruction by instruction and compared with the format's
-own values: words, for every word of equal values and for random ones, and every pair of values."""
+"""The PTX that decodes weights, executed instruction by instruction, gives the format's values: for
+words of equal values, for random words, and for every pair of values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pairs(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Machine:
-    """Registers, each with a word for every lane, and the instructions of PTX."""
+    """Executes PTX: a word per lane in each register, and a method for each instruction."""
 
     def __init__(self, given: dict[str, Tensor]) -> None:
         self.registers = dict(given)
@@ -163,12 +163,12 @@ def test_pairs_of_values(name: str, stored: torch.dtype, value: torch.dtype) -> 
 
 
 def stored_pairs(form: str) -> Tensor:
-    """Every pair of stored values of a format, as the lowest bits of a register."""
+    """Every pair of stored values of a format, in the lowest bits of a register."""
     return torch.arange(2**8 if formats.named(form).pack == 2 else 2**16)
 
 
 def twice(number: float, dtype: torch.dtype) -> int:
-    """A pair of the same 16-bit float."""
+    """A word with the same 16-bit float twice."""
     both = torch.full((1,), number)
     return int(pairs(both, both, dtype))
 
@@ -181,10 +181,10 @@ def twice(number: float, dtype: torch.dtype) -> int:
 def test_every_pair(
     name: str, scaled: str | None, zero: str | None, value: torch.dtype, word: bool
 ) -> None:
-    """Alone, and in a word beside other values. There an 8-bit value is paired with its neighbour,
-    and a 4-bit value with the one four places higher."""
+    """Alone, and in a word with other values. In a word an 8-bit value is paired with its
+    neighbour, a 4-bit value with the value four places higher."""
     if scaled == "wide" and (zero or name not in ("int8", "fp8")):
-        pytest.skip("values are multiplied in fp32 where they are decoded through it")
+        pytest.skip("only formats that are decoded through fp32 are scaled in fp32")
     form = formats.named(name)
     storage, stored = form.storage[0], stored_pairs(name)
     count, codes = 1, stored.to(torch.int16).view(storage).unflatten(-1, (-1, 2))

@@ -149,8 +149,8 @@ def _table(name: str) -> Iterator[str]:
         yield f"{' '.join(of):24} {fault:9} {verdict.tool:10} {verdict.reports:8}  {result}"
     for verdict in verdicts:
         if verdict.reports and verdict.tool == "racecheck":
-            message = [line for line in verdict.output.splitlines() if line.startswith("=====")]
-            yield from ("", " ".join(verdict.variant), *message[:5])
+            messages = [line for line in verdict.output.splitlines() if line.startswith("=====")]
+            yield from ("", " ".join(verdict.variant), *messages[:5])
 
 
 def _of_kernel() -> Iterator[str]:
