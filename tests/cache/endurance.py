@@ -1,9 +1,9 @@
-"""Tries for minutes what the tests try for seconds, and prints how often: `docs/reliability.md`.
+"""Runs the tests' fault injection for minutes, and prints the counts: `docs/reliability.md`.
 
     python tests/cache/endurance.py --seconds 120 > benchmarks/results/reliability.md
 
-It kills writers with SIGKILL, lets every call of every operation fail and every process die there,
-and feeds mutated records, archives and command lines. It stops at the first loss.
+It kills writers with SIGKILL. Every file call of every operation fails, or kills the process.
+Records, archives and command lines are mutated. The script stops at the first loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ |= {"TMM_ENDURANCE": "1", "TMM_SHIPPED_RECORDS": "0"}
 from cache_builders import ENVIRONMENT, GPU, child, mark_of, problem  # noqa: E402  # found by the path
 from tmm_cache import CacheStore, CacheWarning  # noqa: E402
 
-#: Saves, and says of each that it was acknowledged, until it is killed.
+#: Saves records and reports each acknowledged save, until it is killed.
 WRITER = """
 import itertools, os, sys
 from cache_builders import *
@@ -44,7 +44,7 @@ WRITERS = 4
 
 
 def kill_writers(seconds: float, chance: random.Random) -> Counter[str]:
-    """Kill -9 writers at random moments; each record must be as new as was acknowledged."""
+    """Kill writers at random moments; no record may be older than its last acknowledged save."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name, "root")
@@ -55,13 +55,13 @@ def kill_writers(seconds: float, chance: random.Random) -> Counter[str]:
                 child("-c", WRITER, str(number), cache_dir=root, stderr=subprocess.DEVNULL)
                 for number in range(WRITERS)
             ]
-            # Once all are at it, for to start takes them a second or more.
+            # Wait until all writers have started, which takes a second or more.
             firsts = [writer.stdout.readline() for writer in writers if writer.stdout is not None]
             time.sleep(chance.uniform(0.05, 0.5))
             for writer in writers:
                 writer.kill()
             for first, writer in zip(firsts, writers, strict=True):
-                # Not by `communicate`, which knows nothing of what `readline` read ahead.
+                # `communicate` would lose the data that `readline` has buffered.
                 assert writer.stdout is not None
                 lines = first + writer.stdout.read()
                 writer.communicate()
@@ -70,7 +70,7 @@ def kill_writers(seconds: float, chance: random.Random) -> Counter[str]:
                 for m, turn in newest.items():
                     found = store.load(GPU, ENVIRONMENT, problem(m=int(m)))
                     assert found is not None, f"{m} is lost"
-                    # The writer may have been killed after a save and before it said so.
+                    # The writer may have been killed between a save and its report.
                     assert int(mark_of(found) or 0) in (turn, turn + 50), (
                         f"{m} is {mark_of(found)} and not {turn}, which was acknowledged: "
                         f"{lines.splitlines()[:3]} … {lines.splitlines()[-3:]}"
@@ -81,7 +81,7 @@ def kill_writers(seconds: float, chance: random.Random) -> Counter[str]:
 
 
 def every_fault() -> Counter[str]:
-    """Every call of every operation fails, and every process dies there."""
+    """Let each call of each operation fail, and let the process die at each call."""
     import test_cache_every_fault as faults
 
     counts: Counter[str] = Counter()
@@ -98,7 +98,7 @@ def every_fault() -> Counter[str]:
 
 
 def fuzz(examples: int) -> Counter[str]:
-    """The tests of mutations, with more examples than in CI."""
+    """Run the tests of mutations with more examples than in CI."""
     environ = {**os.environ, "TMM_FUZZ_EXAMPLES": str(examples)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -111,17 +111,17 @@ def fuzz(examples: int) -> Counter[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="of killing writers")
-    parser.add_argument("--examples", type=int, default=2000, help="of each kind of mutation")
+    parser.add_argument("--seconds", type=float, default=60, help="time for killing writers")
+    parser.add_argument("--examples", type=int, default=2000, help="mutations of each kind")
     parser.add_argument("--seed", type=int, default=20260131)
     options = parser.parse_args()
     start = time.monotonic()
     counts: Counter[str] = Counter()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", CacheWarning)  # a record that is torn would cost one
+        warnings.simplefilter("error", CacheWarning)  # a torn record would cause one
         counts += kill_writers(options.seconds, random.Random(options.seed))
-    message = io.StringIO()
-    with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
+    ignored = io.StringIO()
+    with contextlib.redirect_stderr(ignored), contextlib.redirect_stdout(ignored):
         counts += every_fault()
     counts += fuzz(options.examples)
     print("# What was tried\n")

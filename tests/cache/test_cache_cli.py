@@ -1,4 +1,4 @@
-"""The output of `tmm-cache`, on which stream it is printed, and the exit status."""
+"""The output of `tmm-cache`, its streams and its exit statuses."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_show_has_a_row_for_each_record(filled: CacheStore, capsys: Captured) ->
     ]
 
 
-def test_what_stands_around_the_epilogue_is_shown(store: CacheStore, capsys: Captured) -> None:
+def test_bias_and_residual_are_shown_around_the_epilogue(
+    store: CacheStore, capsys: Captured
+) -> None:
     instance = problem() | {"bias": {"kind": "row"}, "residual": {"kind": "tile"}}
     store.save(GPU, ENVIRONMENT, record(instance))
     assert main(["show"]) == 0
@@ -102,7 +104,7 @@ def test_what_stands_around_the_epilogue_is_shown(store: CacheStore, capsys: Cap
     assert "residual" in words
 
 
-def test_show_lists_own_records_and_with_all_those_of_layers(
+def test_show_lists_own_records_and_with_all_also_records_of_layers(
     filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     below = CacheStore(tmp_path / "below", [])
@@ -114,7 +116,7 @@ def test_show_lists_own_records_and_with_all_those_of_layers(
     assert f"own records of {GPU}" in text
     assert f"{below.root} records of {GPU}" in text
     assert {item["layer"] for item in shown(capsys)} == {str(filled.root)}
-    # A record that is named is looked for everywhere; a list that is empty says where it looked.
+    # A named record is looked up in all layers. An empty list says which folders were listed.
     both = shown(capsys, digest(problem(m=16)))
     assert [item["layer"] for item in both] == [str(filled.root), str(below.root)]
     assert shown(capsys, digest(problem(m=64)))[0]["layer"] == str(below.root)
@@ -172,7 +174,7 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
     assert "torch=2.13.0" not in capsys.readouterr().out
 
 
-def test_show_of_an_unknown_digest_and_of_no_digest(filled: CacheStore, capsys: Captured) -> None:
+def test_show_of_an_unknown_or_invalid_digest(filled: CacheStore, capsys: Captured) -> None:
     assert main(["show", "0000000000000000"]) == 1
     assert "no records match" in capsys.readouterr().err
     for text in ("xyz", "../x", "0" * 17, ""):
@@ -184,7 +186,7 @@ def test_show_of_an_unknown_digest_and_of_no_digest(filled: CacheStore, capsys: 
         )
 
 
-def test_json_never_holds_what_is_no_json(store: CacheStore, capsys: Captured) -> None:
+def test_json_output_has_no_nan_or_infinity(store: CacheStore, capsys: Captured) -> None:
     instant = CandidateResult("triton.fast", "v", {}, "ok", (5e-324,))
     blas = CandidateResult("blas", "v", {}, "ok", (1e308,))
     store.save(GPU, ENVIRONMENT, record(candidates=(instant, blas), winner=0))
@@ -210,9 +212,7 @@ def test_an_empty_cache_is_a_note_and_no_error(root: Path, capsys: Captured) -> 
     assert not root.exists()
 
 
-def test_problems_of_another_make_are_listed_all_the_same(
-    store: CacheStore, capsys: Captured
-) -> None:
+def test_problems_with_unknown_fields_are_listed_too(store: CacheStore, capsys: Captured) -> None:
     odd = CandidateResult("odd[red].kernel", "v", {"a": None}, "ok")
     sizes = {"m": 1, "n": 2, "k": 3, "batch": 1}
     path = store.save(GPU, ENVIRONMENT, record(sizes, candidates=(odd,), winner=0))
@@ -230,7 +230,7 @@ def test_problems_of_another_make_are_listed_all_the_same(
     assert "int8 -> int32" in text
     for entry in store.summaries(full=True):
         assert main(["show", entry.digest]) == 0
-    # Lists read heads unchecked: a stranger's record gives the terminal no orders.
+    # Lists read headers unchecked, so escape sequences of a record must not reach the terminal.
     capsys.readouterr()
     path.write_text(path.read_text().replace("odd[red]", "odd\\u001b[31m"))
     assert main(["show"]) == 0
@@ -372,7 +372,7 @@ def on_a_terminal(columns: int, *options: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 100, 120, 240])
-def test_show_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
+def test_show_fits_the_terminal(filled: CacheStore, columns: int) -> None:
     long = problem(epilogue="gelu_tanh+softcap(30)+scale(0.0125)") | {
         "bias": "bfloat16",
         "residual": "bfloat16",
@@ -390,10 +390,10 @@ def test_show_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_record_in_full_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
+def test_a_record_in_full_fits_the_terminal(filled: CacheStore, columns: int) -> None:
     lines, _ = on_a_terminal(columns, "show", digest(problem(m=2048)))
     path = str(filled.path(GPU, ENVIRONMENT, problem(m=2048)))
-    assert path in "\n".join(lines)  # a word too long for any line is not cut, to be copied
+    assert path in "\n".join(lines)  # a long path is not cut, so that it can be copied
     assert max(len(line) for line in lines if path not in line) <= columns
     assert "out of shared memory [red]" in " ".join(" ".join(lines).split())
 
@@ -401,7 +401,7 @@ def test_a_record_in_full_keeps_to_the_terminal(filled: CacheStore, columns: int
 @pytest.mark.parametrize(
     "arguments", [[], ["--help"], ["--version"], ["show", "--json"], ["verify"]]
 )
-def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
+def test_listing_imports_no_large_package(filled: CacheStore, arguments: list[str]) -> None:
     code = (
         "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', 'rich', "
         "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
@@ -420,12 +420,12 @@ def test_the_command_answers_at_once(filled: CacheStore) -> None:
         before = spent()
         child("-m", "tmm_cache.cli", "show", stdout=subprocess.DEVNULL).communicate()
         costs.append(spent() - before)
-    # 0.09 s on an idle machine. Processor time and the least of several, since others may be
-    # at work; an import of torch costs 0.8 s at best.
+    # 0.09 s on an idle machine; an import of torch costs at least 0.8 s. The least processor time
+    # of several runs, since the machine may be busy.
     assert min(costs) < 0.4
 
 
-def test_the_winner_alone_has_no_speedup_over_nothing(store: CacheStore, capsys: Captured) -> None:
+def test_a_record_without_blas_has_no_speedup(store: CacheStore, capsys: Captured) -> None:
     store.save(GPU, ENVIRONMENT, record(candidates=(SPLIT_K,), winner=0))
     [item] = shown(capsys)
     assert (item["median_us"], item["blas_us"], item["speedup"]) == (11.5, None, None)

@@ -1,4 +1,4 @@
-"""Tables for a width: what is left out, where cells fold."""
+"""Tables and paragraphs fit a width: how cells fold, and where numbers stand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_cells_of_many_words_fold_before_a_word_is_cut() -> None:
     assert len(lines) > 3
 
 
-def test_a_word_is_cut_only_where_the_width_leaves_no_other_way() -> None:
+def test_a_word_is_cut_only_if_no_line_can_hold_it() -> None:
     (line, *more) = console.table(("name", "of"), [("x" * 30, "y" * 10)], 20)[2:]
     assert more
     assert len(line) <= 20

@@ -39,7 +39,8 @@ def filled(store: CacheStore) -> CacheStore:
 
 
 def run_closed(redirect: str, *arguments: str, module: str = "tmm_cache.cli") -> tuple[int, str]:
-    """The exit status of a command with redirected streams, and what it wrote elsewhere."""
+    """The exit status of a command with redirected streams, and the output that was not
+    redirected."""
     line = f'exec "$0" -m {module} "$@" {redirect}'
     done = subprocess.run(
         ["sh", "-c", line, sys.executable, *arguments],
@@ -141,7 +142,7 @@ def test_a_disk_that_fills_up_is_reported_with_the_name_of_the_file(
     assert not list(tmp_path.glob("records*"))
 
 
-def test_freeze_makes_the_users_own_root(
+def test_freeze_creates_the_users_own_root(
     store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     below = CacheStore(tmp_path / "below", [])

@@ -29,7 +29,7 @@ def logged(store: CacheStore) -> list[object]:
     return [miss.problem["m"] for miss in store.misses()]
 
 
-def test_a_miss_says_what_where_and_under_what(store: CacheStore) -> None:
+def test_a_miss_has_the_problem_the_gpu_and_the_environment(store: CacheStore) -> None:
     store.log_miss(GPU, ENVIRONMENT, problem())
     assert store.misses() == [Miss(GPU, ENVIRONMENT, problem())]
 
@@ -42,7 +42,7 @@ def test_a_problem_is_logged_once_by_all_stores(store: CacheStore) -> None:
     assert logged(store) == [1, 2]
 
 
-def test_misses_of_each_gpu_and_environment_are_apart(store: CacheStore) -> None:
+def test_each_gpu_and_environment_has_its_own_misses(store: CacheStore) -> None:
     store.log_miss(GPU, ENVIRONMENT, problem())
     store.log_miss(GPU, OLDER_ENVIRONMENT, problem())
     store.log_miss("nvidia-a100", ENVIRONMENT, problem())

@@ -1,4 +1,4 @@
-"""Notes: found again in the same state of affairs, and a loss in every other case."""
+"""Notes are found again in the state in which they were written, and in no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_last_note_counts_and_is_written_once(tmp_path: Path) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_damage_costs_the_lines_it_is_in(tmp_path: Path) -> None:
+def test_damage_costs_only_the_damaged_lines(tmp_path: Path) -> None:
     Notes("n", None, tmp_path).add("x", 1)
     (path,) = (tmp_path / "notes").iterdir()
     with open(path, "ab") as file:
@@ -40,13 +40,13 @@ def test_damage_costs_the_lines_it_is_in(tmp_path: Path) -> None:
     assert (notes.get("x"), notes.get("y")) == (1, 2)
 
 
-def test_a_full_file_and_a_folder_in_the_way_are_borne(
+def test_a_full_file_and_an_impossible_folder_are_no_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tmm_cache.notes.MAX_BYTES", 20)
     notes = Notes("n", None, tmp_path)
     notes.add("x", "a" * 100)
-    assert notes.get("x") == "a" * 100  # to this process
+    assert notes.get("x") == "a" * 100  # in this process
     assert Notes("n", None, tmp_path).get("x") is None
     (tmp_path / "file").write_text("")
     Notes("n", None, tmp_path / "file").add("x", 1)

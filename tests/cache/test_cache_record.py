@@ -1,4 +1,4 @@
-"""A record survives its JSON form exactly, and nothing else passes for a record."""
+"""A record survives a round trip through JSON exactly, and no other JSON passes for a record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FINITE_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-#: Names may not contain what a terminal would obey.
+#: Names may not contain control characters.
 PRINTABLE = st.characters(exclude_categories=["C", "Z"])
 SCALARS = (
     st.none()
@@ -101,13 +101,13 @@ def test_round_trip_through_text_is_exact(original: TuningRecord) -> None:
 @example({"schema": SCHEMA})
 @example({"schema": True})
 @example([[[]]])
-def test_no_json_value_raises_anything_but_a_record_error(value: object) -> None:
+def test_other_json_values_raise_a_record_error(value: object) -> None:
     with pytest.raises(RecordError):
         TuningRecord.from_json(value)
 
 
 def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value inside a document lies."""
+    """The path of every value inside a document."""
     inside: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inside = list(value.items())
@@ -149,7 +149,7 @@ def test_a_record_with_one_value_replaced_is_refused_or_still_round_trips(
 @example(b"\xff\xfe\x00")
 @example(b"")
 @example(b"1e999")
-def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
+def test_arbitrary_bytes_raise_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
         parse_stored(data, "0" * 16)
 
@@ -245,7 +245,9 @@ def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
         (("clock",), 5, r"clock: found 5"),
     ],
 )
-def test_complaints_name_field_found_and_accepted(path: Any, value: Any, complaint: str) -> None:
+def test_errors_name_the_field_its_value_and_accepted_values(
+    path: Any, value: Any, complaint: str
+) -> None:
     document: Any = record().to_json()
     holder = document
     for key in path[:-1]:
@@ -294,7 +296,7 @@ def test_median(samples: tuple[float, ...], median: float | None) -> None:
     assert CandidateResult("k", "v", {}, "ok", samples).median_us == median
 
 
-def test_best_is_the_winner_and_defaults_are_what_the_document_says() -> None:
+def test_best_is_the_winner_and_defaults_are_omitted_from_the_document() -> None:
     assert record().best is SPLIT_K
     assert record(winner=0).best is BLAS
     assert FAILED.to_json() == {
@@ -306,7 +308,7 @@ def test_best_is_the_winner_and_defaults_are_what_the_document_says() -> None:
     }
 
 
-def test_any_mapping_and_sequence_becomes_plain_json_in_its_own_order() -> None:
+def test_mappings_and_sequences_become_plain_json_in_their_order() -> None:
     config: Any = MappingProxyType({"z": (1, 2), "a": MappingProxyType({"y": range(2)})})
     document = CandidateResult("k", "v", config, "ok").to_json()
     assert json.dumps(document["config"]) == '{"z": [1, 2], "a": {"y": [0, 1]}}'

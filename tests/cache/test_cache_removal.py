@@ -1,4 +1,4 @@
-"""`clear` removes what it says, and nothing that is not the cache's own."""
+"""`clear` removes the files that it lists, and only files of the cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_clear_lists_before_it_removes(filled: CacheStore, capsys: Captured) -> 
     assert main(["clear", "-y"]) == 0
     assert os.listdir(filled.root) == []
     assert "removed 4 of 4 files" in capsys.readouterr().err
-    assert main(["clear"]) == 0  # nothing to ask about
+    assert main(["clear"]) == 0  # nothing left to list
     assert "nothing to remove" in capsys.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_clear_never_touches_layers_or_files_of_others(
         filled.root / "v2" / "models" / "weights.json",
         folder / "notes.json",
         folder / "0123.json",
-        folder / f"{'0' * 16}.json.1-00000000.tmp",  # young: a save that is under way
+        folder / f"{'0' * 16}.json.1-00000000.tmp",  # young: a save in progress
     ]
     for path in kept:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def test_clear_never_touches_layers_or_files_of_others(
     }
 
 
-def test_clear_removes_what_is_under_a_root_that_is_a_link(
+def test_clear_removes_records_under_a_root_that_is_a_link(
     filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = tmp_path / "link"
@@ -130,7 +130,7 @@ def test_clear_removes_what_is_under_a_root_that_is_a_link(
     assert names(filled) == []
 
 
-def test_clear_says_what_it_could_not_remove(
+def test_clear_names_files_that_it_could_not_remove(
     filled: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     stuck = filled.path(GPU, ENVIRONMENT, problem(m=2))

@@ -1,4 +1,4 @@
-"""Tests which files are used, by owner and checksum. Notes beside them say what was verified."""
+"""Which files are used, by owner and checksum; and notes of what was verified."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 @pytest.mark.parametrize("imported", [False, True])
 def test_a_record_may_lack_a_checksum(store: CacheStore, imported: bool) -> None:
-    """As one made by hand; older versions marked those that were imported."""
+    """A record made by hand has none. Older versions marked imported records."""
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     edit(path, lambda document: document.pop("checksum"))
@@ -32,7 +32,7 @@ def test_a_record_may_lack_a_checksum(store: CacheStore, imported: bool) -> None
     assert path.exists()
 
 
-def test_spaces_do_not_break_a_seal(store: CacheStore) -> None:
+def test_spaces_do_not_change_the_checksum(store: CacheStore) -> None:
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     document = json.loads(path.read_text())
@@ -77,7 +77,7 @@ def made_anothers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("make", "reason"),
     [(made_writable, "can be written by others"), (made_anothers, "belongs to user ")],
 )
-def test_a_root_of_somebody_else_is_read_as_a_layer_and_not_written(
+def test_a_root_of_another_user_is_read_as_a_layer_and_not_written(
     store: CacheStore,
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path, pytest.MonkeyPatch], None],
@@ -98,7 +98,7 @@ def test_a_root_of_somebody_else_is_read_as_a_layer_and_not_written(
     assert theirs.is_verified(GPU, ENVIRONMENT, "key")
     assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
     assert main(["import", "records.json"]) == 2
-    # A stamp that they made says nothing.
+    # A verification noted by others does not count.
     monkeypatch.setenv("TMM_CACHE_SHARED", "1")
     CacheStore().mark_verified(GPU, ENVIRONMENT, "theirs")
     assert CacheStore().is_verified(GPU, ENVIRONMENT, "theirs")
@@ -106,7 +106,9 @@ def test_a_root_of_somebody_else_is_read_as_a_layer_and_not_written(
     assert not CacheStore().is_verified(GPU, ENVIRONMENT, "theirs")
 
 
-def test_a_root_that_becomes_somebody_elses_is_not_written_any_more(store: CacheStore) -> None:
+def test_a_root_that_others_become_able_to_write_is_not_written_any_more(
+    store: CacheStore,
+) -> None:
     store.save(GPU, ENVIRONMENT, record())
     store.log_miss(GPU, ENVIRONMENT, problem(m=3))
     store.mark_verified(GPU, ENVIRONMENT, "key")

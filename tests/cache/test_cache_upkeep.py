@@ -1,5 +1,5 @@
-"""The cache limits itself: it removes left-over files, and records beyond its size, but never what
-is in use."""
+"""The cache limits itself: it removes left-over files, and records beyond its size limit, but never
+records in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DAY = 86400.0
 
 
 def aged(path: Path, seconds: float) -> Path:
-    """The file, last used so long ago."""
+    """Date the file's last use this many seconds back."""
     moment = time.time() - seconds
     os.utime(path, (moment, moment))
     return path
@@ -67,7 +67,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int | None) -> Non
 
 
 @pytest.mark.parametrize("text", ["x", "-1M", "1P", "M", "1e3", "1,5G", "nan"])
-def test_what_is_no_size_costs_a_warning_and_the_default(text: str) -> None:
+def test_an_invalid_size_costs_a_warning_and_gives_the_default(text: str) -> None:
     with pytest.raises(ValueError, match="accepted is a size like 64M"):
         parse_size(text)
     with warned("TMM_CACHE_MAX_SIZE: found"):
@@ -105,7 +105,7 @@ def test_the_use_of_a_layer_is_not_noted(store: CacheStore, tmp_path: Path) -> N
     assert path.stat().st_mtime_ns == before
 
 
-def test_what_was_used_longest_ago_goes_first(store: CacheStore) -> None:
+def test_the_least_recently_used_record_goes_first(store: CacheStore) -> None:
     for m in range(1, 11):
         saved(store, m, days=11 - m)
     assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None  # used again
@@ -117,7 +117,7 @@ def test_what_was_used_longest_ago_goes_first(store: CacheStore) -> None:
     assert evict(store.root, 6 * size, nothing) == 0
 
 
-def test_a_file_dated_before_1971_was_last_used_when_it_was_put_here(store: CacheStore) -> None:
+def test_a_file_dated_before_1971_counts_as_used_when_it_was_created(store: CacheStore) -> None:
     """Archives and image layers set such dates."""
     path = saved(store, 1, days=0)
     limit = int(1.9 * path.stat().st_size)
@@ -131,7 +131,7 @@ def test_a_file_dated_before_1971_was_last_used_when_it_was_put_here(store: Cach
     assert kept(store) == [2]
 
 
-def test_what_was_just_written_or_is_kept_stays(store: CacheStore) -> None:
+def test_new_records_and_held_records_stay(store: CacheStore) -> None:
     for m in (1, 2, 3):
         saved(store, m, days=9)
     aged(store.path(GPU, ENVIRONMENT, problem(m=1)), 5)  # by another process, seconds ago
@@ -145,7 +145,7 @@ def test_what_was_just_written_or_is_kept_stays(store: CacheStore) -> None:
     assert kept(store) == [1, 2]
 
 
-def test_what_is_used_between_the_look_and_the_removal_stays(
+def test_a_record_used_between_the_scan_and_the_removal_stays(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(store, 1, days=9)
@@ -161,7 +161,7 @@ def test_what_is_used_between_the_look_and_the_removal_stays(
     assert kept(store) == [1]
 
 
-def test_nothing_of_others_is_evicted(store: CacheStore, tmp_path: Path) -> None:
+def test_files_that_are_not_the_caches_are_not_evicted(store: CacheStore, tmp_path: Path) -> None:
     below = CacheStore(tmp_path / "below", [])
     saved(below, 1, days=99)
     folder = saved(store, 1, days=9).parent
@@ -191,7 +191,7 @@ def test_records_of_an_older_schema_and_old_notes_are_counted_and_go(store: Cach
     assert not notes.exists()
 
 
-def test_a_time_that_is_yet_to_come_is_no_use(store: CacheStore) -> None:
+def test_a_time_in_the_future_does_not_count_as_a_use(store: CacheStore) -> None:
     ahead = saved(store, 1, days=-400)
     saved(store, 2, days=9)
     size = ahead.stat().st_size
@@ -199,7 +199,7 @@ def test_a_time_that_is_yet_to_come_is_no_use(store: CacheStore) -> None:
     assert kept(store) == [2]
 
 
-def test_a_save_evicts_at_first_and_then_now_and_then(
+def test_the_first_save_evicts_and_then_every_256th(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for m in range(1, 7):
@@ -225,7 +225,7 @@ def test_a_save_evicts_at_first_and_then_now_and_then(
     assert len(looks) == 2
 
 
-def test_loading_never_looks_at_the_whole_root(store: CacheStore) -> None:
+def test_loading_never_scans_the_root(store: CacheStore) -> None:
     saved(store, 1, days=9)
     code = (
         "import sys; from cache_builders import *; from tmm_cache import CacheStore\n"
@@ -241,14 +241,14 @@ def left(folder: Path, writer: int, seconds: float, name: str = "0" * 16) -> Pat
     return aged(path, seconds)
 
 
-def test_a_save_sweeps_what_killed_processes_left(store: CacheStore) -> None:
+def test_a_save_removes_files_of_killed_processes(store: CacheStore) -> None:
     folder = saved(store, 1, days=0).parent
     dead = a_dead_process()
     gone = [
         left(folder, dead, 3700),
         left(folder, dead, 3700, "environment"),
-        left(folder, 2**70, 3700),  # of no process that could be
-        left(folder, os.getpid(), 3700),  # another process may have its number by now
+        left(folder, 2**70, 3700),  # no process can have this number
+        left(folder, os.getpid(), 3700),  # the number may have been reused
     ]
     stays = [left(folder, dead, 3500, "1" * 16), folder]
     foreign = folder / "editor.tmp"
@@ -262,7 +262,7 @@ def test_a_save_sweeps_what_killed_processes_left(store: CacheStore) -> None:
 def test_a_save_whose_temporary_file_was_swept_is_repeated(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process may be stopped for an hour in the middle of one."""
+    """A process may be stopped for an hour in the middle of a save."""
     real, swept = os.replace, []
 
     def replace(source: Path, target: Path) -> None:
@@ -289,5 +289,5 @@ def test_a_folder_is_swept_once_per_process(
     assert len(swept) == len(set(swept)) == 2
 
 
-def test_sweeping_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
+def test_sweeping_an_absent_folder_is_no_fault(tmp_path: Path) -> None:
     assert leftovers(tmp_path / "absent") == []

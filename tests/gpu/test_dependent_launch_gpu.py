@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 Call = Callable[[Tensor, Tensor], Tensor]
 SIZE, CALLS = 1024, 200
 
-#: Two waves of tiles on 132 SMs, some of them cut in two: blocks that wait for each other's flags.
+#: Two waves of tiles on 132 SMs, some of them cut in two, whose blocks wait for each other's flags.
 CUT = WarpSpecializedConfig(
     BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_stages=6, schedule="pingpong",
     consumers=2, num_warps=4, subtiles=4, tail_splits=2, splits=1, evict_first=False,
@@ -56,7 +56,7 @@ def bound(kernel: Any, a: Tensor, b: Tensor, config: Any) -> Call:
 
 
 def ways(m: int) -> list[tuple[Any, Any]]:
-    """Kernels and configs that differ in what they do before the wait, and in how they reduce
+    """Kernels and configs that differ in their work before the wait, and in how they add partial
     sums."""
     a, b = random(m, SIZE), random(SIZE, SIZE, seed=1).t()
     problem = Problem.of(a, b, a @ b, fingerprint(a.device), static_weights=True)
@@ -69,7 +69,7 @@ def ways(m: int) -> list[tuple[Any, Any]]:
             key = (kernel.name, config.early, parts)
             chosen.setdefault(key, (kernel, config))
             if isinstance(config, WarpSpecializedConfig):
-                # Blocks so small that blocks of the next launch run beside them.
+                # Blocks so small that blocks of the next launch fit on the same SM.
                 small = replace(config, num_stages=2)
                 chosen.setdefault((*key, "small"), (kernel, small))
     return list(chosen.values())
@@ -146,7 +146,7 @@ def test_tiles_cut_along_k_in_a_chain() -> None:
 
 @pytest.mark.parametrize("writer", ["copy", "kernel", "product"])
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_weight_written_in_the_line_before_is_seen(writer: str, captured: bool) -> None:
+def test_a_weight_that_was_just_written_is_read_correctly(writer: str, captured: bool) -> None:
     """Without the promise of static weights, with and without prefetch."""
     x, weight = random(16, SIZE), random(SIZE, SIZE)
     sources = [random(SIZE, SIZE, seed=seed) for seed in range(2, 6)]
@@ -191,7 +191,7 @@ def _default(left: Tensor) -> Any:
     return WarpSpecialized().default_config(problem)
 
 
-def test_the_word_is_kept_by_an_ordinary_kernel_between() -> None:
+def test_an_ordinary_kernel_in_between_keeps_the_promise_of_static_weights() -> None:
     """As docs/serve.md requires: the weight is written, then another kernel runs."""
     x, weight = random(16, SIZE), random(SIZE, SIZE)
     sources = [random(SIZE, SIZE, seed=seed) for seed in range(2, 6)]
@@ -233,7 +233,7 @@ def _programmatic_edges(graph: int) -> int:
     return sum(edge.type == 1 for edge in data)
 
 
-def test_a_warm_launch_asks_for_it_in_a_graph() -> None:
+def test_a_warm_launch_overlaps_in_a_graph_too() -> None:
     """Warm launches call the installed Triton's C function directly."""
     x, weight = random(16, SIZE), random(SIZE, SIZE, seed=1)
     for kernel, config in ways(16):

@@ -41,7 +41,8 @@ def world() -> Iterator[World]:
 
 
 def cases(listed: list[Case]) -> Any:
-    """The cases that fit the number of ranks: 2 × 2 needs four, and two rows are enough for two."""
+    """The cases that fit the number of ranks: a mesh of 2 × 2 needs four ranks, and cases of fewer
+    rows than ranks need more than two."""
     fitting = [case for case in listed if GPUS == 4 or not case.mesh]
     fitting = [case for case in fitting if GPUS > 2 or not case.name.startswith("fewer")]
     return pytest.mark.parametrize("case", fitting, ids=lambda case: case.name)
@@ -78,7 +79,7 @@ def test_a_sharded_gated_mlp_is_one_gated_product(
     world: World, learns: bool, sequence: bool, dtype: torch.dtype
 ) -> None:
     for outcome in world.run(sharded_gated_mlp, "cuda", dtype, learns, sequence):
-        # While training the one product is recorded, and a kernel of its own gates.
+        # In training the product has no epilogue, and a kernel of its own computes the gate.
         assert outcome.products == ([""] if learns else ["swiglu", ""])
         assert outcome.communications == 1 + sequence
         assert max(outcome.error, *outcome.gradient_errors, 0.0) < TOLERANCE[dtype]
@@ -91,9 +92,9 @@ SHAPES = [(4096, 4096, 4096), (16, 4096, 4096), (1025, 1027, 1029)]
 
 
 def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
-    """Tune with the others, then multiply; ``fatal``: the rank that dies as it starts to."""
+    """Tune with the other ranks, then multiply. The rank ``fatal`` dies when it starts to tune."""
     rank = dist.get_rank()
-    # With a communicator that lives, as in a program that trains.
+    # A live communicator, as in a training program.
     dist.all_reduce(torch.ones(1, device="cuda"))
     os.environ["TMM_CACHE_DIR"] = f"{root}/{rank}"
     os.environ["TMM_ON_CACHE_MISS"] = "tune"
@@ -112,12 +113,12 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
         (torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16())
         for m, n, k in SHAPES
     ]
-    instance = [tmm_core.problem(a, b.t(), epilogue=e) for a, b in pairs for e in EPILOGUES]
+    problems = [tmm_core.problem(a, b.t(), epilogue=e) for a, b in pairs for e in EPILOGUES]
     original = Dispatcher.tune
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Dispatcher, "tune", watched)
-        records = tmm_core.tools.ranks.tune(instance, budget=4.0, **options)
+        records = tmm_core.tools.ranks.tune(problems, budget=4.0, **options)
     plans, errors = [], []
     for a, b in pairs:
         for epilogue in EPILOGUES:
@@ -150,8 +151,8 @@ def test_ranks_divide_the_work_and_agree(world: World, tmp_path: Path) -> None:
     shares = [len(range(rank, 2 * len(SHAPES), GPUS)) for rank in range(GPUS)]
     assert [len(outcome["measured"]) for outcome in outcomes] == shares
     assert all(outcome["warnings"] == [] for outcome in outcomes)
-    # On each rank's own device BLAS and another kernel at least bound, launched and were right. A
-    # budget may end before every problem has another that is compiled.
+    # On each rank's device BLAS and at least one other kernel were verified. The budget may end
+    # before another kernel is compiled for every problem.
     for rank in range(GPUS):
         candidates = [c for r in outcomes[0]["records"][rank::GPUS] for c in r["candidates"]]
         verified = {c["kernel"] for c in candidates if c.get("error") is not None}
@@ -174,7 +175,7 @@ def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
 # -- the example ---------------------------------------------------------------------------
 
 
-def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
+def test_the_example_has_the_same_losses_with_and_without_tmm(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(ROOT / "examples" / "tensor_parallel_swiglu.py")
     sizes = ["--tokens", "2048", "--width", "1024", "--hidden", "4096", "--budget", "4"]
@@ -200,7 +201,7 @@ KERNELS = ("blas", "triton.naive", "triton.grouped", "triton.split_k", "triton.p
 
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 def test_a_device_that_is_not_current(kernel: str | None) -> None:
-    """``None``: whatever is chosen by tuning on that device."""
+    """``None``: the kernel that tuning on that device chooses."""
     torch.cuda.set_device(0)
     for _ in range(2):  # choosing, then replaying
         for index in (1, 0, 1):

@@ -23,14 +23,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*`torch.jit.script`:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Online softmax:UserWarning"),
-    # Torch's, of graphs that its own streams' gradients cross.
+    # A warning of torch about gradients on several streams.
     pytest.mark.filterwarnings(
         "ignore:The AccumulateGrad node's stream does not match:UserWarning"
     ),
 ]
 
-#: A kernel that serves the products below, so that a test does not depend on records; and one that
-#: serves fp32 without TF32, too.
+#: Kernels that serve the products below, so that no test depends on records. The second serves fp32
+#: without TF32 too.
 KERNEL, OF_FP32 = "triton.persistent", "triton.grouped"
 
 
@@ -57,12 +57,12 @@ def calls(name: str) -> dict[str, int]:
 
 
 def answered(name: str, expected: dict[str, int]) -> None:
-    """Who answered an operator's calls, else the report, which says why."""
+    """Assert which kernels answered an operator's calls; the report says why."""
     assert calls(name) == expected, str(tmm_core.enabled_report())
 
 
 def close(own: Tensor, torchs: Tensor, exact: Tensor, about: str = "") -> None:
-    """At most twice as far from the product in fp64 as torch's."""
+    """Assert that the error against fp64 is at most twice torch's."""
     error, torchs_error = ((t.double() - exact).abs().max() for t in (own, torchs))
     largest = exact.abs().max()
     text = f"{about} {own.dtype}: error {error:.3g}, torch's {torchs_error:.3g}, of {largest:.3g}"
@@ -280,8 +280,8 @@ def test_untuned_products_are_answered_and_never_wrong() -> None:
     close(y, a @ b, a.double() @ b.double())
 
 
-def test_what_the_host_pays(forced: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints times and asserts nothing about them."""
+def test_host_cost(forced: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints times, and asserts nothing about them."""
     a, b, bias = randn(64, 64), randn(64, 64), randn(64)
     functions = {"mm": lambda: torch.mm(a, b), "addmm": lambda: torch.addmm(bias, a, b)}
 
@@ -312,7 +312,7 @@ def test_what_the_host_pays(forced: None, capsys: pytest.CaptureFixture[str]) ->
         print("\n" + "\n".join(lines))
 
 
-def test_the_report_and_what_is_left_alone() -> None:
+def test_the_report_names_operators_that_are_left_to_torch() -> None:
     a, b = randn(64, 64), randn(64, 64)
     torchs = a @ b
     with tmm_core.enable(only=lambda problem: False):
@@ -331,10 +331,10 @@ def test_gpu_time_is_saved_only_where_the_gpu_is_the_limit(forced: None, size: i
     with tmm_core.enable():
         for _ in range(200):
             torch.mm(a, b)
-            torch.addmm(out, a, b, beta=0.5)  # torch's
+            torch.addmm(out, a, b, beta=0.5)  # passed on to torch
         torch.cuda.synchronize()
         report = tmm_core.enabled_report().operators["addmm"]
-    # A product of 4096³ takes the GPU 0.2 ms, ten times what a call takes the host.
+    # A product of 4096³ takes the GPU 0.2 ms, ten times the host's time for a call.
     assert report.calls["torch"] == 200
     assert (report.slowed > 100) if size == 64 else (report.slowed < 50), str(report)
 

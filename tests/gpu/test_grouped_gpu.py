@@ -19,7 +19,7 @@ from tmm_core.spec.device import fingerprint
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own, of the mode in which it raises where the host would wait
+    # torch warns about its debug mode, in which it raises if the host would wait
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
@@ -29,7 +29,7 @@ ENDS = ((3, 3, 130, 200, 256), (256, 256, 256, 256, 256), (1, 2, 3, 4, 5))
 
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
-    """Torch raises where the host would wait for the GPU."""
+    """Restore the debug mode in which torch raises if the host would wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         yield
@@ -38,7 +38,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def skip_unserved(kernel: str, form: str, *, eight: bool = False) -> None:
-    """Skip what the kernel does not serve on this GPU, where a call would raise."""
+    """Skip forms that the kernel does not serve on this GPU: a call would raise."""
     if kernel != "triton.warp_specialized":
         return
     if torch.cuda.get_device_capability() != (9, 0):
@@ -77,7 +77,7 @@ def expected(form: str, a: torch.Tensor, b: torch.Tensor, ends: tuple[int, ...])
 
 
 def close(form: str, got: torch.Tensor, wanted: torch.Tensor, end: int) -> None:
-    if form != "sums":  # beyond the last group it is nobody's
+    if form != "sums":  # beyond the last group the result is unspecified
         got = got.narrow(0 if form == "rows" else 1, 0, end)
     assert (got.double() - wanted).norm() <= 5e-3 * wanted.norm()
 
@@ -92,7 +92,7 @@ def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waitin
     skip_unserved(kernel, form)
     a, b = operands(form)
     if form == "sums":
-        a = a.mT.contiguous().mT  # as a weight's gradient has it
+        a = a.mT.contiguous().mT  # as for a weight's gradient
     offs = offs_of(ENDS[0])
     tmm_core.grouped_matmul(a, b, offs=offs, kernel=kernel)
     torch.cuda.synchronize()
@@ -112,9 +112,7 @@ def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waitin
 @pytest.mark.parametrize(
     ("rows", "columns", "strips"), [(64, 192, 3), (128, 160, 5), (128, 144, 9), (192, 96, 3)]
 )
-def test_two_products_of_groups_beside_each_other(
-    form: str, rows: int, columns: int, strips: int
-) -> None:
+def test_tiles_of_two_products_of_groups(form: str, rows: int, columns: int, strips: int) -> None:
     skip_unserved("triton.warp_specialized", form)
     a, b = operands(form)
     if form == "sums":
@@ -139,7 +137,7 @@ def numbers(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", ["rows", "columns", "sums"])
 def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
-    """Any sizes of groups in a graph, and next to torch's own where it takes them."""
+    """For any sizes of groups in a graph."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         pytest.skip("8-bit floats need compute capability 8.9")
@@ -147,7 +145,7 @@ def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
         pytest.skip("torch's scaled grouped product is of rows, on Hopper")
     skip_unserved(kernel, form, eight=True)
     a, b = (t.to(torch.float8_e4m3fn) for t in operands(form))
-    b = b.mT.contiguous().mT  # as torch wants it
+    b = b.mT.contiguous().mT  # as torch requires
     scales = {
         "rows": ((256,), (5, 192)), "columns": ((5, 192), (256,)), "sums": ((5, 192), (5, 128))
     }[form]  # fmt: skip
@@ -185,8 +183,8 @@ def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
 @pytest.mark.parametrize("epilogue", ["", "swiglu"])
 @pytest.mark.parametrize("form", ["rows", "sums"])
 def test_every_tile_of_the_hopper_kernel_keeps_to_its_group(form: str, epilogue: str) -> None:
-    """In every config that is offered for few and many rows: no element beyond the last group, nor
-    after the result, and NaN beyond reaches nothing."""
+    """Configs for few and many rows write nothing beyond the last group or after the result. NaN
+    beyond the last group does not reach the result."""
     kernel: Kernel[Any] = default_dispatcher().registry.kernel("triton.warp_specialized")
     ends = (0, 37, 37, 700, 701, 957, 1000)
     total, other, n = 1024, 328, 264
@@ -225,7 +223,7 @@ def test_every_tile_of_the_hopper_kernel_keeps_to_its_group(form: str, epilogue:
 @pytest.mark.parametrize("epilogue", ["", "swiglu"])
 @pytest.mark.parametrize("kernel", ["triton.ragged", "triton.gathered"])
 def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> None:
-    """In every config that is offered, and in a graph whose indices change."""
+    """In every config of the search space, and in a graph whose indices change."""
     if kernel == "triton.gathered" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     t, k, n, ends = 1024, 328, 264, (0, 37, 37, 700, 701, 957, 1000)
@@ -277,7 +275,7 @@ def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> Non
 
 
 def test_alternate_columns() -> None:
-    """gpt-oss's gate equals a product without an epilogue that is gated afterwards."""
+    """gpt-oss's gate in the epilogue equals a plain product that is gated afterwards."""
     a, b = operands("rows")
     offs, bias = offs_of(ENDS[0]), torch.randn(5, 192, device="cuda").bfloat16()
     y = tmm_core.grouped_matmul(
@@ -331,7 +329,7 @@ def test_a_layer_of_experts_waits_for_nothing(no_waiting: None) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_odd_rows_lie_as_torchs_without_a_copy(kernel: str) -> None:
+def test_odd_rows_have_torchs_strides_without_a_copy(kernel: str) -> None:
     """Compiled code asserts the strides of the operator's result."""
     if kernel == "blas" and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch's grouped product waits for the GPU here")
@@ -346,7 +344,7 @@ def test_odd_rows_lie_as_torchs_without_a_copy(kernel: str) -> None:
         product(a, b, offs)
         torch.cuda.reset_peak_memory_stats()
         y = product(a, b, offs)
-        # As requested: a cached block may be up to 1 MiB larger than what is allocated in it.
+        # Requested bytes: a cached block may be up to 1 MiB larger.
         bytes_of = torch.cuda.memory_stats()
         taken = bytes_of["requested_bytes.all.peak"] - bytes_of["requested_bytes.all.current"]
         assert taken < 0.5 * y.untyped_storage().nbytes()

@@ -1,5 +1,5 @@
-"""Kernels that name the same reduction order give a row the same bits: every config, at every M,
-with every term that may follow the product."""
+"""Kernels that name the same reduction order give a row the same bits: in every config, at every M,
+with every epilogue, bias and residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="arithmetics that kernels share are Hopper's",
+        reason="only Hopper's kernels share reduction orders",
     ),
 ]
 
@@ -51,7 +51,7 @@ def compile_all(problem: tmm_core.Problem, members: list[Any]) -> None:
 
 
 def every_case() -> list[Any]:
-    """All combinations. Each compiles for a minute or more, so all but four are marked slow; the
+    """All combinations. Each compiles for a minute or more, so all but four are marked slow. The
     four cover every weight, dtype and kind of epilogue."""
     some = {
         (WEIGHTS[0], "everything", torch.bfloat16),
@@ -67,7 +67,7 @@ def every_case() -> list[Any]:
 
 
 @pytest.mark.parametrize(("nk", "after", "dtype"), every_case(), ids=str)
-def test_every_config_of_an_arithmetic_gives_the_same_bits(
+def test_every_config_of_a_reduction_order_gives_the_same_bits(
     nk: tuple[int, int], after: str, dtype: torch.dtype
 ) -> None:
     n, k = nk
@@ -92,7 +92,7 @@ def test_every_config_of_an_arithmetic_gives_the_same_bits(
                 kernel, config = candidate.kernel.name, candidate.config
                 try:
                     y = tmm_core.matmul(x, w.t(), **given, kernel=kernel, config=config)
-                except Exception as error:  # what does not compile is for other tests
+                except Exception as error:
                     differ.append(f"M={m} {candidate}: {error}")
                     continue
                 first, bits = rows.setdefault(name, (f"M={m} {candidate}", y[:ROWS].clone()))
@@ -108,7 +108,7 @@ def test_every_config_of_an_arithmetic_gives_the_same_bits(
     assert any(name.startswith("sm90-k16") for name in rows)
 
 
-def test_one_arithmetic_eagerly_compiled_captured_and_backward() -> None:
+def test_one_reduction_order_eager_compiled_captured_and_backward() -> None:
     w = randn(1024, 2048, seed=1).requires_grad_()
     x, dy = randn(300, 2048), randn(300, 1024, seed=4)
 
@@ -118,7 +118,7 @@ def test_one_arithmetic_eagerly_compiled_captured_and_backward() -> None:
 
     with tmm_core.override(batch_invariant=True, tune_budget=3.0):
         y = tmm_core.matmul(x, w.t(), epilogue="silu")
-        # In training silu follows the product, and the compiler's rounds otherwise than torch's.
+        # In training silu follows the product, and the compiler's silu rounds differently.
         y_compiled = compiled(x)
         whole_fused = tmm_core.matmul(x, w.detach().t(), epilogue="silu")
         for m in (1, 16, 70, 300):

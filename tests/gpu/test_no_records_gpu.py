@@ -20,8 +20,7 @@ pytestmark = [
 
 
 def test_a_large_product_is_searched_by_both_clocks() -> None:
-    """Only a few configs per kernel: each is compiled again, and also timed in steady state,
-    which products of less than 150 µs are not."""
+    """Products of 150 µs and more are also timed in steady state."""
     task = Task("mine", Case(m=4096, n=4096, k=4096, layout="nt"))
     usual = dispatch.default_dispatcher()
     options = runner.Options(records=False, seconds=0.1)

@@ -20,7 +20,8 @@ def quantized(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Quant
 
 
 def close(found: Tensor, expected: Tensor, roundings: int = 4) -> None:
-    """The error may be that of so many roundings to bf16, relative to a value and the rms."""
+    """Assert that the error, relative to a value plus the rms, is below this many roundings to
+    bf16."""
     error = (found.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
     assert error.max() < roundings * 2**-8, float(error.max())
 

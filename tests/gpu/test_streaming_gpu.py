@@ -43,7 +43,7 @@ def weight(
 
 
 def close(found: Tensor, expected: Tensor, size: Tensor | float = 0.0) -> None:
-    """Compare with fp64, relative to the result, its rms, and ``size`` of its terms."""
+    """Compare with fp64, relative to the result plus its rms plus ``size``."""
     size = size + expected.abs() + expected.square().mean().sqrt()
     error = (found.double() - expected).abs() / size
     assert error.max() < 1.2e-2, float(error.max())
@@ -55,10 +55,10 @@ def linear(x: Tensor, w: Quantized, kernel: str = KERNEL, **how: Any) -> Tensor:
 
 
 def check_bias_and_silu(
-    made: tuple[Quantized, Tensor], m: int, dtype: torch.dtype, kernel: str = KERNEL
+    weight: tuple[Quantized, Tensor], m: int, dtype: torch.dtype, kernel: str = KERNEL
 ) -> None:
     """Compare the kernel's product of random rows and a weight with fp64."""
-    w, values = made
+    w, values = weight
     n, k = values.shape
     x = torch.randn(m, k, device="cuda", dtype=dtype) / k**0.5
     bias = torch.randn(n, device="cuda", dtype=dtype)
@@ -117,7 +117,7 @@ def test_scales_of_other_strides_are_read_in_place() -> None:
     close(linear(x, w), x.double() @ values.T)
 
 
-def test_nan_and_infinite_scales_reach_their_columns_only() -> None:
+def test_nan_and_infinite_scales_reach_only_their_columns() -> None:
     w, values = weight("int4", 64, 1024, 128, torch.bfloat16)
     w.scale[3, 2], w.scale[5, 0] = torch.nan, torch.inf
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16) / 32

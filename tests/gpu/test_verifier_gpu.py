@@ -89,15 +89,15 @@ def test_real_kernels_pass(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("name", ON_8_BIT_FLOATS)
 def test_operations_on_8_bit_floats(name: str, dtype: torch.dtype) -> None:
-    """A test without a GPU asserts that verification needs no others."""
+    """test_verifier.py asserts that verification needs no other operations."""
     drawn = torch.randn(8, 8).to(dtype)
     found = ON_8_BIT_FLOATS[name](drawn.cuda()).cpu()
     expected = ON_8_BIT_FLOATS[name](drawn)
     assert found.double().equal(expected.double()) or bool(expected.double().isnan().all())
 
 
-def test_what_it_costs() -> None:
-    """Prints the times; asserts that the memory is within its limit."""
+def test_time_and_memory() -> None:
+    """Prints the times, and asserts that the memory is within its limit."""
     instance = problem(4096, 4096, 4096)
     blas = dispatch.default_dispatcher().registry.kernel(BASELINE)
     launcher = blas.bind(instance, blas.default_config(instance))
@@ -143,7 +143,7 @@ def test_two_threads_launch_a_large_product_within_a_time() -> None:
     assert time.perf_counter() - started < 0.1
 
 
-def test_references_do_not_ask_whether_tf32_is_allowed() -> None:
+def test_references_do_not_depend_on_the_setting_of_tf32() -> None:
     """A large 16-bit product, whose reference is in fp32, is the same under either setting."""
     instance = problem(256, 256, 2048)
     inputs = random_inputs.make(instance, device(), seed=1)

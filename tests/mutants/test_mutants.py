@@ -1,5 +1,5 @@
-"""Each mutant still is one: what it replaces is in the tree once, and its tests exist. Whether they
-notice it, `make mutants` says."""
+"""Each mutant can be applied: the text that it replaces occurs once, and its tests exist. `make
+mutants` runs the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fault(mutant: Mutant) -> str | None:
-    """Why a mutant cannot be applied, or its tests not be run."""
+    """Why a mutant cannot be applied, or its tests cannot be run; None if both can."""
     try:
         place(mutant, ROOT)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""One launch of ``triton.warp_specialized``, for compute-sanitizer to look at.
+"""Launches ``triton.warp_specialized`` once, under compute-sanitizer.
 
-Triton keeps a byte that tells a warp which partition to run. The program prints the byte's offset
-in the block's shared memory, and the result's error::
+Triton keeps a byte for each warp, which selects the partition that the warp runs. The program
+prints the offset of these bytes in the block's shared memory, and the result's error::
 
     compute-sanitizer --tool racecheck --racecheck-report all python tests/gpu/racecheck/kernel.py 0
 """
@@ -20,10 +20,9 @@ from tmm_core import Problem
 from tmm_core.spec.device import fingerprint
 from tmm_core.triton import compile_for, source
 
-#: Shared memory of a block that the driver keeps for itself (compute capability 9.0), before the
-#: kernel's own.
+#: Bytes of a block's shared memory that the driver reserves, before the kernel's (sm_90).
 RESERVED = 1024
-#: The fields of a config by which warps share a tile differently; one config of each is launched.
+#: Fields of a config that change how warps share a tile; one config for each combination runs.
 WAYS = ("schedule", "consumers", "num_warps", "splits")
 
 

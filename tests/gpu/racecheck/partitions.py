@@ -1,6 +1,6 @@
 """A Gluon kernel that starts two partitions and does nothing else, for compute-sanitizer.
 
-Racecheck's reports on it are about the code that Triton adds to every warp-specialised kernel.
+Racecheck's reports on it concern the code that Triton adds to every warp-specialised kernel.
 """
 
 from __future__ import annotations

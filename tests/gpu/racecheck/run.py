@@ -1,12 +1,11 @@
-"""Reports of compute-sanitizer on the Hopper kernel, and on two protocols that it may misjudge.
+"""Runs compute-sanitizer on the Hopper kernel, and on two protocols that the tool may misjudge.
 
-``staging.cu`` is the protocol of the staging buffers of ``triton.warp_specialized`` alone,
-``dispatch.cu`` that by which Triton starts a kernel's partitions, right and with one thing left
-out. Where the tool says the same of both, or reports the right one, it does not follow the
-protocol. ``partitions.py`` is a kernel that starts partitions and does nothing else: what is
-reported of it is in code that Triton adds. ``kernel.py`` launches the kernel itself; of what is
-reported there, the hazards on the bytes of Triton's dispatch are counted apart. On a GPU of compute
-capability 9.0::
+``staging.cu`` has the protocol of the staging buffers of ``triton.warp_specialized``, and
+``dispatch.cu`` the protocol by which Triton starts a kernel's partitions. Each runs in its right
+form, and with one part left out. If the tool reports the same for both forms, or reports the right
+one, it does not understand the protocol. ``partitions.py`` is a kernel that only starts partitions,
+so its reports are about code that Triton adds. ``kernel.py`` launches the kernel itself. Hazards on
+the bytes of Triton's dispatch are counted separately. On a GPU of compute capability 9.0::
 
     python tests/gpu/racecheck/run.py --output FILE
 """
@@ -57,8 +56,8 @@ class Verdict:
 
     Attributes:
         reports: Hazards or errors that the tool counts.
-        right: The program read what it had written; None under a tool that ended the program.
-        output: All that was printed.
+        right: Whether the program read the values that it had written; None if the tool ended it.
+        output: The program's and the tool's output.
     """
 
     variant: Variant
@@ -75,7 +74,7 @@ def variants(name: str) -> Iterator[Variant]:
 
 
 def build(folder: Path, name: str) -> Path:
-    """The program of all variants.
+    """Compile the program of all variants.
 
     Raises:
         UnavailableError: There is no CUDA compiler.
@@ -103,8 +102,8 @@ def judge(program: Path, variant: Variant, tool: str) -> Verdict:
 
 
 def hazards(config: int) -> tuple[str, int, list[int]]:
-    """The kernel's config of that index, how many hazards racecheck reports on the bytes of
-    Triton's dispatch, and the addresses of all others.
+    """Return the kernel's config of this index, the number of hazards that racecheck reports on the
+    bytes of Triton's dispatch, and the addresses of all other hazards.
 
     Raises:
         UnavailableError: compute-sanitizer is missing or does not run on this machine.
@@ -119,7 +118,7 @@ def hazards(config: int) -> tuple[str, int, list[int]]:
 
 
 def _under(tool: str, program: list[str | Path]) -> tuple[int, str]:
-    """How many reports the tool counts, and all that was printed."""
+    """Run a program under a tool; return the number of reports and the output."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise UnavailableError("compute-sanitizer is not on PATH")
@@ -134,7 +133,7 @@ def _under(tool: str, program: list[str | Path]) -> tuple[int, str]:
 
 
 def _table(name: str) -> Iterator[str]:
-    """A line for each variant of a program, and the first reports of those that have any."""
+    """Yield a line for each variant of a program, then the first reports of each variant."""
     jobs = [(variant, "racecheck") for variant in variants(name)]
     for tool in ("memcheck", "synccheck"):
         jobs += [(variant, tool) for variant in variants(name) if variant[2] == "none"]
@@ -166,8 +165,8 @@ def _of_kernel() -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where the tables are written besides stdout")
-    parser.add_argument("--program", choices=PROGRAMS, help="its table alone")
+    parser.add_argument("--output", type=Path, help="also write the tables to this file")
+    parser.add_argument("--program", choices=PROGRAMS, help="run this program alone")
     options = parser.parse_args()
     lines: list[str] = []
     parts = map(_table, [options.program] if options.program else PROGRAMS)

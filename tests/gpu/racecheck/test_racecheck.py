@@ -1,7 +1,7 @@
-"""Shows what racecheck's reports about the Hopper kernel mean.
+"""What racecheck's reports about the Hopper kernel mean.
 
-It does not follow bulk copies, and all that it reports is in the code by which Triton starts a
-partition.
+Racecheck does not follow bulk copies. All its reports concern the code by which Triton starts
+partitions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def judged(program: Path, *variant: str, tool: str = "racecheck") -> Any:
         pytest.skip(str(error))
 
 
-def test_the_tool_knows_reads_that_threads_make(programs: dict[str, Path]) -> None:
+def test_the_tool_sees_reads_by_threads(programs: dict[str, Path]) -> None:
     assert judged(programs["staging"], "plain", "named", "none").reports == 0
     assert judged(programs["staging"], "plain", "named", "barrier").reports > 0
 
@@ -64,31 +64,31 @@ def test_the_protocols_are_right(programs: dict[str, Path], tool: str) -> None:
 
 @pytest.mark.parametrize("copy", ["bulk", "tensor"])
 @pytest.mark.parametrize("fault", ["barrier", "wait"])
-def test_the_tool_does_not_see_what_a_bulk_copy_reads(
+def test_the_tool_does_not_see_reads_by_bulk_copies(
     programs: dict[str, Path], copy: str, fault: str
 ) -> None:
-    """Fails when the tool is mended: then a report about the kernel's bulk copies means something.
-    Without the barrier what is copied is wrong in most runs, and nothing is said (13.0, H100)."""
+    """Without the barrier the copy is mostly wrong, and the tool reports nothing (13.0, H100).
+    If this test fails, the tool was mended, and its reports about bulk copies mean something."""
     program = programs["staging"]
     assert judged(program, copy, "named", fault).reports == 0, "racecheck follows bulk copies now"
     assert judged(program, copy, "named", "none").reports == 0
 
 
-def test_the_tool_knows_the_barrier_of_the_dispatch_alone(programs: dict[str, Path]) -> None:
+def test_the_tool_understands_the_barrier_of_the_dispatch_alone(programs: dict[str, Path]) -> None:
     assert judged(programs["dispatch"], "sync", "two", "none").reports == 0
     assert judged(programs["dispatch"], "sync", "two", "barrier").reports > 0
 
 
-def test_the_tool_does_not_know_it_beside_another_barrier(programs: dict[str, Path]) -> None:
-    """Where the first warps also wait for one another, as in the code that Triton writes, a right
-    protocol is reported to race: 39 reports on an H200. Fails when the tool is mended."""
+def test_the_tool_does_not_understand_two_barriers(programs: dict[str, Path]) -> None:
+    """If the first warps also wait for one another, as in Triton's code, the tool reports races of
+    a right protocol: 39 reports on an H200. If this test fails, the tool was mended."""
     verdict = judged(programs["dispatch"], "sync", "beside", "none")
     assert verdict.right
     assert verdict.reports > 0, "racecheck knows two barriers now"
 
 
 @pytest.mark.parametrize("config", RUN.CONFIGS)
-def test_all_that_is_reported_of_the_kernel_is_tritons_dispatch(
+def test_all_reports_on_the_kernel_concern_tritons_dispatch(
     programs: dict[str, Path], config: int
 ) -> None:
     try:
