@@ -57,7 +57,7 @@ print(json.dumps({
 }))
 """
 
-#: Reports its version, which Triton asks for first, and then fails to load a library.
+#: Reports its version, which Triton queries first, and then fails to load a library.
 BROKEN = """#!/bin/sh
 if [ "$1" = --version ]; then exec "{ptxas}" --version; fi
 echo "ptxas: error while loading shared libraries: libfoo.so: cannot open shared object file" >&2
@@ -142,7 +142,7 @@ def run(folder: Path) -> list[str]:
 
 
 def show(title: str, environ: dict[str, str]) -> dict[str, Any]:
-    """Run a process, print what it found, and return it."""
+    """Run a process, print its findings, and return them."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(str, (M, K, N))],
         env=environ, capture_output=True, text=True, check=False, timeout=300,

@@ -1,8 +1,8 @@
 """What a cache of many records costs: `python benchmarks/cache_scale.py [RECORDS]`.
 
 Fills a temporary root with records of thirty candidates, as tuning leaves them, and prints a row
-per operation: seconds, seconds of CPU (user and system, children included), and the bar. Where
-others share the cores, which the load average tells, seconds of CPU are what it takes by itself.
+per operation: seconds, seconds of CPU (user and system, children included), and the bar. If other
+processes share the cores, as the load average shows, compare the seconds of CPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def timed(title: str, bar: float, run: Callable[[], object]) -> None:
     started, before = time.perf_counter(), os.times()
     run()
     took, after = time.perf_counter() - started, os.times()
-    # Of this process and its children: where others share the cores, what it takes alone.
+    # Of this process and its children: the time without the effect of other processes.
     busy = sum(after[:4]) - sum(before[:4])
     verdict = "ok" if took <= bar else "by CPU" if busy <= bar else "MISSED"
     load = os.getloadavg()[0]

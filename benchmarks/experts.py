@@ -32,7 +32,7 @@ from tmm_core.tuning.timing import timer_for
 
 Tensor = torch.Tensor
 
-#: Experts by name: those of Qwen3-30B-A3B and Mixtral 8x7B; the small ones show that it works.
+#: Experts of Qwen3-30B-A3B and Mixtral 8x7B, by name; the small ones show that it works.
 LAYERS: dict[str, tuple[Any, Any]] = {
     "Qwen3-30B": (
         Qwen3MoeExperts,

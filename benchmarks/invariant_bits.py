@@ -109,7 +109,8 @@ def _products(n: int, k: int, warps: int) -> Job:
 
 
 def _torch(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, str]:
-    # cuBLAS rounds to bf16 here; compared with the others' fp32 it is a group of its own.
+    # cuBLAS rounds to bf16 here; compared with the fp32 results of the others, it is a group by
+    # itself.
     return torch.mm(a, w.T).float(), ""
 
 
@@ -216,7 +217,7 @@ def jobs() -> Iterator[tuple[str, Job]]:
 
 
 def measure(part: int, parts: int, folder: Path) -> None:
-    """Run every ``parts``-th job, and leave its bits and what it met in ``folder``."""
+    """Run every ``parts``-th job, and write its bits and errors to ``folder``."""
     data = {}
     for depth in DEPTHS:
         generator = torch.Generator().manual_seed(depth)

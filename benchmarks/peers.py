@@ -1,7 +1,7 @@
 """Times products and gated layers of other projects, torch and tmm, back to back.
 
-Each provider's call is captured over so many weights that their size is three times the L2. The
-captures are replayed interleaved. Products by tmm are tuned at their first use::
+Each provider's call is captured over enough weights to fill three times the L2. The captures are
+replayed interleaved. Products by tmm are tuned at their first use::
 
     python benchmarks/peers.py --json peers.json
 

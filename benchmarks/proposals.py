@@ -3,13 +3,13 @@ were none. Compares the candidates that it proposes with the times on record.
 
     python benchmarks/proposals.py [--least-us 100] [--gpu h100] [--markdown FILE]
 
-For each record of a product that takes BLAS at least so long, it reports whether the winner is
+For each record of a product that takes BLAS at least this long, it reports whether the winner is
 among the proposed candidates. It also reports the proposal regret: the best time on record of a
 proposed candidate over the best of all. A proposed candidate that a record has no time of gets an
 estimate, by which it may steer the second batch, and counts for nothing else: the regret is an
-upper bound for the candidates on record, and says nothing of what nobody timed. A record that has a
-time of no proposed config of its winner's kernel is unknown, and is left out of the regret. The
-configs on record were once proposed by much the same rules, which flatters them.
+upper bound for the candidates on record, and says nothing about candidates that were never timed. A
+record that has a time of no proposed config of its winner's kernel is unknown, and is left out of
+the regret. The configs on record were once proposed by much the same rules, which flatters them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NEAR = 1.02
 
 @dataclass(frozen=True)
 class Replay:
-    """What was proposed for one record's problem.
+    """The candidates proposed for one record's problem.
 
     Attributes:
         winner: The candidate with the best time on record.
@@ -142,7 +142,7 @@ HEAD = (
 
 
 def folded(problem: Problem) -> int:
-    """One of five parts of the weights: what is fitted to four is judged on the fifth."""
+    """One of five parts of the weights: factors fitted to four are judged on the fifth."""
     return (problem.n * 31 + problem.k * 17) // 64 % 5
 
 

@@ -1,7 +1,7 @@
 """Compares quantised weights and experts with torch's bf16 products, back to back.
 
-Each provider's call is captured over so many weights that their size is three times the L2. The
-captures are replayed interleaved. Products by tmm are tuned at their first use::
+Each provider's call is captured over enough weights to fill three times the L2. The captures are
+replayed interleaved. Products by tmm are tuned at their first use::
 
     python benchmarks/quantised.py --json quantised.json
     python benchmarks/quantised.py --formats int4 --rows 1 16 --weights 4096x14336
@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 Call = Callable[[int], Any]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
-#: Weights by rows (N) and columns (K): those of Llama-8B and larger.
+#: Weights by rows (N) and columns (K): weights of Llama-8B and larger models.
 WEIGHTS = ((28672, 4096), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096), (6144, 4096))
 ROWS = (1, 4, 16, 64, 256, 2048, 8192)
 FORMATS = ("int4", "int8", "fp8", "mxfp4", "fp8_blocks")

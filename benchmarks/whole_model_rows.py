@@ -37,9 +37,9 @@ class Way:
     Attributes:
         run: Runs it once and returns the logits or the loss.
         weights: The model whose weights it reads.
-        inside: What is in force around its calls.
+        inside: The context of its calls.
         reset: Called before each sample.
-        graph: Whether it is captured on a GPU.
+        graph: Whether a GPU captures it in a CUDA graph.
         most: Calls between two resets.
     """
 
@@ -154,7 +154,7 @@ class Bench:
     # -- ways ------------------------------------------------------------------------------------
 
     def enabled(self, run: Run, model: nn.Module) -> Pair:
-        """``enable()`` as it is by default, with its products tuned."""
+        """``enable()`` with its defaults, with its products tuned."""
         on: list[Any] = []
         notes: dict[str, Any] = {}
 
@@ -307,8 +307,9 @@ def compiled_decode(bench: Bench, batch: int) -> Pair:
 
 
 def converted_decode(bench: Bench, batch: int, weights: str | None, compiled: bool = True) -> Pair:
-    """A converted copy, compiled or as it is, beside ``torch.compile`` of the model. As it is,
-    quantised weights of one input are one product, but norms and rotations are kernels of torch."""
+    """A converted copy, compiled or not, compared with ``torch.compile`` of the model. In a copy
+    that is not compiled, quantised weights of one input are one product, but norms and rotations
+    are kernels of torch."""
     of = bench.model("llama")
     own = convert(of, inplace=False, weights=weights).model
     torch._dynamo.reset()
@@ -324,7 +325,7 @@ def converted_decode(bench: Bench, batch: int, weights: str | None, compiled: bo
 
 
 def experts(bench: Bench, model: str, tokens: int) -> Pair:
-    """``experts_implementation="tmm"`` beside ``"grouped_mm"``."""
+    """``experts_implementation="tmm"`` compared with ``"grouped_mm"``."""
     of = bench.model(model)
     few = tokens <= 16
     run = bench.prefill(of, of, tokens, batch=tokens if few else 1)
@@ -351,7 +352,7 @@ class Row:
 
     Attributes:
         bar: The ratio that is aimed at.
-        seconds: What it takes on an H100, by estimate.
+        seconds: The estimated seconds that it takes on an H100.
     """
 
     bar: float

@@ -168,7 +168,7 @@ def _captured(way: Way) -> Way:
 
 
 def _working_bytes(way: Way, device: torch.device) -> int:
-    """Bytes beyond what was allocated before, at the most, during one call."""
+    """The peak of bytes during one call, in addition to those allocated before."""
     if device.type != "cuda":
         return 0
     way.reset()

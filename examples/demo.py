@@ -44,7 +44,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def temporary_records() -> Iterator[None]:
-    """A context with a cache folder of its own: hurried and interpreted timings are kept out of the
+    """A context with an empty cache folder: hurried and interpreted timings are kept out of the
     user's records, and nothing is left behind."""
     before = os.environ.get("TMM_CACHE_DIR")
     with tempfile.TemporaryDirectory(prefix="tmm-demo-") as folder:

@@ -352,8 +352,8 @@ def problem(
     out_index: Tensor | None = None,
     out_weights: Tensor | None = None,
 ) -> Problem:
-    """The :class:`Problem` that :func:`matmul` poses with these arguments, or with ``offs``
-    :func:`tmm_core.grouped_matmul`.
+    """The :class:`Problem` that describes a call of :func:`matmul` with these arguments, or with
+    ``offs`` of :func:`tmm_core.grouped_matmul`.
 
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
@@ -394,8 +394,7 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     names = ("kernel", "config", "on_cache_miss")
     forced = {name: arguments.pop(name, None) for name in names}
     with settings.override(**forced) as current:
-        posed = problem(a, b, **arguments)
-        return explain_problem(dispatch.default_dispatcher(), posed, current)
+        return explain_problem(dispatch.default_dispatcher(), problem(a, b, **arguments), current)
 
 
 def tune(

@@ -73,7 +73,7 @@ def warn(message: str, category: type[Warning] = TmmWarning) -> None:
 
 # -- other people's code -------------------------------------------------------------------
 
-#: Maximum length of a ``repr``, and of a stranger's text, in a message.
+#: Maximum length of a ``repr``, and of a text by other people's code, in a message.
 _SHOWN, _TEXT = 200, 2000
 
 
@@ -90,8 +90,8 @@ def reraise(error: BaseException) -> None:
 
 
 def plain_text(text: str, most: int = _TEXT) -> str:
-    """A stranger's text as an exact ``str`` of at most ``most`` characters, in which control
-    characters (a terminal would obey them) and lone surrogates (no file takes them) are escaped."""
+    """A foreign text as an exact ``str`` of at most ``most`` characters. Control characters, which
+    a terminal would obey, and lone surrogates, which no file can hold, are escaped."""
     cut = str.__getitem__(text, slice(most))
     if str.__len__(text) > most:
         cut += "…"
@@ -101,7 +101,7 @@ def plain_text(text: str, most: int = _TEXT) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's type and text, whatever code of its class does."""
+    """An exception's type and text, even if its class raises when asked for them."""
     name, message = _name_of(type(error)), error_message(error)
     return f"{name}: {message}" if message else name
 

@@ -266,7 +266,7 @@ def table(
 def paragraph(text: str, width: int, *, hanging: int = 0) -> list[str]:
     """The lines of a text, indented by `hanging` from the second line on.
 
-    A word longer than a line, usually a path that somebody will copy, stays whole.
+    A word longer than a line, usually a path that a user will copy, stays whole.
     """
     return textwrap.wrap(
         text,

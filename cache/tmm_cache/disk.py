@@ -40,8 +40,8 @@ def open_regular(path: Path, flags: int) -> int:
 def opened(path: Path, flags: int) -> int:
     """Like `open_regular`, without its `stat` before opening: for a path that was just checked, or
     for one of 10,000."""
-    # Reading follows links, as in a mounted config volume; writing through one could change
-    # somebody else's file.
+    # Reading follows links, as in a mounted config volume; writing through one could change another
+    # user's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= _NO_FOLLOW
     handle = os.open(path, flags | _NO_WAIT, FILE_MODE)

@@ -16,13 +16,13 @@ from typing import Any, Final, TypeAlias, TypeGuard
 from tmm_cache.cache_errors import RecordError, reraise, suppress
 from tmm_cache.keys import JSON, canonical
 
-#: Takes a JSON value and returns what it stands for, or raises `RefusedError`.
+#: Converts a JSON value to the field's value, or raises `RefusedError`.
 Reader: TypeAlias = Callable[[Any], Any]
 
 _FOUND_MAX = 60
 
-#: Upper bounds of what is read. Real records hold names of 30 letters, reasons of up to 500, and
-#: about 100 candidates with up to 100 samples and about ten parameters each.
+#: Upper bounds of values that are read. Real records hold names of 30 letters, reasons of up to
+#: 500, and about 100 candidates with up to 100 samples and about ten parameters each.
 NAME_MAX: Final = 256
 A_NAME: Final = f"a printable text of 1 to {NAME_MAX} letters"
 TEXT_MAX: Final = 4096
@@ -37,7 +37,7 @@ INTEGER_MAX: Final = 2**63
 
 
 class RefusedError(RecordError):
-    """A value that is refused: what was found, what is accepted, and its place in the document."""
+    """A value that is refused: its value, the accepted values, and its place in the document."""
 
     def __init__(self, found: str, accepted: str, place: str = "") -> None:
         super().__init__(found, accepted, place)

@@ -1,7 +1,7 @@
 """Turns problems, environments and GPU names into file names.
 
-Two processes must give the same problem the same name, whatever the order of its keys, and no GPU
-name may escape the cache's folder.
+Two processes must give the same problem the same name, for any order of its keys. No GPU name may
+escape the cache's folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def slug(text: str) -> str:
     """A folder name for a GPU: `slug("NVIDIA H200 sm90 132SM") == "nvidia-h200-sm90-132sm"`.
 
     Any text gives a valid name, and `slug` is idempotent. A text without a letter or digit gives
-    "unknown"; an overlong one ends in a hash of what was cut.
+    "unknown"; an overlong one ends in a hash of the part that was cut.
     """
     name = re.sub(r"[^a-z0-9._]+", "-", text.lower()).lstrip("-._").rstrip("-")
     if len(name) > _SLUG_MAX:

@@ -1,4 +1,4 @@
-"""The right to tune a problem: a lock file beside its record, held with `filelock`.
+"""The right to tune a problem: a lock file next to its record, held with `filelock`.
 
 The OS releases it when its holder dies.
 """

@@ -71,7 +71,7 @@ def foreign_below(top: Path) -> list[str]:
 
 def foreign_file(root: Path, path: Path, handle: int) -> str | None:
     """Why others than this user may have written the file at `path` below `root`, opened as
-    `handle`; None if nobody else can have.
+    `handle`; None if no other user can have.
 
     A reason begins with the path at fault. It is empty if the file was replaced since it was
     opened, or if a folder cannot be examined. A link below the root is at fault: the folders above

@@ -1,7 +1,7 @@
 """Walks a root: yields every record, and reports every fault.
 
-Listing, verifying, exporting and removing all walk the same way, so that they agree on what is
-there. Names that the layout doesn't match are not the cache's and are skipped.
+Listing, verifying, exporting and removing all walk the same way, so that they agree on the files.
+Names that the layout doesn't match are not the cache's and are skipped.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _RECENT_SECONDS: Final = 60.0
 STALE_SECONDS: Final = 3600.0
 #: A file used later than this from now was written under a wrong clock.
 _CLOCK_SKEW_SECONDS: Final = 86400.0
-#: Archives and image layers set older mtimes; such a file was last used when it was put here.
+#: Archives and image layers set older mtimes; such a file counts as used when it was created.
 _FIRST_USE: Final = 365 * 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
@@ -103,7 +103,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
-    """The files with such a name in a folder, sorted; none if it can't be listed."""
+    """The files of a folder whose names match, sorted; none if it can't be listed."""
     found = _entries(folder, names)
     return sorted(Path(entry.path) for entry in found if entry.is_file(follow_symlinks=False))
 
@@ -143,7 +143,7 @@ def evict(root: Path, limit: int | None, keep: Callable[[Path], bool]) -> int:
 
 
 def _evictable(root: Path, now: float) -> Iterator[_File]:
-    """Notes, and records of every schema: nobody may ever read those of an older tmm again."""
+    """Notes, and records of every schema: records of an older tmm may never be read again."""
     found = [
         record
         for version in _entries(root, _SCHEMA)
@@ -162,8 +162,8 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
 
 
 def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    """The entries of a folder with such a name, none if it can't be listed. Links are left out: one
-    may lead to a layer, or out of the root."""
+    """The entries of a folder whose names match; none if it can't be listed. Links are left out:
+    one may lead to a layer, or out of the root."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if names.fullmatch(entry.name) and not entry.is_symlink():

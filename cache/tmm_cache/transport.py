@@ -2,7 +2,7 @@
 
 `{"lock": 1, "records": [{"gpu": …, "environment": …, "record": …}], "checksum": …}`, compressed if
 the name ends in `.gz`. Under `TMM_REQUIRE_LOCKED=1` a store answers only from such a file, so that
-every process makes the choices that were tested. It may come from a stranger: its size is limited
+every process makes the choices that were tested. It may come from anybody: its size is limited
 before memory is used, its checksum detects damage, and each record is checked when it is needed.
 """
 
@@ -63,7 +63,7 @@ def write_transport(file: Path, found: Iterable[Summary]) -> int:
             }
     if not written:
         return 0
-    # Sorted: the same records give the same bytes, whichever layer they came from.
+    # Sorted: the same records give the same bytes, from any layer.
     records = [written[key] for key in sorted(written)]
     data = sealed({"lock": SCHEMA, "records": records})
     if len(data) > MAX_BYTES:

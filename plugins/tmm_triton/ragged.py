@@ -409,7 +409,7 @@ def each(problem: Problem, times: int = 1) -> Problem:
     assert groups is not None
     name = groups.ragged
     size = getattr(problem, name)
-    # With fewer rows than groups, each row is a group of its own.
+    # With fewer rows than groups, each row is a group.
     count = max(1, min(groups.count, size))
     mean = -(-size // count)
     plain = replace(problem, groups=None, batch=count)

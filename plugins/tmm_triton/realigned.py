@@ -66,7 +66,7 @@ _TILE_BYTES, _WIDTH, _WARPS = 8192, 256, 8
 #: A copy's rows are multiples of this many bytes, so that boxes of 128 bytes are four whole L2
 #: sectors; with multiples of 16 they would touch five.
 _PITCH = 128
-#: µs of a copy's launch, besides the product's.
+#: µs of a copy's launch, in addition to the product's.
 _LAUNCH_US = 2.0
 _INT32_MAX = 2**31 - 1
 

@@ -50,7 +50,7 @@ def options(problem: Problem) -> dict[str, Any]:
 
 
 def equal_splits(problem: Problem) -> tuple[int, ...]:
-    """The numbers of ranges of K in batch-invariant mode, besides one. With each of them all
+    """The numbers of ranges of K in batch-invariant mode, in addition to one. With each of them all
     kernels sum the same way, for any step and any M."""
     return tuple(
         splits

@@ -18,12 +18,12 @@ _LATENCY = 0.7
 #: Number of concurrent programs per SM above which more of them hide no more latency.
 _MOST_RESIDENT = 4
 
-#: 32-bit registers, threads and blocks of an SM, and registers per thread besides operands and
-#: sums.
+#: 32-bit registers, threads and blocks of an SM, and registers per thread for anything but operands
+#: and sums.
 _REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32
 _OVERHEAD = 24
 #: Fitted to ten problems of :mod:`tmm_triton.skinny` with 15 configs each on an H200: µs of load
-#: latency when all SMs load, and µs of a step besides its bytes.
+#: latency when all SMs load, and µs of a step in addition to its bytes.
 _READ_LATENCY, _STEP_US = 1.3, 0.1
 
 

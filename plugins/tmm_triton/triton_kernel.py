@@ -24,7 +24,7 @@ D = TypeVar("D", bound=Config)
 
 #: Operand dtypes of the tensor cores (16 bits or TF32), and results of rounding an fp32 sum.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-#: Registers per thread, of 255, left for tiles besides addresses, masks and indices.
+#: Registers per thread, of 255, left for tiles after addresses, masks and indices.
 _MOST_REGISTERS = 200
 #: The same if the tensor cores read operands from registers: before Hopper.
 _MOST_REGISTERS_MMA = 176

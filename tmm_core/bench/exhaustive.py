@@ -45,8 +45,8 @@ MEMORY = int(12e9)
 
 @contextmanager
 def without_records() -> Iterator[None]:
-    """A context in which the process has an empty cache of its own. No record answers or serves as
-    a hint, and no kernel is compiled yet."""
+    """A context in which the process uses an empty cache. No record answers or serves as a hint,
+    and no kernel is compiled yet."""
     process = dispatch.default_dispatcher
     usual = process()
     with tempfile.TemporaryDirectory(prefix="tmm-bench-", ignore_cleanup_errors=True) as folder:

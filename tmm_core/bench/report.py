@@ -41,7 +41,7 @@ _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
 @dataclass(frozen=True)
 class Section:
     """A part of the report: a table with a text before it, and lines after it. ``detail`` marks
-    what the command leaves to the report's files."""
+    parts that only the report's files have, not the command's output."""
 
     title: str
     columns: Sequence[str] = ()

@@ -233,7 +233,7 @@ def _other_clocks(
 
 def _with_between(run: Run, small: torch.Tensor) -> Run:
     """The call followed by a small elementwise kernel, like the norms and activations of a model. A
-    kernel then does not follow a launch of itself, and loses what it gains from that."""
+    kernel then does not follow a launch of itself, and cannot overlap with it."""
 
     def both(copy: int) -> object:
         result = run(copy)

@@ -130,7 +130,7 @@ class Dispatcher(Deferring):
                 reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     # ``checked_launch`` turns a GeneratorExit into a RuntimeError. No attribute of
-                    # a stranger's class is read here.
+                    # a foreign class is read here.
                     ends = type(error) is RuntimeError and type(error.__cause__) is GeneratorExit
                     if issubclass(type(error), Exception) and not ends:
                         raise
@@ -475,7 +475,7 @@ class Dispatcher(Deferring):
             self.quarantined.pop(each, None)
         self._outside.clear()
         if "tuner" in self.__dict__:
-            self.tuner.compilers.close()  # its processes know the toolchain as it was
+            self.tuner.compilers.close()  # its processes use the old toolchain
         self._forget()
         warm.forget_plans()
 

@@ -3,8 +3,8 @@
 A tuning verifies its winner at the edge of a bucket. Any other kernel is compared with samples of
 a reference before its first result is used: if it is forced or untuned; if another one won its
 tuning; if its record came with a package, an image or an archive; and at every size
-(:func:`size_class`) at which it was not verified before. Stamps in the cache record for later
-processes what was verified. A tuning record is no such evidence: anybody may have written it.
+(:func:`size_class`) at which it was not verified before. Stamps in the cache say to later processes
+what was verified. A tuning record does not count, since anybody may have written it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class FirstUse:
         two launches suffice.
 
         Raises:
-            Exception: Whatever the launcher raises, except for lack of memory.
+            Exception: The launcher's exception, unless it is a lack of memory.
         """
         from tmm_core.verify.verifier import Extent, Verdict, Verifier  # only needed here
 

@@ -35,8 +35,8 @@ from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import behind, fastest_first, identity, times_around
 
 #: The M at which arithmetics are compared, from decode to prefill. With 1, 4096 and 8192 as well,
-#: each of 24 weights on record, on both GPUs, gets the same arithmetic, and its first call waits
-#: for three more tunings.
+#: the first call of a weight would wait for three more tunings, and each of 24 weights on record,
+#: on both GPUs, would get the same arithmetic.
 LADDER = (16, 64, 256, 1024)
 #: Weight of the worst M relative to the mean over all M, both as logarithms.
 WORST = 0.5

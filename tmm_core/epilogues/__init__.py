@@ -167,7 +167,7 @@ def _named(text: str, outputs: tuple[Port, ...]) -> Epilogue:
 
 def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
     """Return what pickle stores. A built-in epilogue is stored by its name, since its functions are
-    lambdas; a chain by its stages; others by their fields, without what was derived from them."""
+    lambdas; a chain by its stages; others by their fields, without fields that are derived."""
     if epilogue.stages:
         return functools.reduce, (Epilogue.then, epilogue.stages)
     if epilogue.builtin:

@@ -84,7 +84,7 @@ def simplest(block: Block, outer: int, k: int, stack: int = 1) -> Block:
     """The simplest block that divides a matrix of these sizes in the same way.
 
     Args:
-        stack: The number of matrices, each with scales of its own.
+        stack: The number of matrices; each has its own scales.
     """
     rows, width = block
     if 0 < k <= width:

@@ -101,7 +101,7 @@ def _does_no_more(layer: Any) -> bool:
     return not hooks and ("forward" not in layer.__dict__ or is_ours(layer))
 
 
-#: The forward of each class that was looked at, and what it was proven to compute; None: not a
+#: The forward of each examined class, and the computation that it was proven to do; None: not a
 #: gated MLP.
 _proven: dict[type[nn.Module], tuple[Any, fusion_match.Gating] | None] = {}
 

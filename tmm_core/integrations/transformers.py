@@ -94,7 +94,7 @@ def _fp8_experts() -> Any:
 
 
 def restore(model: nn.Module) -> None:
-    """Give the modules of a kernelized model the forward of their own class again."""
+    """Restore the forward of its own class to each module of a kernelized model."""
     for module in model.modules():
         if kernel_layers.is_ours(module):
             del module.forward

@@ -55,7 +55,7 @@ class Tally:
 
 
 class Answer:
-    """Who answers the calls of one key.
+    """The kernel that answers the calls of one key.
 
     Attributes:
         launch: The chosen kernel's launcher; None: torch's own kernel.

@@ -72,7 +72,7 @@ def _maker(others: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _statements(others: tuple[str, ...]) -> Iterator[str]:
-    """Yield the statements of an entry with these tensors besides ``a`` and ``b``."""
+    """Yield the statements of an entry that has these tensors in addition to ``a`` and ``b``."""
     summed, has_out = "c" in others, "out" in others
     tensors = ("a", "b", *others)
     out = ", out=out" if has_out else ""

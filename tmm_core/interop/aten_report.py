@@ -65,7 +65,7 @@ def _measured_us(name: str) -> float:
 
 @dataclass(frozen=True)
 class OperatorReport:
-    """Who answered the calls of one operator.
+    """The kernels that answered the calls of one operator.
 
     Attributes:
         calls: The number of calls by kernel's name; torch's own kernel is ``"torch"``.
@@ -100,7 +100,7 @@ class OperatorReport:
 
 @dataclass(frozen=True)
 class EnabledReport:
-    """Who answered since :func:`enable` was called, by operator. ``print()`` it."""
+    """The kernels that answered since :func:`enable` was called, by operator. ``print()`` it."""
 
     operators: dict[str, OperatorReport]
     active: bool

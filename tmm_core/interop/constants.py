@@ -80,7 +80,7 @@ def undo(graph: torch.fx.Graph, product: Node, gate: Tail, up: Tail) -> None:
 
 
 def erase(graph: torch.fx.Graph, *nodes: Node) -> None:
-    """Remove these nodes, each before what it reads."""
+    """Remove these nodes, each before the nodes that it reads."""
     for node in dict.fromkeys(nodes):
         graph.erase_node(node)
 

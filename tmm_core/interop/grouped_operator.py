@@ -1,8 +1,8 @@
 """``tmm::grouped_matmul`` as a torch operator, and its derivatives.
 
 Gradients are grouped products themselves. If rows are ragged, the gradient of ``a`` is a product
-with ragged rows, and the gradient of ``b`` a product with a ragged K. Data beyond the last group
-has a gradient of zero, whatever its values.
+with ragged rows, and the gradient of ``b`` a product with a ragged K. The gradient of data beyond
+the last group is zero, whatever the data.
 """
 
 from __future__ import annotations

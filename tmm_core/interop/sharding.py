@@ -107,7 +107,7 @@ def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> 
     """Return the names of each tensor's dimensions; a tensor may have only the last of them.
 
     Args:
-        lead: The dimensions before those of a matrix.
+        lead: The dimensions before the matrix dimensions.
         lacking: The dimensions that no tensor has.
     """
     return {

@@ -142,7 +142,7 @@ def _alike(gate: Tail, up: Tail) -> bool:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two nodes have one value: the same node, or equal reshapes of one."""
+    """Whether two nodes have the same value: the same node, or equal reshapes of one."""
     return x is y or (x.target in RESHAPES and x.target is y.target and x.args == y.args)
 
 

@@ -318,7 +318,7 @@ def product_shape(a: torch.Tensor, b: torch.Tensor, packs: tuple[int, int] = (1,
 
 
 def _values_like(t: torch.Tensor, pack: int, along: int) -> torch.Tensor:
-    """Return a tensor with the shape of the values that ``t`` packs, without memory of its own."""
+    """Return a tensor without memory that has the shape of the values that ``t`` packs."""
     shape = list(t.shape)
     if shape:
         shape[along] *= pack

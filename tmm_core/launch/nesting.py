@@ -1,6 +1,6 @@
 """Finds kernels whose launch itself computes a product, such as one that pads its operands.
 
-BLAS answers such a product, as it did when the kernel was verified and timed. Otherwise the kernel
+BLAS answers this product, as it did when the kernel was verified and timed. Otherwise the kernel
 could choose itself without end. A launch does not announce itself, since that would cost every warm
 call 0.2 µs. The slow path finds the launch among its callers, and from then on the kernel's plans
 announce their launches.

@@ -246,8 +246,8 @@ def make_plan(
     """Check a call, choose and bind its kernel; all errors for bad input are raised here.
 
     Args:
-        pose: Checks the call and returns its problem: :func:`pose` for plain calls, or the one of
-            :mod:`tmm_core.launch.grouped_call`.
+        pose: Checks the call and returns its problem: this module's :func:`pose` for plain calls,
+            or that of :mod:`tmm_core.launch.grouped_call`.
         waits: Wait for a lasting choice: for this process's tuning, or for another's.
 
     Raises:
@@ -346,7 +346,7 @@ def quarantine(plan: Any, error: BaseException) -> bool:
         if plan.kernel in NESTING and not any(each is plan for each in kept):
             return True  # the plan is from before the kernel was found to nest
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    # Not isinstance, which reads __class__ of a stranger's exception.
+    # Not isinstance, which reads __class__ of a foreign exception.
     if hopeless or issubclass(type(error), torch.OutOfMemoryError):
         if not issubclass(type(error), Exception):
             raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error

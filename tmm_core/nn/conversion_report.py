@@ -95,8 +95,8 @@ class Report:
         """Give every module its own class again; parameters keep their current values, and rounded
         weights the values that they were rounded to.
 
-        A module whose class somebody else has changed since is left as it is, with a warning. A
-        second call does nothing.
+        A module whose class other code has changed since is left as it is, with a warning. A second
+        call does nothing.
         """
         for module, name in self.switched:
             module.__dict__.pop(name, None)

@@ -260,7 +260,7 @@ class TransformersExperts(nn.Module):
 
     #: The class whose ``_apply_gate`` it uses.
     gate_kind: type[nn.Module]
-    #: Round activations to 8-bit floats, beside weights in them.
+    #: Round activations to 8-bit floats if the weights are 8-bit floats.
     rounds_activations = False
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

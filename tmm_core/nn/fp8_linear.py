@@ -20,7 +20,8 @@ Tensor = torch.Tensor
 
 
 def theirs() -> Any:
-    """Transformers' class; None while no model can have such a layer."""
+    """Transformers' class; None until Transformers is imported: no model can have this layer
+    before."""
     return loaded("transformers.integrations.finegrained_fp8", "FP8Linear")
 
 

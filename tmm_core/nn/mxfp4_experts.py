@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 class Mxfp4Experts(nn.Module):
-    """Experts in MXFP4, in place of a layer of Transformers with the same names and sizes.
+    """Experts in MXFP4 that replace a layer of Transformers with the same names and sizes.
 
     Parameters have the names and shapes of gpt-oss's checkpoints. ``gate_up_proj_blocks`` ``[E, 2I,
     H/32, 16]`` and ``down_proj_blocks`` ``[E, H, I/32, 16]`` hold two numbers in a byte.

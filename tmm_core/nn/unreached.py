@@ -44,7 +44,7 @@ _DEPTH = 3
 
 
 def out_of_reach(module: nn.Module) -> str | None:
-    """Why torch computes the products of ``module``, whatever is swapped inside it."""
+    """Why torch computes the products of ``module`` even if modules inside it are swapped."""
     for kind, reason in _MODULES.items():
         if isinstance(module, kind) and (
             kind in (nn.RNNBase, nn.RNNCellBase) or type(module).forward is kind.forward
@@ -76,8 +76,8 @@ def activations(module: nn.Module) -> list[str]:
 
 
 def _names(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names in the code of a forward and of what it calls in its class and file, with the
-    function's; without the module's own attributes. A product by operator is ``@``."""
+    """Names in the code of a forward and of the functions that it calls in its class and file, with
+    the function's; without the module's own attributes. A product by operator is ``@``."""
     forward = type(module).forward
     waiting: list[tuple[Any, int]] = [(forward, 0)]
     seen: set[Any] = set()

@@ -79,7 +79,7 @@ class Hooks:
         hook.
 
         Raises:
-            BaseException: Whatever the plugin's own function raised.
+            BaseException: The exception of the plugin's own function.
             TypeError: It did not return a list.
         """
         wrappers = self._wrappers(hook)

@@ -222,7 +222,7 @@ class CheckedKernel(Kernel[Any]):
         """The SM resources of the kernel's functions.
 
         Raises:
-            Exception: Whatever the kernel raised. The kernel is not set aside.
+            Exception: The kernel's exception. The kernel is not set aside.
         """
         passing = (Exception,)
         return self._call("resources", _resources, problem, config, compiles=True, passing=passing)
@@ -426,7 +426,7 @@ def place_of(kernel: Kernel[Any], error: BaseException | None, method: str = "bi
     code, own = _code(kind, method), []
     for module in {sys.modules.get(base.__module__) for base in kind.__mro__ if base not in _BASES}:
         if file := getattr(module, "__file__", None):
-            # A module in no package shares its folder with strangers.
+            # A module in no package shares its folder with other projects.
             packaged = getattr(module, "__package__", "")
             own.append(os.path.dirname(file) + os.sep if packaged else file)
     found = _class_place(kind) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

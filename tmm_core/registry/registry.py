@@ -71,7 +71,7 @@ class Source(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a plugin of this package's own."""
+        """Whether it is one of tmm's own plugins."""
         name = re.sub(r"[-_.]+", "-", self.distribution).lower()  # as installers normalise
         return name == DISTRIBUTION
 
@@ -267,7 +267,7 @@ class Registry:
 
     @contextmanager
     def _costing(self, source: Source, failed: str) -> Iterator[None]:
-        """A context that turns any exception of a stranger's code into a fault of ``source``. The
+        """A context that turns any exception of a plugin's code into a fault of ``source``. The
         fault has the text of a PluginError, or ``failed`` and the text of another exception."""
         try:
             yield

@@ -149,7 +149,7 @@ class Operand:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The operand's parts besides the stored numbers: ``"scale"``, ``"zero"``."""
+        """The operand's parts other than the stored numbers: ``"scale"``, ``"zero"``."""
         return ("scale",) * (self.scale is not None) + ("zero",) * (self.zero is not None)
 
     def to_json(self) -> dict[str, Any]:

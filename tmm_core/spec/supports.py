@@ -27,7 +27,7 @@ class _Any(frozenset[Any]):
         return "ANY"
 
 
-#: In place of a collection in :class:`Supports`: no limit.
+#: Stands for a collection in :class:`Supports`: no limit.
 ANY: Collection[Any] = _Any()
 MATRICES = ("a", "b", "out", "residual")
 

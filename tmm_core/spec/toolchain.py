@@ -1,7 +1,7 @@
 """Describes the toolchain: what Triton needs of this machine to compile, load and launch a kernel.
 
-Its fingerprint changes when somebody repairs, replaces or breaks a part. It is read each time,
-without importing Triton (0.3 ms), and only if some candidate could not be tried.
+Its fingerprint changes when a part is repaired, replaced or broken. It is read each time, without
+importing Triton (0.3 ms), and only if some candidate could not be tried.
 """
 
 from __future__ import annotations

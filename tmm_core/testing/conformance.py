@@ -467,7 +467,7 @@ class KernelConformance(RaggedProblems):
         verifier = Verifier(problem, self._device())
         bound = self._bound(problem, configs)
         if extent == "whole":
-            # A launcher may not depend on what a later bind leaves in the kernel.
+            # A launcher may not depend on state that a later bind leaves in the kernel.
             other = replace(problem, m=max(1, problem.m // 2), n=2 * problem.n)
             if not self.kernel.reasons_against(other):
                 self._bind(other)

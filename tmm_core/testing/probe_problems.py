@@ -224,7 +224,7 @@ class ProbeProblems:
         first, wide = scales_of(form)[0], form.storage[-1]
         base = stored(self._probe(), form)
         a, b = base.a, base.b
-        # A weight beside plain activations.
+        # A weight that plain activations are multiplied by.
         plain = self._probe()
         beside = replace(plain, b=replace(b, format=form.name))
         for scale in (*grids, own) if form.implied else grids:

@@ -204,7 +204,7 @@ def _triton_hook(*arguments: Any) -> Any:
     def make_edited(module: Any, metadata: Any) -> Any:
         ptx = make_ptx(module, metadata)
         for edit in edits:
-            # Not a constant: what a function refers to is part of a kernel's version.
+            # Not a constant: the objects that a function refers to are part of a kernel's version.
             changes = {"evict_first": evict_first, "joined": joined, "joined_ahead": joined_ahead}
             try:
                 ptx = changes[edit](ptx)

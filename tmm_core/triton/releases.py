@@ -87,7 +87,7 @@ def options_for(given: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def load_launchers_apart(launcher: type) -> None:
-    """Make Triton 3.6 load each C launcher as a module with a name of its own.
+    """Make Triton 3.6 load each C launcher as a module with its own name.
 
     It compiles a launcher for each signature, and loads all of them as ``__triton_launcher``. If a
     module of this kind is loaded again, CPython returns the one object that ``sys.modules`` has

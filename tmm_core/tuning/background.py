@@ -36,7 +36,7 @@ class Task:
 
     problem: Problem
     steps: Steps[None]
-    #: Whether another process has stored the record, so that the tuning is of no use.
+    #: Whether another process has stored the record, which makes the tuning useless.
     is_done: Callable[[], bool]
     #: The futures that the tuning waits for; None before its first step.
     pending: Sequence[Future[Any]] | None = None
@@ -110,7 +110,7 @@ class Background:
         at a time may call it.
 
         Raises:
-            BaseException: Whatever interrupts the slice; this ends the tuning.
+            BaseException: An exception that interrupts the slice; this ends the tuning.
         """
         now = self._clock()
         self._credit = min(SLICE, self._credit + share * (now - self._seen))

@@ -29,7 +29,7 @@ from tmm_core.verify.environment_faults import BUDGET_ENDED
 BIND_LIMIT = 60.0
 #: Seconds after which a candidate no longer occupies a worker slot.
 STALLED = 5.0
-#: Maximum number of stalled threads beside which others are started.
+#: Maximum number of stalled threads; above it no further threads are started.
 _MOST_STALLED = 16
 
 #: The problem to compile for, and the candidate.

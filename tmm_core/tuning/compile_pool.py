@@ -75,7 +75,7 @@ class NotCompiledError(Exception):
     """A candidate that did not compile; its text is the reason.
 
     Args:
-        cause: What of the environment made it fail, as its process found.
+        cause: The part of the environment that made it fail, as its process found.
         place: The file and line that raised, if known.
     """
 

@@ -85,7 +85,7 @@ def recalled(job: Job) -> tuple[Problem, Candidate]:
 
     Raises:
         LookupError, ValueError: This process lacks one of them, or has another version.
-        BaseException: Whatever a plugin raises.
+        BaseException: A plugin's exception.
     """
     kernel = _registry.kernel(job["kernel"])
     if kernel.version != job["version"]:

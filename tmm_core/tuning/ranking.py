@@ -51,7 +51,7 @@ def fastest_first(record: TuningRecord, *also: str) -> list[CandidateResult]:
     than BLAS in steady state; each by time.
 
     Args:
-        also: Include results of these statuses besides valid ones.
+        also: Also include results of these statuses.
     """
     ended = set(map(identity, finalists(record.candidates)))
     slower = slower_in_steady_state(record.candidates)

@@ -126,7 +126,7 @@ class Search:
         #: Candidates that were handed out, or will never be.
         self._handed: set[Candidate] = set()
         self._anchors: list[Candidate] = []
-        #: Candidates that are tried whatever the times.
+        #: Candidates that are tried in any case.
         self._must: frozenset[Candidate] = frozenset()
         winner = _incumbent(before, kernels)
         baseline = next((kernel for kernel in kernels if kernel.name == BASELINE), None)

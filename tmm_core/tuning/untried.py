@@ -1,7 +1,7 @@
 """Remembers which kernels the environment left untried, until it changes.
 
-Records hold only verdicts. A note beside the records lists, for each problem, the untried kernels
-and the toolchains under which they could not be tried.
+Records hold only verdicts. A note in the cache lists, for each problem, the untried kernels and the
+toolchains under which they could not be tried.
 
 - Under another toolchain, the next call tries them.
 - After a passing cause (no memory, a full disk, a killed process), later processes try them too, up

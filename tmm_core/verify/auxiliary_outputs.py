@@ -3,8 +3,8 @@
 Before each launch the outputs are filled with NaN, or with small numbers, between guard bands. Each
 output is compared with the reduction of the reference. If the reference covers only samples,
 outputs per row or column are compared in the samples. A scalar is compared with the reduction of
-the launch's own result, which is verified separately. With NaN or Inf in the inputs, every output
-is compared so, by kind.
+the launch's own result, which is verified separately. With NaN or Inf in the inputs, only the kind
+of each number is compared.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ _GRAD: dict[Mode, Callable[[], Any]] = {
 
 
 def _properties(given: Inputs) -> dict[str, tuple[Any, ...]]:
-    """All that a launch may not change about its arguments besides their values, by name: memory,
-    gradients, and the versions that torch counts, by which a backward pass finds writes."""
+    """The properties of its arguments, other than their values, that a launch may not change, by
+    name: memory, gradients, and the versions that torch counts, by which a backward pass finds
+    writes."""
     named = {"a": given.a, "b": given.b, "bias": given.bias, "residual": given.residual}
     return {
         name: (

@@ -1,7 +1,7 @@
 """Distinguishes faults of the environment from faults of a kernel.
 
 A candidate's failure is a verdict on its kernel only if the kernel caused it: by a wrong result, a
-refusal, or an exception of its own. A missing compiler, a full disk or GPU, a killed process and
+refusal, or its own exception. A missing compiler, a full disk or GPU, a killed process and
 the end of the budget say nothing about the kernel: the candidate is *untried*.
 
 An exception of the operating system, of a memory allocator, or of the part of Triton that finds and
@@ -27,7 +27,7 @@ from tmm_core.spec.launcher import BASELINE
 
 #: Why a candidate is untried.
 #:
-#: ``toolchain``: a part of the toolchain is missing or does not work, until somebody repairs it.
+#: ``toolchain``: a part of the toolchain is missing or does not work, until it is repaired.
 #: ``passing``: memory or space was too small, or a process was killed; a later process may succeed.
 #: ``alike``: all kernels failed in the same way, so something that they share is broken.
 #: ``hung``: the candidate was given up after a time limit, or its compiler crashed.

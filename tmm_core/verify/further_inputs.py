@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def nonfinite(self) -> bool:
-        """Whether results contain NaN and Inf, of which only the kinds are compared."""
+        """Whether results contain NaN and Inf, so that only the kind of each number is compared."""
         return self.flooded or math.isnan(self.recipe.alpha)
 
     @property
@@ -328,7 +328,7 @@ class Round:
         return self._out
 
     def end(self) -> None:
-        """Release what the next launcher does not need."""
+        """Release data that the next launcher does not need."""
         self._out = None
         if self._expected is not None and not self._is_kept(self._expected.nbytes):
             self._expected = None

@@ -413,7 +413,7 @@ class State:
     """The state of this process and thread at one time."""
 
     def __init__(self, device: torch.device) -> None:
-        #: Whether the main thread, which changes settings, runs beside this one.
+        #: Whether the main thread, which changes settings, is another thread than this one.
         self._beside_main = threading.current_thread() is not threading.main_thread()
         on_cuda = ON_CUDA | CUDA_GENERATOR if device.type == "cuda" else {}
         self._pieces = SETTINGS | SHARED | on_cuda
@@ -431,8 +431,8 @@ class State:
         return names
 
     def restore(self, names: Iterable[str]) -> None:
-        """Restore these pieces; beside the main thread no random generator, since that thread could
-        draw the same numbers again."""
+        """Restore these pieces; while the main thread runs no random generator is restored, since
+        that thread could draw the same numbers again."""
         for name in names:
             write = self._pieces[name].write
             if write is not None and not (self._beside_main and name in GENERATORS):

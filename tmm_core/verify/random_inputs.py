@@ -244,7 +244,7 @@ def make(
     """Random inputs of the problem's sizes and stride classes.
 
     Args:
-        seed: By default another one each time.
+        seed: By default a different seed each time.
         allocate: Allocates the tensors; by default each separately.
         filled: Whether they are filled, for callers that need their shapes and strides alone.
     """

@@ -114,7 +114,7 @@ class Turns:
 
 
 class Launches(threading.Thread):
-    """Launches on one set of inputs, on a stream of its own.
+    """Launches on one set of inputs, on their own stream.
 
     Args:
         place: The number of this thread, 0 or 1.
@@ -208,7 +208,7 @@ def launch_together(
 
     Args:
         most: The number of each thread's free launches, or of launches between the other's lines.
-        into: Launches of each thread write into an output of its own, otherwise they allocate.
+        into: Launches of each thread write into the thread's own output, otherwise they allocate.
 
     Returns:
         The results that were kept, with their inputs; None if no thread can be started.

@@ -85,7 +85,7 @@ class Verifier(DataSets):
             slack: Factor on the tolerance.
 
         Raises:
-            Exception: Whatever the launcher raises.
+            Exception: The launcher's exception.
         """
         while True:
             verifying = self._verifying(launcher, deterministic, baseline, slack, extent, repeats)

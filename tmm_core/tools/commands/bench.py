@@ -119,7 +119,7 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
 
 
 def _done(options: argparse.Namespace) -> set[str]:
-    """With ``--resume``, the identities of what the output folder has measurements of."""
+    """With ``--resume``, the identities of the measured problems in the output folder."""
     if not options.resume:
         return set()
     if options.output is None:

@@ -1,5 +1,5 @@
-"""Finds what is wrong with the ``TMM_*`` variables of an environment, for ``tmm doctor``: misspelt
-names, and values that are not accepted."""
+"""Finds faults in the ``TMM_*`` variables of an environment, for ``tmm doctor``: misspelt names,
+and values that are not accepted."""
 
 from __future__ import annotations
 
