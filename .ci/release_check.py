@@ -1,7 +1,7 @@
 """Whether what would be released works: build, metadata, size, licence, and the quick tests against
 the wheel alone in a fresh environment.
 
-The environment borrows this one's dependencies and nothing of this tree: tests come out of the
+The environment uses the dependencies of this one, but nothing of this tree: the tests come from the
 source distribution. Nothing is uploaded.
 """
 
@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-#: Bytes. Records are deflated in the wheel already: 358 of them take 0.5 of its MB.
+#: Maximum bytes of a file. The wheel compresses its records: 358 of them take 0.5 MB.
 MOST = {".whl": 2_000_000, ".gz": 6_000_000}
 QUICK = ("core/test_api.py", "core/test_plan.py", "cache/test_cache_store.py")
 
@@ -46,7 +46,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         assert name in of_sdist, f"{name} is not in {sdist.name}"
     licences = [n for n in of_wheel if n.endswith(".dist-info/licenses/LICENSE")]
     assert licences, "the wheel has no licence"
-    assert "tmm_core/py.typed" in of_wheel, "the wheel says nothing of types"
+    assert "tmm_core/py.typed" in of_wheel, "the wheel has no py.typed"
     tops = {name.partition("/")[0] for name in of_wheel}
     strange = {n for n in tops if not n.endswith(".dist-info")}
     assert strange == {"tmm_core", "tmm_triton", "tmm_blas", "tmm_cache"}, strange
@@ -75,7 +75,8 @@ def environment(folder: Path, wheel: Path) -> Path:
         "--no-index", wheel)  # fmt: skip
     paths = (p for p in sys.path if p.endswith(("site-packages", "dist-packages")))
     lib = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    # As lines of a .pth file: what makes this tree importable there is not read.
+    # Python searches folders that a .pth file names, but does not read the .pth files in them, one
+    # of which makes this tree importable.
     (lib / "dependencies.pth").write_text("\n".join(dict.fromkeys(paths)) + "\n")
     return python
 
@@ -86,7 +87,7 @@ def check_tests(sdist: Path, python: Path, folder: Path) -> None:
     (top,) = folder.iterdir()
     shutil.move(top / "tests", folder / "tests")
     shutil.copy(top / "pyproject.toml", folder)  # pytest's settings
-    shutil.rmtree(top)  # nothing but the wheel is to be found
+    shutil.rmtree(top)  # only the wheel can be imported
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TMM_"))}
     where = "import tmm_core, tmm_cache, tmm_triton; print(tmm_core.__file__)"
     found = subprocess.run(

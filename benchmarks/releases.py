@@ -106,7 +106,7 @@ def table(rows: Sequence[Row]) -> str:
     ):  # fmt: skip
         if known := [row[name] for row in rows if name in row]:
             mean = geometric_mean(known)
-            lines += ["", f"Beside the other: {about} {mean:.4f} in the mean, {min(known):.3f} at "]
+            lines += ["", f"Over the other's: {about} {mean:.4f} in the mean, {min(known):.3f} at "]
             lines[-1] += f"worst, of {len(known)}."
     return "\n".join(lines)
 
@@ -145,14 +145,14 @@ def main(arguments: Sequence[str] | None = None, shapes: Any = SHAPES) -> list[R
         dispatch.default_dispatcher.made = mine
     print(f"Triton {triton.__version__}, torch {torch.__version__}")
     print(table(rows))
-    said = sorted({str(each.message)[:300] for each in caught})
-    for text in said[:8]:
+    messages = sorted({str(each.message)[:300] for each in caught})
+    for text in messages[:8]:
         print(f"warning: {text}")
     for row in rows:
         for kernel, reason in row.get("failed", {}).items():
             print(f"{row['problem']}: {kernel}: {reason}"[:220])
     document = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
-    options.output.write_text(json.dumps({**document, "warnings": said}, indent=1) + "\n")
+    options.output.write_text(json.dumps({**document, "warnings": messages}, indent=1) + "\n")
     return rows
 
 

@@ -43,8 +43,8 @@ SIZES = {
 
 @contextlib.contextmanager
 def timed(owner: type, name: str, spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
-    """Add the time of a method, with what it launched, to ``spent`` under its name, and count its
-    calls."""
+    """Add the time of a method and of the kernels that it launches to ``spent`` under its name, and
+    count its calls."""
     method = getattr(owner, name)
 
     def add(begun: float) -> None:
@@ -53,7 +53,7 @@ def timed(owner: type, name: str, spent: dict[str, float], calls: dict[str, int]
         spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun
 
     def steps(generator: Any) -> Any:
-        """The same steps; what the caller does between them is not counted."""
+        """The same steps; the caller's time between them is not counted."""
         while True:
             begun = time.perf_counter()
             try:

@@ -110,10 +110,8 @@ def assert_same(found: Tensor, wanted: Tensor, rounding: torch.dtype, what: str)
 
 
 def assert_refused_alike(found: Any, wanted: Exception, what: str) -> None:
-    message = (
-        found if isinstance(found, Exception) else f"a value of {getattr(found, 'dtype', '?')}"
-    )
-    assert isinstance(found, Exception), f"{what}: {message}, and plainly {wanted!r}"
+    shown = found if isinstance(found, Exception) else f"a value of {getattr(found, 'dtype', '?')}"
+    assert isinstance(found, Exception), f"{what}: {shown}, and plainly {wanted!r}"
     # A compiler raises errors of its own.
     alike = kind_of(found) is kind_of(wanted) or what.startswith("compiled")
     assert alike, f"{what}: {found!r}, and plainly {wanted!r}"

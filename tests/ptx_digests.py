@@ -55,9 +55,9 @@ def computed(known: Table) -> Table:
         cases: dict[str, Any] = {}
         before = known.get(name, {}).get("cases", {})
         for capability, chosen in CHOSEN.items():
-            instance = dict(zip(PROBLEMS, problems(capability), strict=True))
+            by_name = dict(zip(PROBLEMS, problems(capability), strict=True))
             for each in chosen:
-                problem, case = instance[each], f"{each} sm_{10 * capability[0] + capability[1]}"
+                problem, case = by_name[each], f"{each} sm_{10 * capability[0] + capability[1]}"
                 if each not in FEW.get(name, chosen) or kernel.reasons_against(problem):
                     continue
                 if case in before:

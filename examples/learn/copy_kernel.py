@@ -29,7 +29,7 @@ if "--fixed" in sys.argv:
 elif "--transposed" in sys.argv:
     columns = x.reshape(2, 3).t()
     assert columns.is_contiguous  # always true: the method is not called
-    print("asked ", columns.flatten().tolist())
+    print("input ", columns.flatten().tolist())
     run(columns, step=2)
 else:
     run(x, step=6)

@@ -32,7 +32,7 @@ except tmm_core.PluginError as error:
 
 registry = Registry()
 registry.hooks.manager.add_hookcall_monitoring(
-    lambda hook, implementations, arguments: print("asked", hook),
+    lambda hook, implementations, arguments: print("called", hook),
     lambda outcome, hook, implementations, arguments: None,
 )
 registry.register(Drops())

@@ -298,7 +298,7 @@ def whole_number(alpha: float, a: Tensor) -> int:
         RuntimeError: The dtype does not hold it.
     """
     if a.dtype is torch.bool:
-        return 1  # torch multiplies only empty matrices of bool, to False whatever alpha is
+        return 1  # torch multiplies only empty matrices of bool: all of the result is False
     one = a.new_ones(1, 1)
     return int(torch.addmm(a.new_zeros(1), one, one, alpha=alpha))
 

@@ -104,7 +104,7 @@ def _reasons_against_scaled(problem: Problem) -> Iterable[str]:
 
 
 def bind(problem: Problem) -> Launcher:
-    """The whole expression, in torch's own roundings."""
+    """The whole expression, with torch's roundings."""
     groups = problem.groups
     assert groups is not None
     side_by_side = gathered(problem)

@@ -1,4 +1,4 @@
-"""Tables and paragraphs fit a width: how cells fold, and where numbers stand."""
+"""Tables and paragraphs fit a width: how cells fold, and how numbers are aligned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_line_is_too_long_and_no_word_is_cut_or_lost(
     assert shown == sorted(" ".join(" ".join(row) for row in rows).split())
 
 
-def test_numbers_stand_at_the_right() -> None:
+def test_numbers_are_aligned_to_the_right() -> None:
     rows = [("a", "12345678", "1.5"), ("bb", "x", "10.25")]
     names = ("name", "config", "µs")
     assert console.table(names, rows, 40, right=("µs",)) == [
@@ -35,7 +35,7 @@ def test_numbers_stand_at_the_right() -> None:
     ]
 
 
-def test_numbers_stand_at_the_right_of_folded_rows_too() -> None:
+def test_numbers_are_aligned_to_the_right_of_folded_rows_too() -> None:
     rows = [("a b c d e f", "1.5"), ("b", "10.25")]
     assert console.table(("name", "µs"), rows, 14, right=("µs",)) == [
         "name        µs",
@@ -46,7 +46,7 @@ def test_numbers_stand_at_the_right_of_folded_rows_too() -> None:
     ]
 
 
-def test_ten_thousand_rows_that_fit_take_no_seconds() -> None:
+def test_ten_thousand_rows_that_fit_take_less_than_a_second() -> None:
     rest = "bf16 row x col silu", "triton.split_k", "11.50"
     rows = [(f"{n}x4096x4096", *rest) for n in range(10_000)]
     began = time.process_time()

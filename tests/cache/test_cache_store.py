@@ -23,7 +23,7 @@ def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
     assert path is not None
     document = json.loads(path.read_text())
     assert (document["schema"], document["clock"]) == (2, "in use")
-    assert list(document["problem"].items()) == list(problem().items())  # as readable as it came
+    assert list(document["problem"].items()) == list(problem().items())  # in the caller's order
     assert document["candidates"][1]["samples_us"] == [10.0, 14.0, 12.0, 11.0]
     environment = path.with_name("environment.json")
     assert json.loads(environment.read_text()) == ENVIRONMENT
@@ -55,7 +55,7 @@ def test_nothing_is_made_before_the_first_save(store: CacheStore) -> None:
     assert not store.root.exists()
 
 
-def test_folders_and_files_are_private_whatever_the_umask(store: CacheStore) -> None:
+def test_folders_and_files_are_private_under_any_umask(store: CacheStore) -> None:
     previous = os.umask(0)
     try:
         path = store.save(GPU, ENVIRONMENT, record())
@@ -176,7 +176,7 @@ def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: Cac
     assert [entry.path for entry in store.summaries(full=True)] == [path]
 
 
-def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None:
+def test_a_held_record_answers_for_any_state_of_the_disk(store: CacheStore) -> None:
     store.hold(GPU, ENVIRONMENT, record(mark="held"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) is None
@@ -190,7 +190,7 @@ def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None
     assert list(store.summaries("another-gpu", full=True)) == []
 
 
-def test_a_save_ends_what_was_held(store: CacheStore) -> None:
+def test_a_save_replaces_a_held_record(store: CacheStore) -> None:
     store.hold(GPU, ENVIRONMENT, record(mark="held"))
     store.save(GPU, ENVIRONMENT, record(mark="newer"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="newer")

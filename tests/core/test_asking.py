@@ -497,12 +497,12 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
         done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
         return json.loads(done.stdout)
 
-    message = {line["plugin"]: line["disabled"] for line in command("kernels")}
-    assert message.pop("blas") is None
-    assert message.pop("triton") == "not in TMM_PLUGINS"
-    assert message.pop("in_kernel") is None  # nobody asked it anything yet
-    assert message.pop("in_launch") is None
-    assert message == {
+    reasons = {line["plugin"]: line["disabled"] for line in command("kernels")}
+    assert reasons.pop("blas") is None
+    assert reasons.pop("triton") == "not in TMM_PLUGINS"
+    assert reasons.pop("in_kernel") is None  # nobody asked it anything yet
+    assert reasons.pop("in_launch") is None
+    assert reasons == {
         "at_import": "import failed: SystemExit: at import",
         "in_hook": "tmm_kernels failed: SystemExit: in hook",
         "in_dir": "cannot be registered: SystemExit: in dir",

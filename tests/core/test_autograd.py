@@ -365,9 +365,9 @@ def test_backward_goes_through_the_dispatcher() -> None:
     y = tmm_core.linear(x, w, epilogue="relu")
     warm.forget_plans()
     y.sum().backward()
-    problem = {(p.problem.m, p.problem.n, p.problem.k) for p in warm._plans.values()}
+    sizes = {(p.problem.m, p.problem.n, p.problem.k) for p in warm._plans.values()}
     # The gradient of the input, and of the weight in its memory layout, over all rows.
-    assert problem == {(12, 5, 4), (4, 5, 12)}
+    assert sizes == {(12, 5, 4), (4, 5, 12)}
 
 
 def test_complex_gradients() -> None:

@@ -582,10 +582,10 @@ def test_other_modes_do_not_change() -> None:
 
 def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     d, timer, clock = made(FakeKernel("fast"))
-    instance = [False]
+    allowed = [False]
 
     def require(asked: Any) -> None:
-        if not instance[0]:
+        if not allowed[0]:
             raise tmm_core.errors.UnsupportedProblemError("another precision")
 
     monkeypatch.setattr(background, "require_precision", require)
@@ -593,7 +593,7 @@ def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         d.bound(problem(), BACKGROUND)
         clock.now += 1.0
     assert not timer.samples
-    instance[0] = True
+    allowed[0] = True
     until_done(d, clock, problem())
 
 

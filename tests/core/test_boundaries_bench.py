@@ -613,13 +613,13 @@ def test_a_bucketed_task_is_tuned_at_the_edge_of_its_bucket(bucketed: bool, m: i
 def test_the_next_problem_is_compiled_while_one_is_measured(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], invariant: bool, prepared: int
 ) -> None:
-    problem: list[int] = []
-    monkeypatch.setattr(runner, "prepare", lambda pose, tf32: problem.append(pose().m))
+    sizes: list[int] = []
+    monkeypatch.setattr(runner, "prepare", lambda pose, tf32: sizes.append(pose().m))
     monkeypatch.setattr(runner, "_measure", lambda *_: None)
     tasks = [suites.Task("s", Case(m=m, n=16, k=16), invariant) for m in (16, 32)]
     documents = [*runner.run(tasks, CPU, runner.Options(**changes))]
     assert [each["kind"] for each in documents] == ["problem"] * 2
-    assert problem == [32] * prepared
+    assert sizes == [32] * prepared
 
 
 def test_a_gpus_memory_is_given_back_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

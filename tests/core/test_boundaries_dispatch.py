@@ -793,14 +793,14 @@ def test_compilers_that_know_an_old_toolchain_end(used: bool, tmp_path: Path) ->
 def test_a_machine_that_cannot_compile_says_so_where_blas_is_alone(
     kind: str, lacks: str | None, other: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    messages: list[Any] = []
+    warned_of: list[Any] = []
     monkeypatch.setattr(toolchain, "lacking", lambda: lacks)
-    monkeypatch.setattr(lookup, "warn_of_environment", lambda left, *_: messages.append(left))
+    monkeypatch.setattr(lookup, "warn_of_environment", lambda left, *_: warned_of.append(left))
     kernels = [FakeKernel("k", against=lambda p: ["no"])] if other else []
     d, _ = dispatcher(FakeBlas(), *kernels)
     choice = d.choose(problem(device=replace(DEVICE, type=kind)), settings())
     assert (choice.origin, choice.candidate.kernel.name) == ("fallback", "blas")
-    assert messages == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
+    assert warned_of == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
     assert bool(d.untried) is warned
 
 

@@ -828,10 +828,10 @@ def test_what_is_no_answer_is_a_fault(parent: Parent) -> None:
     compilers = Compilers(1, kind=KIND)
     future = compilers.submit(problem(), candidate())
     host: Any = compilers._host
-    message: queue.Queue[str] = queue.Queue()
-    host._report = message.put
+    reports: queue.Queue[str] = queue.Queue()
+    host._report = reports.put
     parent.started[0].channel.send_bytes(b"no json")
-    fault = message.get(timeout=10)
+    fault = reports.get(timeout=10)
     assert fault.startswith("JSONDecodeError")
     assert failure(future) is None
     for _ in range(2):  # once, and no other is started

@@ -223,10 +223,10 @@ def test_a_problem_that_failed_is_measured_once_more_by_another(
 ) -> None:
     monkeypatch.setattr(ranks, "_measure", lambda *_: {"error": "no memory"})
     mine = board(asked_0=1, asked_1=1, result_1_0=again)
-    message = [f"{FIRST} could not be tuned: again; ranks may choose"] if "error" in again else []
-    with warned(*message):
+    expected = [f"{FIRST} could not be tuned: again; ranks may choose"] if "error" in again else []
+    with warned(*expected):
         found, lost = measure_all(mine, FIRST)
-    assert (found, lost) == ({} if message else {0: "result/1/0"}, set())
+    assert (found, lost) == ({} if expected else {0: "result/1/0"}, set())
     assert not mine.has("verdict/2")
 
 

@@ -342,11 +342,11 @@ def test_unknown_names_are_reported_with_the_variable() -> None:
     fields = {"allow": frozenset({"a", "x"}), "deny": frozenset({"y"})}
     r = registry(*points, **fields, baseline=FakeBlas)
     disabled = frozenset({"a.k", "z", "off.k", "triton.pointwise", "blas"})
-    message = r.unknown_names(settings(disable=disabled))
-    assert [text.partition(":")[0] for text in message] == [
+    messages = r.unknown_names(settings(disable=disabled))
+    assert [text.partition(":")[0] for text in messages] == [
         "TMM_PLUGINS", "TMM_DISABLE_PLUGINS", "TMM_DISABLE or override(disable=…)",
     ]  # fmt: skip
-    assert ["'x'" in message[0], "'y'" in message[1], "kernel 'z'" in message[2]] == [True] * 3
+    assert ["'x'" in messages[0], "'y'" in messages[1], "kernel 'z'" in messages[2]] == [True] * 3
     assert registry(*points).unknown_names(settings()) == []
 
 

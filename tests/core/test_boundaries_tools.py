@@ -524,7 +524,7 @@ def test_an_assembler_that_does_not_run_is_a_problem(
 
 
 @pytest.mark.parametrize(
-    ("compiler", "lacking", "message"),
+    ("compiler", "lacking", "expected"),
     [
         ("/gcc", None, ("ok", "/gcc, /Python.h", "")),
         (
@@ -538,16 +538,16 @@ def test_an_assembler_that_does_not_run_is_a_problem(
 def test_what_builds_launchers_is_named(
     compiler: str | None,
     lacking: str | None,
-    message: tuple[str, str, str],
+    expected: tuple[str, str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(toolchain, "c_compiler", lambda: compiler)
     monkeypatch.setattr(toolchain, "lacking", lambda: lacking)
     monkeypatch.setattr(toolchain, "python_header", lambda: "/Python.h")
     found = doctor_toolchain._compiler()
-    assert found[0] == message[0]
-    assert found[1].startswith(message[1])
-    assert found[2].startswith(message[2])
+    assert found[0] == expected[0]
+    assert found[1].startswith(expected[1])
+    assert found[2].startswith(expected[2])
 
 
 @pytest.mark.parametrize("state", ["full", "not writable"])
@@ -615,10 +615,10 @@ def test_the_cause_to_mend_first(
 ) -> None:
     notes = _notes({cause: Left(cause, f"text of {cause}") for cause in causes})
     monkeypatch.setattr(doctor_toolchain, "dispatch", notes)
-    (message,) = doctor_toolchain.untried(torch.device("cpu"))
-    assert message.text.endswith(f"text of {first}")
+    (finding,) = doctor_toolchain.untried(torch.device("cpu"))
+    assert finding.text.endswith(f"text of {first}")
     words = {"hung": "report it", "passing": "free memory"}.get(first, "repair it")
-    assert message.advice.startswith(words)
+    assert finding.advice.startswith(words)
 
 
 # -- analyses ---------------------------------------------------------------------------

@@ -249,16 +249,16 @@ def test_two_processes_divide_the_problems_of_a_step(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    messages = []
+    outputs = []
     for rank in ranks:
         out, err = rank.communicate(timeout=120)
         assert rank.returncode == 0, err
-        messages.append(json.loads(out))
+        outputs.append(json.loads(out))
         lines = err.splitlines()
         assert len(lines) <= 1, err
         assert not lines or "another process is tuning" in lines[0]
-    one, other = (set(each["seconds"]) for each in messages)
+    one, other = (set(each["seconds"]) for each in outputs)
     assert not one & other  # nothing is measured twice
     assert len(one | other) == 6
     assert min(len(one), len(other)) >= 2
-    assert all(each["kernels"] == ["fast"] * 6 for each in messages)
+    assert all(each["kernels"] == ["fast"] * 6 for each in outputs)

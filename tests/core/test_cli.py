@@ -530,9 +530,9 @@ def test_every_variable_that_the_sources_read_is_known_to_doctor() -> None:
     used = {name for text in texts for name in re.findall(r"""["'](TMM_[A-Z_]+)["']""", text)}
     assert len(used) >= 19
     registry = dispatch.default_dispatcher().registry
-    message = list(variables.faults(dict.fromkeys(used, ""), registry))
-    assert len(message) == len(used)
-    assert not [text for _, text, _ in message if "not read" in text]
+    faults = list(variables.faults(dict.fromkeys(used, ""), registry))
+    assert len(faults) == len(used)
+    assert not [text for _, text, _ in faults if "not read" in text]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -195,7 +195,7 @@ print(Typed().version)
 
 @pytest.mark.slow
 def test_only_a_kernel_with_files_has_one_version_in_all_processes(site: Path) -> None:
-    messages = []
+    outputs = []
     for seed in ("1", "2"):
         path = os.pathsep.join([str(site), *sys.path])
         environment = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": path}
@@ -203,8 +203,8 @@ def test_only_a_kernel_with_files_has_one_version_in_all_processes(site: Path) -
             [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True,
             check=True,
         )  # fmt: skip
-        messages.append(done.stdout.split())
-    (one, typed_one), (other, typed_other) = messages
+        outputs.append(done.stdout.split())
+    (one, typed_one), (other, typed_other) = outputs
     assert one == other
     assert typed_one != typed_other
 

@@ -137,9 +137,9 @@ def test_without_any_of_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     outcomes = dict(json.loads(line) for line in done.stdout.splitlines())
     assert set(outcomes) == set(groups)
-    for group, text in outcomes.items():
-        assert isinstance(text, list), (group, text)
-        (message,) = text
+    for group, messages in outcomes.items():
+        assert isinstance(messages, list), (group, messages)
+        (message,) = messages
         assert all(path in message for path in group.split())
 
 

@@ -348,9 +348,9 @@ def test_where_no_server_can_be_all_is_left_to_bind(
         while not made._broken:
             time.sleep(0.01)
 
-    with pytest.warns(TmmWarning, match=expected[broken]) as message:
+    with pytest.warns(TmmWarning, match=expected[broken]) as caught:
         all_are_left()
-    assert len(message) == 1
+    assert len(caught) == 1
     assert made.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1) is None
     made.close()
 

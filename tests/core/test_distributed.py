@@ -70,7 +70,7 @@ def double(case: Case, grad: bool) -> Outcome:
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
 @pytest.mark.slow(quick=3)
-def test_a_rule_computes_on_shards_as_they_lie(world: World, case: Case, grad: bool) -> None:
+def test_a_rule_computes_on_shards_as_they_are_placed(world: World, case: Case, grad: bool) -> None:
     for outcome in world.run(double, case, grad):
         assert outcome.placements == case.out
         assert outcome.communications == 0
@@ -139,8 +139,8 @@ def grouped(name: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_products_of_shards(world: World, name: str) -> None:
-    for message, found, error in world.run(grouped, name):
-        assert found == message
+    for expected, found, error in world.run(grouped, name):
+        assert found == expected
         assert error < 1e-12
 
 
@@ -194,15 +194,15 @@ def test_a_sharded_gated_mlp_is_one_gated_product(
     for outcome in world.run(sharded_gated_mlp, "cpu", torch.float64, learns, sequence):
         # On a CPU torch gates what is to be differentiated.
         assert outcome.products == (["", "", ""] if learns else ["swiglu", ""])
-        # One to bring the input together, one for the sum of down: not one for each projection.
+        # One gathers the input, one sums the down projection; gate and up projection need no other.
         assert outcome.communications == 1 + sequence
         assert outcome.error < 1e-14
         assert all(error < 1e-13 for error in outcome.gradient_errors), outcome.gradient_errors
 
 
 def test_a_sharded_gated_mlp_of_a_sharded_input(world: World) -> None:
-    for asked, error in world.run(gated_mlp_of_sharded_input):
-        assert "swiglu" not in asked[:3]  # the last are of the layer that is not sharded
+    for epilogues, error in world.run(gated_mlp_of_sharded_input):
+        assert "swiglu" not in epilogues[:3]  # the last are of the layer that is not sharded
         assert error < 1e-14
 
 
@@ -272,8 +272,8 @@ def bias_then_residual() -> float:
 
 
 def scaled(of_a: str, of_b: str) -> tuple[str, float]:
-    """Where the product of 8-bit operands that lie so ends up, and its error. Their scales lie
-    as they do, where they are not summed over."""
+    """The placement of the product of 8-bit operands with these placements, and its error. Scales
+    of rows and columns that are sharded are sharded alike."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (4,))
@@ -282,7 +282,7 @@ def scaled(of_a: str, of_b: str) -> tuple[str, float]:
     rows, columns = torch.rand(2, 32, generator=generator) + 0.5
     rows, columns = rows[:, None], columns[None, :]
 
-    def lie(t: torch.Tensor, spelled: str) -> DTensor:
+    def sharded(t: torch.Tensor, spelled: str) -> DTensor:
         # Gloo moves no 8-bit floats: each rank takes its part.
         (placed,) = placements(spelled)
         rank = torch.distributed.get_rank()
@@ -290,8 +290,8 @@ def scaled(of_a: str, of_b: str) -> tuple[str, float]:
         return DTensor.from_local(local.contiguous(), mesh, [placed], run_check=False)
 
     y = tmm_core.matmul(
-        lie(a, of_a),
-        lie(b, of_b),
+        sharded(a, of_a),
+        sharded(b, of_b),
         scale_a=distribute_tensor(rows, mesh, placements("S0" if of_a == "S0" else "R")),
         scale_b=distribute_tensor(columns, mesh, placements("S1" if of_b == "S1" else "R")),
         out_dtype=torch.float32,
@@ -303,7 +303,9 @@ def scaled(of_a: str, of_b: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("of_a", "of_b", "of_y"), [("S0", "R", "S0"), ("R", "S1", "S1"), ("S1", "S0", "P")]
 )
-def test_scales_lie_with_their_operands(world: World, of_a: str, of_b: str, of_y: str) -> None:
+def test_scales_are_placed_like_their_operands(
+    world: World, of_a: str, of_b: str, of_y: str
+) -> None:
     for placed, error in world.run(partial(scaled, of_a, of_b)):
         assert placed == of_y
         assert error < 1e-4
@@ -340,7 +342,7 @@ def test_compiled(world: World) -> None:
         assert max(errors) < 1e-13
 
 
-MEET = """
+FIRST_CALLS = """
 import os, sys
 import torch, tmm_core
 assert "torch.distributed.tensor" not in sys.modules
@@ -373,7 +375,7 @@ for name, first in firsts.items():
 @pytest.mark.slow
 def test_the_first_dtensor_brings_its_rules() -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    run = [sys.executable, "-c", MEET]
+    run = [sys.executable, "-c", FIRST_CALLS]
     done = subprocess.run(run, check=True, capture_output=True, text=True, env=environ)
     calls = "plain", "not in place", "out", "batched", "compiled"
     assert done.stdout.splitlines() == [f"{call} True" for call in calls]
@@ -439,7 +441,7 @@ def tuned(
         warnings.simplefilter("always")
         records = tmm_core.tools.ranks.tune(problems, budget=2.0, **options)
     seconds = time.monotonic() - start
-    # These may tune what is not on record: `measured` would show it.
+    # These would tune a problem that is not on record: `measured` would show it.
     choices = [chooser.choose(one, settings()) for one in problems if len(records) == COUNT]
     return Tuned(
         [record.to_json() for record in records],
@@ -451,13 +453,13 @@ def tuned(
 
 
 def agree(outcomes: list[Tuned], winners: str) -> None:
-    """Every rank has the same records and chooses by them."""
+    """Assert that every rank has the same records, and chooses these winners from them."""
     for outcome in outcomes:
         assert outcome.records == outcomes[0].records
         assert outcome.choices == [(name, "cache") for name in winners]
 
 
-def test_one_rank_measures_and_all_go_by_it(world: World, tmp_path: Path) -> None:
+def test_one_rank_measures_and_all_use_its_record(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}"))
     agree(outcomes, "xyxyxy")
     assert [outcome.measured for outcome in outcomes] == [[0, 4], [1, 5], [2], [3]]
@@ -573,9 +575,9 @@ def test_different_kernels_are_reported(world: World, tmp_path: Path) -> None:
 def different_problems() -> str:
     chooser, _ = dispatcher(FakeBlas())
     dispatch.default_dispatcher = lambda: chooser  # type: ignore[assignment]
-    instance = [problem(n=32 + (dist.get_rank() == 3))]
+    problems = [problem(n=32 + (dist.get_rank() == 3))]
     with pytest.raises(ValueError, match="tune different things: they differ in problems") as error:
-        tmm_core.tools.ranks.tune(instance)
+        tmm_core.tools.ranks.tune(problems)
     return str(error.value)
 
 
@@ -648,7 +650,7 @@ def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
     assert min(ms["step"] for ms in document["milliseconds"].values()) > 0
 
 
-def asked_and_listed() -> tuple[set[str], set[str]]:
+def multiplied_and_listed() -> tuple[set[str], set[str]]:
     """The problems of a training step of the example, and those that the example tunes."""
     sys.path.insert(0, str(ROOT / "examples"))
     import tensor_parallel_swiglu as example
@@ -665,16 +667,16 @@ def asked_and_listed() -> tuple[set[str], set[str]]:
     )
     warm.forget_plans()
     run.step(x, target)
-    asked = {str(plan.problem) for plan in warm._plans.values()}
+    multiplied = {str(plan.problem) for plan in warm._plans.values()}
     pairs = example.products(tokens, width, hidden // ranks, "cpu", torch.float32)
-    return asked, {str(tmm_core.problem(a, b)) for a, b in pairs}
+    return multiplied, {str(tmm_core.problem(a, b)) for a, b in pairs}
 
 
 @pytest.mark.slow
 def test_the_example_tunes_what_it_multiplies(mortals: World) -> None:
     # Not on the ranks that tuned: their dispatchers are fakes.
-    for asked, listed in mortals.run(asked_and_listed):
-        assert asked == listed
+    for multiplied, listed in mortals.run(multiplied_and_listed):
+        assert multiplied == listed
         assert len(listed) == 5
 
 

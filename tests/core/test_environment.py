@@ -246,12 +246,12 @@ def test_no_cause_is_on_record(
     cause: str, made: Callable[[], BaseException], tmp_path: Path
 ) -> None:
     d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
-    with warnings.catch_warnings(record=True) as message:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert chosen(d) == "blas"
-    assert len(message) == (0 if cause == "budget" else 1)
-    assert not message or "fast" in str(message[0].message)
-    assert not message or "tmm doctor" in str(message[0].message)
+    assert len(caught) == (0 if cause == "budget" else 1)
+    assert not caught or "fast" in str(caught[0].message)
+    assert not caught or "tmm doctor" in str(caught[0].message)
     assert on_record(tmp_path) == {"blas": "ok", "other": "slow"}
     left = d.untried.get(problem()).kernels["fast", "1"]
     assert left.cause == cause
@@ -263,10 +263,10 @@ def test_a_kernels_own_fault_is_on_record(
 ) -> None:
     d, _ = process(tmp_path, Broken("fast", made), FakeKernel("other"))
     refuses = type(made()).__name__ == "OutOfResources"
-    with warnings.catch_warnings(record=True) as message:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert chosen(d) == "blas"
-    assert len(message) == (0 if refuses else 1)
+    assert len(caught) == (0 if refuses else 1)
     assert on_record(tmp_path) == {"blas": "ok", "other": "slow", "fast": "failed"}
     assert d.untried.get(problem()) is None
     again, timer = process(tmp_path, Broken("fast", made), FakeKernel("other"))
@@ -385,9 +385,9 @@ def test_blas_out_of_memory_is_no_record(tmp_path: Path) -> None:
     """Otherwise kernels would win for good because BLAS once had no memory."""
     blas = FakeBlas(bind_error=MemoryError("no memory"))
     d, _ = dispatcher(blas, FakeKernel("fast"), times=FAST, root=tmp_path)
-    with pytest.warns(TmmWarning, match="no memory") as message:
+    with pytest.warns(TmmWarning, match="no memory") as caught:
         assert len([d.choose(problem(n=n), settings()) for n in (32, 48)]) == 2
-    assert len(message) == 1
+    assert len(caught) == 1
     assert not list(CacheStore(tmp_path).summaries())
 
 
@@ -405,10 +405,10 @@ def test_outside_of_tuning_one_warning_names_all(
     for kernel in kernels:
         kernel.works = False
     d, _ = dispatcher(FakeBlas(), *kernels, times=times, root=tmp_path)
-    with pytest.warns(TmmWarning, match=r"Cannot find ptxas.*tmm doctor") as message:
+    with pytest.warns(TmmWarning, match=r"Cannot find ptxas.*tmm doctor") as caught:
         bound = [d.bound(problem(n=n), settings())[0] for n in (32, 48)]
     assert [choice.candidate.kernel.name for choice in bound] == ["blas"] * 2
-    assert len(message) == 1
+    assert len(caught) == 1
     monkeypatch.delenv(PTXAS)
     for kernel in kernels:
         kernel.works = True
@@ -424,9 +424,9 @@ def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
 
     kernels = [Broken(name, failing(name)) for name in ("one", "two", "three")]
     d, _ = process(tmp_path, *kernels)
-    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+.*2 more") as message:
+    with pytest.warns(TmmWarning, match=r"kernel one .*cannot assemble.*py:\d+.*2 more") as caught:
         assert chosen(d) == "blas"
-    assert len(message) == 1
+    assert len(caught) == 1
     assert on_record(tmp_path) == {"blas": "ok"}
     again, timer = process(tmp_path, *kernels)
     with pytest.warns(TmmWarning, match="cannot assemble"):
@@ -592,12 +592,12 @@ def test_kernels_that_decline_without_a_toolchain_are_reported_at_the_first_call
         header = Path(__file__) if lacks == "nothing" else tmp_path / "Python.h"
         monkeypatch.setattr(toolchain, "python_header", lambda: header)
     gpu = replace(DEVICE, type="cuda")
-    with warnings.catch_warnings(record=True) as message:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for device in (DEVICE, gpu, gpu):
             assert d.choose(problem(device=device), settings()).origin == "fallback"
             assert explain_problem(d, problem(device=device), settings()).kernel == "blas"
-    texts = [str(each.message) for each in message]
+    texts = [str(each.message) for each in caught]
     if lacks == "nothing":
         assert texts == []
     else:
@@ -616,15 +616,15 @@ def test_the_doctor_shows_what_is_untried_and_why(
     assert list(doctor_toolchain.untried(cpu)) == []
     with pytest.warns(TmmWarning, match="Cannot find ptxas"):
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
-    (message,) = doctor_toolchain.untried(cpu)
-    assert message.state == "problem"
-    assert message.text.startswith("2 kernels are untried for 2 problems: PluginError")
-    assert "Cannot find ptxas" in message.text  # rather than what may pass
-    assert "repair" in message.advice
+    (finding,) = doctor_toolchain.untried(cpu)
+    assert finding.state == "problem"
+    assert finding.text.startswith("2 kernels are untried for 2 problems: PluginError")
+    assert "Cannot find ptxas" in finding.text  # rather than what may pass
+    assert "repair" in finding.advice
     late, _ = process(tmp_path, Broken("fast", lambda: TimeoutError(BUDGET_ENDED)))
     assert chosen(late, n=64) == "blas"
-    message, budget = doctor_toolchain.untried(cpu)
-    assert message.text.startswith("2 kernels are untried for 2 problems")
+    finding, budget = doctor_toolchain.untried(cpu)
+    assert finding.text.startswith("2 kernels are untried for 2 problems")
     assert (budget.state, "of 1 problems" in budget.text) == ("note", True)
 
 
@@ -633,27 +633,27 @@ def test_the_doctor_shows_the_toolchain(tmp_path: Path, monkeypatch: pytest.Monk
     gpu = torch.device("cuda")
     assert list(doctor_toolchain.parts(torch.device("cpu"))) == []
 
-    def said(about: str) -> Any:
+    def part(about: str) -> Any:
         return next(each for each in doctor_toolchain.parts(gpu) if about in each.text)
 
-    assert said("fingerprint").text.endswith(toolchain.fingerprint())
-    assert said("missing").state == "problem"  # Triton then uses its own
+    assert part("fingerprint").text.endswith(toolchain.fingerprint())
+    assert part("missing").state == "problem"  # Triton then uses its own
     tool = tmp_path / "ptxas"
     tool.write_text("#!/bin/sh\nexit 127\n")
     tool.chmod(0o755)
     monkeypatch.setenv(PTXAS, str(tool))
-    assert said("does not run").state == "problem"
+    assert part("does not run").state == "problem"
     tool.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
-    assert said("release 12.9").state == "ok"
+    assert part("release 12.9").state == "ok"
     monkeypatch.setattr(toolchain, "ptxas", lambda: None)
-    assert said("no ptxas").state == "problem"
+    assert part("no ptxas").state == "problem"
     monkeypatch.setenv("CC", str(tmp_path / "gcc"))
-    assert "install gcc" in said("C compiler").advice
+    assert "install gcc" in part("C compiler").advice
     monkeypatch.setattr(toolchain, "c_compiler", lambda: tool)
     monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")
-    assert "python3-dev" in said("Python.h").advice
+    assert "python3-dev" in part("Python.h").advice
     monkeypatch.setattr(toolchain, "usable", lambda _: "full")
-    assert "free some space" in said("temporary folder").advice
+    assert "free some space" in part("temporary folder").advice
 
 
 def test_the_tune_command_counts_what_is_untried() -> None:
@@ -693,9 +693,9 @@ def exits(right: Any, *arguments: Any) -> Any:
 def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_path: Path) -> None:
     """With kernel, reason, file and line; of each distribution one, whatever follows."""
     d, _ = process(tmp_path, Faulty(fault, "fast"), Faulty(fault, "second"))
-    with pytest.warns(TmmWarning) as text:
+    with pytest.warns(TmmWarning) as caught:
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2
-    (message,) = [str(each.message) for each in text]
+    (message,) = [str(each.message) for each in caught]
     assert "kernel fast" in message
     assert words in message
     assert ".py:" in message

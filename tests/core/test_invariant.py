@@ -386,9 +386,9 @@ def test_a_strangers_arithmetic_that_fails_costs_the_kernel() -> None:
     good = Summing("k", {1: "one"})
     d, _ = dispatcher(FakeBlas(), Raises("raises", traits=INVARIANT), odd, good)
     timed(d, {("blas", 1): 10.0, ("raises", 1): 1.0, ("odd", 1): 2.0, ("k", 1): 5.0})
-    with pytest.warns(TmmWarning) as message:
+    with pytest.warns(TmmWarning) as caught:
         assert chosen(d, 16) == ("k", 1, "one")
-    texts = sorted(str(w.message) for w in message)
+    texts = sorted(str(w.message) for w in caught)
     assert len(texts) == 1  # of one plugin
     assert "of plugin 'fakes' is set aside: arithmetic r" in texts[0]
     faults = {kernel.name: kernel.fault for kernel in d.registry.kernels()}

@@ -187,7 +187,7 @@ def test_out_is_torchs(case: tuple[Tensor, Tensor, Callable[[], Tensor]]) -> Non
         if not isinstance(result, Exception):
             assert result is out
         results.append((result, [str(w.message).split(".")[0] for w in caught]))
-    (mine, message), (theirs, torch_said) = results
+    (mine, messages), (theirs, torch_messages) = results
     if a.dim() > 2 and isinstance(mine, Exception) and "more than one element" in str(mine):
         assert torch._debug_has_internal_overlap(make()) == 1
         return  # torch writes repeatedly to the same elements here, and refuses to in 2-D
@@ -201,7 +201,7 @@ def test_out_is_torchs(case: tuple[Tensor, Tensor, Callable[[], Tensor]]) -> Non
     if isinstance(theirs, Tensor):
         assert isinstance(mine, Tensor)
         assert mine.stride() == theirs.stride()
-        assert [s[:60] for s in message] == [s[:60] for s in torch_said]
+        assert [s[:60] for s in messages] == [s[:60] for s in torch_messages]
 
 
 def test_out_among_its_inputs() -> None:

@@ -137,8 +137,8 @@ def test_each_setting_is_read_from_its_variable(name: str) -> None:
 )
 def test_a_value_of_another_type_is_reported_with_its_name(given: dict[str, Any]) -> None:
     # 1 equals True, so settings with 1 would be interned and stand in for those with True.
-    message = pytest.raises(SettingsError, match=f"{next(iter(given))} must be")
-    with message, tmm_core.override(**given):
+    refused = pytest.raises(SettingsError, match=f"{next(iter(given))} must be")
+    with refused, tmm_core.override(**given):
         pass
 
 

@@ -125,7 +125,7 @@ def install(bomb: Bomb) -> None:
 
 
 def passes(raised: type[BaseException], call: Callable[[], Any]) -> None:
-    """The exception leaves ``call``, without a word of tmm's."""
+    """Assert that ``call`` raises the exception of the handler, and that tmm does not warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(raised, match="from the handler"):
@@ -184,7 +184,7 @@ def test_it_passes_from_untuned_choices(raised: type[BaseException], origin: str
             assert tmm_core.plan(A, B).kernel == "mined"
 
 
-# The cache tolerates an absent file, and what is no record.
+# The cache tolerates an absent file, and a file that is not a record.
 @pytest.mark.parametrize("raised", [*RAISED, FileNotFoundError, ValueError])
 @pytest.mark.parametrize(
     ("where", "module", "name"),
@@ -394,7 +394,7 @@ def faulty(*arguments: Any) -> None:
     raise ValueError("its own")
 
 
-def test_what_is_handled_further_out_is_no_cause() -> None:
+def test_an_exception_that_a_caller_handles_is_no_cause() -> None:
     """A user may call tmm while handling a timeout; a kernel that fails then is still at fault."""
     signal.signal(signal.SIGUSR1, handler)
     handled: list[BaseException | None] = []

@@ -357,10 +357,10 @@ def test_batch_invariant_mode_verifies_too(tmp_path: Path) -> None:
     blas = FakeBlas(estimate=100.0, traits=Traits(batch_invariant=True))
     registry.register(plugin(blas, wrong), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer(FAST)), CacheStore(tmp_path, []))
-    with pytest.warns(TmmWarning) as message:
+    with pytest.warns(TmmWarning) as caught:
         choice, _ = d.bound(problem(batch_invariant=True), GUESS)
     assert choice.candidate.kernel.name == "blas"
-    first, then = (str(warning.message) for warning in message)
+    first, then = (str(warning.message) for warning in caught)
     assert "fast was wrong at its first use" in first
     assert "its rows differ" in then
 

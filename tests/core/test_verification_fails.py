@@ -24,7 +24,7 @@ from tmm_core.verify.verifier import Verdict, Verifier
 
 CPU = torch.device("cpu")
 HALF = Operand(torch.float16)
-ASKED = problem(8, 8, 8, a=HALF, b=HALF, out=HALF, bias=torch.float16)
+PROBLEM = problem(8, 8, 8, a=HALF, b=HALF, out=HALF, bias=torch.float16)
 
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 HOST = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
@@ -32,8 +32,7 @@ LACKING = NotImplementedError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
 
 class FailsAt(TorchDispatchMode):
-    """Raises an error in one of torch's operations, of those outside launches, and in all later
-    ones for ``times``."""
+    """Raises an error in ``times`` of torch's operations outside launches, from number ``at``."""
 
     def __init__(self, at: int, error: Exception, times: int = 1) -> None:
         super().__init__()
@@ -43,11 +42,11 @@ class FailsAt(TorchDispatchMode):
         if not self.launching:
             self.count += 1
             if 0 <= self.count - self.at < self.times:
-                raise type(self.error)(*self.error.args)  # one's traceback would grow
+                raise type(self.error)(*self.error.args)  # the traceback of one error would grow
         return func(*args, **(kwargs or {}))
 
 
-def launcher(mode: FailsAt, problem: Problem = ASKED) -> Any:
+def launcher(mode: FailsAt, problem: Problem = PROBLEM) -> Any:
     right: Any = FakeKernel("k").bind(problem, Config())
 
     def launch(*given: Any) -> Any:
@@ -76,9 +75,9 @@ def _in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_an_error_at_any_operation_is_no_fault_of_the_kernel(error: Exception, places: int) -> None:
     counted = FailsAt(-1, error)
-    assert verdict(Verifier(ASKED, CPU), counted).ok
+    assert verdict(Verifier(PROBLEM, CPU), counted).ok
     for at in random.Random(0).sample(range(1, counted.count), places):
-        verifier = Verifier(ASKED, CPU)
+        verifier = Verifier(PROBLEM, CPU)
         found = verdict(verifier, FailsAt(at, error))
         if error is LACKING:
             assert found.unknown, at
@@ -88,27 +87,27 @@ def test_an_error_at_any_operation_is_no_fault_of_the_kernel(error: Exception, p
 
 
 def test_memory_that_stays_short_is_tried_once_more_and_no_further() -> None:
-    found = verdict(Verifier(ASKED, CPU), mode := FailsAt(5, MEMORY, times=10**6))
+    found = verdict(Verifier(PROBLEM, CPU), mode := FailsAt(5, MEMORY, times=10**6))
     assert found.unknown
     assert "OutOfMemoryError" in str(found.reason)
     assert mode.count < 20
 
 
 @pytest.mark.parametrize("error", [MEMORY, LACKING, ValueError("own")])
-def test_what_a_launcher_raises_is_the_launchers(error: Exception) -> None:
+def test_an_exception_of_a_launcher_is_raised_again(error: Exception) -> None:
     def launch(*given: Any) -> Any:
         raise error
 
     with pytest.raises(type(error)) as raised:
-        Verifier(ASKED, CPU).verdict(launch)
+        Verifier(PROBLEM, CPU).verdict(launch)
     assert raised.value is error
 
 
 def test_an_error_of_the_gpu_may_be_a_launchs() -> None:
-    """Launches are asynchronous: what waits for them raises."""
+    """Launches are asynchronous: a later operation that waits for them raises."""
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        verdict(Verifier(ASKED, CPU), FailsAt(30, error))
+        verdict(Verifier(PROBLEM, CPU), FailsAt(30, error))
 
 
 def lacking(*_: Any) -> Any:
@@ -129,28 +128,28 @@ def _reference_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_reference_fails")
-def test_a_tuning_leaves_it_untried_with_one_warning(tmp_path: Path) -> None:
+def test_a_tuning_leaves_the_kernel_untried_with_one_warning(tmp_path: Path) -> None:
     d = dispatcher(tmp_path, FakeKernel("fast"))
     with pytest.warns(TmmWarning, match="kept tmm from trying kernel fast.*not implemented"):
-        choice, _ = d.bound(ASKED, settings())
+        choice, _ = d.bound(PROBLEM, settings())
     assert choice.candidate.kernel.name == "blas"
-    assert d.bound(ASKED.at(300), settings())[0].candidate.kernel.name == "blas"  # no warning
+    assert d.bound(PROBLEM.at(300), settings())[0].candidate.kernel.name == "blas"  # no warning
 
 
 @pytest.mark.usefixtures("_reference_fails")
 def test_a_forced_kernel_is_used_and_a_warning_says_unverified(tmp_path: Path) -> None:
     d = dispatcher(tmp_path, FakeKernel("fast"))
     with pytest.warns(TmmWarning, match="used unverified"):
-        choice, _ = d.bound(ASKED, settings(kernel="fast"))
+        choice, _ = d.bound(PROBLEM, settings(kernel="fast"))
     assert choice.candidate.kernel.name == "fast"
 
 
 def test_a_recorded_kernel_answers_once_verification_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatcher(tmp_path, FakeKernel("fast")).bound(ASKED, settings())
+    dispatcher(tmp_path, FakeKernel("fast")).bound(PROBLEM, settings())
     monkeypatch.setattr(findings, "_warned", set())
-    other = ASKED.at(5)  # a size that was not verified
+    other = PROBLEM.at(5)  # a size that was not verified
     with monkeypatch.context() as broken:
         broken.setattr(compare, "_product", lacking)
         d = dispatcher(tmp_path, FakeKernel("fast"))
@@ -160,9 +159,9 @@ def test_a_recorded_kernel_answers_once_verification_works_again(
 
 
 def test_a_wrong_kernel_is_named_where_memory_was_short(tmp_path: Path) -> None:
-    spoiled: Any = FakeKernel("k", spoil=lambda out: out.mul_(1.5)).bind(ASKED, Config())
+    spoiled: Any = FakeKernel("k", spoil=lambda out: out.mul_(1.5)).bind(PROBLEM, Config())
     mode = FailsAt(20, MEMORY)
     with mode:
-        found = Verifier(ASKED, CPU).verdict(spoiled)
+        found = Verifier(PROBLEM, CPU).verdict(spoiled)
     assert not found.unknown
     assert "exceeds" in str(found.reason)

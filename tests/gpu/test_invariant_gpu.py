@@ -108,7 +108,7 @@ def test_every_config_of_a_reduction_order_gives_the_same_bits(
     assert any(name.startswith("sm90-k16") for name in rows)
 
 
-def test_one_reduction_order_eager_compiled_captured_and_backward() -> None:
+def test_eager_compiled_captured_and_backward_calls_share_a_reduction_order() -> None:
     w = randn(1024, 2048, seed=1).requires_grad_()
     x, dy = randn(300, 2048), randn(300, 1024, seed=4)
 
@@ -140,7 +140,7 @@ def test_one_reduction_order_eager_compiled_captured_and_backward() -> None:
             assert torch.equal(part, whole[:m]), m
 
 
-def test_a_capture_that_comes_first_says_that_it_is_not_invariant() -> None:
+def test_a_capture_before_other_calls_warns_that_it_is_not_invariant() -> None:
     """No kernel is verified under capture, so BLAS answers until a call outside has chosen."""
     x, w = randn(64, 768), randn(640, 768, seed=1)
     torch.mm(x, w.t())  # cuBLAS makes its workspace outside

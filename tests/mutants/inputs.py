@@ -1,4 +1,4 @@
-"""Mutants of what fresh inputs of the kinds of docs/reliability.md brought out."""
+"""Mutants of code whose faults were found by new inputs of the kinds in docs/reliability.md."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ OUTER = [
            "justify: Any = \"left\"",
            "numbers of a folded table stand at the left",
            ("tests/cache/test_cache_console.py::"
-            "test_numbers_stand_at_the_right_of_folded_rows_too",)),
+            "test_numbers_are_aligned_to_the_right_of_folded_rows_too",)),
     Mutant("outer-help", "tmm_cache/console.py",
            "self.add_argument(*names, action=\"store_true\", help=text)",
            "self.add_argument(*names, action=\"store_true\")",

@@ -62,7 +62,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
 ONE_BY_ONE = ("loose", "fp8_sums")
 
 #: The cases compiled for each target, at 1.3 s each.
-ASKED = {
+COMPILED = {
     "80": ("gated", "loose"),
     "90": (
         "rows",
@@ -84,11 +84,11 @@ def compiled(target: str) -> list[dict[str, Any]]:
     kernel, device = Ragged(), TARGETS[target]
 
     def lines() -> Iterator[tuple[str, Problem, Any]]:
-        problem = problems(device)
-        for name in ASKED[target]:
-            configs = list(kernel.configs(problem[name]))
-            largest = max(configs, key=lambda c: (c.registers(problem[name]), -c.SUBTILE))
-            yield name, problem[name], largest
+        by_name = problems(device)
+        for name in COMPILED[target]:
+            configs = list(kernel.configs(by_name[name]))
+            largest = max(configs, key=lambda c: (c.registers(by_name[name]), -c.SUBTILE))
+            yield name, by_name[name], largest
 
     def tile_compiled(job: tuple[str, Problem, Any]) -> dict[str, Any]:
         name, problem, config = job
@@ -117,7 +117,7 @@ def compiled(target: str) -> list[dict[str, Any]]:
 def test_the_largest_tiles_compile_and_fit(target: str, request: pytest.FixtureRequest) -> None:
     process = "uninterpreted_amd" if target == "gfx942" else "uninterpreted"
     lines = request.getfixturevalue(process)(compiled, target)
-    assert [line["problem"] for line in lines] == list(ASKED[target])
+    assert [line["problem"] for line in lines] == list(COMPILED[target])
     assert not [line for line in lines if line["stack"] > MOST_STACK]
     assert not [line for line in lines if line["shared"] > line["room"]]
     if target != "gfx942":

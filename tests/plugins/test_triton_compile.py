@@ -1,7 +1,8 @@
-"""The large tiles that the Triton kernels propose compile without a GPU, for Ampere, Hopper and
-Blackwell, in pairs with what else decides the program, and so does one small tile of each kind.
-Shared memory fits, tiles stay in registers, and Hopper's get ``wgmma``. So does a config of every
-tile for Ada and for AMD's MI300, which nobody has timed yet.
+"""The large tiles that the Triton kernels propose compile without a GPU for Ampere, Hopper and
+Blackwell, in combination with every other property that affects the program. One small tile of
+each kind compiles too. Shared memory fits, tiles stay in registers, and Hopper's tiles use
+``wgmma``. A config of every tile also compiles for Ada and for AMD's MI300, where no kernel has
+been timed yet.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     row, col = Operand(BF16), Operand(BF16, "col")
     loose = Operand(BF16, aligned=False)
     large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("silu"), bias=BF16)
-    problem = {
+    by_name = {
         "large": large,
         "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
         "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
@@ -67,15 +68,15 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
             a=replace(eight, scale=ROW),
             b=Operand(FP8, "col", scale=ROW),
         )
-        problem["fp8"] = fp8
-    if device.sm == 100:  # at 0.8 s a compilation
-        return problem
+        by_name["fp8"] = fp8
+    if device.sm == 100:  # each compilation takes 0.8 s
+        return by_name
     if device.sm == 90:
         loose8 = Operand(FP8, aligned=False)
-        problem["fp8_unaligned"] = replace(fp8, m=301, n=205, k=141, a=loose8, b=loose8)
-        problem["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
-        problem["fp8_decode"] = replace(fp8, m=16)
-    return problem | {
+        by_name["fp8_unaligned"] = replace(fp8, m=301, n=205, k=141, a=loose8, b=loose8)
+        by_name["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
+        by_name["fp8_decode"] = replace(fp8, m=16)
+    return by_name | {
         "decode": replace(large, m=16),
         "large_k": replace(large, m=256, n=256, k=65536, b=row, epilogue=parse(None), bias=None),
         "gated_decode": replace(large, m=16, n=14336, epilogue=parse("swiglu")),
@@ -92,7 +93,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     }
 
 
-# -- what the compiler makes of them ---------------------------------------------------------
+# -- the compiled code ------------------------------------------------------------------------
 
 
 def compiled(sm: int) -> list[dict[str, Any]]:
@@ -105,8 +106,8 @@ def compiled(sm: int) -> list[dict[str, Any]]:
             configs = [] if reasons else list(kernel.configs(problem))
             configs = configs[:2] if problem.epilogue.outputs else configs
             for config in configs:
-                # Neither the order of tiles nor how often K is split bears on the code; and
-                # what compiles for one problem does for another of the same operands.
+                # The order of tiles and the number of parts of K do not affect the code. A config
+                # that compiles for one problem compiles for others with the same operands.
                 fields = config.to_json()
                 split = fields.pop("SPLIT_K", 1) > 1
                 fields.pop("GROUP_M", None)
@@ -115,9 +116,9 @@ def compiled(sm: int) -> list[dict[str, Any]]:
                 kind = (split, operands, config.num_stages > 1)
                 if config.BLOCK_M * config.BLOCK_N >= 128 * 128:
                     key = (type(kernel).__module__, *kind, *fields.items())
-                else:  # what may not fit is the large ones, at 0.8 s each
+                else:  # only large tiles may not fit, and each takes 0.8 s
                     key = (module, *kind, config.BLOCK_M)
-                # More stages take more shared memory, and registers of neither.
+                # More stages take more shared memory, but no registers.
                 if key not in jobs or config.num_stages > jobs[key][3].num_stages:
                     jobs[key] = (name, module, problem, config, kernel)
 
@@ -244,12 +245,12 @@ MATRIX_UNITS = {"sm_89": "mma.sync", "gfx942": "v_mfma_"}
 def tiles_compiled(name: str) -> list[dict[str, Any]]:
     """One config of every tile that is proposed, of whichever kernel proposes it first."""
     device = UNTIMED[name]
-    instance = problems(device)
-    instances = [instance[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
+    by_name = problems(device)
+    instances = [by_name[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
     if name == "sm_89":
         eight = Operand(FP8)
         instances.append(
-            replace(instance["large"], a=replace(eight, scale=ROW), b=Operand(FP8, "col"))
+            replace(by_name["large"], a=replace(eight, scale=ROW), b=Operand(FP8, "col"))
         )
     jobs: dict[Any, Any] = {}
     for problem in instances:

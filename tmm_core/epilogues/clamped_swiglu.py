@@ -28,7 +28,8 @@ def _clamped(
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-#: ``(up + 1) · gate · sigmoid(alpha · gate)`` of a gate below the limit and an up within ± limit.
+#: ``(up + 1) · gate · sigmoid(alpha · gate)``, with gate clamped to at most the limit and up to
+#: ± limit.
 CLAMPED = Epilogue("clamped_swiglu", _clamped, device=clamped_swiglu, gated=True, interleaved=True)
 
 EPILOGUES = (CLAMPED,)

@@ -152,10 +152,10 @@ def _shard(t: Any, dimensions: Names, along: object) -> Placement:
 
 
 def in_place(call: Arguments, transposed: bool) -> torch.Tensor | None:
-    """A product of DTensors, each rank's of its local tensors, if no operand has to be moved;
-    else, or if more than the result is wanted, None.
+    """The product of DTensors, which each rank computes from its local tensors. None if an operand
+    has to be moved, or if gradients are recorded.
 
-    DTensor's own dispatch of an operator of Python takes some 100 µs on the host each time, as
+    DTensor's dispatch of an operator that is written in Python takes about 100 µs on the host, as
     long as a small product takes on a GPU. So a call is dispatched once for each kind of operands,
     and the placements of its result serve later calls.
 
@@ -190,12 +190,12 @@ def _awaited(t: Any) -> Any:
 
 #: The results' specs, by kind of call; None where operands are moved, or torch disagrees.
 _decided: dict[Any, Any] = {}
-#: Kinds that are kept.
+#: Maximum number of kinds that are kept.
 _MOST_DECIDED = 4096
 
 
 def _decide(call: Arguments, kind: Any, transposed: bool) -> torch.Tensor:
-    """The result of the operator itself, whose placements later calls of this kind have."""
+    """The result of the operator itself; later calls of this kind have its placements."""
     call = call._replace(b=call.b.t()) if transposed else call
     y: Any = operator.matmul(*call[:-1])
     given: list[Any] = [t for t in (call.a, call.b, call.bias, call.residual) if t is not None]

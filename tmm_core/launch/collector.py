@@ -33,6 +33,6 @@ def garbage_kept() -> Iterator[None]:
         try:
             yield
         finally:
-            if not gc.get_freeze_count():  # unfreezing would undo somebody else's freeze
+            if not gc.get_freeze_count():  # unfreezing would undo another library's freeze
                 gc.freeze()  # resets the counts of allocations
                 gc.unfreeze()  # into the oldest generation

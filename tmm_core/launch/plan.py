@@ -46,7 +46,7 @@ class Choice:
 
     candidate: Candidate
     origin: Origin
-    #: One line for ``explain()``: the record's file, the neighbour, what forbade tuning.
+    #: One line for ``explain()``: the record's file, the neighbour, or why tuning was forbidden.
     reason: str = ""
     #: The problem of the record behind the choice, if it is not the requested one.
     evidence: Problem | None = None

@@ -45,10 +45,9 @@ class Supports:
         below: The first compute capability that is too new.
         operands: Dtypes of a and b, which share one dtype.
         formats: Formats that both operands may have (:class:`tmm_core.Format`): ``"fp8"``.
-        weights: Formats that ``b`` may have beside a plain ``a``. A format that the kernel does not
+        weights: Formats that ``b`` may have if ``a`` is plain. A format that the kernel does not
             name needs a device function.
-        activations: Formats that ``a`` may have beside a plain ``b``, or beside a ``b`` of another
-            format.
+        activations: Formats that ``a`` may have if ``b`` is plain or has another format.
         scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``, ``"group"``
             (of values along K), ``"block"`` (of several rows).
         zeros: Zero points.

@@ -357,9 +357,9 @@ class Round:
         return self._expected
 
     def _is_judged(self, expected: torch.Tensor) -> bool:
-        """Whether the epilogue leaves finite results before they are rounded to their dtype, and
-        for sums that cancel results of their size: one that saturates makes large errors of small
-        ones."""
+        """Whether results can be judged: the epilogue leaves them finite before they are rounded to
+        their dtype and, for sums that cancel, about as large as the sums. If the epilogue
+        saturates, small errors become large relative to the results."""
         if self.plan.recipe.values == USUAL or not expected.numel():
             return True
         least = random_inputs.SPREAD / 8 if self.plan.recipe.values.cancelling else 0.0

@@ -36,8 +36,9 @@ T = TypeVar("T")
 cuda = torch.backends.cuda
 _matmul = cuda.matmul
 
-#: Seconds for which a thread waits at most to see whether others change the state, and between two
-#: looks. Another thread may get no processor for some milliseconds, while a launch takes less.
+#: Maximum seconds for which a thread waits to see whether others change the state, and seconds
+#: between two looks. Another thread may get no processor for some milliseconds; a launch takes
+#: less.
 _IDLE, _BETWEEN_LOOKS = 0.1, 2e-3
 
 
@@ -394,7 +395,7 @@ ON_CUDA: dict[str, Piece] = {
 }
 
 
-#: The names of what each thread has for itself, so that no other thread has changed it.
+#: The names of state that each thread has for itself; no other thread can change it.
 OF_A_THREAD = ON_CUDA.keys() | {
     "torch's default device", "torch's function modes", "torch's dispatch modes",
     "the hooks of saved tensors", "the grad mode", "the inference mode", "autocast",
@@ -447,8 +448,9 @@ class State:
 def watched(call: Callable[[], T], device: torch.device) -> tuple[T, list[str]]:
     """Make a launch, and restore what it changed; returns the result and the names of these pieces.
 
-    Another thread may have changed what threads share. So a change of that counts only if it also
-    happens in two further launches, and not while this thread waits. Otherwise it stays.
+    Another thread may have changed state that threads share. So a change of shared state counts
+    only if two further launches repeat it, and if it does not happen while this thread waits.
+    Otherwise it is not undone.
     """
     before = State(device)
     result = call()

@@ -7,7 +7,8 @@ import tmm_core
 
 
 def test_the_kernel_fuses_it() -> None:
-    # From where mish vanishes to where it is the identity, both ends past the range of e^z.
+    # From numbers whose mish is zero to numbers that are their own mish; at both ends e^z leaves
+    # the range of fp32.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     z = torch.linspace(-100, 100, 256, device=device)
     one = torch.ones(1, 1, device=device)
@@ -15,7 +16,7 @@ def test_the_kernel_fuses_it() -> None:
     torch.testing.assert_close(fused, F.mish(z.double())[None].float(), rtol=2e-5, atol=1e-30)
 
 
-def test_it_comes_by_name_and_trains() -> None:
+def test_it_is_found_by_name_and_trains() -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
