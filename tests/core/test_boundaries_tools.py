@@ -838,7 +838,7 @@ def test_triton_is_needed_on_a_gpu(
     device: torch.device,
     line: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(doctor, "version_of", lambda name: installed.get(name, ""))
+    monkeypatch.setattr("tmm_core.spec.device.version_of", lambda name: installed.get(name, ""))
     assert told(doctor._versions(device))[3] == ("triton", *line)
 
 

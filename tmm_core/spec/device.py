@@ -84,6 +84,11 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+def triton_version() -> str:
+    """Return the version of Triton; empty if it is not installed."""
+    return version_of("triton") or version_of("pytorch-triton-rocm")
+
+
 def _cublas_version() -> str:
     """The cuBLAS wheel's version, or torch's CUDA version for a system cuBLAS."""
     for distribution in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
@@ -95,7 +100,7 @@ def _cublas_version() -> str:
 @functools.cache
 def fingerprint(device: torch.device) -> DeviceFingerprint:
     """The fingerprint of ``device`` (one with an index, or a CPU); cached per device."""
-    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    triton = triton_version()
     if device.type != "cuda":
         return DeviceFingerprint(
             type=device.type,

@@ -211,12 +211,11 @@ class Epilogue:
     @cached_property
     def _text(self) -> str:
         """The key; with a number if another epilogue with this key reads other objects."""
-        for number in itertools.count():
-            text = f"{self.key}#{number}" if number else self.key
-            known = INTERNED.setdefault(text, self)
-            if known is self or known == self:
-                return text
-        raise AssertionError("unreachable")
+        text, number = self.key, 0
+        while INTERNED.setdefault(text, self) != self:
+            number += 1
+            text = f"{self.key}#{number}"
+        return text
 
     # The effect of torch.compiler.assume_constant_result, which would import the whole compiler:
     # the method runs while a graph is traced, and is not part of the graph.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from tmm_cache.cache_errors import suppress
 
 from tmm_core.errors import reraise
-from tmm_core.spec.device import version_of
+from tmm_core.spec.device import triton_version
 
 if TYPE_CHECKING:
     from tmm_cache import JSON
@@ -122,10 +122,8 @@ def usable(folder: Path) -> str:
     return "yes" if free >= LEAST_FREE_BYTES else "full"
 
 
-@functools.cache
-def _version() -> str:
-    # Read once: the process has imported this release, and reading takes 1 ms.
-    return version_of("triton") or version_of("pytorch-triton-rocm")
+#: Read once: the process has imported this release, and reading takes 1 ms.
+_version = functools.cache(triton_version)
 
 
 def _triton() -> Path | None:

@@ -30,7 +30,7 @@ from tmm_core.bench.provenance import driver_version
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import DISTRIBUTION, Registry
-from tmm_core.spec.device import fingerprint, interpreting, version_of
+from tmm_core.spec.device import fingerprint, interpreting, triton_version
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import doctor_toolchain, record_check, variables
@@ -103,8 +103,7 @@ def _versions(device: torch.device) -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()}, {sys.executable}")
     build = torch.version.cuda or torch.version.hip
     yield Finding("torch", "ok", f"{torch.__version__}, {f'CUDA {build}' if build else 'CPU only'}")
-    triton = version_of("triton") or version_of("pytorch-triton-rocm")
-    if triton:
+    if triton := triton_version():
         yield Finding("triton", "ok", triton)
     elif device.type == "cuda":
         advice = "pip install 'tmm-core[triton]'"
