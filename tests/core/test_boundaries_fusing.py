@@ -217,6 +217,178 @@ def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | 
     }  # fmt: skip
 
 
+class Called:
+    """A forward that is an object of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Many(Two):
+    """With children that a forward reads in other ways than by calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acts = nn.ModuleList([nn.SiLU()])
+        self.table = [1.0]
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x
+
+
+def any_number(self: Any, *x: Tensor) -> Tensor:
+    return self.act(self.up(x[0]))
+
+
+def two_tensors(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return self.act(self.up(x)) + y
+
+
+def looped(self: Any, x: Tensor) -> Tensor:
+    x = self.up(x)
+    for act in self.acts:
+        x = act(x)
+    return x
+
+
+def indexed(self: Any, x: Tensor) -> Tensor:
+    return self.acts[0](self.up(x))
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) * len(self.acts)
+
+
+def named(self: Any, x: Tensor) -> Tensor:
+    h = self.act(self.up(x))
+    return h if self.other is not None else -h
+
+
+def in_mode_of_a_child(self: Any, x: Tensor) -> Tensor:
+    h = self.up(x)
+    return self.act(h) if self.up.training else h
+
+
+def of_base(self: Any, x: Tensor) -> Tensor:
+    self.named_children()
+    return self.act(self.up(x))
+
+
+def of_method(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.changed(self.up(x)))
+
+
+def of_list(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) * self.table[0]
+
+
+def assigning(self: Any, x: Tensor) -> Tensor:
+    self.last = x
+    return self.act(self.up(x))
+
+
+def by_value(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if x.sum() > 0 else x
+
+
+def by_dtype(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if x.dtype is not torch.half else x
+
+
+def by_handler(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return self.act(self.up(x))
+
+
+def by_isinstance(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if isinstance(x, Tensor) else x
+
+
+def other_layer_in_training(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.up(x)) if self.training else self.act(self.down(x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (any_number, "its forward does not take one tensor"),
+        (two_tensors, "its forward takes more than one argument"),
+        (Called(), "its forward is not a plain function"),
+        (looped, "its forward calls the children of acts"),
+        (indexed, "its forward calls the children of acts"),
+        (counted, "its forward calls the children of acts"),
+        (named, "its forward uses other without calling it"),
+        (in_mode_of_a_child, "its forward reads up.training"),
+        (of_base, "its forward calls nn.Module.named_children"),
+        (of_method, "its method changed was replaced on the instance"),
+        (of_list, "its forward reads table, which may change unnoticed"),
+        (assigning, "its forward assigns attributes"),
+        (by_value, "its forward depends on the values or the shape of its input"),
+        (by_dtype, "its forward may depend on its input's dtype"),
+        (by_handler, "its forward handles exceptions or enters contexts"),
+        (by_isinstance, "its forward uses isinstance, which its trace does not show"),
+        (other_layer_in_training, "it depends on the mode"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_why_a_forward_is_not_fused(forward: Any, reason: str) -> None:
+    model: Any = type("Model", (Many,), {"forward": forward})()
+    model.__dict__["changed"] = F.relu
+    report = convert(model)
+    assert {each.reason.partition(" (")[0] for each in report.not_fused} == {reason}
+    assert [change.kind for change in report.changes] == ["linear"] * 3
+
+
+def sum_of_gate_and_up(self: Any, x: Tensor) -> Tensor:
+    return self.wide(self.act(self.up(x)) + self.down(x))
+
+
+def product_of_three(self: Any, x: Tensor) -> Tensor:
+    return self.scaled(self.act(self.up(x)) * self.down(x), 2.0)
+
+
+def product_unused(self: Any, x: Tensor) -> Tensor:
+    self.act(self.up(x)) * self.down(x)
+    return self.wide(1.0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [sum_of_gate_and_up, product_of_three, product_unused])
+def test_forwards_that_are_no_gated_mlp(forward: Any) -> None:
+    kinds = sorted(change.kind for change in convert(module(forward)).changes)
+    assert kinds == ["epilogue", "linear", "linear"]
+
+
+def _of_another_class(mlp: Mlp) -> None:
+    mlp.gate = type("Own", (nn.Linear,), {})(8, 16)
+
+
+def _without_a_bias(mlp: Mlp) -> None:
+    mlp.gate.register_parameter("bias", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_of_another_class, "one of them is left alone"),
+        (_without_a_bias, "some of them have no bias"),
+    ],
+)
+def test_why_gate_and_up_are_two_products(change: Any, reason: str) -> None:
+    model = Mlp(nn.SiLU(), bias=True)
+    change(model)
+    found = [each.reason for each in convert(model).not_fused]
+    assert reason in found
+
+
+def test_a_weight_that_is_used_twice_is_not_rounded() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model[2].weight = model[0].weight
+    report = convert(model, weights="int8")
+    reason = "its weight is used elsewhere too, and not rounded to int8"
+    assert [(each.path, each.reason) for each in report.left] == [("0", reason), ("2", reason)]
+    assert [(each.layer, each.name) for each in report.rounded] == [(model[1], "weight")]
+
+
 def test_every_activation_of_a_forward_is_fused() -> None:
     report = convert(module(both))
     fused = {change.path for change in report.changes if change.kind == "epilogue"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tmm_core
-from tmm_core import Epilogue, Port
+from tmm_core import Epilogue, Port, TmmWarning
 from tmm_core.epilogues import parse
 from tmm_core.interop import (
     aten_calls,
@@ -24,6 +25,7 @@ from tmm_core.interop import (
     flops,
     gradients,
     grouped_operator,
+    row_quantization,
 )
 from tmm_core.interop.fallbacks import needs_fallback
 from tmm_core.interop.tails import PRODUCTS, Tail, pairs, tails, terms_of
@@ -48,6 +50,67 @@ def same_gradients(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *
     ):
         assert mine.dtype is other.dtype
         torch.testing.assert_close(mine, other)
+
+
+# -- rounding by a kernel -----------------------------------------------------------------
+
+HOPPER = {"triton": "3", "cuda": "12", "capability": (9, 0)}
+
+
+class Rows(SimpleNamespace):
+    """Rows of 8 bf16 numbers on a GPU."""
+
+    is_cuda, dtype, shape, device = True, BF16, (4, 8), "cuda"
+    address, leading = 0, 8
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self, dim: int) -> int:
+        return (self.leading, 1)[dim]
+
+    def element_size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "of", "aligned"),
+    [
+        ({}, {}, True),
+        ({"leading": 16}, {"capability": (10, 0)}, True),
+        ({"address": 8}, {}, False),
+        ({"leading": 12}, {}, False),
+        ({}, {"capability": (8, 9)}, None),
+        ({}, {"triton": ""}, None),
+        ({}, {"cuda": "hip-6"}, None),
+        ({"is_cuda": False}, {}, None),
+        ({}, {"failing": True}, None),
+    ],
+)
+def test_which_rows_a_kernel_rounds(
+    rows: dict[str, Any], of: dict[str, Any], aligned: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def kernel(*given: Any) -> Any:
+        if "failing" in of:
+            raise RuntimeError("no kernel")
+        made.append(given)
+        return made
+
+    capturing = [True, False, False]
+    gpu = SimpleNamespace(**HOPPER | of)
+    monkeypatch.setattr(row_quantization, "_found", {})
+    monkeypatch.setattr(row_quantization, "fingerprint", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    module = SimpleNamespace(QuantizeRows=kernel)
+    monkeypatch.setitem(sys.modules, "tmm_core.triton.quantize_rows", module)
+    with pytest.warns(TmmWarning, match="no kernel") if "failing" in of else nullcontext():
+        found = [row_quantization._kernel(Rows(**rows), 32) for _ in range(3)]  # type: ignore[arg-type]
+    assert found[0] is None  # in a capture nothing is loaded
+    assert found[1:] == ([None] * 2 if aligned is None else [made] * 2)
+    assert made == ([] if aligned is None else [(BF16, 8, 32, aligned, "cuda")])
 
 
 # -- reverse mode -------------------------------------------------------------------------

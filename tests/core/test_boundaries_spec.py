@@ -146,6 +146,21 @@ def test_shapes_of_scales_are_those_of_their_blocks() -> None:
     assert (packed.shape("a"), packed.shape("b")) == ((100, 70), (35, 60))
 
 
+@pytest.mark.parametrize(
+    ("operand", "spelled"),
+    [
+        (Operand(BF16), ""),
+        (INT8, "int8"),
+        (replace(INT8, scale=Scale((1, 0))), "int8"),
+        (Operand(torch.uint8, format="int4", scale=Scale((1, 128))), "int4/1x128"),
+        (Operand(torch.float8_e4m3fn, scale=Scale((1, 0))), ""),
+        (Operand(torch.float8_e4m3fn, scale=Scale((128, 128))), "fp8/128x128"),
+    ],
+)
+def test_a_format_is_named_as_calls_pass_it(operand: Operand, spelled: str) -> None:
+    assert operand.spelled == spelled
+
+
 def test_operands_are_multiplied_as_the_plain_one_or_as_the_format_says() -> None:
     plain = Operand(BF16)
     for a, b, value, stored in (
@@ -385,6 +400,10 @@ def test_rates_are_those_of_the_gpu_and_of_its_operands() -> None:
     assert (listed.sms, listed.memory) == (132, 3.35e6)
     assert (other.sms, other.memory) == (132, 132 * 8e3)
     assert listed.tensor > other.tensor
+    known = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+    assert len({Machine.of(replace(H100, capability=each)).tensor for each in known}) == len(known)
+    names = ["T4", "A100", "H100", "H200", "B200"]
+    assert len({Machine.of(replace(H100, name=f"NVIDIA {n}")).memory for n in names}) == len(names)
 
     def rate(dtype: torch.dtype, **fields: Any) -> float:
         return listed.flops(problem(a=Operand(dtype), b=Operand(dtype), **fields)) / listed.tensor
