@@ -876,6 +876,28 @@ def test_an_adopted_record_that_is_stored_is_not_written_again(
     d.adopt(DEVICE, record)
 
 
+def test_an_adopted_record_answers_although_the_disk_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    record = recorded(problem(), result("fast", 5.0))
+    monkeypatch.setattr(d.store, "save", lambda *_, **__: None)
+    d.adopt(DEVICE, record)
+    assert d.record_of(problem()) == record
+    assert list(CacheStore(tmp_path).summaries()) == []
+
+
+def test_what_another_process_stored_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    record = recorded(problem(), result("blas", 9.0), result("fast", 5.0))
+    d.store.save(DEVICE.gpu, DEVICE.environment, record)
+    able = d.able(problem(), settings())
+    assert d._tune(problem(), able, settings()) == record
+    assert timer.measured == []
+    assert d._tune(problem(), able, settings(), force=True) != record
+    assert {*timer.measured} == {"blas", "fast"}
+
+
 class Preparing:
     """A tuner that notes what it is to compile ahead."""
 
@@ -1071,6 +1093,29 @@ def test_there_is_no_race_without_a_record(tmp_path: Path) -> None:
     assert d.record_of(instance.at(64)) is None
 
 
+def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("bad"), root=tmp_path)
+    asked, edge, mine = problem(m=50), problem(m=64), settings()
+    record = recorded(edge, result("blas", 220.0), result("fast", 200.0), result("bad", 190.0))
+    query = deferring.Query(asked, edge, mine, d.able(asked, mine), 0.0, None)
+    d.quarantined["bad", edge] = "it was wrong"
+    racing = d._racers(record, query)
+    assert {index: c.kernel.name for index, c in racing.items()} == {0: "blas", 1: "fast"}
+
+    def race_at(key: Problem, before: TuningRecord, m: int, *_: Any) -> Any:
+        assert (key, before, m) == (edge, record, 50)
+        yield ()
+        blas, fast, bad = record.candidates
+        return replace(record, candidates=(blas, replace(fast, inside_us={50: 150.0}), bad))
+
+    d.tuner.race_at = race_at  # type: ignore[method-assign]
+    d.store.save(DEVICE.gpu, DEVICE.environment, record)
+    assert list(d._racing(query, racing)) == [()]
+    (_, fast, _) = d.record_of(edge).candidates  # type: ignore[union-attr]
+    assert fast.inside_us == {50: 150.0}
+    assert [d.first_use.is_verified(asked, c) for c in racing.values()] == [False, True]
+
+
 @pytest.mark.parametrize("estimate", [None, 5.0])
 def test_where_blas_declines_an_interim_answer_is_a_guess(estimate: float | None) -> None:
     blas = FakeBlas()
@@ -1087,6 +1132,63 @@ def test_where_blas_declines_an_interim_answer_is_a_guess(estimate: float | None
         "fast", "heuristic", False,
     )  # fmt: skip
     assert choice.reason.startswith("it is tuned; estimated 5 µs")
+
+
+def test_a_choice_without_a_record_is_made_once_for_its_bucket(tmp_path: Path) -> None:
+    estimated = []
+
+    class Fast(FakeKernel):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            estimated.append(problem.m)
+            return 5.0
+
+    d, _ = dispatcher(FakeBlas(estimate=9.0), Fast("fast"), root=tmp_path)
+    mine = settings(on_cache_miss="heuristic")
+    first = d.choose(problem(m=64), mine)
+    assert (first.candidate.kernel.name, first.origin) == ("fast", "heuristic")
+    assert d.choose(problem(m=50), mine) is first
+    assert set(estimated) == {64}
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_what_is_tuned_is_a_neighbour_at_once(
+    lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored for other processes, unless they cannot have its epilogue."""
+    d, _ = dispatcher(FakeBlas(), root=tmp_path)
+    assert d._neighbours.families() == {}
+    monkeypatch.setattr(type(problem().epilogue), "lasting", lasting)
+    d._store(problem(), recorded(problem(), result("blas", 1.0)))
+    (near,) = d._neighbours.nearest(problem(m=128))
+    assert near.octaves == 1
+    assert d.record_of(problem()) == near.record
+    assert len(list(CacheStore(tmp_path).summaries())) == lasting
+
+
+@pytest.mark.parametrize(
+    ("noted", "force", "fields", "measured"),
+    [
+        (None, False, {}, True), ("one", False, {}, False), ("one", True, {}, True),
+        ("gone", False, {}, True), (None, False, {"arithmetic": "one"}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("gradient", [False, True])
+def test_tuning_measures_a_weight_unless_its_arithmetic_is_known(
+    noted: str | None, force: bool, fields: Any, measured: bool, gradient: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(invariant, "LADDER", (16,))
+    d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
+    mine = settings(batch_invariant=True, **fields)
+    own = replace(asked(16), **({"a": COLUMN} if gradient else {}))
+    notes = d._invariance._notes_of(own)
+    if noted is not None:
+        notes.add(digest(weight(own)), noted)
+    monkeypatch.setattr(d._invariance, "_measured", lambda *_, **__: "two")
+    monkeypatch.setattr(d._invariance, "_on_record", lambda key, *_, **__: key)
+    capturing = replace(own, capturing=True)
+    assert d._invariance.tune(capturing, mine, force) == own
+    assert notes.get(digest(weight(own))) == ("two" if measured and not gradient else noted)
 
 
 @pytest.mark.parametrize(("static", "batch"), [(True, 1), (True, 2), (False, 1)])

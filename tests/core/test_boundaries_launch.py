@@ -21,7 +21,7 @@ import tmm_core
 from tmm_core import PluginError
 from tmm_core.launch import check, grouped_call, warm
 from tmm_core.launch.fold import Fold
-from tmm_core.spec.arguments import GroupedArguments
+from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.epilogue import IDENTITY
 
 Tensor = torch.Tensor
@@ -564,3 +564,18 @@ def test_a_ragged_sum_leaves_nothing_to_be_zeroed() -> None:
     problem, _ = grouped_call.pose(call, IDENTITY, tmm_core.settings.current())
     assert problem.groups is not None
     assert (problem.along, problem.groups.zeroed) == ("k", False)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "batch", "sizes"),
+    [((2, 3, 8), (8, 6), 1, (6, 6)), ((2, 3, 8), (2, 8, 6), 2, (3, 6)), ((8,), (8, 6), 1, (1, 6)),
+     ((3, 8), (8,), 1, (3, 1)), ((3, 8), (8, 6), 1, (3, 6))],
+)  # fmt: skip
+def test_a_result_to_write_does_not_change_the_sizes_of_a_problem(
+    a: Any, b: Any, batch: int, sizes: Any
+) -> None:
+    call = Arguments(torch.randn(a), torch.randn(b))
+    found, _ = warm.pose(call, IDENTITY, tmm_core.settings.current())
+    assert (found.batch, found.m, found.n, found.k) == (batch, *sizes, 8)
+    out = torch.empty(call.a.shape[:-1] + call.b.shape[1:][-1:])
+    assert warm.pose(call._replace(out=out), IDENTITY, tmm_core.settings.current())[0] == found

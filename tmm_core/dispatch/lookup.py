@@ -276,12 +276,10 @@ class Lookup:
         )
 
     def warn_kernel_once(self, kernel: Kernel[Any], fault: BaseException | str) -> None:
-        """Report a kernel whose result cannot be used."""
+        """Report a kernel whose result cannot be used. The caller has re-raised what must pass."""
         if not isinstance(fault, BaseException):
             self.warn_once(f"kernel {kernel.name}: {fault}")
-            return
-        reraise(fault)
-        if not issubclass(type(fault), PluginError):  # set aside, with a warning
+        elif not issubclass(type(fault), PluginError):  # set aside, with a warning
             self.warn_of(kernel, error_text(fault), fault)
 
     def warn_of(
