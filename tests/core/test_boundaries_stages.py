@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Tuner, dispatcher, problem, settings
+from fakes import (
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    Faulty,
+    Tuner,
+    dispatcher,
+    problem,
+    settings,
+)
 from test_invariant import INVARIANT, Summing
 from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
@@ -24,6 +34,7 @@ from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.steps import drained
 from tmm_core.tuning import (
+    background,
     candidate_launchers,
     cold_operands,
     ranking,
@@ -606,6 +617,66 @@ def test_the_second_tuning_takes_no_memory_while_the_first_waits() -> None:
     assert work.resume(0.01) == ["b", "b ended"]
 
 
+GPU = replace(problem().device, type="cuda")
+
+
+@pytest.mark.parametrize(
+    ("begun", "started_on", "here", "capturing", "tf32", "may"),
+    [
+        (False, None, 1, False, False, True), (True, 1, 1, False, False, True),
+        (True, 0, 1, False, False, False), (False, None, 0, False, False, False),
+        (True, 1, 1, True, False, False), (True, 1, 1, False, True, False),
+    ],
+)  # fmt: skip
+def test_where_a_tuning_on_a_gpu_may_go_on(
+    begun: bool, started_on: Any, here: int, capturing: bool, tf32: bool, may: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On the GPU where it began, which is of the problem's kind, outside of a capture."""
+    devices = [problem().device, GPU]
+    monkeypatch.setattr(background, "fingerprint", lambda device: devices[device.index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    task = Task(problem(device=GPU, tf32=tf32), iter(()), lambda: False)  # type: ignore[arg-type]
+    task.pending, task.gpu = [] if begun else None, started_on
+    assert task.may_run() is may
+
+
+def test_a_slice_on_a_gpu_is_on_the_stream_of_its_tuning_and_waits_for_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller's own launches are not charged."""
+    work, idle, used = Work(), [True], list[Any]()
+
+    def synchronize() -> None:
+        work.now += 0.5 if not idle[0] else 0.0
+        idle[0] = True
+
+    stream = SimpleNamespace(query=lambda: idle[0], synchronize=synchronize)
+    monkeypatch.setattr(Task, "may_run", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda each: contextlib.nullcontext(used.append(each))
+    )
+
+    def steps() -> Any:
+        for _ in range(3):
+            work.took.append("a")
+            yield [Future[None]()]
+
+    task = Task(problem(device=GPU), steps(), lambda: False)
+    work.background.add("a", task)
+    idle[0] = False
+    assert work.resume(0.01) == []  # its credit does not fill a slice
+    assert work.resume(1.0) == ["a"]
+    assert (task.gpu, task.stream, used) == (3, stream, [stream])
+    assert work.background._credit == pytest.approx(background.SLICE)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(**vars(stream)))
+    assert work.resume(2.0) == ["a"]
+    assert used == [stream, stream]
+
+
 # -- the budget ------------------------------------------------------------------------------
 
 
@@ -937,3 +1008,85 @@ def test_copies_may_be_resident_up_to_three_times_the_l2() -> None:
         assert cold_operands.resident(instance, copies[:count]) is found
     assert cold_operands.resident(instance, copies[:1] * 150)
     assert cold_operands.copies(replace(instance, n=2048, k=2048)) == 15  # 240 MB in all
+
+
+def test_why_a_kernel_of_a_search_is_not_tried() -> None:
+    class Odd(FakeKernel):
+        def configs(self, problem: Problem) -> Any:
+            raise ValueError("odd")
+
+    blas, near = FakeBlas(estimate=10.0), FakeKernel("near", estimate=16.0)
+    far, odd = FakeKernel("far", estimate=16.1), Odd("odd", estimate=1.0)
+    kernels = [blas, near, far, odd]
+    made = Search(problem(), kernels, kernels, None, Hints())
+    assert {kernel.name: str(why) for kernel, why in made.empty.items()} == {
+        "far": "expects to take 16.1 µs, hopeless beside BLAS", "odd": "odd",
+    }  # fmt: skip
+    assert [c.kernel.name for c in made.first()] == ["blas", "near"]
+    tried = [Candidate(kernel, FakeConfig()) for kernel in (blas, near)]
+    assert [c.kernel.name for c, _ in made.untried(tried)] == ["far", "odd"]
+
+
+def test_a_kernel_that_was_set_aside_is_reported_already() -> None:
+    d, _ = dispatcher(FakeKernel("k"), FakeKernel("odd"))
+    found, odd = Findings(), d.registry.kernel("odd")
+    with pytest.warns(TmmWarning, match="is set aside: no reason"):
+        odd.set_aside("no reason")  # type: ignore[attr-defined]
+    for kernel in (d.registry.kernel("k"), FakeKernel("loose"), odd):
+        found.leave(kernel, Left("hung", "why"))
+    assert found.reported == {("odd", "1")}
+    assert len(found.left) == 3
+
+
+def test_a_thread_binds_on_the_device_of_its_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    device = torch.device("cuda", 1)
+    made = CandidateLaunchers(SimpleNamespace(), 1, None, device, None, Deadline(math.inf), {})  # type: ignore[arg-type]
+    compiled = Future[None]()
+    compiled.set_result(None)
+    job = problem(), Candidate(FakeKernel("k"), FakeConfig())
+    assert callable(made._bound(job, compiled))
+    assert used == [device]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_another_m_shows_of_a_candidate(late: bool) -> None:
+    """A fault is the kernel's, lack of memory is the machine's. BLAS alone is not verified."""
+
+    def raising(error: BaseException) -> Any:
+        def fault(*_: Any) -> None:
+            raise error
+
+        return fault
+
+    kernels = [
+        FakeBlas(), FakeKernel("ok"), FakeKernel("wrong", spoil=lambda out: out + 1),
+        Faulty(raising(ValueError("boom")), "raises"),
+        Faulty(raising(torch.OutOfMemoryError("no memory")), "full"), FakeKernel("unbound"),
+    ]  # fmt: skip
+    runs = {k.name: CandidateRun(Candidate(k, FakeConfig())) for k in kernels}
+
+    def bound(jobs: Any) -> Any:
+        yield ()
+        made = {(p, c): c.kernel.bind(p, c.config) for p, c in jobs}
+        unbound = {job: MemoryError("none left") for job in jobs if job[1].kernel.name == "unbound"}
+        return made | unbound
+
+    one = tuning(FakeTimer({("ok", 1, 33): 7.0, ("blas", 1, 33): 9.0, ("blas", 1, 40): 8.0}))
+    one._launchers.bound = bound  # type: ignore[method-assign]
+    one._launchers.deadline.at = 0.0 if late else math.inf
+    for run in runs.values():
+        run.status = "ok"
+    drained(one.measure_at({33: [*runs.values()], 40: [runs["blas"]]}))
+    times = {name: run.inside_us for name, run in runs.items() if run.inside_us}
+    assert times == ({} if late else {"blas": {33: 9.0, 40: 8.0}, "ok": {33: 7.0}})
+    failed = {name: run.status for name, run in runs.items() if run.status != "ok"}
+    assert failed == ({} if late else {"wrong": "wrong"})
+    assert late or str(runs["wrong"].reason).startswith("at M=33: ")
+    faults = [fault for found in one._findings.faults.values() for fault in found]
+    assert [fault.kernel for fault in faults] == ([] if late else ["raises"])
+    assert all(fault.reason.startswith("at M=33: ValueError: boom") for fault in faults)
+    left = one._findings.left
+    assert {name for name, _ in left} == (set() if late else {"full", "unbound"})
+    assert all(why.reason.startswith("at M=33: ") for why in left.values())

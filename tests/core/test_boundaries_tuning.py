@@ -744,6 +744,24 @@ def test_a_sample_is_the_time_of_a_call_in_a_chain_of_copies(
     assert gpu.graphs[-1].freed
 
 
+@pytest.mark.parametrize(("rested", "more"), [(None, 0), (True, 1)])
+def test_after_a_pause_a_chain_runs_once_before_it_is_timed(
+    rested: Any, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(monkeypatch)
+    timer = timing.GraphTimer(torch.device("cuda", 0))
+    run = gpu.run("a", 10.0)
+    timer.measure([run], 1)
+    for steps in (
+        timer.measure_steps([run], 2, burst_us=10.0),
+        timer.steady_steps([run], 1, copies=1, steady_us=30.0),
+    ):
+        next(steps)
+        before = len(gpu.done)
+        steps.send(rested)
+        assert len(gpu.done) - before == 1 + more
+
+
 def test_a_launch_alone_is_timed_after_the_cache_was_flushed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
