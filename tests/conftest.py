@@ -1,4 +1,4 @@
-"""Every test has a cache folder of its own, and without a GPU kernels are interpreted."""
+"""Every test has an empty cache folder, and without a GPU kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck
     from hypothesis import settings as drawing
 
-    # How fast a machine draws inputs is not what a test is about.
+    # The speed at which a machine draws inputs is not under test.
     drawing.register_profile("tmm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     drawing.load_profile("tmm")
 

@@ -241,7 +241,7 @@ FORMATS = ("int8", "int4", "int4_signed", "fp8", "mxfp4", "mxfp8", "nvfp4")
 @st.composite
 def quantised(draw: Any, lead: Any, outer: int | None, k: int) -> Quantized:
     """A weight ``[*lead, outer, K]``, or a vector if ``outer`` is None, of a format with one of its
-    grids, in any layout. K is rounded up to what the format and the grid divide."""
+    grids, in any layout. K is rounded up to a multiple that the format and the grid allow."""
     form = formats.named(draw(st.sampled_from(FORMATS)))
     rows = () if outer is None else (outer,)
     outer = 1 if outer is None else outer
@@ -324,8 +324,8 @@ def cast_to(modes: Autocast) -> torch.dtype | None:
 
 
 def cast_by(modes: Autocast, call: Call) -> Call:
-    """The call as autocast leaves it: plain operands are cast with what is added, unless both
-    operands are stored."""
+    """The call as autocast leaves it: plain operands are cast, as are bias and residual, unless
+    both operands are stored."""
     dtype = cast_to(modes)
     if dtype is None or (is_stored(call["a"]) and is_stored(call["b"])):
         return call

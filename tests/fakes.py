@@ -29,7 +29,7 @@ DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
 )
 
-#: What verification does with 8-bit floats beside viewing them. A GPU lacks other operations.
+#: The operations of verification on 8-bit floats, except views. A GPU lacks others.
 ON_8_BIT_FLOATS: dict[str, Callable[[torch.Tensor], Any]] = {
     "_to_copy": lambda t: t.float(),
     "to": lambda t: t.to(torch.float64),

@@ -11,7 +11,7 @@ Case = TypeVar("Case")
 
 
 def every_case() -> bool:
-    """Whether tests take all of their cases, which takes minutes more."""
+    """Whether tests run all of their cases, which takes minutes longer."""
     return os.environ.get("EVERY_CASE", "") not in ("", "0")
 
 
@@ -22,11 +22,11 @@ def share(cases: Iterable[Case], place: int, of: int) -> list[Case]:
 
 
 def covering(cases: Iterable[Case], fields: Callable[[Case], Mapping[str, Any]]) -> list[Case]:
-    """Few cases that together have each pair of values of two fields that any case has.
+    """A few cases that together have every pair of values of two fields that occurs in any case.
 
     Args:
         cases: Those to choose from, greedily; the first of equally good ones is taken.
-        fields: The values of a case that bear on what is tested, by name; two or more.
+        fields: The values of a case that affect the test, by name; two or more.
     """
     left = [(case, set(itertools.combinations(fields(case).items(), 2))) for case in cases]
     if every_case():

@@ -77,7 +77,7 @@ class _Error:
 class ShardedMLP:
     """A gated MLP in parallel, compared with the same MLP on one rank."""
 
-    #: The epilogue of every product that its layers asked for.
+    #: The epilogue of every product that its layers computed.
     products: list[str]
     #: Collectives of the forward.
     communications: int
@@ -115,11 +115,11 @@ def sharded_gated_mlp(device: str, dtype: torch.dtype, learns: bool, sequence: b
 
     whole = torch.randn(2 * ranks, 3, 8, device=device, dtype=dtype, requires_grad=learns)
     given = part(whole).detach().clone().requires_grad_(learns)
-    asked: list[str] = []
+    epilogues: list[str] = []
     linear = tmm_core.api.linear
 
     def spied(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
-        asked.append(epilogue or "")
+        epilogues.append(epilogue or "")
         return linear(*args, epilogue=epilogue, **kwargs)
 
     with torch.set_grad_enabled(learns):
@@ -140,7 +140,7 @@ def sharded_gated_mlp(device: str, dtype: torch.dtype, learns: bool, sequence: b
         for ours, its in zip(mlp.parameters(), alone.parameters(), strict=True):
             errors.append(_error(ours.grad, its.grad))
         errors.append(_error(given.grad, part(whole.grad)))
-    return ShardedMLP(asked, spy.get_total_counts(), _error(y, part(expected)), errors)
+    return ShardedMLP(epilogues, spy.get_total_counts(), _error(y, part(expected)), errors)
 
 
 def gated_mlp_of_sharded_input() -> tuple[list[str], float]:
@@ -165,11 +165,11 @@ def gated_mlp_of_sharded_input() -> tuple[list[str], float]:
         plan[name].desired_input_layouts = (Shard(0),)
     parallelize_module(mlp, init_device_mesh("cpu", (ranks,)), plan)
     whole = torch.randn(2 * ranks, 8, dtype=torch.float64)
-    asked: list[str] = []
+    epilogues: list[str] = []
     linear = tmm_core.api.linear
 
     def spied(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
-        asked.append(epilogue or "")
+        epilogues.append(epilogue or "")
         return linear(*args, epilogue=epilogue, **kwargs)
 
     tmm_core.api.linear = spied
@@ -179,7 +179,7 @@ def gated_mlp_of_sharded_input() -> tuple[list[str], float]:
             expected = alone(whole).chunk(ranks)[dist.get_rank()]
     finally:
         tmm_core.api.linear = linear
-    return asked, _error(y, expected)
+    return epilogues, _error(y, expected)
 
 
 def integers_split_along_k() -> tuple[str, float]:

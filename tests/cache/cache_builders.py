@@ -84,7 +84,7 @@ def made(ago: timedelta) -> str:
 
 @contextmanager
 def warned(match: str, times: int = 1) -> Iterator[pytest.WarningsRecorder]:
-    """All that happens inside costs exactly so many cache warnings, and one of them matches."""
+    """The code inside causes exactly this number of cache warnings, and one of them matches."""
     with pytest.warns(CacheWarning, match=match) as caught:
         yield caught
     assert [warning.category for warning in caught] == [CacheWarning] * times

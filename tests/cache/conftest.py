@@ -1,4 +1,4 @@
-"""Every test of the cache runs on folders of its own, never on the developer's cache."""
+"""Every test of the cache runs on temporary folders, never on the developer's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMM_CACHE_DIR", str(own))
     monkeypatch.delenv("TMM_CACHE_PATH", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    # As in a process that nothing has been told: the same variable is wrong in several tests.
+    # As in a process without warnings so far: the same variable is wrong in several tests.
     monkeypatch.setattr(cache_errors, "_warned", set())
     return own
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import pytest
 
-#: What is counted. `os.scandir` and `os.listdir` are how folders are read, the rest is named as
-#: what it does.
+#: The counted functions. `os.scandir` and `os.listdir` read folders; the names of the others
+#: describe them.
 CALLS: list[tuple[Any, str]] = [
     *((os, name) for name in ("open", "write", "read", "fsync", "replace", "rename", "link")),
     *((os, name) for name in ("mkdir", "rmdir", "unlink", "utime", "stat", "lstat", "fstat")),
@@ -84,10 +84,9 @@ def faulty(root: Path, n: int, code: int = errno.EIO, how: How = "fails") -> Ite
 def dying(
     root: Path, n: int, scenario: Callable[[Callable[[object], None]], None]
 ) -> tuple[bool, list[str]]:
-    """Run a scenario in a child that dies at its n-th call.
-
-    Returns whether it died, and what it said was done by the function it is given: of each, its
-    text. Only what the process acknowledged before it died counts as saved.
+    """Run a scenario in a child process that dies at its n-th call. Returns whether it died, and
+    the texts by which it acknowledged its steps. Only a step that was acknowledged before the death
+    counts as saved.
     """
     reader, writer = os.pipe()
     child = os.fork()

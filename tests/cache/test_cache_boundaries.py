@@ -1,4 +1,4 @@
-"""Values at and beside each limit of the cache's small functions."""
+"""Values at and next to each limit of the cache's small functions."""
 
 from __future__ import annotations
 
@@ -606,11 +606,11 @@ def test_shapes_in_a_line(changes: dict[str, Any], shape: str) -> None:
     ],
 )  # fmt: skip
 def test_dtypes_in_a_line(a: str, b: str | None, out: str | None, long: str, short: str) -> None:
-    asked: Any = {"a": {"dtype": a}}
-    asked |= {} if b is None else {"b": {"dtype": b}}
-    asked |= {} if out is None else {"out": {"dtype": out}}
-    assert problem_fields.dtypes(asked) == long
-    assert problem_fields.dtypes(asked, short=True) == short
+    document: Any = {"a": {"dtype": a}}
+    document |= {} if b is None else {"b": {"dtype": b}}
+    document |= {} if out is None else {"out": {"dtype": out}}
+    assert problem_fields.dtypes(document) == long
+    assert problem_fields.dtypes(document, short=True) == short
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
 #: M of the problems that exist beforehand; each scenario adds, replaces or removes some of them.
 BEFORE = (1, 2, 3)
 DAY = 86400
-#: The kernel that the other cache knows besides.
+#: A kernel that only the other cache has.
 THEIRS = CandidateResult("theirs", "1", {}, "slow", (99.0,))
 
 
@@ -77,7 +77,7 @@ def save(root: Path, acknowledge: Acknowledge) -> None:
             new = record(problem(m=m), mark="saved")
             if store.save(GPU, ENVIRONMENT, new) is not None:
                 acknowledge(f"{m}=saved")
-            # Whatever the disk says, this process answers with what it tuned.
+            # For any state of the disk, this process answers with its own tuning.
             assert store.load(GPU, ENVIRONMENT, problem(m=m)) in (new, None)
     store.log_miss(GPU, ENVIRONMENT, problem(m=9))
 
@@ -121,8 +121,8 @@ MOST_CALLS = 1500
 
 
 def stride(name: str, n: int, how: How) -> int:
-    """Every call of a save fails once. Of scenarios that are rarer or take longer, a sample does;
-    `endurance.py` covers all."""
+    """Every call of a save fails once. In scenarios that are rarer or take longer, a sample of the
+    calls fails; `endurance.py` covers all."""
     if os.environ.get("TMM_ENDURANCE") or (name, how) == ("save", "fails"):
         return 1
     return 1 + n % 3 if name in ("save", "evict") else 5 + n % 3

@@ -1,4 +1,4 @@
-"""Whatever happens to the files, the store answers, warns exactly once, and names the file."""
+"""After any fault of its files the store answers, warns exactly once, and names the file."""
 
 from __future__ import annotations
 

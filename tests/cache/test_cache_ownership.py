@@ -1,4 +1,4 @@
-"""A note of what was verified counts if nobody else may have written it."""
+"""A note of a verified kernel counts only if no other user could have written it."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def another_user_owns(at: Path) -> None:
 def test_notes_that_others_may_have_written_are_neither_read_nor_written(
     store: CacheStore, make: Callable[[Path], None], whole_folder: bool
 ) -> None:
-    """A stamp that somebody else noted would pass a wrong kernel as verified."""
+    """A stamp by another user would pass a wrong kernel as verified."""
     store.mark_verified(GPU, ENVIRONMENT, "key")
     assert CacheStore().is_verified(GPU, ENVIRONMENT, "key")
     [file] = (store.root / "notes").iterdir()

@@ -130,7 +130,7 @@ def test_a_relative_layer_of_a_removed_folder_is_passed_over(
 
 
 def denied(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> None:
-    """Nothing below the folder can be read, as `/proc/1/root` of a stranger's process."""
+    """Nothing below the folder can be read, like `/proc/1/root` of another user's process."""
     for name in ("stat", "open", "listdir", "scandir", "readlink", *more):
         real = getattr(os, name)
 

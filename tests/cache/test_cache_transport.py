@@ -1,4 +1,5 @@
-"""Export, import and freeze: records travel whole, and a stranger's file does no harm."""
+"""Export, import and freeze: records are copied whole, and a file of unknown origin does no
+harm."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_what_is_frozen_answers_alone(
     assert deployed.load(GPU, ENVIRONMENT, problem()) == record(mark="own").thinned()
     assert deployed.found(GPU, ENVIRONMENT, problem()) == store.root / "tmm.lock.json"
     assert deployed.load(GPU, ENVIRONMENT, problem(m=2)) is not None
-    # Neither what was added since, nor what this process holds.
+    # Neither a record that was added since, nor one that this process holds.
     deployed.hold(GPU, ENVIRONMENT, record(problem(m=5)))
     assert [deployed.load(GPU, ENVIRONMENT, problem(m=m)) for m in (4, 5)] == [None] * 2
     assert deployed.load(GPU, OLDER_ENVIRONMENT, problem()) is None
@@ -189,7 +190,7 @@ def item(new: TuningRecord, gpu: str = GPU, environment: Any = ENVIRONMENT) -> d
 
 
 def write(file: Path, *items: Any) -> None:
-    """A file of these records with a right checksum, as a stranger can make it."""
+    """A file of these records with a right checksum, which anybody can make."""
     data = sealed({"lock": 1, "records": list(items)})
     file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
 

@@ -1,4 +1,4 @@
-"""Which files are used, by owner and checksum; and notes of what was verified."""
+"""Which files are used, by owner and checksum; and notes of verified kernels."""
 
 from __future__ import annotations
 

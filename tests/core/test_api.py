@@ -247,7 +247,7 @@ def test_autocast_is_torchs() -> None:
     torch.testing.assert_close(mine, theirs)
 
 
-# torch 2.14 reads it of its own copies, and hides the warning from those who do not make it an error.
+# torch 2.14 reads it from its own copies, and hides the warning unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_opcheck() -> None:
     a, b = torch.randn(4, 5, requires_grad=True), torch.randn(5, 6, requires_grad=True)

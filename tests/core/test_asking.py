@@ -1,4 +1,5 @@
-"""A kernel that answers nonsense costs itself: no process, no call, nobody else's record."""
+"""A kernel that returns invalid values costs only itself: no process, no call, and no record of
+other kernels."""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def test_nonsense_costs_its_kernel_alone(
 
     text = text.partition("; later faults of it are not reported")[0]
 
-    # From here on it is silent, whatever is asked, and says why it declines.
+    # From here on its methods are not called, and it declines with the reason.
     assert d.choose(problem(n=64), settings()).candidate.kernel.name == "good"
     assert d.choose(problem(n=72), settings(on_cache_miss="heuristic")).candidate.kernel.name
     assert text in d.rejections(problem(), settings())["strange"]
@@ -296,17 +297,17 @@ def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> 
 
 
 def test_proper_answers_pass() -> None:
-    asked = CheckedKernel(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), Source("p"))
-    assert asked.reasons_against(problem()) == []
-    assert asked.configs(problem()) == [FakeConfig(tile=3), FakeConfig(tile=4)]
-    config = asked.default_config(problem())
+    checked = CheckedKernel(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), Source("p"))
+    assert checked.reasons_against(problem()) == []
+    assert checked.configs(problem()) == [FakeConfig(tile=3), FakeConfig(tile=4)]
+    config = checked.default_config(problem())
     assert config == FakeConfig(tile=3)
-    assert (asked.estimate_us(problem(), config), asked.workspace_bytes(problem(), config)) == (
+    assert (checked.estimate_us(problem(), config), checked.workspace_bytes(problem(), config)) == (
         2.5, 64,
     )  # fmt: skip
-    assert asked.arithmetic(problem(), config) is None  # it promises no invariance
-    assert repr(asked) == "<kernel k 1>"
-    assert (asked.fault, asked.compiles) == (None, False)
+    assert checked.arithmetic(problem(), config) is None  # it promises no invariance
+    assert repr(checked) == "<kernel k 1>"
+    assert (checked.fault, checked.compiles) == (None, False)
 
 
 def test_an_empty_search_space_is_no_fault() -> None:
@@ -415,12 +416,12 @@ def test_ctrl_c_stops_at_once(question: str) -> None:
 
 
 def test_many_threads_get_one_warning() -> None:
-    asked = CheckedKernel(strange("estimate_us", lambda *_: -1), Source("p"))
+    checked = CheckedKernel(strange("estimate_us", lambda *_: -1), Source("p"))
     ready = threading.Barrier(8)
 
     def ask() -> None:
         ready.wait()
-        assert asked.estimate_us(problem(), FakeConfig()) is None
+        assert checked.estimate_us(problem(), FakeConfig()) is None
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
 
@@ -436,11 +437,11 @@ def test_many_threads_get_one_warning() -> None:
 
 
 def test_the_first_reason_is_the_one_that_stays() -> None:
-    asked = CheckedKernel(FakeKernel("fake.asked"), Source("p"))
+    checked = CheckedKernel(FakeKernel("fake.checked"), Source("p"))
     with pytest.warns(TmmWarning, match="set aside: first") as caught:
-        raised = [str(asked.set_aside(why)) for why in ("first", "second")]
+        raised = [str(checked.set_aside(why)) for why in ("first", "second")]
     assert len(caught) == 1
-    assert {asked.fault, *raised} == {raised[0]}
+    assert {checked.fault, *raised} == {raised[0]}
     assert "second" not in raised[0]
 
 

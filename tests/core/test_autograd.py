@@ -306,7 +306,7 @@ def test_vmap_nests_and_makes_the_product_torch_would() -> None:
 
 
 def kept(call: Callable[[], Tensor]) -> int:
-    """Bytes of storage that a call keeps for backward, what is kept twice counted once."""
+    """Bytes of storage that a call keeps for backward; a storage that is kept twice counts once."""
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -500,7 +500,7 @@ def test_gradients_under_autocast_are_torchs() -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
 
 
-# Torch's own, where it makes stand-ins of what was saved.
+# Torch issues it when it makes stand-ins for saved tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
 def test_compiled_autograd() -> None:
@@ -793,7 +793,7 @@ def test_gradients_go_by_the_settings_of_their_product(
     assert x.grad is not None
     assert len(seen) == 2
     assert all(settings is other for settings in seen)
-    # And what was computed outside is not drawn in.
+    # And operators that were computed outside are not fused into the graph.
     warm.forget_plans()
     y = tmm_core.matmul(x, w)
     seen.clear()

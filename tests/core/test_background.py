@@ -77,7 +77,7 @@ def made(
     clock = Clock()
     timer = Slow(FAST if times is None else times, clock)
     d.tuner = Tuner(timer, **options)
-    d.__dict__["background"] = Background(lambda asked: d._alone_on(asked.device), clock)
+    d.__dict__["background"] = Background(lambda key: d._alone_on(key.device), clock)
     return d, timer, clock
 
 
@@ -87,10 +87,10 @@ def settle(d: Dispatcher) -> None:
         wait(task.pending or (), 20)
 
 
-def until_done(d: Dispatcher, clock: Clock, asked: Any, most: int = 3000) -> int:
-    """The calls, 10 ms apart, until ``asked`` has a choice for good."""
+def until_done(d: Dispatcher, clock: Clock, instance: Any, most: int = 3000) -> int:
+    """The calls, 10 ms apart, until ``instance`` has a choice for good."""
     for count in range(most):
-        choice, _ = d.bound(asked, BACKGROUND)
+        choice, _ = d.bound(instance, BACKGROUND)
         if choice.lasting:
             return count
         clock.now += 0.01
@@ -127,14 +127,14 @@ def test_slices_are_short_and_within_their_share() -> None:
     rng = random.Random(3)
     d, timer, clock = made(*[FakeKernel(f"k{i}", tiles=(1, 2, 3, 4)) for i in range(4)])
     began, spent, calls = clock.now, 0.0, 0
-    asked = [problem(n=n) for n in range(16, 16 + 8 * 6, 8)]
-    for each in asked:
+    problems = [problem(n=n) for n in range(16, 16 + 8 * 6, 8)]
+    for each in problems:
         d.bound(each, BACKGROUND)
     while d.background:
         calls += 1
         clock.now += rng.choice((1e-5, 1e-4, 0.002, 0.03, 5.0))
         before = clock.now
-        d.bound(rng.choice(asked), BACKGROUND)
+        d.bound(rng.choice(problems), BACKGROUND)
         took = clock.now - before
         assert took <= SLICE + STEP < 0.02
         spent += took
@@ -169,7 +169,7 @@ def test_the_share_is_a_setting(tmp_path: Path) -> None:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify in two launches, which show what is wrong with fakes."""
+    """Verify in two launches, which suffice to find the faults of fakes."""
     run = verifier._Checks.run
     monkeypatch.setattr(verifier._Checks, "run", lambda checks, _, many: run(checks, "brief", many))
 
@@ -182,7 +182,7 @@ def test_its_winners_are_those_of_the_foreground(tmp_path: Path) -> None:
     rng = random.Random(7)
     names = ["p", "q", "r"]
     times: dict[Any, float] = {}
-    asked = [problem(m=m, n=16 + 8 * i) for i in range(15) for m in (64, 320)]
+    problems = [problem(m=m, n=16 + 8 * i) for i in range(15) for m in (64, 320)]
     for name in [*names, "blas"]:
         for tile in (1, 2, 3):
             for m in (64, 33, 49, 320, 257, 289):
@@ -195,7 +195,7 @@ def test_its_winners_are_those_of_the_foreground(tmp_path: Path) -> None:
     d, timer, clock = made(*kernels(), times=times)
     timer.step = STEP / 20  # or it takes as many calls
     foreground, _ = dispatcher(FakeBlas(), *kernels(), times=times, root=tmp_path)
-    for each in asked:
+    for each in problems:
         until_done(d, clock, each)
         expected = foreground.choose(each, settings())
         found = d.bound(each, BACKGROUND)[0].candidate
@@ -203,8 +203,8 @@ def test_its_winners_are_those_of_the_foreground(tmp_path: Path) -> None:
         assert times_of(d, each) == times_of(foreground, each)
 
 
-def times_of(d: Dispatcher, asked: Any) -> list[Any]:
-    record = d.record_of(asked)
+def times_of(d: Dispatcher, instance: Any) -> list[Any]:
+    record = d.record_of(instance)
     assert record is not None
     return [(c.kernel, c.config, c.status, c.samples_us, c.inside_us) for c in record.candidates]
 
@@ -217,8 +217,8 @@ class Pool:
     def __init__(self) -> None:
         self.pending: list[tuple[Any, Future[None]]] = []
 
-    def submit(self, asked: Any, candidate: Any, **more: Any) -> Future[None]:
-        self.pending.append((asked, Future()))
+    def submit(self, instance: Any, candidate: Any, **more: Any) -> Future[None]:
+        self.pending.append((instance, Future()))
         return self.pending[-1][1]
 
     def are_starting(self, futures: Any) -> bool:
@@ -228,9 +228,9 @@ class Pool:
         for future in futures:
             future.cancel()
 
-    def answer(self, asked: Any) -> None:
+    def answer(self, instance: Any) -> None:
         for one, future in self.pending:
-            if one == asked and not future.done():
+            if one == instance and not future.done():
                 future.set_result(None)
 
 
@@ -238,10 +238,10 @@ def test_compilers_are_not_waited_for() -> None:
     """While one problem waits for them, the next starts its own; only the first measures."""
     pool: Any = Pool()
     d, timer, clock = made(FakeKernel("fast"), compilers=pool)
-    asked = [problem(n=n) for n in (32, 48, 64)]
+    problems = [problem(n=n) for n in (32, 48, 64)]
 
     def calls(count: int) -> None:
-        for each in asked * count:
+        for each in problems * count:
             clock.now += 0.01
             d.bound(each, BACKGROUND)
 
@@ -249,22 +249,22 @@ def test_compilers_are_not_waited_for() -> None:
     calls(20)
     assert [one.n for one, _ in pool.pending] == [32, 32, 48, 48]
     assert not timer.samples
-    pool.answer(asked[1])
+    pool.answer(problems[1])
     calls(20)
     assert not timer.samples  # it waits for its turn
-    pool.answer(asked[0])
+    pool.answer(problems[0])
     calls(40)
     assert timer.samples
     assert {one.n for one, _ in pool.pending} == {32, 48}  # two at a time
     assert time.monotonic() - began < 5.0
     for _ in range(20):
-        for each in asked:
+        for each in problems:
             pool.answer(each)
             for m in (33, 49):
                 pool.answer(each.at(m))
         time.sleep(0.01)
         calls(20)
-    assert all(d.bound(each, BACKGROUND)[0].candidate.kernel.name == "fast" for each in asked)
+    assert all(d.bound(each, BACKGROUND)[0].candidate.kernel.name == "fast" for each in problems)
 
 
 def test_rests_are_not_charged_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def _noting(steps: Any, released: list[str]) -> Any:
 def test_some_calls_are_never_delayed(
     monkeypatch: pytest.MonkeyPatch, why: str, fields: Any, mode: Any, tmp_path: Path
 ) -> None:
-    """Nor do they begin a tuning; what they miss is noted."""
+    """Nor do they begin a tuning; their misses are noted."""
     d, timer, clock = made(FakeKernel("fast"), root=tmp_path)
     d.bound(problem(n=48), BACKGROUND)
     if "ranks" in why:
@@ -442,9 +442,9 @@ def test_what_a_record_lacks_is_added_while_it_answers(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("briefly")
 @pytest.mark.slow
 def test_many_threads_at_once() -> None:
-    """One slice at a time, whoever calls; nobody waits for another's."""
+    """One slice at a time, in any thread; no thread waits for another's slice."""
     d, timer, _ = made(FakeKernel("fast", tiles=(1, 2, 3)))
-    d.__dict__["background"] = Background(lambda asked: d._alone_on(asked.device))
+    d.__dict__["background"] = Background(lambda key: d._alone_on(key.device))
     often = background_settings(tune_share=1.0)
     measure, inside, faults = timer.measure_steps, threading.Lock(), []
 
@@ -462,13 +462,13 @@ def test_many_threads_at_once() -> None:
             yield ()
 
     timer.measure_steps = alone  # type: ignore[method-assign]
-    asked = [problem(n=n) for n in (16, 24, 32)]
+    problems = [problem(n=n) for n in (16, 24, 32)]
 
     def calls(seed: int) -> None:
         rng = random.Random(seed)
         try:
-            while not all(d.bound(each, often)[0].lasting for each in asked):
-                d.bound(rng.choice(asked), often)
+            while not all(d.bound(each, often)[0].lasting for each in problems):
+                d.bound(rng.choice(problems), often)
         except BaseException as error:
             faults.append(repr(error))
 
@@ -478,9 +478,9 @@ def test_many_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not faults
-    for each in asked:
+    for each in problems:
         assert d.bound(each, often)[0].candidate.kernel.name == "fast"
-    # A thread that measures in the foreground delays nobody.
+    # A thread that measures in the foreground delays no other thread.
     d.bound(problem(n=256), often)
     holding, free = threading.Event(), threading.Event()
 
@@ -584,7 +584,7 @@ def test_another_precision_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     d, timer, clock = made(FakeKernel("fast"))
     allowed = [False]
 
-    def require(asked: Any) -> None:
+    def require(_: Any) -> None:
         if not allowed[0]:
             raise tmm_core.errors.UnsupportedProblemError("another precision")
 
@@ -643,11 +643,11 @@ device = DeviceFingerprint(
     triton="3", shared_memory=232448, l2=52428800,
 )
 bf16 = Operand(torch.bfloat16)
-asked = tmm_core.Problem(m=48, n=5120, k=4096, a=bf16, b=bf16, out=bf16, device=device)
+instance = tmm_core.Problem(m=48, n=5120, k=4096, a=bf16, b=bf16, out=bf16, device=device)
 tmm_core.preload()
 before = {*sys.modules}
 with settings.override(on_cache_miss="background") as current:
-    choice = dispatch.default_dispatcher().choose(asked, current)
+    choice = dispatch.default_dispatcher().choose(instance, current)
 assert "later calls tune it" in choice.reason, choice
 assert len(dispatch.default_dispatcher().background) == 1
 assert not {*sys.modules} - before, {*sys.modules} - before

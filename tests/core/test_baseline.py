@@ -1,4 +1,4 @@
-"""BLAS belongs to the core: it answers whatever plugins there are, and without any metadata."""
+"""BLAS belongs to the core: it answers with any set of plugins, and without any metadata."""
 
 from __future__ import annotations
 

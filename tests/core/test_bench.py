@@ -1,4 +1,4 @@
-"""The benchmark: its problems, what it times, what it makes of the times."""
+"""The benchmark: its problems, its timings and its figures."""
 
 from __future__ import annotations
 

@@ -458,7 +458,7 @@ def test_the_best_of_a_search_is_chosen_by_the_rules_of_the_tuning(
 
 
 @pytest.mark.parametrize(
-    ("kind", "us", "asked", "steady"),
+    ("kind", "us", "requested", "steady"),
     [
         (GraphTimer, exhaustive.LONG_US, True, {"a": 7.0, "b": 8.0}),
         (GraphTimer, exhaustive.LONG_US - 4, True, {}),
@@ -467,7 +467,7 @@ def test_the_best_of_a_search_is_chosen_by_the_rules_of_the_tuning(
     ],
 )
 def test_long_products_race_in_steady_state_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, us: float, asked: bool, steady: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch, kind: Any, us: float, requested: bool, steady: dict[str, float]
 ) -> None:
     released: list[object] = []
 
@@ -490,7 +490,7 @@ def test_long_products_race_in_steady_state_on_a_gpu(
     monkeypatch.setattr(exhaustive, "timer_for", lambda device: Timer())
     monkeypatch.setattr(exhaustive, "Copies", lambda problem, device, memory: copies)
     launchers: Any = {"a": None, "b": None}
-    how: dict[str, Any] = {"captures": 3, "rounds": 5, "burst_us": 9.0, "steady": asked}
+    how: dict[str, Any] = {"captures": 3, "rounds": 5, "burst_us": 9.0, "steady": requested}
     found = exhaustive.race(problem(), CPU, launchers, **how)
     assert found == ({"a": us + 1, "b": us + 2}, steady)  # medians over captures
     assert len({*map(id, released)}) == 3
@@ -524,8 +524,8 @@ def test_a_candidate_that_does_not_compile_costs_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         exhaustive, "dispatch", types.SimpleNamespace(default_dispatcher=lambda: chosen)
     )
-    asked = exhaustive._proposed(problem(), [FakeKernel("fake", tiles=(3, 2))])
-    launchers, failed = exhaustive._bound(problem(), CPU, asked)
+    proposed = exhaustive._proposed(problem(), [FakeKernel("fake", tiles=(3, 2))])
+    launchers, failed = exhaustive._bound(problem(), CPU, proposed)
     assert [*launchers] == ['fake {"tile": 3}']
     assert failed == {'fake {"tile": 2}': "RuntimeError: no ptxas"}
     assert waited == [exhaustive.PATIENCE] * 2

@@ -80,7 +80,7 @@ def test_an_ordinary_call_takes_the_shortest_path(
 
 
 class Sharded(Tensor):
-    """In place of a DTensor."""
+    """Stands in for a DTensor."""
 
 
 @pytest.mark.parametrize(

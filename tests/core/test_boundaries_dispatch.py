@@ -1,5 +1,5 @@
-"""Limits of what is measured and of what is chosen: widths of buckets, ladders of M, distances of
-neighbours, sizes of chains, ends of what has been timed."""
+"""Limits of measurements and choices: widths of buckets, ladders of M, distances of neighbours,
+sizes of chains, and the range of timed sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
-from test_invariant import Summing, asked, chosen
+from test_invariant import Summing, chosen, weight_problem
 from test_invariant import timed as timed_by_m
 from test_tuner import result
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
@@ -73,7 +73,7 @@ def test_a_record_that_is_no_edge_is_measured_at_its_own_m_alone() -> None:
 
 def test_every_matrix_of_a_rung_fits_the_limit() -> None:
     def rungs(**fields: Any) -> list[int]:
-        return [rung.m for rung in ladder(asked(1, **fields))]
+        return [rung.m for rung in ladder(weight_problem(1, **fields))]
 
     assert rungs(k=2**20) == rungs(n=2**20) == [16, 64, 256]
     assert rungs(n=2**18, batch=4) == [16, 64, 256]
@@ -84,7 +84,7 @@ def test_every_matrix_of_a_rung_fits_the_limit() -> None:
 
 def test_a_rung_is_of_dense_matrices() -> None:
     """One row of any length starts on 16 bytes; rows of 20 bytes do not all."""
-    of = asked(9, k=5, n=5, residual=Operand(FP32, "strided", False))
+    of = weight_problem(9, k=5, n=5, residual=Operand(FP32, "strided", False))
     one, more = _at(of, 1), ladder(of)
     assert one.a.aligned
     assert one.out.aligned
@@ -92,7 +92,7 @@ def test_a_rung_is_of_dense_matrices() -> None:
     assert not any(rung.a.aligned or rung.out.aligned for rung in more)
     assert {rung.residual for rung in more} == {Operand(FP32, aligned=False)}
     # In a gradient, rows of a are M long.
-    gradient = ladder(asked(9, k=5, a=COLUMN))
+    gradient = ladder(weight_problem(9, k=5, a=COLUMN))
     assert [rung.a.aligned for rung in gradient] == [m % 4 == 0 for m in LADDER]
     assert {rung.a.layout for rung in gradient} == {"col"}
 
@@ -100,14 +100,14 @@ def test_a_rung_is_of_dense_matrices() -> None:
 def test_scales_are_of_a_weight_and_their_kind_is_not() -> None:
     eight = Operand(torch.float8_e4m3fn)
     row, tensor = (replace(eight, scale=Scale.parse(kind)) for kind in ("row", "tensor"))  # type: ignore[arg-type]
-    scaled = asked(16, a=row, b=tensor)
+    scaled = weight_problem(16, a=row, b=tensor)
     assert weight(scaled) == weight(replace(scaled, m=1, a=tensor))
     assert weight(scaled) == weight(replace(scaled, b=row))
     assert weight(scaled) != weight(replace(scaled, a=eight, b=eight))
 
 
 def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
-    edge = asked(64)
+    edge = weight_problem(64)
     places = [_position(edge, m) for m in (32, 33, 34, 49, 50, 64)]
     assert len(set(places)) == len(places)
     assert _position(edge, 40) == _position(edge, 41) != _position(edge, 49)
@@ -115,7 +115,7 @@ def test_an_m_that_was_measured_is_not_taken_for_one_between() -> None:
 
 @pytest.mark.slow
 def test_tuning_an_m_measures_its_bucket_once(tmp_path: Path) -> None:
-    """A call inside a bucket is answered by the bucket's record: none is made of its own M."""
+    """A call inside a bucket is answered by the bucket's record: its own M gets no record."""
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
     timer = timed_by_m(d, {("blas", 1): 9.0, ("k", 1): 5.0})
     assert chosen(d, 100)[0] == "k"
@@ -133,7 +133,7 @@ def test_each_weight_has_an_arithmetic_of_its_own(
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
     mine = settings()
     for n, name in ((48, "two"), (32, "one"), (48, "two")):
-        assert d.choose(asked(16, n=n), mine).arithmetic == name
+        assert d.choose(weight_problem(16, n=n), mine).arithmetic == name
 
 
 def test_an_arithmetic_that_was_used_stays_when_another_is_measured_to_be_faster(
@@ -147,7 +147,7 @@ def test_an_arithmetic_that_was_used_stays_when_another_is_measured_to_be_faster
     timed_by_m(d, times)
     mine = settings()
     for capturing, origin in ((True, "heuristic"), (False, "cache")):
-        choice = d.choose(replace(asked(16), capturing=capturing), mine)
+        choice = d.choose(replace(weight_problem(16), capturing=capturing), mine)
         assert (choice.origin, choice.arithmetic) == (origin, "one")
     d, _ = dispatcher(*kernels, root=tmp_path)
     timed_by_m(d, times)
@@ -160,7 +160,7 @@ def test_an_arithmetic_is_expected_to_take_as_long_as_its_best_config(tmp_path: 
             return {1: 9.0, 2: 1.0, 3: 5.0}[config.tile]
 
     d, _ = dispatcher(FakeBlas(), Estimating("k", {1: "one", 2: "one", 3: "two"}), root=tmp_path)
-    choice = d.choose(asked(16), settings(on_cache_miss="heuristic"))
+    choice = d.choose(weight_problem(16), settings(on_cache_miss="heuristic"))
     assert (choice.arithmetic, choice.candidate.config.to_json()) == ("one", {"tile": 2})
     why = "on_cache_miss='heuristic'; estimated 1 µs, the least of its arithmetic"
     assert choice.reason == why
@@ -179,12 +179,12 @@ def test_explaining_compiles_nothing_ahead_and_knows_what_was_chosen(tmp_path: P
     d, _ = dispatcher(FakeBlas(estimate=9.0), kernel, root=tmp_path)
     tuner = d.tuner = Preparing()  # type: ignore[assignment]
     mine, guessing = settings(), settings(on_cache_miss="heuristic")
-    _, miss = dry_run(d, asked(16), mine)
+    _, miss = dry_run(d, weight_problem(16), mine)
     assert miss is not None
     assert miss.action == "tune"
     assert tuner.prepared == {}
-    d._invariance._arithmetics[digest(weight(asked(16))), guessing] = "two"
-    choice, miss = dry_run(d, asked(16), guessing)
+    d._invariance._arithmetics[digest(weight(weight_problem(16))), guessing] = "two"
+    choice, miss = dry_run(d, weight_problem(16), guessing)
     assert (choice.arithmetic, miss) == ("two", None)
 
 
@@ -225,9 +225,9 @@ def test_what_force_measures_replaces_what_was_pinned(tmp_path: Path) -> None:
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 6.0})
     assert chosen(d, 16) == ("k", 1, "one")
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
-    d.tune(asked(16), settings())
+    d.tune(weight_problem(16), settings())
     assert chosen(d, 16) == ("k", 1, "one")
-    d.tune(asked(16), settings(), force=True)
+    d.tune(weight_problem(16), settings(), force=True)
     assert chosen(d, 16) == ("k", 2, "two")
 
 
@@ -237,9 +237,9 @@ def test_what_a_capture_was_given_is_measured_after_it(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
     timed_by_m(d, {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0})
     given = settings()
-    captured = d.choose(replace(asked(16), capturing=True), given)
+    captured = d.choose(replace(weight_problem(16), capturing=True), given)
     assert (captured.origin, captured.arithmetic) == ("heuristic", "one")
-    after = d.choose(asked(16), given)
+    after = d.choose(weight_problem(16), given)
     assert (after.origin, after.candidate.config.to_json()) == ("cache", {"tile": 2})
 
 
@@ -294,7 +294,7 @@ def test_the_order_of_a_documents_fields_says_nothing(tmp_path: Path) -> None:
 def test_a_near_winner_may_be_expected_to_take_a_fifth_longer(
     estimate: float | None, origin: str, tmp_path: Path
 ) -> None:
-    """It is taken whatever the version that was timed, if its config is one of this problem's."""
+    """Any timed version of it counts, if its config is one of this problem's."""
 
     class Estimating(FakeKernel):
         def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
@@ -490,7 +490,7 @@ def test_a_record_is_of_sizes_of_the_ragged_dimension(along: Any) -> None:
 
 
 def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> None:
-    """A bucket has a first M, but what was measured may begin after it."""
+    """A bucket has a first M, but its measurements may begin at a larger one."""
     times = {("fast", 1): 5.0, "blas": 10.0}
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     record = d.tune(problem(m=64), settings())
@@ -669,7 +669,7 @@ def test_several_ranks_do_not_tune_in_the_background(
 def test_what_a_later_tuning_is_to_measure_is_noted(
     mode: Any, fields: dict[str, bool], noted: bool, tmp_path: Path
 ) -> None:
-    """Who asks for heuristics wants no measurement, but a capture may become a graph that stays."""
+    """A user of heuristics wants no measurement, but a capture may become a graph that stays."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     d.choose(problem(m=50, **fields), settings(on_cache_miss=mode))
     assert [miss.problem["m"] for miss in d.store.misses()] == ([64] if noted else [])
@@ -899,7 +899,7 @@ def test_what_another_process_stored_meanwhile_is_not_measured_again(tmp_path: P
 
 
 class Preparing:
-    """A tuner that notes what it is to compile ahead."""
+    """A tuner that notes the problems that it is to compile ahead."""
 
     def __init__(self) -> None:
         self.prepared: dict[Problem, list[str]] = {}
@@ -1180,7 +1180,7 @@ def test_tuning_measures_a_weight_unless_its_arithmetic_is_known(
     monkeypatch.setattr(invariant, "LADDER", (16,))
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
     mine = settings(batch_invariant=True, **fields)
-    own = replace(asked(16), **({"a": COLUMN} if gradient else {}))
+    own = replace(weight_problem(16), **({"a": COLUMN} if gradient else {}))
     notes = d._invariance._notes_of(own)
     if noted is not None:
         notes.add(digest(weight(own)), noted)
@@ -1196,10 +1196,10 @@ def test_a_weight_that_does_not_change_is_tuned_as_such_if_it_is_one(
     static: bool, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d, _ = dispatcher(FakeBlas(), root=tmp_path)
-    asked: list[Problem] = []
-    monkeypatch.setattr(d, "_tune", lambda key, *_, **__: asked.append(key))
+    tuned: list[Problem] = []
+    monkeypatch.setattr(d, "_tune", lambda key, *_, **__: tuned.append(key))
     d.tune(problem(batch=batch), settings(static_weights=static))
-    assert [each.static_weights for each in asked] == [static and batch == 1]
+    assert [each.static_weights for each in tuned] == [static and batch == 1]
 
 
 # -- what is explained ------------------------------------------------------------------------

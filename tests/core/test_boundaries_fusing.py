@@ -201,7 +201,7 @@ def gate_of_itself(self: Any, x: Tensor) -> Tensor:
 )
 @pytest.mark.slow(quick=3)
 def test_each_pattern_at_its_edge(forward: Any, kinds: list[str], reason: str | None) -> None:
-    """Whatever is fused, the values stay the model's."""
+    """With any fusion, the values stay those of the model."""
     model = module(forward)
     expected = [model.train(mode)(X) for mode in (True, False)]
     report = convert(model)
@@ -707,7 +707,7 @@ TEXTS = [
 @pytest.mark.parametrize("width", [2, 256, 514])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_passes_compute_an_epilogue_and_its_derivative(text: str, width: int) -> None:
-    """Parameters have all their digits; widths are at and beside whole tiles."""
+    """Parameters have all their digits; widths are whole tiles, and one more or less."""
     pytest.importorskip("triton")
     from tmm_core.triton.pointwise import Pointwise
 
@@ -727,7 +727,7 @@ def test_the_passes_compute_an_epilogue_and_its_derivative(text: str, width: int
 
 
 def test_a_gradient_has_any_strides_and_promises_only_what_they_keep() -> None:
-    """16 elements, which with an aligned address is what a kernel loads at once."""
+    """16 elements, which a kernel loads at once from an aligned address."""
     pytest.importorskip("triton")
     from tmm_core.triton.pointwise import Pointwise
 

@@ -188,8 +188,8 @@ def forward_of_the_base(module: nn.Module) -> nn.Module:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Modules in place of Transformers' and of ``kernels``; the mapping in use while a model is
-    kernelized."""
+    """Stand-ins for modules of Transformers and for ``kernels``; the mapping in use while a model
+    is kernelized."""
     used: dict[str, Any] = {"available": True}
 
     @contextlib.contextmanager

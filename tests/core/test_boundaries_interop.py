@@ -137,7 +137,7 @@ def test_a_real_term_of_a_complex_product_has_a_real_gradient() -> None:
 
 
 def test_a_result_that_is_learned_through_has_the_dtype_of_one_that_is_not() -> None:
-    """Whatever is added to it."""
+    """With each epilogue, and with a residual of another dtype."""
     a, b = torch.randn(4, 8, dtype=BF16), torch.randn(8, 6, dtype=BF16)
     residual = torch.randn(4, 6)
     for epilogue in (None, "silu", "relu"):
@@ -346,7 +346,7 @@ def test_the_gradient_of_a_bias_of_groups_is_summed_in_fp32(along: str) -> None:
 @pytest.mark.usefixtures("by_blas")
 @pytest.mark.parametrize("epilogue", [None, "silu"])
 def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None:
-    """Whatever the memory holds that their rows would have been."""
+    """Even if the memory of rows that are not written holds NaN."""
     torch.full((4096,), torch.nan)
     a, b = double(12, 5), double(3, 5, 4)
     weights = double(12, requires_grad=True)
@@ -786,7 +786,7 @@ def graph_of(function: Callable[..., Any], dtype: torch.dtype, *given: Tensor) -
 
 
 def value_of(tail: Tail, values: dict[Any, Any]) -> Tensor:
-    """Return in fp64 what a call computes that replaces the tail."""
+    """Return, in fp64, the result of the call that replaces the tail."""
     terms = terms_of(tail.product)
     assert terms is not None
     a, b, bias, residual, alpha = (values.get(t, t) if t is not None else None for t in terms)

@@ -1,5 +1,5 @@
-"""Limits of a call: empty dimensions, memory side by side, tables that are full, kernels that may
-not fail, and what is left behind."""
+"""Limits of a call: empty dimensions, adjacent memory, full tables, kernels that may not fail, and
+state that stays behind."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_kernel_sees_the_terms_of_its_problem_alone() -> None:
 def test_a_plan_is_kept_if_its_choice_lasts(
     lasting: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not that of a call which found another process tuning, nor that of a capture."""
+    """A choice is not kept if another process was tuning, or if it was made in a capture."""
     plan = SimpleNamespace(
         choice=SimpleNamespace(lasting=lasting), problem=SimpleNamespace(capturing=capturing)
     )

@@ -1,4 +1,4 @@
-"""Small decisions of layers and of torch's side, each at and beside its limit."""
+"""Small decisions of layers and of tmm's interface to torch, each at and next to its limit."""
 
 from __future__ import annotations
 

@@ -283,8 +283,8 @@ def test_experts_are_where_they_are_said_to_be(bias: bool) -> None:
 def test_which_activations_meet_the_weights_of_experts(
     dtype: torch.dtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain weight gives its dtype to them, and a quantised one takes them as they are; rounded
-    to 8 bits they give their dtype to the result."""
+    """For a plain weight they are cast to its dtype; for a quantised one they stay unchanged. If
+    they are rounded to 8 bits, the result has their original dtype."""
     met: list[Any] = []
     matmul = experts.grouped.grouped_matmul
 
@@ -391,7 +391,7 @@ def test_layers_that_do_more_than_multiply_are_called(hook: str) -> None:
 
 
 class Sharded(nn.Parameter):
-    """What tells a parameter that is sharded by columns."""
+    """A stand-in with the attributes of a parameter that is sharded by columns."""
 
     placements = (Shard(0),)
 

@@ -1,5 +1,5 @@
 """The processes that compile and make first launches, part by part in this process: messages,
-limits, repetitions, and what is left behind."""
+limits, repetitions, and files that stay behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KIND = Kind(True, {"OF_KIND": "1"}, "compiled here", "took over {}", "it {}", "r
 
 
 class Compiling(FakeKernel):
-    """A kernel that notes what it compiles, and fails as a test says."""
+    """A kernel that notes the configs that it compiles, and fails as a test requires."""
 
     error: BaseException | None = None
 
@@ -99,7 +99,8 @@ class Hosted:
     def __init__(self) -> None:
         self.pools: list[Pool] = []
         self.log: list[Any] = []
-        #: The way to start processes of each host, and what is imported before.
+        #: For each host, the start method of its processes and the modules that are imported
+        #: before.
         self.contexts: list[tuple[str, list[str]]] = []
 
     def _pool(self, *given: Any) -> Pool:
@@ -338,7 +339,7 @@ def test_a_worker_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_program_of_a_host(
     how: str, error: Any, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends its workers whatever happened, leaves no file, and has no standard input."""
+    """It ends its workers in any case, leaves no file, and has no standard input."""
     seen: list[Any] = []
 
     class Served:
@@ -420,7 +421,7 @@ def perform(worker: Any, job: Any) -> Any:
     return answer
 
 
-def job(asked: Any = None, tile: int = 1, **more: Any) -> dict[str, Any]:
+def job(instance: Any = None, tile: int = 1, **more: Any) -> dict[str, Any]:
     """A job as a host receives it."""
     sent: list[bytes] = []
     host: Any = compile_pool._Host.__new__(compile_pool._Host)
@@ -429,7 +430,7 @@ def job(asked: Any = None, tile: int = 1, **more: Any) -> dict[str, Any]:
     about = {"device": None, "limit": 60.0, "environ": {"HERE": "1"}, "folder": "/", **more}
     version = {"version": about.pop("version", registered().version)}
     what = Candidate(registered(), registered().config_type(tile=tile))
-    assert host.send(problem() if asked is None else asked, what, about, Future())
+    assert host.send(problem() if instance is None else instance, what, about, Future())
     return {**json.loads(sent[0]), **version}
 
 
@@ -478,8 +479,8 @@ def test_what_a_worker_lacks_is_left_to_the_other_process(
     assert perform(worker, job() | {"kernel": "another"}) == {"error": None}
     assert compiled == []
     assert perform(worker, job(tile=2)) == {"error": None}
-    ((asked, config),) = compiled
-    assert (asked, config.tile) == (problem(), 2)
+    ((instance, config),) = compiled
+    assert (instance, config.tile) == (problem(), 2)
 
 
 @pytest.mark.parametrize(
@@ -504,17 +505,17 @@ def test_a_worker_reports_what_a_kernel_raises(
 
 
 class Device:
-    """What a launch on a GPU does to it."""
+    """The calls that a launch makes to the GPU."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, worker: Any, asked: list[Any]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, worker: Any, calls: list[Any]) -> None:
         for name in ("set_device", "synchronize"):
             monkeypatch.setattr(
-                torch.cuda, name, lambda device, name=name: asked.append((name, device))
+                torch.cuda, name, lambda device, name=name: calls.append((name, device))
             )
 
         def verifier(problem: Any, device: Any, memory: int) -> Any:
-            asked.append(("verifier", device, memory))
-            return SimpleNamespace(verdict=lambda launch, extent: asked.append(extent))
+            calls.append(("verifier", device, memory))
+            return SimpleNamespace(verdict=lambda launch, extent: calls.append(extent))
 
         monkeypatch.setattr(worker, "_verifier", verifier)
 
@@ -522,11 +523,11 @@ class Device:
 def test_a_worker_launches_on_its_device_and_is_worn_out_by_a_failure(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-    Device(monkeypatch, worker, asked)
+    calls: list[Any] = []
+    Device(monkeypatch, worker, calls)
     gpu = torch.device("cuda:1")
     assert perform(worker, job(device="cuda:1", memory=77)) == {"error": None}
-    assert asked == [("set_device", gpu), ("verifier", gpu, 77), "brief", ("synchronize", gpu)]
+    assert calls == [("set_device", gpu), ("verifier", gpu, 77), "brief", ("synchronize", gpu)]
     assert worker._worn_out is False
 
     def ended(code: int) -> None:
@@ -572,10 +573,12 @@ def test_launches_of_a_problem_share_tensors_within_its_memory(
     made: list[Any] = []
     monkeypatch.setattr(worker, "Verifier", lambda *given, **more: made.append((given, more)))
     cpu = torch.device("cpu")
-    for asked in (problem(), problem(), problem(m=3)):
-        worker._verifier(asked, cpu, 77)
+    for instance in (problem(), problem(), problem(m=3)):
+        worker._verifier(instance, cpu, 77)
     worker._verifier.cache_clear()
-    assert made == [((asked, cpu), {"memory_limit": 77}) for asked in (problem(), problem(m=3))]
+    assert made == [
+        ((instance, cpu), {"memory_limit": 77}) for instance in (problem(), problem(m=3))
+    ]
 
 
 def test_a_worker_begins_in_a_group_of_its_own_and_ends_with_its_parent(
@@ -642,7 +645,8 @@ class Started:
 
 
 class Parent:
-    """Hosts that were started, what was killed, and faults that were reported."""
+    """The hosts that were started, the processes that were killed, and the faults that were
+    reported."""
 
     def __init__(self) -> None:
         self.started: list[Started] = []
@@ -922,9 +926,9 @@ def test_a_host_is_started_for_what_it_can_do(
         if not plain:
             registry = Registry()
             registry.register(plugin(kernel), "fakes")
-        asked = kernel if plain else registry.kernel("k")
+        given = kernel if plain else registry.kernel("k")
         with contextlib.closing(Compilers(1, kind=KIND)) as compilers:
-            future = compilers.submit(problem(), Candidate(asked, kernel.config_type()), **more)
+            future = compilers.submit(problem(), Candidate(given, kernel.config_type()), **more)
             assert (len(parent.started) == 1 + plain) is ahead or not ahead
             assert future.done() is not ahead
     assert bool(parent.started) is ahead
@@ -1031,7 +1035,7 @@ class Workers:
 
     def __init__(self, *given: Any) -> None:
         self.given = given
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
         self.cancelled: list[Any] = []
         self.outcome: BaseException | None = None
 
@@ -1040,14 +1044,14 @@ class Workers:
             if self.outcome is not None:
                 raise self.outcome
 
-        self.asked.append((candidate.config.tile, more))
+        self.calls.append((candidate.config.tile, more))
         return SimpleNamespace(result=result)
 
     def cancel_pending(self, launches: Any) -> None:
         self.cancelled += launches
 
     def close(self) -> None:
-        self.asked.append("closed")
+        self.calls.append("closed")
 
 
 def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
@@ -1059,9 +1063,9 @@ def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
     assert workers.given == (1, first_launch.LAUNCH_LIMIT, first_launch._LAUNCH)
     here, there = problem(), problem(m=3)
 
-    def tried(tile: int, outcome: Any = None, asked: Any = here, name: str = "k") -> Any:
+    def tried(tile: int, outcome: Any = None, instance: Any = here, name: str = "k") -> Any:
         workers.outcome = outcome
-        return launches.failure(asked, candidate(tile, name), 99)
+        return launches.failure(instance, candidate(tile, name), 99)
 
     hung, failed = HungError("hung"), NotCompiledError("failed")
     assert tried(1) is None
@@ -1071,13 +1075,13 @@ def test_of_a_kernel_and_a_problem_two_first_launches_may_hang(
     assert tried(7, hung) is hung
     workers.outcome = None
     assert str(tried(8)) == "not tried: 2 other configs of it hung in their first launch"
-    assert tried(9, asked=there) is None
+    assert tried(9, instance=there) is None
     assert tried(10, name="another") is None
     more = {"device": "cuda:1", "memory": 99}
-    assert workers.asked == [(tile, more) for tile in (1, 2, 3, 4, 5, 6, 7, 9, 10)]
-    assert len(workers.cancelled) == len(workers.asked)
+    assert workers.calls == [(tile, more) for tile in (1, 2, 3, 4, 5, 6, 7, 9, 10)]
+    assert len(workers.cancelled) == len(workers.calls)
     with pytest.raises(KeyboardInterrupt):
         tried(11, KeyboardInterrupt(), there)
-    assert len(workers.cancelled) == len(workers.asked)  # it goes on in no process
+    assert len(workers.cancelled) == len(workers.calls)  # it goes on in no process
     launches.close()
-    assert workers.asked[-1] == "closed"
+    assert workers.calls[-1] == "closed"

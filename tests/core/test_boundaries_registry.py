@@ -458,7 +458,7 @@ def test_the_defaults_of_a_reference_are_its_parameters() -> None:
 
 
 def test_two_functions_of_one_key_have_texts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where digests collide, the second one has a number."""
+    """If digests collide, the second text has a number."""
     monkeypatch.setattr(epilogues, "INTERNED", {})
     monkeypatch.setattr(Epilogue, "key", property(lambda self: "same"))
     one, other = Epilogue("x", torch.relu), Epilogue("x", torch.tanh)

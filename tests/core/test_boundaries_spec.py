@@ -1,5 +1,5 @@
-"""Limits of what is described: offsets and alignment, empty sizes, what a kernel just may, and the
-state that a context puts back."""
+"""Limits of descriptions: offsets and alignment, empty sizes, the limits of a kernel's declaration,
+and the state that a context restores."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_moves_and_what_is_multiplied_counts_every_part() -> None:
 
 
 def test_strides_of_nothing_and_of_one_mean_nothing() -> None:
-    """Whether a result lies as one that a launcher makes."""
+    """Whether a result has the strides of one that a launcher allocates."""
     one = problem(m=1, n=6)
     assert one.has_default_strides(torch.empty(1, 6))
     assert one.has_default_strides(torch.empty(1, 60)[:, :6])

@@ -1,4 +1,4 @@
-"""What each check of a conformance suite passes and fails, at its limits."""
+"""Each check of a conformance suite passes right values at its limits, and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_the_suite_poses_the_problems_of_the_table() -> None:
 
 
 class Exact(FakeKernel):
-    """The product in fp64, rounded once, and what a test adds for its rows, tile and run."""
+    """The product in fp64, rounded once, plus an error that a test adds for its rows, tile and
+    run."""
 
     def __init__(
         self,

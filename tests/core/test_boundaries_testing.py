@@ -134,7 +134,7 @@ def test_scales_of_a_format() -> None:
     assert ROW not in mxfp4.grids
 
 
-def posed(name: str, device: str = "cpu") -> list[Problem]:
+def problems_of(name: str, device: str = "cpu") -> list[Problem]:
     """The problems of a test of the suite."""
     made: Any = suite(FakeKernel("k"), dtypes=(torch.float16, BF16, F32), device=device)
     made._device = lambda: torch.device(device)
@@ -149,7 +149,7 @@ PROBES = sorted(
 
 @pytest.mark.parametrize("name", PROBES)
 def test_no_problem_is_posed_twice_and_k_has_whole_groups(name: str) -> None:
-    probes = posed(name)
+    probes = problems_of(name)
     assert len(probes) == len(set(probes))
     for probe in probes:
         assert whole_k(probe) == probe
@@ -163,7 +163,7 @@ def test_every_layout_of_every_matrix_is_posed() -> None:
     def laid_out(probe: Problem, *names: str) -> list[tuple[str, bool]]:
         return [(getattr(probe, name).layout, getattr(probe, name).aligned) for name in names]
 
-    probes = posed("probes_of_layouts")
+    probes = problems_of("probes_of_layouts")
     usual = [("row", True)]
     whole = [probe for probe in probes if probe.n == 80]
     for name, others in (("a", ("b", "out")), ("b", ("a", "out")), ("out", ("a", "b"))):
@@ -179,37 +179,37 @@ def test_every_layout_of_every_matrix_is_posed() -> None:
     for aligned in (True, False):
         found = {(p.a.layout, p.b.layout) for p in odd if p.a.aligned is aligned}
         assert found == pairs
-    residuals = [p.residual for p in posed("probes_of_terms") if p.residual and not p.bias]
+    residuals = [p.residual for p in problems_of("probes_of_terms") if p.residual and not p.bias]
     assert {(r.layout, r.aligned) for r in residuals if r.dtype is torch.float16} == every
     assert [r.dtype for r in residuals].count(F32) == 1
 
 
 def test_every_dtype_term_and_epilogue_is_posed() -> None:
     half, three = torch.float16, (torch.float16, BF16, F32)
-    dtypes = [(p.a.dtype, p.out.dtype, p.tf32, p.b.layout) for p in posed("probes_of_dtypes")]
+    dtypes = [(p.a.dtype, p.out.dtype, p.tf32, p.b.layout) for p in problems_of("probes_of_dtypes")]
     assert set(dtypes) == {
         *((a, out, False, "row") for a in three for out in three if a != out),
         (F32, F32, True, "row"), (F32, F32, True, "col"),
     }  # fmt: skip
-    keys = {p.epilogue.key for p in posed("probes_of_epilogues")}
+    keys = {p.epilogue.key for p in problems_of("probes_of_epilogues")}
     assert keys >= {parse(text).key for text in BUILTIN}
     assert len(keys) == len(BUILTIN) + 7
     terms = {(p.bias, p.residual is not None, p.scaled, p.epilogue.key)
-             for p in posed("probes_of_terms")}  # fmt: skip
+             for p in problems_of("probes_of_terms")}  # fmt: skip
     assert terms == {
         (None, False, True, "identity"), (half, False, False, "identity"),
         (F32, False, False, "identity"), (None, True, False, "identity"),
         (half, True, True, "silu"), (half, True, True, "swiglu"),
     }  # fmt: skip
-    most, plain, small = posed("demanding")
+    most, plain, small = problems_of("demanding")
     assert (most.bias, most.residual, most.epilogue.key) == (half, most.out, "silu")
     assert replace(most, bias=None, residual=None, epilogue=plain.epilogue) == plain
     assert (plain.m, plain.n, plain.k) == (43, 80, 448)
     assert (small.m, small.n, small.k) == (48, 80, 112)
-    assert [(p.a.dtype, p.out.dtype) for p in posed("fine_grained")] == [
+    assert [(p.a.dtype, p.out.dtype) for p in problems_of("fine_grained")] == [
         (half, F32), (F32, F32), (half, half), (half, half),
     ]  # fmt: skip
-    ports = {(port.kind, port.reduce, port.dtype) for p in posed("probes_of_outputs")
+    ports = {(port.kind, port.reduce, port.dtype) for p in problems_of("probes_of_outputs")
              for port in p.epilogue.outputs}  # fmt: skip
     assert {(kind, reduce) for kind, reduce, _ in ports if kind != "tile"} == {
         (kind, reduce) for kind in ("row", "col", "scalar") for reduce in ("max", "sum")
@@ -218,7 +218,7 @@ def test_every_dtype_term_and_epilogue_is_posed() -> None:
 
 
 def test_every_format_and_scale_is_posed() -> None:
-    probes = posed("probes_of_scales")
+    probes = problems_of("probes_of_scales")
     for form in FORMATS.values():
         own = [p for p in probes if p.b.form is form]
         assert {p.b.scale.block for p in own if p.b.scale} >= {s.block for s in scales_of(form)}
@@ -226,7 +226,7 @@ def test_every_format_and_scale_is_posed() -> None:
         assert {p.b.dtype for p in own} == set(form.storage)
         if form.implied:
             assert {p.a.form is form for p in own} == {False, True}
-        verified = [p for p in posed("probes_of_verification") if p.b.form is form]
+        verified = [p for p in problems_of("probes_of_verification") if p.b.form is form]
         grids = {s.block for s in scales_of(form) if s.grid} | {usual_scale(form).block}
         assert {p.b.scale.block for p in verified if p.b.scale} == grids
 
@@ -252,7 +252,7 @@ def test_each_size_of_the_suite_has_its_property(
     assert all(size % 16 == 0 and size % 32 for size in SIZE[device] if size != 304)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(probe_problems, "fingerprint", lambda _: replace(DEVICE, type=device))
-    sizes = {(p.m, p.n, p.k) for p in posed("sizes_of_tiles", device)}
+    sizes = {(p.m, p.n, p.k) for p in problems_of("sizes_of_tiles", device)}
     tallest = 128 if device == "cuda" else 32
     for remainder in (*range(1, 17), 20, 24, 28):
         assert {(remainder, 16, 16), (tallest + remainder, 16, 16)} <= sizes

@@ -1,4 +1,4 @@
-"""Values at and beside the limits of what commands read and print."""
+"""Values at and next to the limits of the commands' input and output."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_lists_are_read_by_their_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("1:2", "accepted is FIRST:LAST:STEP"),
         ("1:2:3:4", "accepted is FIRST:LAST:STEP"),
@@ -242,9 +242,11 @@ def test_lists_are_read_by_their_parts() -> None:
         ("0:2:1", "accepted is a number above 0"),
     ],
 )
-def test_squares_are_three_sizes(capsys: pytest.CaptureFixture[str], text: str, told: str) -> None:
+def test_squares_are_three_sizes(
+    capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     assert cli.main(["bench", "--squares", text]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert cli._parser().parse_args(["bench", "--squares", "2:2:1"]).squares == [2]
 
 
@@ -790,9 +792,9 @@ def test_a_change_has_to_fit_into_shared_memory(used: int | None, refused: bool)
         problem=problem(device=replace(DEVICE, shared_memory=64)), record=None
     )
     found = why._change(instance, Candidate(kernel, FakeConfig()), {"tile": 2})
-    told = {"refused": "65 bytes of shared memory, of 64"}
+    refusal = {"refused": "65 bytes of shared memory, of 64"}
     rest = {"expected_us": None, "measured_us": None, "resources": []}
-    assert found == {"fields": {"tile": 2}, **(told if refused else rest)}
+    assert found == {"fields": {"tile": 2}, **(refusal if refused else rest)}
     assert (
         "tile must be positive"
         in why._change(instance, Candidate(kernel, FakeConfig()), {"tile": 0})["refused"]
@@ -815,7 +817,7 @@ def test_a_kernel_is_offered_if_it_describes_its_anatomy() -> None:
 # -- the doctor ----------------------------------------------------------------------------
 
 
-def told(found: Iterator[doctor.Finding]) -> list[tuple[str, str, str, str]]:
+def as_tuples(found: Iterator[doctor.Finding]) -> list[tuple[str, str, str, str]]:
     return [(each.about, each.state, each.text, each.advice) for each in found]
 
 
@@ -839,7 +841,7 @@ def test_triton_is_needed_on_a_gpu(
     line: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr("tmm_core.spec.device.version_of", lambda name: installed.get(name, ""))
-    assert told(doctor._versions(device))[3] == ("triton", *line)
+    assert as_tuples(doctor._versions(device))[3] == ("triton", *line)
 
 
 @pytest.mark.parametrize(
@@ -851,7 +853,12 @@ def test_the_build_of_torch_is_shown(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert told(doctor._versions(CPU))[2] == ("torch", "ok", f"{torch.__version__}, {build}", "")
+    assert as_tuples(doctor._versions(CPU))[2] == (
+        "torch",
+        "ok",
+        f"{torch.__version__}, {build}",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -868,7 +875,7 @@ def test_a_gpu_that_torch_does_not_use_is_a_problem(
     monkeypatch.setattr(doctor.shutil, "which", lambda name: program)
     monkeypatch.setattr(doctor, "interpreting", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    first, second = told(doctor._device(CPU))
+    first, second = as_tuples(doctor._device(CPU))
     assert first[:3] == ("device", state, text)
     assert bool(first[3]) == (state == "problem")
     assert (second[0], second[1], second[3]) == ("interpreter", "note", "")
@@ -879,7 +886,7 @@ def test_an_interpreter_on_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "fingerprint", lambda device: H200)
     monkeypatch.setattr(doctor, "driver_version", lambda device: "")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
-    first, second = told(doctor._device(GPU))
+    first, second = as_tuples(doctor._device(GPU))
     assert first == (
         "device", "ok",
         "NVIDIA H200, sm_90, 132 SMs, 3 of 80 GiB free, driver of unknown version (no nvidia-smi)",
@@ -895,7 +902,7 @@ def test_the_toolchain_and_its_untried_kernels_are_shown_separately(
     monkeypatch.setattr(
         doctor_toolchain, "untried", lambda _: [doctor_toolchain.Line("problem", "two", "mend")]
     )
-    assert told(doctor._toolchain(CPU)) == [
+    assert as_tuples(doctor._toolchain(CPU)) == [
         ("toolchain", "ok", "ptxas", ""),
         ("untried", "problem", "two", "mend"),
     ]
@@ -903,9 +910,9 @@ def test_the_toolchain_and_its_untried_kernels_are_shown_separately(
 
 def test_settings_that_were_changed_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.os, "environ", {})
-    assert told(doctor._settings(CPU)) == [("settings", "ok", "the defaults", "")]
+    assert as_tuples(doctor._settings(CPU)) == [("settings", "ok", "the defaults", "")]
     with settings.override(disable=["b", "a"], tune_budget=3.0):
-        assert told(doctor._settings(CPU)) == [
+        assert as_tuples(doctor._settings(CPU)) == [
             ("settings", "ok", "disable=a,b, tune_budget=3.0", "")
         ]
     assert doctor._shown(frozenset()) == "none"
@@ -935,7 +942,7 @@ def test_a_cache_with_64_mebibytes_left_is_nearly_full(
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     monkeypatch.setattr(record_check, "current", lambda device: (5, 3))
     advice = "free some space, or move TMM_CACHE_DIR" if state == "problem" else ""
-    assert told(doctor._cache(CPU)) == [
+    assert as_tuples(doctor._cache(CPU)) == [
         ("cache", state, f"{store.root}{text}", advice),
         ("cache layer", "ok", str(layer), ""),
         ("cache layer", "problem", f"{absent} is not a readable folder", "correct TMM_CACHE_PATH"),

@@ -1,4 +1,5 @@
-"""Values at and beside each limit of tuning's parts: causes, notes, ranking, copies, progress."""
+"""Values at and next to each limit of the parts of tuning: causes, notes, ranking, copies,
+progress."""
 
 from __future__ import annotations
 
@@ -232,11 +233,11 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
     module.__package__ = ""  # its folder has other modules too
     assert place_of(kernel, fails("mine", "kernel.py")) == f"{tmp_path}/mine/kernel.py:4"
     assert place_of(kernel, fails("mine", "x.py")) == usual
-    told: Any = ValueError()
-    told.place = "/there.py:7"
-    assert findings.placed(kernel, "it failed", told) == "it failed (/there.py:7)"
-    told.place = 7
-    assert findings.placed(kernel, "it failed", told) == f"it failed ({usual})"
+    error: Any = ValueError()
+    error.place = "/there.py:7"
+    assert findings.placed(kernel, "it failed", error) == "it failed (/there.py:7)"
+    error.place = 7
+    assert findings.placed(kernel, "it failed", error) == f"it failed ({usual})"
 
 
 # -- several failures --------------------------------------------------------------------
@@ -308,7 +309,7 @@ def test_the_gravest_cause_of_a_kernel_is_kept(first: Any, second: Any, kept: st
     assert found.left[("k", "1")].reason != "3"
 
 
-def told(left: dict[Any, Left], **more: Any) -> list[str]:
+def warnings_of(left: dict[Any, Left], **more: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         findings.warn_of_environment(left, "P", **more)
@@ -320,19 +321,19 @@ def test_one_warning_of_the_environment_names_the_gravest() -> None:
         ("a", "1"): Left("passing", "no memory"), ("b", "1"): Left("toolchain", "no\n ptxas"),
         ("b", "2"): Left("toolchain", "no ptxas"), ("c", "1"): Left("hung", "hung"),
     }  # fmt: skip
-    assert told({("c", "1"): Left("hung", "x"), ("d", "1"): Left("budget", "x")}) == []
-    (text,) = told(left)
+    assert warnings_of({("c", "1"): Left("hung", "x"), ("d", "1"): Left("budget", "x")}) == []
+    (text,) = warnings_of(left)
     assert text.startswith(
         "this machine kept tmm from trying kernel b and 1 more kernels for P: no ptxas. "
     )
     assert "tried again when the toolchain changes. Run `tmm doctor`" in text
-    assert told(left) == []
+    assert warnings_of(left) == []
     findings._warned.clear()
-    (text,) = told({("a", "1"): Left("passing", "x" * 401)})
+    (text,) = warnings_of({("a", "1"): Left("passing", "x" * 401)})
     assert f"kernel a for P: {'x' * 400}…. " in text
     assert "tried again later" in text
     findings._warned.clear()
-    (text,) = told({("a", "1"): Left("alike", "y" * 400)}, causes=("alike",))
+    (text,) = warnings_of({("a", "1"): Left("alike", "y" * 400)}, causes=("alike",))
     assert f": {'y' * 400}. " in text
 
 
@@ -640,7 +641,7 @@ def test_a_copy_of_an_operand_lies_as_it_does(
 
 class Gpu:
     """A GPU as a clock: a run takes its time for each copy when it is launched or replayed, and a
-    graph notes what is launched while it is captured."""
+    graph notes the launches of its capture."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.done, self.capturing = 0.0, list[Any](), None
@@ -970,7 +971,7 @@ def test_where_no_kernel_serves_blas_does_unless_its_declaration_excludes_it() -
 def test_variables_that_would_keep_a_python_process_are_not_passed_to_compilers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With PYTHONINSPECT a process reads its input when its program has ended."""
+    """With PYTHONINSPECT a process reads its standard input after its program has ended."""
     passed: dict[str, str] = {}
 
     def start(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
@@ -998,7 +999,7 @@ def test_an_estimate_is_of_the_config_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("reason", ["No space left on device", "it returned NaN"])
 def test_a_wrong_answer_is_a_verdict_whatever_its_reason_says(reason: str) -> None:
-    """Of a failure the reason tells whether the environment failed."""
+    """The reason of a failure decides whether the environment failed."""
     kernel = FakeKernel("k")
     for status in ("wrong", "failed"):
         run = CandidateRun(Candidate(kernel, kernel.default_config(problem())))
@@ -1050,7 +1051,7 @@ def test_packages_are_installed_into_folders_of_either_name(
 
 
 def test_a_record_has_each_candidate_once_after_a_kernel_was_added(tmp_path: Path) -> None:
-    """BLAS and the winner are measured again beside the new kernel."""
+    """BLAS and the winner are measured again together with the new kernel."""
     before, _ = dispatcher(FakeBlas(), FakeKernel("a"), times={"a": 5.0}, root=tmp_path)
     before.tune(problem(), settings())
     kernels = FakeBlas(), FakeKernel("a"), FakeKernel("b")

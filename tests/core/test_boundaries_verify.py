@@ -1,4 +1,5 @@
-"""Values at and beside each limit of verification's parts: errors, memory, group sizes, NaN."""
+"""Values at and next to each limit of the parts of verification: errors, memory, group sizes,
+NaN."""
 
 from __future__ import annotations
 
@@ -256,7 +257,8 @@ def test_the_error_of_a_right_kernel(
 
 @pytest.mark.parametrize(("k", "rounded"), [(1, 2.0**-22), (1024, 2.0**-17), (4096, 2.0**-15)])
 def test_the_error_of_a_sum_by_its_terms(k: int, rounded: float) -> None:
-    """Partial sums are rounded with random signs, and those of many terms truncated to one side."""
+    """The rounding errors of partial sums have random signs, and truncation of many terms has one
+    sign."""
     one = Operand(torch.float32)
     instance = problem(k=k, a=one, b=one, out=one)
     zero = torch.zeros(1, 1, dtype=torch.float64)
@@ -504,7 +506,7 @@ def test_samples_that_are_wrong_or_not_finite_are_seen() -> None:
         assert (sampled.error(wrong, 3) > 0) == seen
         wrong[at] = INF
         assert not sampled.error(wrong, 3) < 1e30
-    # Where a sampled number has to be NaN, the others are not judged by a sum.
+    # If a sampled number has to be NaN, the others are not compared by their sum.
     undefined = expected.clone()
     undefined[0, 5] = NAN
     known = Expected(rows, _sample(undefined[rows]), cols, _sample(undefined[:, cols]))
@@ -1002,7 +1004,7 @@ def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[st
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 @pytest.mark.parametrize("seed", range(4))
 def test_values_are_planted_in_groups_alone(along: Any, axis: Any, seed: int) -> None:
-    """Of an empty group, and beyond the last, nothing is read."""
+    """Nothing is read of an empty group, or beyond the last group."""
     fields: dict[str, Any] = {"bias": torch.float32} if along == "m" else {}
     instance = problem(m=9, n=9, k=9, groups=Groups(3, along), residual=F32, **fields)
     rows = Rows(torch.tensor([3, 3, 5]), (3, 3, 5), 9)
@@ -1128,7 +1130,7 @@ def test_rows_are_gathered_in_order_on_request() -> None:
 
 @pytest.mark.parametrize(("seed", "columns"), [(0, 4), (5, 4), (3, 1)])
 def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
-    """Of other rows some are NaN, some have one Inf, and every third of these is Inf alone; two of
+    """Of the other rows some are NaN and some have one Inf; a third of these are Inf alone; two of
     seven columns of b have an Inf or a zero."""
     a, b = torch.zeros(2, 31, columns), torch.ones(columns, 10)
     further_inputs._flood(a, b, seed)
@@ -1187,8 +1189,8 @@ def test_which_problems_have_strides_of_zero(
 @pytest.mark.parametrize("cancelling", [False, True])
 @pytest.mark.parametrize("text", ["identity", "relu"])
 def test_results_that_are_judged(text: str, cancelling: bool) -> None:
-    """Where values are unusual an epilogue has to leave finite ones in fp32; and of sums that
-    cancel, results of their size."""
+    """For unusual values the epilogue has to leave finite results in fp32 and, for sums that
+    cancel, results about as large as the sums."""
     recipe = random_inputs.Recipe(random_inputs.Values(cancelling=cancelling, a=8.0))
     instance = problem(m=2, n=2, k=2, a=F16, b=F16, out=F16, epilogue=parse(text))
     data = DataSets(instance, CPU)

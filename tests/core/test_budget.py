@@ -1,4 +1,4 @@
-"""The budget limits a tuning, whatever takes the time. Candidates that it leaves out are
+"""The budget limits a tuning, including all of its parts. Candidates that it leaves out are
 untried."""
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Slow(FakeKernel):
 
     def __init__(self, name: str, query: str) -> None:
         super().__init__(name, estimate=5.0)
-        self.query, self.asked = query, 0
+        self.query, self.calls = query, 0
 
     def _take(self, query: str) -> None:
         if query == self.query:
-            self.asked += 1
+            self.calls += 1
             time.sleep(0.01)
 
     def declines(self, problem: Any) -> list[str]:
@@ -78,12 +78,12 @@ def test_queries_count_against_the_budget(query: str, tmp_path: Path) -> None:
     d.tuner.workers = 1
     choice = d.choose(problem(m=64), settings(tune_budget=0.2))
     assert choice.candidate.kernel.name == "blas"
-    asked = sum(kernel.asked for kernel in kernels)
+    calls = sum(kernel.calls for kernel in kernels)
     if query == "declines":  # a call asks every kernel in any case, once
-        assert asked == 60
+        assert calls == 60
         assert not any(kernel.bound for kernel in kernels)
     else:
-        assert 0 < asked <= 30
+        assert 0 < calls <= 30
     noted = d.untried.get(problem())
     assert noted is not None
     assert {why.cause for why in noted.kernels.values()} == {"budget"}

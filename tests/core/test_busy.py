@@ -53,7 +53,7 @@ def test_a_call_does_not_wait_for_another_process(
             assert not choice.lasting
             assert "another process is tuning it" in choice.reason
         assert not timer.measured
-        # It goes on to what nobody tunes.
+        # It goes on to a problem that no process is tuning.
         assert d.choose(problem(n=64), settings()).candidate.kernel.name == "fast"
     (line,) = [each.getMessage() for each in caplog.records if each.name == LOGGER]
     assert ".lock" not in line
@@ -62,7 +62,7 @@ def test_a_call_does_not_wait_for_another_process(
     timer.measured.clear()
     assert d.choose(problem(), settings()).candidate.kernel.name == "fast"
     assert timer.measured
-    # The line is said again once a minute has passed.
+    # The line is printed again after a minute.
     d._logged -= answers.LOG_INTERVAL
     caplog.clear()
     with held(other, problem(n=80)):

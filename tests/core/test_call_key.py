@@ -31,7 +31,8 @@ M, N, K = 16, 16, 32
 
 
 class Exact(FakeKernel):
-    """Computes what it was bound to, and refuses to be launched with anything else."""
+    """Computes the problem that it was bound to, and raises if it is launched with other
+    tensors."""
 
     def bind(self, problem: Problem, config: FakeConfig) -> Launcher:
         self.bound.append(problem)
@@ -82,7 +83,7 @@ launched: list[tuple[str, int]] = []
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Exact, Exact]:
-    """BLAS, whose errors nobody catches, and another that is used where it is forced."""
+    """BLAS, whose errors are not caught, and another kernel that is used only if it is forced."""
     monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
     # One tensor on another device tells whether its own part of the key has the device.
     monkeypatch.setattr(check, "_on_one_device", lambda *_: None)
@@ -368,7 +369,7 @@ def test_tf32_has_a_plan_of_its_own(
 
 
 def parameters() -> dict[str, bool]:
-    """Whatever a call takes, and whether it is a tensor."""
+    """Every parameter of a call, and whether it is a tensor."""
     schema = torch.ops.tmm.matmul.out._schema
     known = {argument.name: "Tensor" in str(argument.type) for argument in schema.arguments}
     more = inspect.signature(tmm_core.matmul).parameters

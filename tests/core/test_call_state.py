@@ -59,7 +59,7 @@ def test_a_kernel_that_raises_is_launched_once(kind: str) -> None:
         blas = Blas()  # type: ignore[assignment]
         bad.bind = lambda *about: lambda *given, **extras: bad.spoil(A)  # type: ignore[method-assign]
         bad.estimate = 1e-9
-        # Without SMs BLAS has no idea what it takes, and nothing is chosen over it.
+        # Without the number of SMs BLAS estimates no time, and no kernel is chosen instead.
         blas.estimate_us = lambda problem, config: 50.0  # type: ignore[method-assign]
     installed(blas, bad)
     with pytest.warns(TmmWarning, match="bad failed on .*boom") as caught:
@@ -105,7 +105,7 @@ class OnCuda(torch.Tensor):
 
 
 def test_a_plan_made_under_capture_is_made_anew_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing could be measured then, and what is not safe to capture was left out."""
+    """Nothing could be measured then, and kernels that are not safe to capture were left out."""
     capturing = True
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

@@ -1,4 +1,5 @@
-"""Kernels that are new, changed or missing since a record was made, and what a process imports."""
+"""Kernels that are new, changed or missing since a record was made, and the modules that a process
+imports."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def loose_and_firm(requirement: str) -> tuple[Dispatcher, Any]:
 
 def test_these_are_all_the_requirements() -> None:
     bare, met = problem(), problem(**dict.fromkeys(REQUIREMENTS, True))
-    # One of them has records of its own.
+    # One of the requirements has separate records.
     assert met.to_json() == bare.to_json() | {"batch_invariant": True}
     assert replace(met, **dict.fromkeys(REQUIREMENTS, False)) == bare
 
@@ -66,7 +66,7 @@ def test_a_remembered_choice_is_held_against_what_is_required(requirement: str, 
 @pytest.mark.parametrize("tuned", [False, True])
 @pytest.mark.slow(quick=3)
 def test_a_choice_that_was_required_is_not_imposed_on_all(requirement: str, tuned: bool) -> None:
-    """Nor is a guess, where what is required forbids to measure."""
+    """Nor is an untuned choice, if a requirement forbids measuring."""
     d, _ = loose_and_firm(requirement)
     one = settings()
     if tuned:
@@ -89,7 +89,7 @@ def test_a_choice_is_remembered_for_its_settings() -> None:
 
 
 def test_a_choice_is_not_anothers_problem() -> None:
-    """Whatever a problem has besides sizes and requirements."""
+    """Every field of a problem other than sizes and requirements."""
     d, _ = dispatcher(
         FakeBlas(),
         FakeKernel("fast", against=lambda p: ["is scaled"] if p.scaled else []),

@@ -1,4 +1,4 @@
-"""The `tmm` command: what it prints where, what it leaves on disk, how it ends."""
+"""The `tmm` command: its output and its stream, its files, and its exit status."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_tune_saves_a_record_of_the_very_problem(capsys: pytest.CaptureFixture[s
     assert first.startswith(f"[1/2] 48×32×16 float32 nn  blas {config}  ")
     assert "1.00× blas" in second
     assert max(map(len, printed.splitlines())) <= 100
-    # 100 is no bucket's edge: what was asked for is what is on record.
+    # 100 is no bucket's edge: the requested size itself is on record.
     assert sorted(record.problem["m"] for record in records()) == [48, 100]
     assert all(record.best.error is not None for record in records())
 
@@ -612,7 +612,7 @@ def test_json_has_neither_nan_nor_infinity(capsys: pytest.CaptureFixture[str]) -
     json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-#: Nothing that takes long: what is measured is stubbed, for it is arguments that are tried.
+#: Nothing takes long: measurements are stubbed, since only arguments are under test.
 WORDS = [
     *("kernels", "explain", "tune", "bench", "verify", "doctor", "misses", "why", "8x8x8"),
     *("--json", "--device", "cpu", "cuda:9", "--dtype", "fp32", "e4m3", "int8", "--layout", "nt"),

@@ -91,7 +91,7 @@ FILES = {
     "stranger/fast.so": "\x7fELF one",
 }
 KERNEL_FILE = "stranger/kernel.py"
-#: The file, and what is edited in it.
+#: The file, and its edit.
 EDITS = {
     "a table of functions": (KERNEL_FILE, '{"+": plus}', '{"+": minus}'),
     "an attribute set in __init__": (KERNEL_FILE, "self.of_instance = 1", "self.of_instance = 2"),
@@ -117,7 +117,7 @@ def forget_modules() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of installed packages with a stranger's distribution."""
+    """A folder of installed packages with a third-party distribution."""
     folder = tmp_path / "lib" / "site-packages"
     info = folder / "stranger-1.0.dist-info"
     info.mkdir(parents=True)
@@ -211,7 +211,8 @@ def test_only_a_kernel_with_files_has_one_version_in_all_processes(site: Path) -
 
 @pytest.mark.parametrize("folder", ["", "stranger_namespace/"])
 def test_a_single_module_is_its_file(folder: str, site: Path) -> None:
-    """Within a namespace, which several distributions share, the files beside it count too."""
+    """In a namespace package, which several distributions share, the neighbouring files count
+    too."""
     (site / "stranger_namespace").mkdir()
     name = f"{folder}stranger_alone"
     source = KERNEL.replace("stranger.base", "stranger_base").replace("from stranger import", "#")

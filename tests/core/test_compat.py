@@ -41,11 +41,11 @@ def outcome(paths):
         return getattr_(owner, name, *default)
 
     getattr_, builtins.getattr = builtins.getattr, without
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import tmm_core
         from tmm_core.nn import GatedMLP, convert
-    told = [str(w.message) for w in told if issubclass(w.category, tmm_core.TmmWarning)]
+    messages = [str(w.message) for w in caught if issubclass(w.category, tmm_core.TmmWarning)]
     a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)
 
@@ -74,16 +74,16 @@ def outcome(paths):
     expected = model(x)
     assert convert(model)
     close(model(x), expected)
-    return told
+    return messages
 
 for paths in sys.argv[1:]:
     read, write = os.pipe()
     if os.fork() == 0:
         try:
-            told = outcome(paths.split())
+            messages = outcome(paths.split())
         except BaseException as error:
-            told = repr(error)
-        os.write(write, json.dumps([paths, told]).encode())
+            messages = repr(error)
+        os.write(write, json.dumps([paths, messages]).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -145,7 +145,7 @@ def test_without_any_of_them(tmp_path: Path) -> None:
 
 def test_every_name_has_a_test() -> None:
     tree = ast.parse(Path(compat.__file__).read_text())
-    asked = {
+    queried = {
         node.args[0].value
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
@@ -164,7 +164,7 @@ def test_every_name_has_a_test() -> None:
         "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
         "torch._C.DispatchKeySet",
     }
-    assert asked - elsewhere <= {name for group in GROUPS for name in group}
+    assert queried - elsewhere <= {name for group in GROUPS for name in group}
 
 
 def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Candidates compile in other processes: what they do to those costs them alone.
+"""Candidates compile in other processes: a candidate that harms its process costs only itself.
 
 The plugin below is installed for the server by an entry point, as third parties install theirs. The
-``tile`` of its config selects what the kernel does while it compiles.
+``tile`` of its config selects the kernel's behaviour while it compiles.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def compiled() -> list[list[str]]:
 
 
 def begun(count: int = 1) -> list[int]:
-    """The processes that began to compile, once there are so many."""
+    """The processes that began to compile, as soon as there are ``count``."""
     while len(done := compiled()) < count:
         time.sleep(0.01)
     return [int(pid) for pid, *_ in done]
@@ -164,15 +164,15 @@ def test_a_fault_costs_one_candidate(
     def submit(tile: int) -> futures.Future[None]:
         return server.submit(problem(n=48), candidate(installed.kernel, tile))
 
-    asked = {tile: submit(tile) for tile in (3, 4, 5, 6, 7, 1)}
-    assert reason(asked[3]) == "its compiler ended with exit code 3"
-    assert reason(asked[4]) == "its compiler died (signal 11, SIGSEGV): so it ends"
-    assert reason(asked[5]) == "ValueError: no such layout"
-    assert reason(asked[6]) == "SystemExit: enough"
-    assert asked[7].result(timeout=60) is None
-    assert asked[1].result(timeout=60) is None
+    submitted = {tile: submit(tile) for tile in (3, 4, 5, 6, 7, 1)}
+    assert reason(submitted[3]) == "its compiler ended with exit code 3"
+    assert reason(submitted[4]) == "its compiler died (signal 11, SIGSEGV): so it ends"
+    assert reason(submitted[5]) == "ValueError: no such layout"
+    assert reason(submitted[6]) == "SystemExit: enough"
+    assert submitted[7].result(timeout=60) is None
+    assert submitted[1].result(timeout=60) is None
     lines = compiled()
-    assert {int(tile) for _, tile, *_ in lines} == set(asked)
+    assert {int(tile) for _, tile, *_ in lines} == set(submitted)
     assert str(os.getpid()) not in {pid for pid, *_ in lines}
     assert {n for *_, n, _ in lines} == {"48"}
     assert capfd.readouterr() == ("", "")
@@ -198,7 +198,7 @@ def test_hanging_candidates_share_their_limit(server: Compilers, installed: Any)
 def test_what_hangs_keeps_no_other_kernel_waiting(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are workers for two configs that hang beside those that the cores need."""
+    """There are workers for two configs that hang, in addition to those that the cores need."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     with contextlib.closing(Compilers()) as quick:
         hung = [quick.submit(problem(), candidate(installed.kernel, 2)) for _ in range(2)]
@@ -415,8 +415,8 @@ def test_the_tuner_binds_what_compiled_and_records_why_not(
     kernel = installed.Compiled("compiled.one", tiles=(1, 3, 4, 5, 7))
     timer = FakeTimer({"compiled.one": 5.0, "blas": 10.0})
     tuner, found = Tuner(timer, compilers=server), Findings()
-    asked = settings(tune_budget=60.0)
-    record = tuner.tune(problem(), [FakeBlas(), kernel], asked, findings=found)
+    current = settings(tune_budget=60.0)
+    record = tuner.tune(problem(), [FakeBlas(), kernel], current, findings=found)
     mine = {c.config["tile"]: c for c in record.candidates if c.kernel == kernel.name}
     # A crash of the compiler is no verdict.
     assert {tile: c.status for tile, c in mine.items()} == {
@@ -659,7 +659,7 @@ def test_no_process_outlives_its_parent(how: int, held: bool) -> None:
         assert not held or alive(holder)
         _, err = program.communicate(timeout=30)
         assert program.returncode != 0
-        # Whoever interrupts sees where this process was, and nothing of the others.
+        # An interrupt shows the traceback of this process, and none of the others.
         assert err.count("Traceback") == (1 if how == signal.SIGINT else 0)
     finally:
         for leader in filter(None, (holder, program.pid)):
@@ -684,18 +684,18 @@ def test_a_server_that_is_killed_is_not_missed(own: Compilers, installed: Any) -
 
 
 def test_many_threads_and_many_jobs(server: Compilers, installed: Any) -> None:
-    asked: list[futures.Future[None]] = []
+    submitted: list[futures.Future[None]] = []
 
     def ask() -> None:
         for n in range(60):
-            asked.append(server.submit(problem(n=n + 1), candidate(installed.kernel, 1)))
+            submitted.append(server.submit(problem(n=n + 1), candidate(installed.kernel, 1)))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [future.result(timeout=60) for future in asked] == [None] * 240
+    assert [future.result(timeout=60) for future in submitted] == [None] * 240
     lines = compiled()
     assert len(lines) == 240
     assert 1 <= len({pid for pid, *_ in lines}) <= 2

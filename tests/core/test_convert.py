@@ -30,7 +30,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The epilogue of every product that a layer asks for."""
+    """The epilogue of every product that a layer computes."""
     calls: list[str] = []
     linear = tmm_core.api.linear
 
@@ -62,7 +62,7 @@ class Gated(nn.Module):
 
 
 class Sequence(nn.Sequential):
-    """With names of its own."""
+    """A sequence whose layers have names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Reversed(nn.Module):
 
 
 class Weights(Grandparent):
-    """Reads what the layers hold."""
+    """Reads the parameters of the layers."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return F.linear(x, self.mlp.fc1.weight, self.mlp.fc1.bias), self.mlp.fc1(x)
@@ -671,7 +671,7 @@ def test_attributes_that_a_forward_reads_are_read_again(
 
 
 class Residual(nn.Module):
-    """More than a chain, with an input that changes in place and a parameter of its own."""
+    """More than a chain: its input changes in place, and it has a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def test_on_a_cpu_the_interpreted_kernels_are_run_verified_and_tuned(tmp_path: P
     assert re.search(r"^\d+ candidates in ", text, re.MULTILINE)
     # `tmm-cache show` lists the record and no shipped one.
     assert "\nown records of cpu-interpreted, environment " in text
-    # Nothing is left behind, neither beside the user's own records nor among them.
+    # No file stays behind, neither next to the user's own records nor among them.
     assert [each.name for each in tmp_path.iterdir()] == ["temporary"]
     assert not [each for each in (tmp_path / "temporary").iterdir() if "tmm" in each.name]
 

@@ -192,7 +192,7 @@ def test_a_sharded_gated_mlp_is_one_gated_product(
     world: World, learns: bool, sequence: bool
 ) -> None:
     for outcome in world.run(sharded_gated_mlp, "cpu", torch.float64, learns, sequence):
-        # On a CPU torch gates what is to be differentiated.
+        # On a CPU torch computes the gate of a product that needs gradients.
         assert outcome.products == (["", "", ""] if learns else ["swiglu", ""])
         # One gathers the input, one sums the down projection; gate and up projection need no other.
         assert outcome.communications == 1 + sequence

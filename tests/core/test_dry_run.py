@@ -1,4 +1,4 @@
-"""``explain()`` of a call that no record answers: what the settings would do."""
+"""``explain()`` of a call that no record answers: the effect of the settings."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def test_a_faster_kernel_answers(sums: Sums, name: str, dtype: torch.dtype) -> N
 
 
 class Outright(FakeKernel):
-    """BLAS's launch under another name, with what grouped and 8-bit products take besides."""
+    """BLAS's launch under another name, with the further arguments of grouped and 8-bit
+    products."""
 
     def bind(self, problem: Problem, config: Any) -> Any:
         right = Blas().bind(problem, Blas.config_type())
@@ -755,8 +756,8 @@ def test_a_forced_kernel_that_declines_is_reported() -> None:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """What limits the process, as samples say: on this CPU both do. Each fourth call is a sample,
-    and 8 calls are enough to leave an operator, at 2 µs each."""
+    """Whether the host or the GPU limits the process, by each sample: on this CPU both do. Each
+    fourth call is a sample, and 8 calls are enough to leave an operator, at 2 µs each."""
     now = {"host": True, "gpu": True}
     monkeypatch.setattr(host_bound.Pace, "_limits", lambda pace, t: (now["host"], now["gpu"]))
     monkeypatch.setattr(host_bound, "INTERVAL", 4)
@@ -875,7 +876,7 @@ def test_what_was_left_is_answered_again_once_there_is_a_record(limits: Any) -> 
 
 
 class Queue:
-    """Torch's functions for a GPU, which does what is queued when told to."""
+    """Stands in for torch's functions for a GPU, whose queue is worked off when ``done`` is set."""
 
     device = torch.device("cuda", 1)
     is_cuda = True

@@ -158,7 +158,8 @@ def test_faults_of_the_kernel_are_distinguished_from_the_environments(
 
 
 def test_what_the_caller_handles_is_not_the_kernels_cause() -> None:
-    """A caller may compute in an ``except`` block; what it handles has nothing to do with it."""
+    """A caller may compute in an ``except`` block; the handled exception has nothing to do with the
+    kernel's."""
 
     def guarded() -> BaseException:
         try:
@@ -415,8 +416,7 @@ def test_outside_of_tuning_one_warning_names_all(
 
 
 def test_kernels_that_all_fail_alike_are_untried(tmp_path: Path) -> None:
-    """Whatever the messages say, the kernels share something that is broken. One warning names one
-    of them."""
+    """The kernels share a cause, whatever their messages. One warning names one of them."""
 
     def failing(name: str) -> Callable[[], BaseException]:
         return lambda: RuntimeError(f"cannot assemble '{name}' in /tmp/{name}.ptx at {id(name)}")
@@ -699,7 +699,7 @@ def exits(right: Any, *arguments: Any) -> Any:
     [(boom, "in the launch"), (wrong, "exceeds"), (narrow, "shape"), (exits, "SystemExit")],
 )
 def test_a_plugins_fault_in_tuning_is_one_warning(fault: Any, words: str, tmp_path: Path) -> None:
-    """With kernel, reason, file and line; of each distribution one, whatever follows."""
+    """With kernel, reason, file and line; one per distribution, also after further faults."""
     d, _ = process(tmp_path, Faulty(fault, "fast"), Faulty(fault, "second"))
     with pytest.warns(TmmWarning) as caught:
         assert [chosen(d, n=n) for n in (32, 48)] == ["blas"] * 2

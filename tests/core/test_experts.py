@@ -181,7 +181,7 @@ class Theirs(nn.Module):
 
 
 class Clamped(Theirs):
-    """gpt-oss's: transposed, interleaved, with biases and a gate of its own."""
+    """The layer of gpt-oss: transposed, interleaved, with biases and another gate."""
 
     has_bias, is_transposed, is_concatenated = True, True, False
 
@@ -203,7 +203,7 @@ class Clamped(Theirs):
 
 
 class Apart(Clamped):
-    """A gate that is nobody's else."""
+    """A gate that no known layer has."""
 
     def _apply_gate(self, z: Tensor) -> Tensor:
         return super()._apply_gate(z) + 1e-6
@@ -227,7 +227,7 @@ class Normed(Theirs):
 
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of their interface, as far as it is asked for."""
+    """The parts of Transformers' interface module that are read."""
     module = types.ModuleType(experts._THEIRS)
     module.__dict__["_default_apply_gate"] = Theirs._apply_gate
     module.__file__ = __file__
@@ -288,7 +288,7 @@ def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
 
 
 class Decorated(Theirs):
-    """With the forward that is in their module: this one, in the tests'."""
+    """A layer whose forward is defined in Transformers' module; here in the tests'."""
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise AssertionError("the layer was not swapped")

@@ -1,7 +1,7 @@
-"""`tmm tune --isolate`: what a first launch does to its process costs that candidate alone.
+"""`tmm tune --isolate`: a first launch that harms its process costs only that candidate.
 
 The plugin below is installed as third parties install theirs. The ``tile`` of its config selects
-what the kernel does when it is launched.
+the kernel's behaviour when it is launched.
 """
 
 from __future__ import annotations

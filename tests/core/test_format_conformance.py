@@ -1,4 +1,4 @@
-"""Each format that comes with tmm is what it declares."""
+"""Each format that comes with tmm keeps to its declaration."""
 
 from __future__ import annotations
 

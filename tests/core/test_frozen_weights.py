@@ -90,7 +90,7 @@ DOWN = ("", (40, 16))
 
 
 def agree(run: Any, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """A compiled model's results are those of its values in fp64."""
+    """Assert that a compiled model's results equal the results of the same weights in fp64."""
     exact, tolerance = copy.deepcopy(model).double(), 1e-5 if dtype is torch.float32 else 2e-2
     with torch.no_grad():
         for rows in (3, 7, 7):

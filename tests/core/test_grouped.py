@@ -48,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def by_blas(request: pytest.FixtureRequest) -> Any:
-    """Triton's interpreter would answer: it is tried in tests of its own."""
+    """BLAS instead of Triton's interpreter, which has separate tests."""
     with tmm_core.override(disable="triton.ragged"):
         yield
 
@@ -113,7 +113,7 @@ FOLLOWED: dict[str, tuple[bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("form", ODD)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32])
 def test_rows_of_the_result_start_where_torchs_do(form: str, dtype: torch.dtype) -> None:
-    """At 16 bytes; what is given has strides of its own."""
+    """At multiples of 16 bytes; an ``out`` keeps its own strides."""
     a, b = ODD[form](dtype=dtype)
     offs = ends(3, 3, 7) if form == "n" else OFFS
     y, torchs = tmm_core.grouped_matmul(a, b, offs=offs), F.grouped_mm(a, b, offs=offs)
@@ -387,7 +387,7 @@ def test_a_batch_takes_a_bias_each() -> None:
 
 @pytest.mark.parametrize("each", [False, True])
 def test_terms_and_out_of_a_batch(each: bool) -> None:
-    """With a bias for each product, which makes groups of it, as with one for all."""
+    """With a bias for each product, which makes the batch one of groups, and with one for all."""
     a, b, bias = randn(3, 4, 16, requires_grad=True), randn(3, 16, 8), randn(3, 1, 8)
     given = bias[:, 0] if each else bias[0, 0]
     for shape in ((8,), (4, 8), (3, 1, 8)):
@@ -653,7 +653,7 @@ def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
 
 @pytest.mark.parametrize("call", [*CALLS, "k", "n"])
 def test_the_baseline_reads_nothing_on_the_host(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without memory: what asked them for a value would fail. With memory, the same launch
+    """Tensors have no memory, so that reading a value would fail. With memory, the same launch
     gives the values."""
     monkeypatch.setattr(grouped_mm, "_by_torch", lambda a, b, offs: torch.ops.aten._grouped_mm(
         a.bfloat16(), b.bfloat16(), offs))  # fmt: skip

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.
 
 @pytest.fixture(autouse=True)
 def by_blas() -> Iterator[None]:
-    """Triton's interpreter would answer: it is tried in tests of its own."""
+    """BLAS instead of Triton's interpreter, which has separate tests."""
     with tmm_core.override(disable="triton.ragged"):
         yield
 
@@ -70,7 +70,7 @@ def made(form: str, dtype: torch.dtype = E4M3, b_dtype: torch.dtype = E4M3) -> d
 def expression(
     a: Tensor, b: Tensor, offs: Tensor | None, scale_a: Any = None, scale_b: Any = None
 ) -> Tensor:
-    """The product of what the numbers stand for, group by group."""
+    """The product of the dequantised operands, group by group."""
     flat = a.dim() == b.dim() == 2
     count = a.shape[0] if offs is None else len(offs)
     a, b = a.double(), b.double()
@@ -97,7 +97,7 @@ def expression(
 
 
 def close(y: Tensor, expected: Tensor, dtype: torch.dtype = BF16) -> None:
-    """Where there is a group."""
+    """Assert that the result is close in all rows and columns that belong to a group."""
     assert y.dtype is dtype
     if y.dim() == 2:
         y = y[: expected.shape[0], : expected.shape[1]]

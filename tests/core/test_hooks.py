@@ -1,4 +1,4 @@
-"""Hooks through pluggy: what it offers works, and one plugin's fault costs that plugin."""
+"""Hooks through pluggy: its features work, and a plugin's fault costs only that plugin."""
 
 from __future__ import annotations
 

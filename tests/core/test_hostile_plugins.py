@@ -1,7 +1,8 @@
-"""Whatever a plugin does, the product is right, others' kernels win, and one warning names it.
+"""With any fault of a plugin, the product is right, other kernels win, and one warning names the
+plugin.
 
 Each behaviour is a plugin with one bad kernel, which would win if it were good, or with bad hooks.
-It is installed beside BLAS and beside another distribution with a good kernel.
+It is installed together with BLAS and another distribution with a good kernel.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ def bad_kernel(method: str, answer: Callable[..., Any]) -> FakeKernel:
 
 
 def launching(launch: Callable[..., Any]) -> FakeKernel:
-    """The fastest kernel, whose launch does what it likes with the right launcher."""
+    """The fastest kernel; a function of the test gets the right launcher and makes the launch."""
 
     class Launching(FakeKernel):
         def bind(self, problem: Any, config: Any) -> Any:

@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Seen(Rewrite):
-    """The pass, and what it left: compiled no further, since the graph is run as it is."""
+    """The pass, and the graph that it left, which is run without further compilation."""
 
     def __init__(self, when: Any = "always") -> None:
         super().__init__(when)
@@ -70,7 +70,7 @@ def fresh() -> Iterator[None]:
 
 def passed(function: Callable[..., Any], *inputs: Tensor, seen: Seen | None = None) -> Any:
     """The result of a function whose graphs went through Inductor's stages up to the pass, and are
-    then run as they are: compiling C++ would take seconds for each."""
+    then run without further compilation: compiling C++ would take seconds for each."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table

@@ -37,7 +37,7 @@ class Summing(FakeKernel):
 
 
 class TimerByM(FakeTimer):
-    """Says what a (kernel, tile) takes at the M of the call; ``tuned`` are the M of records."""
+    """Returns the time of a (kernel, tile) at the M of the call; ``tuned`` are the M of records."""
 
     def __init__(self, times: Mapping[tuple[str, int], Any]) -> None:
         super().__init__(dict(times))
@@ -82,12 +82,12 @@ def sampled(d: Dispatcher, change: Mapping[int, Callable[[Any], tuple[float, ...
     d.tuner.steps = changed  # type: ignore[method-assign]
 
 
-def asked(m: int, **fields: Any) -> Problem:
+def weight_problem(m: int, **fields: Any) -> Problem:
     return problem(m=m, batch_invariant=True, **fields)
 
 
 def chosen(d: Dispatcher, m: int, given: Settings | None = None) -> tuple[str, int, str | None]:
-    choice = d.choose(asked(m), given or settings())
+    choice = d.choose(weight_problem(m), given or settings())
     config = choice.candidate.config
     assert isinstance(config, FakeConfig)
     return choice.candidate.kernel.name, config.tile, choice.arithmetic
@@ -197,8 +197,8 @@ def test_configs_that_depend_on_m_and_kernels_that_do_are_left_out(tmp_path: Pat
     d, _ = dispatcher(FakeBlas(), kernel, loose, root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 1.0, ("k", 2): 9.0, ("loose", 1): 1.0})
     assert {chosen(d, m) for m in (1, 16, 300)} == {("k", 2, "two")}
-    # This mode has a record of its own, without the kernels that it forbids.
-    record = d.record(asked(16))
+    # This mode has a separate record, without the kernels that it forbids.
+    record = d.record(weight_problem(16))
     assert record is not None
     assert {c.kernel for c in record[1].candidates} == {"k", "blas"}
     assert d.record(problem(m=16)) is None
@@ -207,9 +207,9 @@ def test_configs_that_depend_on_m_and_kernels_that_do_are_left_out(tmp_path: Pat
 @pytest.mark.slow
 def test_without_a_name_of_its_own_each_config_is_an_arithmetic() -> None:
     kernel = FakeKernel("k", tiles=(1, 2), traits=INVARIANT)
-    names = [kernel.arithmetic(asked(1), FakeConfig(tile=tile)) for tile in (1, 2)]
+    names = [kernel.arithmetic(weight_problem(1), FakeConfig(tile=tile)) for tile in (1, 2)]
     assert names == ["cpu-k@1(tile=1)", "cpu-k@1(tile=2)"]
-    assert FakeKernel("k").arithmetic(asked(1), FakeConfig()) is None
+    assert FakeKernel("k").arithmetic(weight_problem(1), FakeConfig()) is None
     d, _ = dispatcher(FakeBlas(), kernel)
     timed(d, {("blas", 1): 20.0, ("k", 1): 9.0, ("k", 2): lambda m: 5.0 if m < 300 else 8.0})
     assert {chosen(d, m)[1] for m in (1, 2, 17, 64, 300, 512, 4096)} == {2}
@@ -259,8 +259,8 @@ def test_what_was_measured_is_pinned_for_later_processes(tmp_path: Path) -> None
 
 
 def test_a_weight_is_the_same_whatever_m_makes_of_its_operands(tmp_path: Path) -> None:
-    one = asked(1, k=5, a=Operand(torch.float32, aligned=True))
-    many = asked(9, k=5, a=Operand(torch.float32, aligned=False), capturing=True)
+    one = weight_problem(1, k=5, a=Operand(torch.float32, aligned=True))
+    many = weight_problem(9, k=5, a=Operand(torch.float32, aligned=False), capturing=True)
     assert weight(one) == weight(many)
     assert weight(one) != weight(replace(one, n=one.n + 1))
     assert weight(one) != weight(replace(one, bias=torch.float32))
@@ -271,9 +271,9 @@ def test_a_weight_is_the_same_whatever_m_makes_of_its_operands(tmp_path: Path) -
 
 
 def test_rungs_that_memory_does_not_hold_are_left_out() -> None:
-    assert [rung.m for rung in ladder(asked(1))] == list(LADDER)
-    assert [rung.m for rung in ladder(asked(1, n=2**20))] == [16, 64, 256]
-    assert [rung.m for rung in ladder(asked(1, n=2**29))] == [16]
+    assert [rung.m for rung in ladder(weight_problem(1))] == list(LADDER)
+    assert [rung.m for rung in ladder(weight_problem(1, n=2**20))] == [16, 64, 256]
+    assert [rung.m for rung in ladder(weight_problem(1, n=2**29))] == [16]
 
 
 def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_no_ladder_is_measured_for_the_gradient_of_a_weight(tmp_path: Path) -> N
     kernel = Summing("k", {1: "one", 2: "two"}, estimate=1.0)
     d, _ = dispatcher(FakeBlas(), kernel, root=tmp_path)
     timer = timed(d, {("blas", 1): 10.0, ("k", 1): 5.0, ("k", 2): 4.0})
-    gradient = asked(64, a=Operand(torch.float32, "col"))
+    gradient = weight_problem(64, a=Operand(torch.float32, "col"))
     choice = d.choose(gradient, settings())
     assert (choice.arithmetic, choice.origin) == ("one", "cache")
     assert timer.tuned == [64]
@@ -309,34 +309,34 @@ def test_a_guess_does_not_depend_on_m_nor_change_in_a_process(tmp_path: Path) ->
     assert chosen(d, 8192, given) == ("wide", 256, "even")
     # Under capture the same, and then outside of it: bits that a graph holds stay.
     tuning = settings()
-    captured = d.choose(replace(asked(16), capturing=True), tuning)
+    captured = d.choose(replace(weight_problem(16), capturing=True), tuning)
     assert (captured.arithmetic, captured.origin) == ("even", "heuristic")
     assert timer.measured == []
     assert [m.problem["m"] for m in d.store.misses()] == [16]
     times = {(k.name, t): 5 for k in (wide, unsteady) for t in k.names}
     timed(d, {**times, ("blas", 1): 9, ("narrow", 8192): 1})
-    assert d.choose(asked(16), tuning).arithmetic == "even"
-    # Until somebody asks for what was measured.
-    d.tune(asked(16), tuning)
-    assert d.choose(asked(16), tuning).arithmetic == "tall"
+    assert d.choose(weight_problem(16), tuning).arithmetic == "even"
+    # Until a tuning is requested, which uses the measurements.
+    d.tune(weight_problem(16), tuning)
+    assert d.choose(weight_problem(16), tuning).arithmetic == "tall"
 
 
 def test_a_miss_of_this_mode_is_tuned_for_this_mode(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
     timed(d, {("blas", 1): 9.0, ("k", 1): 5.0})
-    d.choose(replace(asked(16), capturing=True), settings())
+    d.choose(replace(weight_problem(16), capturing=True), settings())
     (miss,) = d.store.misses()
-    again = Problem.from_json(miss.problem, DEVICE, asked(16).epilogue)
-    assert again == asked(16)
+    again = Problem.from_json(miss.problem, DEVICE, weight_problem(16).epilogue)
+    assert again == weight_problem(16)
     record = d.tune(again, settings())
     assert record.problem == miss.problem
-    assert d.choose(asked(16), settings(on_cache_miss="error")).origin == "cache"
+    assert d.choose(weight_problem(16), settings(on_cache_miss="error")).origin == "cache"
 
 
 def test_an_error_where_nothing_is_on_record_and_that_is_forbidden(tmp_path: Path) -> None:
     d, timer = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
     with pytest.raises(CacheMissError, match="TMM_BATCH_INVARIANT=1"):
-        d.choose(asked(16), settings(on_cache_miss="error"))
+        d.choose(weight_problem(16), settings(on_cache_miss="error"))
     assert timer.measured == []
 
 
@@ -358,7 +358,7 @@ def test_a_problem_its_arithmetic_cannot_serve_is_reported_to_differ(tmp_path: P
     fast, general = Summing("fast", {1: "fast"}, against=strided), Summing("general", {1: "any"})
     d, _ = dispatcher(FakeBlas(), fast, general, root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("fast", 1): 5.0, ("general", 1): 7.0})
-    odd = asked(16, a=Operand(torch.float32, "strided", False))
+    odd = weight_problem(16, a=Operand(torch.float32, "strided", False))
     with pytest.warns(TmmWarning, match="arithmetic fast, but by any: its rows differ"):
         assert d.choose(odd, settings()).candidate.kernel.name == "general"
     # The first problem does not decide for later ones.
@@ -368,12 +368,12 @@ def test_a_problem_its_arithmetic_cannot_serve_is_reported_to_differ(tmp_path: P
 def test_quarantine_takes_another_config_of_the_arithmetic(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("a", {1: "k16"}), Summing("b", {1: "k16"}), root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("a", 1): 5.0, ("b", 1): 7.0})
-    choice = d.choose(asked(64), settings())
+    choice = d.choose(weight_problem(64), settings())
     assert choice.candidate.kernel.name == "a"
     with pytest.warns(TmmWarning, match="failed on"):
-        d.quarantine(asked(64), choice, RuntimeError("boom"))
+        d.quarantine(weight_problem(64), choice, RuntimeError("boom"))
     # At an M whose bucket it failed in.
-    after = d.choose(asked(63), settings())
+    after = d.choose(weight_problem(63), settings())
     assert (after.candidate.kernel.name, after.arithmetic) == ("b", "k16")
 
 
@@ -414,7 +414,7 @@ def test_a_rung_that_cannot_be_tuned_costs_the_rung(tmp_path: Path) -> None:
 def test_batch_invariance_that_no_kernel_has_is_reported() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("loose"), times={"loose": 1.0})
     with pytest.warns(TmmWarning, match="loose is not batch-invariant, but nothing that is"):
-        assert d.choose(asked(8), settings()).candidate.kernel.name == "loose"
+        assert d.choose(weight_problem(8), settings()).candidate.kernel.name == "loose"
 
 
 # By name.
@@ -429,7 +429,7 @@ def test_an_arithmetic_is_pinned_by_configuration(tmp_path: Path) -> None:
     assert timer.tuned == [16]
     assert chosen(d, 16) == ("k", 1, "one")
     with pytest.raises(UnsupportedProblemError, match=r"'three' of .*there are: one, two$"):
-        d.choose(asked(16), settings(arithmetic="three"))
+        d.choose(weight_problem(16), settings(arithmetic="three"))
 
 
 def test_naming_an_arithmetic_asks_for_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +448,7 @@ def test_explain_names_the_arithmetic(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
     timed(d, {("blas", 1): 10.0, ("k", 1): 5.0})
     chosen(d, 16)
-    explained = explain_problem(d, asked(16), settings(on_cache_miss="heuristic"))
+    explained = explain_problem(d, weight_problem(16), settings(on_cache_miss="heuristic"))
     assert "sums by   one, as all M of this weight" in str(explained)
     assert explained.to_json()["arithmetic"] == "one"
     # The mode's own record answers.

@@ -317,7 +317,7 @@ def test_a_warm_launch_encodes_no_tensor_map(noted: Noted, way: str) -> None:
         launch_with(t)
     assert noted.encoded == [describe(t)]
     assert noted.arguments("3.7") == [["map", 1, 2, 9, None]] * 3
-    # Another tensor, or another view of this one, has a map of its own.
+    # Another tensor, or another view of this one, has another map.
     launch_with(t.t())
     launch_with(t[1:])
     assert noted.encoded[1:] == [describe(t.t()), describe(t[1:])]

@@ -1,4 +1,5 @@
-"""Converted models under the libraries that docs/libraries.md lists, beside the original ones."""
+"""Converted models, compared with the original ones, under the libraries that docs/libraries.md
+lists."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_ranks_train_alike(world: World, how: str, first: str) -> None:
         assert_close(converted, original)
         assert converted[-1] < converted[0]
         assert found["keys"]
-        # A sharded weight is no plain tensor, so what is sharded first is left alone.
+        # A sharded weight is no plain tensor, so a model that is sharded first is left unchanged.
         sharded = (how, first) == ("fsdp2", "wrap")
         assert found["layers"] == (0 if sharded else 5)
         assert bool(found["swapped"]) != sharded

@@ -42,7 +42,7 @@ class Blas(FakeBlas):
 
 @pytest.fixture(autouse=True)
 def _state_stays() -> Iterator[None]:
-    """Put back what a kernel changes where nobody watches it."""
+    """Restore the state that a kernel changes in launches that are not watched."""
     state = State(CPU)
     yield
     state.restore(state.changed())

@@ -34,7 +34,7 @@ def compiled_anew() -> Iterator[None]:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The epilogue of every product that layers of ours ask for."""
+    """The epilogue of every product that tmm's layers compute."""
     calls: list[str] = []
     linear = tmm_core.api.linear
 
@@ -895,7 +895,7 @@ def test_a_result_that_is_also_used_without_the_activation_is_not_fused(
     model = nn.Sequential(Branching(kind))
     original = copy.deepcopy(model)
     report = convert(model)
-    # The layer may be called twice: each result is a product of its own.
+    # The layer may be called twice: each result is a separate product.
     fused = kind in ("again", "other input")
     assert [change.kind for change in report.changes] == ["epilogue" if fused else "linear"]
     assert [item.path for item in report.not_fused] == ["0.act"] * (not fused)

@@ -144,7 +144,7 @@ def test_compiled_backward_multiplies_by_the_operator_and_nothing_twice() -> Non
         assert forward.count("tmm.matmul") == 1
         assert backward.count("tmm.matmul") == 2
         assert "aten.mm" not in forward + backward
-        # Where the output tells the derivative, the epilogue is the kernel's.
+        # If the output determines the derivative, the kernel computes the epilogue.
         assert ("aten.silu" in forward) is (epilogue == "silu")
         assert "aten.relu" not in forward
 

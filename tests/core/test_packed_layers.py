@@ -1,5 +1,5 @@
 """Layers of GPTQ and AWQ packages after ``convert``. The classes here have the names, buffers and
-arithmetic of the packages' own (gptqmodel 7.7, autoawq 0.2.9), and pack numbers one by one. Where a
+arithmetic of the packages (gptqmodel 7.7, autoawq 0.2.9), and pack numbers one by one. Where a
 package is installed, its class is tested as well."""
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_layers(
     assert products[0][0] is layer._parameters["weight"]
     same(model.state_dict(), before)
     assert torch.equal(layer.qzeros, before["0.qzeros"])
-    # Other words are read by load_state_dict, and copies and pickles keep what they have.
+    # load_state_dict reads other words; copies and pickles keep theirs.
     other = nn.Sequential(
         KINDS[kind](symmetric=False), nn.SiLU(), nn.Linear(N, 64, dtype=dtype),
         KINDS[kind](k=64, n=24, bias=False),

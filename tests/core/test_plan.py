@@ -1,4 +1,4 @@
-"""A plan refuses whatever it was not made for, of every tensor that it takes."""
+"""A plan refuses every tensor that differs from the one for which it was made."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_was_planned_otherwise_is_refused(
     plan, result = planned(call)
     with pytest.raises(ValueError, match="takes"):
         plan(**{**call, name: change(call[name])})
-    # And goes on to serve what it was made for.
+    # The plan still serves the tensors for which it was made.
     assert torch.equal(plan(**call), result)
 
 

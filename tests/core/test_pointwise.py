@@ -57,7 +57,7 @@ def compiled() -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         asked = [(epilogue, 90) for epilogue in EPILOGUES]
-        # How wide accesses are depends on what is accessed, not on the arithmetic between.
+        # The width of accesses depends on the tensors, not on the arithmetic between.
         asked += [(epilogue, sm) for epilogue in EPILOGUES[-2:] for sm in (80, 100)]
         return [line for lines in pool.map(both_ways, asked) for line in lines]
 

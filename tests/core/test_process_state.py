@@ -1,5 +1,5 @@
-"""Verification tells what a launch changes from what other threads change meanwhile, and takes
-nothing of theirs back."""
+"""Verification distinguishes changes by a launch from those that other threads make meanwhile, and
+does not undo theirs."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def made(drawn: dict[str, Any]) -> tuple[list[Tensor], Tensor | None]:
 
 
 def computed(drawn: dict[str, Any]) -> Any:
-    """What the call gives: its result, its ``out`` and its gradients; or its error."""
+    """The result of the call, its ``out`` and its gradients; or its error."""
     given, out = made(drawn)
     a, b, *more = given
     named = dict(drawn["scalars"])
@@ -239,7 +239,7 @@ def verify(drawn: dict[str, Any]) -> None:
 
 @pytest.fixture
 def answered(sums: Sums) -> Iterator[Sums]:  # noqa: F811
-    """Whether a kernel answers some of the calls, so that the test is one."""
+    """Whether a kernel answers some of the calls; otherwise the test would test nothing."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield sums

@@ -1,4 +1,4 @@
-"""One definition of a valid grouped call: every path gives what a loop over its groups gives, or
+"""One definition of a valid grouped call: every path gives the result of a loop over the groups, or
 refuses the call with the same kind of error. Rows in no group may hold NaN and add nothing."""
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_which_products_are_cublaslts(change: dict[str, Any], takes: bool) -> No
 
 
 def read(t: Tensor, rows: int, columns: int, pitch: int) -> Tensor:
-    """What an address holds, as cuBLASLt reads it: columns side by side, ``pitch`` apart."""
+    """The numbers at an address, as cuBLASLt reads them: columns that begin ``pitch`` apart."""
     return t.as_strided((rows, columns), (1, pitch))
 
 
@@ -193,7 +193,7 @@ def by_address(
     a: Tensor, b: Tensor, a_scale: Tensor, a_recipe: str, b_scale: Tensor, b_recipe: str,
     output_dtype: Any,
 ) -> Tensor:  # fmt: skip
-    """``F.scaled_mm`` as cuBLASLt reads its scales, whatever shape and strides they have."""
+    """``F.scaled_mm`` as cuBLASLt reads its scales: by address, without shape and strides."""
     (m, k), n = a.shape, b.shape[1]
     assert m % 4 == 0, "CUBLAS_STATUS_NOT_SUPPORTED"
     assert a_recipe == "1x128"

@@ -220,7 +220,7 @@ def test_stacks_and_groups(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parts_are_folded_as_their_operands(name: str) -> None:
-    """Vectors beside stacks, stacks of one, and no values along K."""
+    """Vectors with stacks, stacks of one, and no values along K."""
     form = formats.named(name)
     (a, of_a), (b, of_b) = made(name, 1, 256), made(name, 2, 24, 256)
     parts = [t if t is None or not t.dim() else t[0] for t in (a.stored, a.scale, a.zero)]

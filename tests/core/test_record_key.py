@@ -1,5 +1,5 @@
-"""The key of a record: each field of a problem that bears on speed alters it, no other does, and a
-problem is read back as it was written."""
+"""The key of a record: each field of a problem that affects speed alters it, no other field does,
+and a problem that is written is read back unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tmm_core.spec.epilogue import Epilogue
 
 SILU, SWIGLU = parse("silu"), parse("swiglu+softcap(5)")
 
-#: A problem none of whose fields is as it is by default, and another value of each.
+#: A problem in which no field has its default, and another value of each field.
 ODD = Operand(torch.int8, "col", aligned=False, wide=True, format="int8", scale=Scale.parse("row"),
               zero=True)  # fmt: skip
 FULL = Problem(

@@ -1,4 +1,4 @@
-"""Plugins: how they are loaded, what they register, and what a broken one costs."""
+"""Plugins: how they are loaded, what they register, and the effect of a broken one."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_products_and_sums_are_fused_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, set_to: str | None, fused: bool
 ) -> None:
-    """Without a warning about what a later release will do."""
+    """Without a warning about later releases."""
     monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
     if set_to is not None:
         monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", set_to)

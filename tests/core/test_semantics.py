@@ -216,7 +216,7 @@ def test_out_among_its_inputs() -> None:
     expected = a @ b
     torch.testing.assert_close(tmm_core.matmul(a, b, out=overlapping), expected)
 
-    # Where it is plain, torch's own words are used; torch.matmul on a CPU does not look at all.
+    # If the overlap is plain, the message is torch's; torch.matmul on a CPU does not check.
     memory = torch.randn(24)
     before = memory.clone()
     square = memory[:16].view(4, 4)

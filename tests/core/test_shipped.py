@@ -129,7 +129,7 @@ def test_what_ships_is_chosen_by_and_checked(
     changed = json.loads(path.read_text())
     for candidate in changed["candidates"]:
         candidate["version"] = "2"
-    del changed["checksum"]  # Whoever edits a record by hand has to do the same.
+    del changed["checksum"]  # A user who edits a record has to do the same.
     path.write_text(json.dumps(changed))
     assert main(["verify", "--device", "cpu", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
@@ -172,7 +172,7 @@ def test_records_that_ship_with_tmm_are_whole() -> None:
 
 
 def test_records_that_ship_with_tmm_are_of_its_kernels() -> None:
-    """Records of a kernel that changed help nobody: each user measures it again."""
+    """Records of a changed kernel are useless: each user measures it again."""
     store = CacheStore(ROOT / "tmm_core" / "records", layers=())
     present = {info.name: info.version for info in tmm_core.kernels()}
     records = [entry.record for entry in store.summaries(full=True)]

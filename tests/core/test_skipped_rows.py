@@ -1,4 +1,4 @@
-"""Rows in no group add nothing, whatever lies there: on both paths, forward and backward."""
+"""Rows in no group add nothing, even if they are NaN: on both paths, forward and backward."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Gate(nn.Module):
 
 
 def poisoned_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what a grouped product leaves undefined with NaN."""
+    """Fill the rows that a grouped product leaves undefined with NaN."""
     product = experts.grouped.grouped_matmul
 
     def grouped_matmul(a: Tensor, b: Tensor, *, offs: Tensor, **more: Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""The caller's word about weights: who goes by it, and what a record made with or without it is
-worth to the other."""
+"""The caller's promise about weights: which kernels rely on it, and which records made with or
+without it serve other calls."""
 
 from __future__ import annotations
 
@@ -175,16 +175,16 @@ def test_variable_and_override(monkeypatch: pytest.MonkeyPatch) -> None:
         assert with_static_weights(current).tune_budget == 3.0
         assert with_static_weights(current) is with_static_weights(current)
         assert current() is base
-        with tmm_core.override(static_weights=True) as said:
-            assert with_static_weights(current) is said
-            assert not within(said, current).static_weights
-            assert within(said, current).tune_budget == 3.0
+        with tmm_core.override(static_weights=True) as promising:
+            assert with_static_weights(current) is promising
+            assert not within(promising, current).static_weights
+            assert within(promising, current).tune_budget == 3.0
         assert within(base, current) is base
 
 
 @pytest.fixture
-def posed() -> list[Problem]:
-    """The problems that calls on a CPU pose, by a kernel that declines them all."""
+def problems() -> list[Problem]:
+    """The problems of calls on a CPU, seen by a kernel that declines all of them."""
     seen: list[Problem] = []
 
     def note(problem: Problem) -> list[str]:
@@ -196,52 +196,54 @@ def posed() -> list[Problem]:
     return seen
 
 
-def said(posed: list[Problem]) -> list[bool]:
+def promises(problems: list[Problem]) -> list[bool]:
     """The promise of each distinct problem; empties the list."""
-    values = list(dict.fromkeys((each.m, each.n, each.k, each.static_weights) for each in posed))
-    posed.clear()
+    values = list(dict.fromkeys((each.m, each.n, each.k, each.static_weights) for each in problems))
+    problems.clear()
     return [value[-1] for value in values]
 
 
-def test_the_word_is_about_matrices(posed: list[Problem]) -> None:
+def test_the_promise_is_about_matrices(problems: list[Problem]) -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 6)
     tmm_core.matmul(x, w)
-    assert said(posed) == [False]
+    assert promises(problems) == [False]
     with tmm_core.override(static_weights=True):
         tmm_core.matmul(x, w)
-        assert said(posed) == [True]
+        assert promises(problems) == [True]
         tmm_core.matmul(x.expand(3, 4, 8), w)
-        assert said(posed) == [True]
+        assert promises(problems) == [True]
         tmm_core.matmul(x, w.expand(3, 8, 6))  # a batch of products, of activations as a rule
-        assert said(posed) == [False]
+        assert promises(problems) == [False]
 
 
-def test_backward_does_not_go_by_it(posed: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_does_not_rely_on_it(
+    problems: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, w = (torch.randn(*shape, requires_grad=True) for shape in ((4, 8), (8, 6)))
     with tmm_core.override(static_weights=True):
         y = tmm_core.matmul(x, w)
-        assert said(posed) == [True]
+        assert promises(problems) == [True]
         y.sum().backward()
-        assert said(posed) == [False, False]
+        assert promises(problems) == [False, False]
     monkeypatch.setenv("TMM_STATIC_WEIGHTS", "1")
     tmm_core.settings._from_environment.cache_clear()
     warm.forget_plans()
     tmm_core.matmul(x, w).sum().backward()
-    assert said(posed) == [True, False, False]
+    assert promises(problems) == [True, False, False]
 
 
-def test_a_weight_that_autocast_casts_was_written_just_now(posed: list[Problem]) -> None:
+def test_a_weight_that_autocast_casts_was_written_just_now(problems: list[Problem]) -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 6)
     cast = torch.autocast("cpu", dtype=torch.bfloat16)
     with torch.no_grad(), tmm_core.override(static_weights=True), cast:
         tmm_core.matmul(x, w)
-        assert said(posed) == [False]
+        assert promises(problems) == [False]
         warm.forget_plans()
         tmm_core.matmul(x, w.bfloat16())
-        assert said(posed) == [True]
+        assert promises(problems) == [True]
 
 
-def test_converted_layers_say_it(posed: list[Problem]) -> None:
+def test_converted_layers_promise_it(problems: list[Problem]) -> None:
     class MLP(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,14 +267,14 @@ def test_converted_layers_say_it(posed: list[Problem]) -> None:
         torch.testing.assert_close(ours(x), theirs(x))
         # One product of the first layer, two of the MLP, one of the third, two of the last. The
         # others belong to the model that was not converted.
-        calls = [(p.m, p.n, p.k, p.static_weights) for p in posed]
+        calls = [(p.m, p.n, p.k, p.static_weights) for p in problems]
         assert {call[:3] for call in calls if call[3]} == {
             (3, 8, 8), (3, 12, 8), (3, 8, 12), (3, 4, 8), (3, 6, 4), (3, 4, 6),
         }  # fmt: skip
-        posed.clear()
+        problems.clear()
         warm.forget_plans()
         ours = model()
         convert(ours)
         ours(x)
-        assert posed
-        assert not any(said(posed))
+        assert problems
+        assert not any(promises(problems))

@@ -39,7 +39,7 @@ FP8 = {"a": EIGHT, "b": EIGHT}
 INT8 = Operand(torch.int8, format="int8")
 EVERY = dict.fromkeys(("a", "b", "out", "residual"), ANY)
 
-#: A problem, what is said against it, and the declaration that admits it.
+#: A problem, the reason against it, and the declaration that admits it.
 ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"device": replace(GPU, type="cpu")}, "runs on NVIDIA GPUs, not on cpu",
      {"devices": ("cuda", "cpu")}),

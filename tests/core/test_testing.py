@@ -414,7 +414,7 @@ class KeepsItsFirstAlpha(Right):
 
 
 class SharesAnOperandAmongLaunchers(Right):
-    """Right as long as one launcher is used at a time: binding forgets what was kept."""
+    """Right as long as one launcher is used at a time: binding forgets the kept operand."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -638,7 +638,7 @@ def test_every_test_has_a_kernel_that_fails_it() -> None:
     assert tests == {test for _, test, _ in (*WRONG, *WRONG_ON_GPU)} | lied_to
 
 
-#: Where verification places a matrix of a class.
+#: The memory layouts in which verification places a matrix of a class.
 PLACES: dict[str, Callable[[Operand, tuple[int, ...]], MemoryLayout]] = {
     "dense": memory_layout,
     "padded": functools.partial(memory_layout, padded=True),

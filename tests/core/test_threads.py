@@ -1,4 +1,4 @@
-"""Many threads, one dispatcher: first calls that race, and calls beside a tuning."""
+"""Many threads, one dispatcher: first calls that race, and calls during a tuning."""
 
 from __future__ import annotations
 

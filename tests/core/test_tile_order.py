@@ -1,4 +1,5 @@
-"""The order of tiles on paper: golden, a permutation, and what the kernels do."""
+"""The order of tiles as functions of Python: recorded orders, permutations, and the same order as
+the kernels'."""
 
 from __future__ import annotations
 

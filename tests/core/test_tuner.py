@@ -323,7 +323,7 @@ def test_hopeless_configs_are_not_compiled() -> None:
     tiles = (500, 400, 300, 16, 17, 1000, 10)
     # A config without an estimate stays.
     assert sorted(tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles))) == [10, 16, 1000]
-    # Nothing to hold them against; nobody to ask.
+    # There is no estimate to compare them with.
     assert sorted(tried(FakeBlas(), Graded("k", tiles=tiles))) == sorted(tiles)
     blas = FakeBlas(estimate=10.0)
     assert sorted(tried(blas, Graded("k", tiles=tiles, estimate=1.0))) == sorted(tiles)
@@ -345,7 +345,7 @@ def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(search, "BATCHES", (3, 24))
     tiles = (100, 103, 112, 140)
     blas = FakeBlas(estimate=100.0)
-    # All take what was expected: 112 cannot win, by more than the model is trusted to tell.
+    # All take the expected time: 112 cannot win, by more than the model's uncertainty.
     exact: dict[Any, float] = {("k", tile): tile for tile in tiles} | {"blas": 150.0}
     assert tried(blas, Graded("k", tiles=tiles), times=exact) == [100, 103]
     # The second takes less than expected: the third may be the best, and is not.
@@ -571,7 +571,7 @@ def test_where_a_close_record_is_little_else_is_tried() -> None:
     record = Tuner(timer).tune(problem(), kernels, settings(), hints=hints)
     assert record.best.config == {"tile": 60}
     assert len([c for c in record.candidates if c.kernel == "k"]) <= search.CLOSE_BATCHES[1]
-    # A kernel that was left out is on record with the reason, so that nobody asks again.
+    # A kernel that was left out is on record with the reason, so that it is not tried again.
     (left_out,) = (c for c in record.candidates if c.kernel == "far")
     assert "were tried instead" in str(left_out.reason)
     assert Tuner(timer).tune(problem(), kernels, settings(), record) is record
@@ -754,7 +754,7 @@ def test_the_best_of_each_arithmetic_is_verified_however_slow() -> None:
     ]
     times = {"blas": 10.0, ("k1", 1): 5.0, ("k1", 2): 80.0, ("k2", 1): 90.0, ("k2", 2): 95.0}
     record, _ = tune(FakeBlas(), *kernels, times=times, problem=problem(batch_invariant=True))
-    # Each config is an arithmetic of its own.
+    # Each config is another arithmetic.
     assert [c.status for c in record.candidates] == ["ok"] * 5
     plain, _ = tune(FakeBlas(), *kernels, times=times)
     assert status(plain) == {"blas": "ok", "k1": "slow", "k2": "slow"}
@@ -1110,7 +1110,7 @@ def test_a_tuning_that_is_closed_frees_what_it_holds(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_are_started_beside_so_many_stalled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 that are stalled beside those that may work."""
+    """16 stalled threads, and as many more as may work."""
     ended = threading.Event()
 
     class Hanging(FakeKernel):

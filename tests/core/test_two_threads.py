@@ -137,7 +137,7 @@ def test_turns_alternate_and_a_thread_that_is_away_is_not_waited_for(
 
 
 def test_turns_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many lines, and after so long."""
+    """After a number of lines, and after a time."""
     monkeypatch.setattr(two_threads, "_WAITS", 0)
     with monkeypatch.context() as m:
         m.setattr(two_threads, "_MOST_LINES", 3)

@@ -1,4 +1,4 @@
-"""A call is checked as a whole, by the same checks, whichever path it takes."""
+"""A call is checked as a whole, by the same checks on every path."""
 
 from __future__ import annotations
 

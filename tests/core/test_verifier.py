@@ -330,7 +330,7 @@ def test_outputs_that_launchers_do_not_make(fault: str) -> None:
 
 
 def test_wrong_never_wins_end_to_end() -> None:
-    """The tuner asks the verifier."""
+    """The tuner calls the verifier."""
     for name in ("right with out and zeros without", "a reused buffer", "NaN turned to zero"):
         timer = FakeTimer({"faulty": 1.0, "blas": 20.0})
         record = Tuner(timer).tune(problem(), [FakeBlas(), Faulty(FAULTS[name][0])], settings())
@@ -435,7 +435,7 @@ def test_special_values_of_groups(
 
 
 def test_special_values_at_the_ends_of_groups() -> None:
-    """Where a tile that sums a group's terms loads its neighbour's beside them."""
+    """There a tile that sums a group's terms also loads terms of the neighbouring group."""
     instance = problem(40, 33, 50, groups=Groups(6, "k"))
     inputs = DataSets(instance, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None

@@ -1,4 +1,4 @@
-"""``tmm verify`` looks at every record that would answer, and says what is not right."""
+"""``tmm verify`` checks every record that would answer, and reports its faults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def delayed(out: torch.Tensor) -> torch.Tensor:
 def fine(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     monkeypatch.setattr(record_check, "REPEATS", 2)
-    # BLAS wins the tunings, whatever else the machine does.
+    # BLAS wins the tunings, under any load of the machine.
     kernel = FakeKernel("test.fine", spoil=delayed)
     register(kernel)
     return kernel

@@ -43,7 +43,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def close(got: Tensor, expected: Tensor, roundings: float = 2.0) -> None:
-    """Within so many roundings of 16 bits, relative to the result's scale."""
+    """Assert equality within ``roundings`` of 16 bits, relative to the result's scale."""
     expected = expected.double()
     error = (got.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
     assert error.max() < roundings * 8e-3
@@ -287,7 +287,7 @@ def test_alpha_on_the_gpu_is_not_read() -> None:
     close(captured, 4 * expected)
 
 
-# Torch records the views before the first product as a graph of their own, of no kernel.
+# Torch records the views before the first product as a separate graph, without a kernel.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_reduce_overhead_trains_and_serves() -> None:
     w, v = randn(256, 512).requires_grad_(), randn(512, 128).requires_grad_()

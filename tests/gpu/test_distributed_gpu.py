@@ -79,7 +79,7 @@ def test_a_sharded_gated_mlp_is_one_gated_product(
     world: World, learns: bool, sequence: bool, dtype: torch.dtype
 ) -> None:
     for outcome in world.run(sharded_gated_mlp, "cuda", dtype, learns, sequence):
-        # In training the product has no epilogue, and a kernel of its own computes the gate.
+        # In training the product has no epilogue, and a separate kernel computes the gate.
         assert outcome.products == ([""] if learns else ["swiglu", ""])
         assert outcome.communications == 1 + sequence
         assert max(outcome.error, *outcome.gradient_errors, 0.0) < TOLERANCE[dtype]

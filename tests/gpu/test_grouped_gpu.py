@@ -137,7 +137,7 @@ def numbers(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", ["rows", "columns", "sums"])
 def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
-    """For any sizes of groups in a graph."""
+    """A graph is replayed with other sizes of groups."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         pytest.skip("8-bit floats need compute capability 8.9")

@@ -1,4 +1,4 @@
-"""Mutants of the cache and of the commands: whose files these are, limits, and what is printed."""
+"""Mutants of the cache and of the commands: ownership of files, limits, and output."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from mutant import Mutant
 CALLS = ("tests/core/test_call_key.py::test_calls_that_differ_in_one_thing_have_a_plan_each",)
 PLAN = "tests/core/test_plan.py"
 
-#: Where the key of a warm call is written, part by part.
+#: The code that writes the key of a warm call, part by part.
 _PART = '        yield f"    {part},"\n'
 _ALL = "_replay(roles, arguments, launch_stored)"
 

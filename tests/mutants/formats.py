@@ -1,5 +1,5 @@
-"""Mutants of operand formats: which may meet, what records keep of them, what is checked, and how
-their values are computed."""
+"""Mutants of operand formats: which may be combined, their fields in records, their checks, and
+their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of limits: what is proposed, what is brought, and what a step may write to."""
+"""Mutants of limits: of proposals, of objects from plugins, and of writes by a step."""
 
 from __future__ import annotations
 

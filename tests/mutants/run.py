@@ -2,8 +2,8 @@
 
     python tests/mutants/run.py [names …]
 
-A name is a mutant's, or the start of some. Ends with 1 where a mutant passed its tests or no longer
-applies, and with 2 where the tests fail on the tree as it is.
+A name is a mutant's, or the start of some. Ends with 1 if a mutant passed its tests or no longer
+applies, and with 2 if the tests fail on the unchanged tree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def applied(mutant: Mutant, tree: Path) -> Iterator[None]:
     """The tree with the mutant in it.
 
     Raises:
-        ValueError: What it replaces is not there once.
+        ValueError: The text that it replaces does not occur exactly once.
     """
     path = place(mutant, tree)
     before, when = path.read_text(), path.stat().st_mtime
@@ -64,7 +64,7 @@ def applied(mutant: Mutant, tree: Path) -> Iterator[None]:
 
 
 def _test(tree: Path, tests: Sequence[str], printed: Path) -> None:
-    """In a process of its own: import what is in ``tree``, before what is installed, and end with
+    """In a separate process: import modules of ``tree`` before installed ones, and end with
     pytest's exit code."""
     os.chdir(tree)
     paths = [str(tree / folder) for folder in ("plugins", "cache", ".")]

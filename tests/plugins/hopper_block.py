@@ -59,7 +59,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.ready: dict[threading.Thread, Callable[[], bool]] = {}
         self.turns: dict[threading.Thread, threading.Semaphore] = {}
-        #: Bulk copies under way, as what is left to do.
+        #: Bulk copies under way, each as a function that completes it.
         self.copies: list[Callable[[], None]] = []
         self.failure: BaseException | None = None
         self.done = threading.Event()
@@ -544,9 +544,9 @@ def run_block(
     # The workspace's order is made for whole warps, and needs them.
     names |= {"_acquire": acquire, "_add": operator.add, "barrier": lambda: None, "part_at": place}
     names |= {"_fused": lambda part, scale, acc: part * scale + acc}
-    # Addresses and shifts, which have a test of their own.
+    # Addresses and shifts, which have a separate test.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
-    # It has addresses, and a test of its own.
+    # It has addresses, and a separate test.
     names |= {"prefetch": lambda *_: None}
     names |= instead or {}
     names[kernel[0]](*arguments)
@@ -554,7 +554,7 @@ def run_block(
         raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
     if loading:
         raise OrderError("ends before what it loads has arrived")
-    # The next block takes the memory over; what was not waited for reads that.
+    # The next block reuses the memory; a copy that was not waited for reads its data.
     for array in memory:
         array[...] = np.nan
     for copy in scheduler.copies:

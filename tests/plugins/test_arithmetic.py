@@ -98,7 +98,8 @@ def test_ranges_are_added_one_after_the_other(splits: int, uninterpreted: Uninte
 
 @pytest.mark.slow
 def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninterpreted) -> None:
-    """Where kernels share sums: some would add a residual to a product in one step, others not."""
+    """This matters if kernels share sums: some would add a residual to a product in one step,
+    others would not."""
     fused = problem(
         300, 1024, epilogue=parse("silu"), bias=BF16, residual=Operand(BF16), scaled=True
     )
@@ -187,7 +188,7 @@ def test_a_cut_that_m_decides_is_not_for_the_mode() -> None:
     assert kernel.arithmetic(problem(), cut) is None
     parts = replace(config, BLOCK_K=64, tail_splits=1, splits=4)
     assert kernel.arithmetic(problem(16), parts) == "sm90-k16/split4"
-    # The workspace holds no four parts of so many rows: it would be cut into fewer.
+    # The workspace cannot hold four parts of this many rows: K would be split into fewer.
     assert kernel.arithmetic(problem(8192), parts) is None
 
 

@@ -194,7 +194,7 @@ def test_scales_of_blocks_are_for_cublaslt_within_its_limits(
 @pytest.mark.parametrize("rows", [1, 4, 5])
 @pytest.mark.parametrize("columns", [1, 4, 6])
 def test_scales_are_column_major_without_gaps(rows: int, columns: int) -> None:
-    """Torch takes other strides, and cuBLASLt reads what is between."""
+    """Torch accepts other strides, with which cuBLASLt would read the gaps."""
     memory = torch.rand(8, 8)
     by_row, by_column = memory[:rows, :columns], memory[:columns, :rows].t()
     for given in (by_row, by_row.contiguous(), by_column, by_row[:1].expand(rows, -1)):
@@ -297,7 +297,7 @@ def launched(dtype: torch.dtype, zeroed: bool, **terms: Any) -> torch.Tensor:
 def test_terms_of_another_dtype_are_added_without_a_rounding_between(
     epilogue: str, dtype: torch.dtype
 ) -> None:
-    """In place where the product has room for them, and never in a narrower one."""
+    """In place if the product's dtype can hold the sum, and never in a narrower dtype."""
     text = parse(epilogue or None).interned() if epilogue else ""
     residual, weights = torch.randn(8, 8), torch.rand(8)
     y = launched(dtype, True, epilogue=text, residual=residual, out_weights=weights)

@@ -33,12 +33,12 @@ from tmm_core import Groups, Machine, Operand, Port, Problem, Scale
 from tmm_core.triton.interpreted import _mend
 
 FP16 = torch.float16
-#: Elements before and after an operand that nobody may touch.
+#: The number of elements before and after an operand that no kernel may access.
 MARGIN = 4096
 
 
 class Fences:
-    """Operands, and the accesses beside them that the interpreter made."""
+    """Operands, and the interpreter's accesses outside of them."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -296,7 +296,7 @@ def test_so_many_configs_are_proposed_and_no_more(m: int, n: int) -> None:
         found = list(hopper_configs(problem))
         assert 1 <= len(found) <= 16
         assert len(set(found)) == len(found)
-        # Where reading the weight takes the time, it may begin before the last launch ends.
+        # If reading the weight takes most of the time, it may begin before the last launch ends.
         assert any(config.early for config in found) is (m <= 128)
         assert len(list(hopper_configs(replace(problem, batch_invariant=True)))) <= 16 + 8
 

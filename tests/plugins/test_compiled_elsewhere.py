@@ -136,17 +136,17 @@ from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.spec.kernel import Candidate
 from tmm_core.triton import compile_for, source, target_of
 
-asked = []
+jobs = []
 for name, problem in (("warp_specialized", "decode"), ("split_k", "large_k"),
                       ("warp_specialized", "large"), ("realigned", "unaligned")):
     (kernel,) = (k for k in kernels() if k.name == "triton." + name)
     config = next(c for c in kernel.configs(PROBLEMS[problem])
                   if name != "split_k" or len(kernel.builds(PROBLEMS[problem], c)) > 1)
-    asked.append((kernel, PROBLEMS[problem], config))
-assert asked[0][2].evict_first
+    jobs.append((kernel, PROBLEMS[problem], config))
+assert jobs[0][2].evict_first
 
 compilers = Compilers(workers=2)
-futures = [compilers.submit(problem, Candidate(k, config)) for k, problem, config in asked]
+futures = [compilers.submit(problem, Candidate(k, config)) for k, problem, config in jobs]
 errors = [repr(future.exception()) for future in futures]
 compilers.close()
 assert not torch.cuda.is_initialized()
@@ -158,7 +158,7 @@ CUDABackend.make_cubin = lambda *a: (assembled.append(1), make_cubin(*a))[1]
 
 def all_compiled():
     found = []
-    for kernel, problem, config in asked:
+    for kernel, problem, config in jobs:
         for build in kernel.builds(problem, config):
             src = source(build.fn, build.types, build.constants, build.divisible)
             found.append(compile_for(target_of(problem.device), src, **build.options))

@@ -148,7 +148,7 @@ def test_it_compiles(target: str, of: str, request: pytest.FixtureRequest) -> No
         assert ".local" not in ptx
 
 
-def posed(b: Operand, **changes: Any) -> Problem:
+def problem_of(b: Operand, **changes: Any) -> Problem:
     problem = Problem(64, 256, 512, ROW, b, ROW, TARGETS["90"])
     return replace(problem, **changes)
 
@@ -158,28 +158,29 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
     monkeypatch.setattr(module, "Dequantize", lambda *given: bound.append(given) or "bound")
     int4 = OPERANDS["int4"][1]
-    assert dequantizer(posed(int4), "b", BF16) == "bound"
+    assert dequantizer(problem_of(int4), "b", BF16) == "bound"
     assert bound == [(int4, 512, BF16, torch.device("cuda"), True, False)]
-    two = posed(OPERANDS["fp8 by blocks"][1], a=OPERANDS["fp8 by blocks"][0])
+    two = problem_of(OPERANDS["fp8 by blocks"][1], a=OPERANDS["fp8 by blocks"][0])
     assert dequantizer(two, "a", BF16) == dequantizer(two, "b", BF16) == "bound"
     old = replace(two, device=TARGETS["80"])
     nvfp4 = Operand(torch.uint8, "col", format="nvfp4", scale=Scale.parse("1x16"))
     by_row = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"), zero=torch.int8)
     for problem in (
-        posed(replace(int4, layout="row")), posed(ROW), posed(nvfp4), posed(by_row), old,
-        posed(int4, device=fingerprint(torch.device("cpu"))),
-        posed(int4, device=TARGETS["80"], groups=Groups(4, "k")),
+        problem_of(replace(int4, layout="row")), problem_of(ROW), problem_of(nvfp4),
+        problem_of(by_row), old,
+        problem_of(int4, device=fingerprint(torch.device("cpu"))),
+        problem_of(int4, device=TARGETS["80"], groups=Groups(4, "k")),
     ):  # fmt: skip
         assert dequantizer(problem, "b", BF16) is None
     assert dequantizer(two, "a", BF16) == "bound"
-    assert dequantizer(posed(int4), "a", BF16) is None
+    assert dequantizer(problem_of(int4), "a", BF16) is None
 
 
 def test_it_is_not_loaded_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Dequantize", lambda *given: "bound")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert dequantizer(posed(OPERANDS["int4"][1]), "b", BF16) is None
+    assert dequantizer(problem_of(OPERANDS["int4"][1]), "b", BF16) is None
 
 
 def test_a_compiler_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def test_a_compiler_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module, "Dequantize", fails)
     monkeypatch.setattr(module, "_reported", [])
-    problem = posed(OPERANDS["int4"][1])
+    problem = problem_of(OPERANDS["int4"][1])
     with pytest.warns(tmm_core.TmmWarning, match=r"torch's operators do it .* no ptxas"):
         assert dequantizer(problem, "b", BF16) is None
     with warnings.catch_warnings():
@@ -214,10 +215,10 @@ def test_scales_of_rows_are_folded_into_values(
 ) -> None:
     """On a GPU the result needs no pass in fp32. Here torch stands in for the kernel."""
     a, b = ROWS_OF_8_BITS[of]
-    asked = []
+    calls = []
 
     def fused(problem: Problem, which: str, dtype: torch.dtype, folds: bool = False) -> Any:
-        asked.append((which, dtype, folds))
+        calls.append((which, dtype, folds))
 
         def run(stored: Tensor, scale: Tensor, zero: None) -> Tensor:
             assert stored.stride(-1) == 1
@@ -229,7 +230,7 @@ def test_scales_of_rows_are_folded_into_values(
 
     monkeypatch.setattr(dequantized, "_fused", fused)
     problem = replace(
-        posed(b, a=a, m=5, n=7, k=32, batch=batch, bias=BF16, epilogue=parse("silu")),
+        problem_of(b, a=a, m=5, n=7, k=32, batch=batch, bias=BF16, epilogue=parse("silu")),
         device=replace(TARGETS["90"], capability=(8, 0)),
     )
     lead = (batch,) if batch > 1 else ()
@@ -249,8 +250,8 @@ def test_scales_of_rows_are_folded_into_values(
     exact = torch.nn.functional.silu(exact)
     assert found.dtype is BF16
     torch.testing.assert_close(found.double(), exact, rtol=3e-2, atol=3e-2 * float(exact.std()))
-    assert [which for which, *_ in asked] == (["b"] if a.form is None else ["a", "b"])
-    assert all(dtype is BF16 and folds for _, dtype, folds in asked)
+    assert [which for which, *_ in calls] == (["b"] if a.form is None else ["a", "b"])
+    assert all(dtype is BF16 and folds for _, dtype, folds in calls)
     # Scales multiply the result if it is wider than 16 bits, or fp16.
     for out in (Operand(torch.float32), Operand(torch.float16)):
         assert blas._bind_values(replace(problem, out=out)) is None
@@ -269,7 +270,7 @@ def test_scales_of_experts_are_folded_into_values(
     rescaled: list[Any] = []
     monkeypatch.setattr(grouped_mm, "rescaled", lambda z, scale: rescaled.append(scale) or z)
     b = ROWS_OF_8_BITS["int8, one scale" if one else "int8"][1]
-    problem = posed(b, m=16, n=24, k=32, groups=Groups(3, "m"))
+    problem = problem_of(b, m=16, n=24, k=32, groups=Groups(3, "m"))
     rows = torch.randn(16, 32, dtype=BF16)
     stored = torch.randint(-127, 128, (3, 24, 32), dtype=torch.int8)
     scale = torch.rand(()) if one else torch.rand(3, 24).to(BF16) + 0.1
@@ -290,10 +291,10 @@ def test_scales_beyond_fp16_multiply_the_product(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dequantized, "_fused", lambda *_: lambda t, scale, zero: t * scale)
     half = Operand(torch.float16)
     b = ROWS_OF_8_BITS["int8"][1]
-    problem = replace(posed(b, a=half), out=half)
+    problem = replace(problem_of(b, a=half), out=half)
     assert problem.value is torch.float16
     assert blas._bind_values(problem) is None
-    assert blas._bind_values(posed(b)) is not None
+    assert blas._bind_values(problem_of(b)) is not None
 
 
 @pytest.mark.gpu

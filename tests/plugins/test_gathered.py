@@ -25,7 +25,7 @@ KERNEL = Gathered()
 INDEX = {"a_index": torch.int32}
 
 
-def asked(m: int = 4096, n: int = 512, k: int = 1024, **fields: Any) -> Problem:
+def gathered_problem(m: int = 4096, n: int = 512, k: int = 1024, **fields: Any) -> Problem:
     groups = Groups(8, "m", **{**INDEX, **fields.pop("groups", {})})
     return problem(m, n, k, "nt", groups=groups, **fields)
 
@@ -70,19 +70,21 @@ def test_what_is_declined() -> None:
         return "; ".join(KERNEL.reasons_against(given))
 
     # Where Gluon does not run, every problem is declined for that reason.
-    elsewhere = reason(asked())
+    elsewhere = reason(gathered_problem())
     assert "an index gathers" in reason(problem(groups=Groups(8, "m")))
     assert "an index gathers" in reason(problem())
-    assert "not multiples of 16 bytes" in reason(asked(k=1020))
-    assert "not contiguous" in reason(asked(a=Operand(BF16, "col")))
-    assert "not contiguous" in reason(asked(a=Operand(BF16, aligned=False)))
-    assert "scattered" in reason(asked(residual=Operand(BF16), groups={"out_index": torch.int64}))
+    assert "not multiples of 16 bytes" in reason(gathered_problem(k=1020))
+    assert "not contiguous" in reason(gathered_problem(a=Operand(BF16, "col")))
+    assert "not contiguous" in reason(gathered_problem(a=Operand(BF16, aligned=False)))
+    assert "scattered" in reason(
+        gathered_problem(residual=Operand(BF16), groups={"out_index": torch.int64})
+    )
     assert "not contiguous" not in elsewhere
     assert "scattered" not in elsewhere
 
 
 def test_the_inner_problem_and_its_time() -> None:
-    given = asked(m=65536, k=40960, groups={"out_index": torch.int64})
+    given = gathered_problem(m=65536, k=40960, groups={"out_index": torch.int64})
     inner = gathered(given)
     assert inner.groups == Groups(8, "m", out_index=torch.int64)
     assert inner.a == Operand(BF16, "row", True, True)  # 65536 × 40960 elements
@@ -103,7 +105,7 @@ def test_its_version_is_that_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled() -> list[int]:
-    ptx = _copy(asked()).compile_for(GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = _copy(gathered_problem()).compile_for(GPUTarget("cuda", 90, 32)).asm["ptx"]
     return [ptx.count(f"{access}.global.v4.b32") for access in ("ld", "st")] + [
         ptx.count("ld.global")
     ]
@@ -122,7 +124,7 @@ def test_few_rows_are_left_to_the_kernel_that_gathers_itself() -> None:
         return min(kernel.estimate_us(given, config) for config in kernel.configs(given))
 
     def times(m: int) -> tuple[float, float]:
-        given = replace(asked(m=m, n=28672, k=4096), device=H200)
+        given = replace(gathered_problem(m=m, n=28672, k=4096), device=H200)
         return best(Ragged(), given), best(KERNEL, given)
 
     few, many = times(64), times(16384)

@@ -60,7 +60,7 @@ def same(found: tuple[Tensor, Tensor], right: Quantized) -> None:
         assert torch.equal(one.view(bits)[numbers], other.view(bits)[numbers])
 
 
-def posed(text: str, outputs: tuple[Port, ...], **fields: Any) -> Problem:
+def problem_of(text: str, outputs: tuple[Port, ...], **fields: Any) -> Problem:
     given: dict[str, Any] = dict.fromkeys(("a", "b", "out"), Operand(FP32))
     given |= {"device": fingerprint(CPU), "epilogue": replace(parse(text), outputs=outputs)}
     return Problem(37, 72, 24, **{**given, **fields})
@@ -84,7 +84,7 @@ def posed(text: str, outputs: tuple[Port, ...], **fields: Any) -> Problem:
 )  # fmt: skip
 @pytest.mark.slow
 def test_tiles_have_groups(kernel: Any, config: Any, text: str, outputs: Any) -> None:
-    problem = posed(text, outputs, bias=FP32, residual=Operand(FP32), scaled=True)
+    problem = problem_of(text, outputs, bias=FP32, residual=Operand(FP32), scaled=True)
     assert not kernel.reasons_against(problem)
     verdict = Verifier(problem, CPU).verdict(kernel.bind(problem, config))
     assert verdict.ok, verdict.reason
@@ -128,7 +128,7 @@ def test_configs_have_whole_groups() -> None:
             assert kernel.workspace_bytes(problem, configs[0]) == 0
             older = replace(problem, device=replace(HOPPER, capability=(8, 9)))
             assert "rounds to 8 bits by way of fp16 before Hopper" in kernel.reasons_against(older)
-    problem = posed("silu", QUANTIZE.outputs)
+    problem = problem_of("silu", QUANTIZE.outputs)
     with pytest.raises(ConfigError, match="parts of groups"):
         Grouped().bind(problem, GroupedConfig(**TILE, GROUP_M=1))
 
@@ -291,7 +291,7 @@ def test_half_a_step_is_the_error_of_rounding(dtype: torch.dtype) -> None:
 
 
 def test_kernels_without_groups_decline_tiles_that_have_them() -> None:
-    problem = posed("silu", QUANTIZE.outputs)
+    problem = problem_of("silu", QUANTIZE.outputs)
     able = Supports.everything()
     assert not able.reasons_against(problem)
     message = replace(able, outputs=("tile",)).reasons_against(problem)

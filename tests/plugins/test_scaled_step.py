@@ -61,7 +61,7 @@ KERNELS: dict[str, Any] = {
 }
 
 
-def posed(of: str, **changes: Any) -> Problem:
+def problem_of(of: str, **changes: Any) -> Problem:
     a, b = OPERANDS[of]
     out = Operand(BF16 if a.dtype is E4M3 else a.dtype)
     k = 300 if of == "blocks" else 256
@@ -73,7 +73,7 @@ def posed(of: str, **changes: Any) -> Problem:
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.slow(quick=5)
 def test_products(of: str, name: str) -> None:
-    kernel, problem = KERNELS[name], posed(of)
+    kernel, problem = KERNELS[name], problem_of(of)
     problems = [problem, replace(problem, batch=2)]
     if kernel.supports.gated:
         problems.append(replace(problem, epilogue=parse("swiglu"), bias=problem.out.dtype))
@@ -102,7 +102,7 @@ def test_products(of: str, name: str) -> None:
     ],
 )
 def test_what_is_declined(change: dict[str, Any], text: str) -> None:
-    problem = replace(posed("row-major"), **change)
+    problem = replace(problem_of("row-major"), **change)
     for kernel in (Naive(), Grouped()):
         assert any(text in reason for reason in kernel.reasons_against(problem))
 
@@ -113,7 +113,7 @@ def test_zero_points_of_floats_are_too_coarse_only_where_values_are_rounded(
     a: torch.dtype, out: torch.dtype
 ) -> None:
     """Values have the dtype of ``a``: in 16 bits a finer result would show their rounding."""
-    zeros = posed("row-major", a=Operand(a), out=Operand(out), b=replace(INT4, zero=BF16))
+    zeros = problem_of("row-major", a=Operand(a), out=Operand(out), b=replace(INT4, zero=BF16))
     finer = a is not torch.float32 and out not in (a, BF16)
     assert any("too coarse" in each for each in Naive().reasons_against(zeros)) is finer
 
@@ -131,13 +131,13 @@ def test_8_bit_floats_need_a_gpu_that_has_them(
 ) -> None:
     device = DeviceFingerprint("cuda", "GPU", capability, 100, 99 * 1024, cuda=cuda)
     a, b = (Operand(E4M3 if name in narrow else BF16, scale=None) for name in "ab")
-    reasons = list(Naive().declines(replace(posed("row-major"), a=a, b=b, device=device)))
+    reasons = list(Naive().declines(replace(problem_of("row-major"), a=a, b=b, device=device)))
     assert any("8-bit floats need" in each for each in reasons) is (bool(narrow) and not able)
 
 
 def test_a_step_lies_inside_a_group() -> None:
     for of in OPERANDS:
-        problem = posed(of)
+        problem = problem_of(of)
         groups = [spec.block[1] for spec in (problem.a, problem.b) if spec.grid]
         for kernel in KERNELS.values():
             instance = (

@@ -47,7 +47,7 @@ _HAZARD = re.compile(r"hazard detected at __shared__ (0x[0-9a-f]+)")
 
 
 class UnavailableError(Exception):
-    """The tool, or what it needs, is not on this machine."""
+    """The tool, or a requirement of it, is not on this machine."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What racecheck's reports about the Hopper kernel mean.
+"""The meaning of racecheck's reports on the Hopper kernel.
 
 Racecheck does not follow bulk copies. All its reports concern the code by which Triton starts
 partitions.
