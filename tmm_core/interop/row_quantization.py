@@ -67,11 +67,7 @@ def _run(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         rows = rows.contiguous()
     kernel = _kernel(rows, group) if rows.numel() else None
     stored, scale = _by_torch(rows, group) if kernel is None else kernel(rows)
-    return stored.view(x.shape), scale.unflatten(0, lead) if len(lead) > 1 else _shaped(scale, lead)
-
-
-def _shaped(scale: Tensor, lead: list[int]) -> Tensor:
-    return scale if lead else scale.squeeze(0)
+    return stored.view(x.shape), scale.unflatten(0, lead) if lead else scale.squeeze(0)
 
 
 def _by_torch(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -124,4 +120,4 @@ def _fake(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     chunks, rows = -(-k // group) if group else 1, math.prod(lead)
     scale = x.new_empty((chunks, rows), dtype=torch.float32).t()
     stored = x.new_empty(x.shape, dtype=_E4M3)
-    return stored, scale.unflatten(0, lead) if len(lead) > 1 else _shaped(scale, lead)
+    return stored, scale.unflatten(0, lead) if lead else scale.squeeze(0)

@@ -185,8 +185,7 @@ class Epilogue:
                 del self.__dict__["_frozen"]
                 return self.interned()
         text = kept._text
-        if text not in INTERNED:
-            INTERNED[text] = kept
+        INTERNED.setdefault(text, kept)
         return text
 
     @cached_property
