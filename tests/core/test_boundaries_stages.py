@@ -265,6 +265,12 @@ def tuning(timer: Any, instance: Problem | None = None, memory: int | None = Non
             {"blas": [210], "a": [230], "b": [240], "c": [200], "d": [200]},
             ["blas1 a1 b1", "c1 d1"],
         ),
+        # Both take the longest time with which they may win: no others are timed.
+        (
+            {"blas": 210.0, "a": 200.0, "b": 201.0, "c": 202.0},
+            {"blas": [100] * 2, "a": [102] * 2, "b": [102] * 2},
+            ["blas1 a1 b1", "b1 a1 blas1"],
+        ),
         # An unclear time does not matter if another candidate is clearly faster.
         (
             {"blas": 210.0, "a": 200.0, "b": 201.0},
@@ -800,6 +806,14 @@ def test_estimates_are_trusted_more_after_more_timings(count: int) -> None:
         assert one.lost([waiting], times) == [waiting] * (not may)
 
 
+def test_a_kernel_without_a_time_has_not_lost() -> None:
+    fast, new = FakeKernel("fast", estimate=1.0), FakeKernel("new", estimate=9.0)
+    one = Search(problem(), [fast, new], [fast, new])
+    times = {Candidate(fast, FakeConfig()): 1.0}
+    assert one.lost([Candidate(new, FakeConfig())], times) == []
+    assert one.lost([Candidate(fast, FakeConfig())], {Candidate(fast, FakeConfig()): 5.0}) == []
+
+
 def test_kernels_with_similar_estimates_alternate() -> None:
     """Estimates within a tenth of the best are alike; the other kernels follow by estimate."""
     estimates: dict[Candidate, float | None] = {
@@ -1036,6 +1050,22 @@ def test_a_kernel_that_was_set_aside_is_reported_already() -> None:
         found.leave(kernel, Left("hung", "why"))
     assert found.reported == {("odd", "1")}
     assert len(found.left) == 3
+
+
+def test_a_bind_that_takes_too_long_is_given_up() -> None:
+    limit = candidate_launchers.BIND_LIMIT
+    made = CandidateLaunchers(
+        SimpleNamespace(), 1, None, torch.device("cpu"), None, Deadline(math.inf), {}  # type: ignore[arg-type]
+    )  # fmt: skip
+    hung, done = tried("a", 1), tried("b", 1)
+    made._binding = {(problem(), c): (100.0, Future()) for c in (hung, done)}
+    made._binding[problem(), done][1].set_result("launcher")  # type: ignore[arg-type]
+    made._collect(100.0 + limit - 1.0)
+    assert made._outcomes == {(problem(), done): "launcher"}
+    assert list(made._binding) == [(problem(), hung)]
+    made._collect(100.0 + limit)
+    assert str(made._outcomes[problem(), hung]) == f"did not bind within {limit:g} s"
+    assert made._binding == {}
 
 
 def test_a_thread_binds_on_the_device_of_its_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
