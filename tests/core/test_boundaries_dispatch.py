@@ -887,6 +887,21 @@ def test_an_adopted_record_answers_although_the_disk_refuses_it(
     assert list(CacheStore(tmp_path).summaries()) == []
 
 
+def test_what_another_thread_stored_meanwhile_answers(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    record = recorded(problem(), result("fast", 5.0), result("blas", 9.0))
+
+    class Held(contextlib.ExitStack):
+        def __enter__(self) -> Held:
+            d.store.save(DEVICE.gpu, DEVICE.environment, record)
+            return super().__enter__()
+
+    d._lock = Held()  # type: ignore[assignment]
+    choice = d.choose(problem(), settings())
+    assert (choice.candidate.kernel.name, choice.origin) == ("fast", "cache")
+    assert timer.measured == []
+
+
 def test_what_another_process_stored_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
     record = recorded(problem(), result("blas", 9.0), result("fast", 5.0))

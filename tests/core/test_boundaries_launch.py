@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tmm_core
 from tmm_core import PluginError
-from tmm_core.launch import check, grouped_call, warm
+from tmm_core.launch import check, grouped_call, nesting, warm
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.epilogue import IDENTITY
@@ -579,3 +579,20 @@ def test_a_result_to_write_does_not_change_the_sizes_of_a_problem(
     assert (found.batch, found.m, found.n, found.k) == (batch, *sizes, 8)
     out = torch.empty(call.a.shape[:-1] + call.b.shape[1:][-1:])
     assert warm.pose(call._replace(out=out), IDENTITY, tmm_core.settings.current())[0] == found
+
+
+def test_the_innermost_launches_are_skipped_and_blas_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(kernel: str, inside: Any) -> Any:
+        plan = SimpleNamespace(kernel=kernel)
+        return plan and inside()
+
+    def found() -> list[str | None]:
+        return [nesting.launching(skipped) for skipped in range(4)]
+
+    monkeypatch.setattr(nesting, "ENTRIES", {})
+    nesting.add_entry(entry)
+    assert found() == [None] * 4
+    nested = entry("outer", lambda: entry("blas", lambda: entry("inner", found)))
+    assert nested == ["inner", "outer", "outer", None]

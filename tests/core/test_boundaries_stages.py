@@ -555,6 +555,17 @@ def test_a_note_of_another_process_is_read(tmp_path: Path) -> None:
     assert one.of_device(problem().device) == [noted]
 
 
+def test_a_note_that_the_disk_refuses_holds_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Untried(CacheStore(tmp_path)), Untried(CacheStore(tmp_path))
+    monkeypatch.setattr(type(one._notes(problem().device)), "add", lambda *_: None)
+    left = {("k", "1"): Left("toolchain", "no compiler")}
+    one.note(problem(), set(), left)
+    assert (one.get(problem()), other.get(problem())) == (one._written[problem()][0], None)
+    assert one.left(problem()) == (frozenset(left), frozenset())
+
+
 class Work:
     """Tunings in the background with a fake clock, and the steps that were run."""
 
