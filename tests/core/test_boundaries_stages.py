@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,6 @@ from tmm_core.tuning import (
     candidate_launchers,
     cold_operands,
     ranking,
-    search,
     stages,
     tuner,
 )
@@ -726,6 +725,31 @@ def test_which_times_are_charged_to_the_budget(
     assert (deadline.at, deadline.rested, waits, freed) == (at, rests, [rested], [False])
 
 
+def test_pauses_while_kernels_are_queried_are_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (tuner, candidate_launchers):
+        monkeypatch.setattr(module, "time", clock)
+    kernels = [FakeBlas(), *(FakeKernel(f"k{number}") for number in range(3))]
+    steps = Tuner(FakeTimer({"k2": 5.0})).steps(problem(), kernels, settings(tune_budget=1.0))
+    rested: Any = None
+    pauses = 0
+    while True:
+        try:
+            pending = steps.send(rested)
+        except StopIteration as end:
+            record = end.value
+            break
+        wait(pending)
+        rested = None if pending else True
+        now[0] += 0.0 if pending else 10.0
+        pauses += not pending
+    assert pauses > len(kernels)
+    assert {c.kernel for c in record.candidates} == {kernel.name for kernel in kernels}
+    assert (record.best.kernel, record.tuning_seconds) == ("k2", 0.0)
+    assert all(c.reason is None for c in record.candidates)
+
+
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_tuning_that_is_closed_frees_its_memory_in_its_own_process(
     forked: bool, monkeypatch: pytest.MonkeyPatch
@@ -857,9 +881,9 @@ def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
 ) -> None:
     """Only BLAS is asked for all its configs."""
     now = 0.0
-    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(candidate_launchers, "time", SimpleNamespace(monotonic=lambda: now))
     kernel = FakeKernel("k", tiles=(1, 2, 3))
-    one = Search(problem(), [kernel], [kernel], deadline=0.0)
+    one = Search(problem(), [kernel], [kernel], deadline=Deadline(0.0))
     assert len(one._estimates) == 3
 
     class Slow(FakeKernel):
@@ -869,7 +893,7 @@ def test_after_the_deadline_each_kernel_is_asked_for_one_estimate(
             return 1.0
 
     slow, blas = Slow("slow", tiles=(1, 2, 3)), FakeBlas(tiles=(1, 2))
-    one = Search(problem(), [slow, blas, kernel], [slow, blas, kernel], deadline=1.5)
+    one = Search(problem(), [slow, blas, kernel], [slow, blas, kernel], deadline=Deadline(1.5))
     assert [(c.kernel.name, c.config.to_json()["tile"]) for c in one._estimates] == [
         ("blas", 1), ("blas", 2), ("slow", 1), ("slow", 2),
     ]  # fmt: skip

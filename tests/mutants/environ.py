@@ -259,7 +259,7 @@ ENVIRON = [
     Mutant(
         "budget-of-queries",
         "tuning/search.py",
-        "if time.monotonic() > deadline and fresh and",
+        "if deadline.passed and fresh and",
         "if False and fresh and",
         "thousands of kernels are asked after the budget's end",
         (BUDGET,),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps, drained
+from tmm_core.tuning.candidate_launchers import Deadline
 from tmm_core.tuning.ranking import fastest_first
 from tmm_core.verify.environment_faults import BUDGET_ENDED
 
@@ -81,6 +81,7 @@ class Hints:
 
 
 NO_HINTS = Hints()
+_NEVER = Deadline(math.inf)
 
 
 class Search:
@@ -92,7 +93,7 @@ class Search:
         new: The kernels without results on record.
         before: The record to complete, if any. Its winner and BLAS are tried for comparison.
         hints: Winners of other records.
-        deadline: A ``time.monotonic`` time after which no kernel but BLAS is queried.
+        deadline: The end of the budget, after which no kernel but BLAS is queried.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -112,7 +113,7 @@ class Search:
         new: Sequence[Kernel[Any]],
         before: TuningRecord | None = None,
         hints: Hints = NO_HINTS,
-        deadline: float = math.inf,
+        deadline: Deadline = _NEVER,
     ) -> Steps[None]:
         """Query the kernels for their configs and estimates."""
         self._problem, self._new = problem, new
@@ -136,7 +137,7 @@ class Search:
         wanted = set(map(id, new))
         for kernel in sorted(kernels, key=lambda kernel: kernel is not baseline):
             fresh = id(kernel) in wanted
-            if time.monotonic() > deadline and fresh and kernel is not baseline:
+            if deadline.passed and fresh and kernel is not baseline:
                 self.empty[kernel] = BUDGET_ENDED
                 continue
             try:
@@ -170,13 +171,13 @@ class Search:
             self._handed.discard(hint)
 
     def _estimated(
-        self, kernel: Kernel[Any], configs: Sequence[Config], deadline: float
+        self, kernel: Kernel[Any], configs: Sequence[Config], deadline: Deadline
     ) -> Steps[list[Candidate]]:
         """Return the candidates with these configs. After the deadline only the first is estimated,
         and the others are dropped."""
         candidates: dict[Candidate, None] = {}
         for config in dict.fromkeys(c for c in configs if not c.unmet_promises(self._problem)):
-            if time.monotonic() > deadline and candidates:
+            if deadline.passed and candidates:
                 break
             candidates[Candidate(kernel, config)] = None
             estimate = estimate_us(self._problem, kernel, config)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tmm_cache import TuningRecord
@@ -44,6 +44,8 @@ from tmm_core.tuning.timing import GraphTimer, HostTimer, timer_for
 from tmm_core.tuning.untried import unmeasured
 from tmm_core.verify.environment_faults import verdicts
 from tmm_core.verify.verifier import Verifier
+
+T = TypeVar("T")
 
 #: The epilogues of the products of :meth:`Tuner.preload`.
 PRELOADED = (None, "silu", "gelu")
@@ -106,7 +108,8 @@ class Tuner:
         # Torch refuses some ragged products; then there is no baseline.
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
-        search = yield from Search.steps(problem, kernels, new, before, hints, deadline.at)
+        querying = Search.steps(problem, kernels, new, before, hints, deadline)
+        search = yield from self._charged(querying, deadline)
         ahead = self.prepared.pop(problem, {})
         tuning = self._tuning(problem, settings, deadline, findings, ahead)
         yield from self._run(tuning, tuning.run(search), deadline)
@@ -184,9 +187,18 @@ class Tuner:
         return Tuning(problem, settings, self.timer or timer_for(device), launchers, findings)
 
     def _run(self, tuning: Tuning, steps: Steps[None], deadline: Deadline) -> Steps[None]:
-        """Run ``steps``, then free the tuning's memory. Pauses, and the start of compile processes,
-        are not charged to the budget."""
-        process, rested = os.getpid(), None
+        """Run ``steps``, then free the tuning's memory."""
+        process = os.getpid()
+        try:
+            yield from self._charged(steps, deadline)
+        finally:
+            if process == os.getpid():  # a forked child cannot use its parent's GPU
+                tuning.release(timer=self.timer is None)
+
+    def _charged(self, steps: Steps[T], deadline: Deadline) -> Steps[T]:
+        """Run ``steps``. Pauses, and the start of compile processes, are not charged to the
+        budget."""
+        rested = None
         try:
             while True:
                 pending = steps.send(rested)
@@ -195,12 +207,11 @@ class Tuner:
                 waited = time.monotonic() - left
                 deadline.rested += waited if rested else 0.0
                 deadline.at += waited if rested or starting else 0.0
-        except StopIteration:
-            pass
+        except StopIteration as end:
+            result: T = end.value
+            return result
         finally:
             steps.close()
-            if process == os.getpid():  # a forked child cannot use its parent's GPU
-                tuning.release(timer=self.timer is None)
 
     def preload(self, blas: Kernel[Any], device: torch.device) -> None:
         """Verify and time BLAS for small products. This loads the functions of torch's libraries
