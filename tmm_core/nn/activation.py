@@ -115,10 +115,8 @@ def is_activation(module: Any) -> bool:
 
 
 def _function(graph: fx.Graph, candidates: Iterable[str]) -> str | None:
-    first, *middle, last = graph.nodes
-    if first.op != "placeholder" or last.op != "output" or not middle:
-        return None
-    if last.args != (middle[-1],) or not all(map(is_elementwise, middle)):
+    _, *middle, output = graph.nodes
+    if not middle or output.args != (middle[-1],) or not all(map(is_elementwise, middle)):
         return None
     return named(fx.GraphModule({}, graph), candidates)
 
