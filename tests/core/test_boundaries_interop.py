@@ -316,6 +316,16 @@ def test_tangents_of_groups_are_scaled_as_their_product() -> None:
     )  # fmt: skip
 
 
+def test_an_operand_without_a_tangent_adds_nothing() -> None:
+    """It would add the product of zeros and Inf."""
+    a, b, tb = double(4, 3), double(2, 3, 5), double(2, 3, 5)
+    b[0, 0, 0], offs = torch.inf, torch.tensor([2, 4], dtype=torch.int32)
+    _, t = torch.func.jvp(lambda b: tmm_core.grouped_matmul(a, b, offs=offs), (b,), (tb,))
+    torch.testing.assert_close(t, torch.cat([a[:2] @ tb[0], a[2:] @ tb[1]]))
+    _, t = torch.func.jvp(lambda b: tmm_core.matmul(a, b), (b[0],), (tb[0],))
+    torch.testing.assert_close(t, a @ tb[0])
+
+
 @pytest.mark.usefixtures("by_blas")
 def test_a_row_gathered_often_sums_its_gradient_in_fp32() -> None:
     """A sum of 512 ones in 16 bits stops at 256."""
