@@ -420,6 +420,8 @@ def test_samples_are_disturbed_from_two_on_where_the_quartiles_are_far_apart() -
     assert not timing.is_disturbed([10.0])
     assert timing.is_disturbed([10.0, 30.0])
     assert not timing.is_disturbed([10.0, 11.0])
+    assert not timing.is_disturbed([10.0, 10.0, 14.0, 14.0, 14.0])
+    assert timing.is_disturbed([10.0, 10.0, 14.0, 14.1, 14.1])
 
 
 def test_what_a_round_did_to_all_is_taken_out_and_the_usual_pace_stays() -> None:

@@ -92,7 +92,7 @@ def test_shapes_are_those_of_torch(one: tuple[int, ...]) -> None:
         (2, 2), (2.5, 2.5), (True, True), (2**64 - 1, 2**64 - 1), (-(2**63), -(2**63)),
         (torch.tensor(3), 3), (torch.tensor(0.5), 0.5), (np.float64(1.5), 1.5), (1.5 + 0j, 1.5),
         (np.float32(1.5), 1.5), (np.int64(7), 7), (np.bool_(True), True), (np.float16(2), 2.0),
-        (np.complex64(3), 3.0),
+        (np.complex64(3), 3.0), (np.longdouble(1.5), 1.5),
     ],
 )  # fmt: skip
 def test_numbers_are_pythons(alpha: Any, found: Any) -> None:
@@ -596,3 +596,12 @@ def test_the_innermost_launches_are_skipped_and_blas_is_none(
     assert found() == [None] * 4
     nested = entry("outer", lambda: entry("blas", lambda: entry("inner", found)))
     assert nested == ["inner", "outer", "outer", None]
+
+
+def test_stored_values_are_counted_in_one_matrix_of_a_stack() -> None:
+    form: Any = SimpleNamespace(pack=2)
+    for name, shape, found in (
+        ("a", (2, 3, 8, 6), (8, 12, 6)), ("b", (3, 8, 6), (6, 16, 3)), ("b", (8, 6), (6, 16, 1)),
+        ("a", (6,), (1, 12, 1)),
+    ):  # fmt: skip
+        assert check._extents(name, torch.empty(shape), form) == found

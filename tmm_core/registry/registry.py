@@ -64,9 +64,8 @@ class Source(NamedTuple):
         """The origin of an entry point's plugin, as far as the metadata can be read."""
         found = {"name": "", "version": ""}
         with suppress(BaseException):  # damaged metadata: the plugin may still load
-            dist = entry_point.dist
-            for field in found if dist is not None else ():
-                found[field] = _label(getattr(dist, field))
+            for field in found:
+                found[field] = _label(getattr(entry_point.dist, field))
         return cls(_label(entry_point.name), found["name"], found["version"])
 
     @property
