@@ -42,7 +42,7 @@ TESTS_oldest = tests/core/test_plan.py tests/core/test_unusual.py tests/plugins/
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python $(PIP) -c constraints-$*.txt torch triton numpy pluggy \
-		platformdirs filelock pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
+		platformdirs filelock msgspec pebble rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
 	.venv-$*/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -33,7 +33,7 @@ def main(folders: list[str]) -> None:
     with tempfile.TemporaryDirectory() as empty:
         stores = [CacheStore(Path(folder), layers=()) for folder in folders]
         for store in stores or [CacheStore(Path(empty))]:
-            for entry in store.summaries(full=True):
+            for entry in store.summaries():
                 found[entry.gpu, entry.record.best.kernel].append(ahead(entry.record))
     print("| GPU | kernel | records won | without it, mean | worst | alone |")
     print("|---|---|---:|---:|---:|---:|")

@@ -21,8 +21,8 @@ PACKAGES = {
 }
 #: Packages that each package may import besides the standard library and itself.
 ALLOWED = {
-    "tmm_cache": {"filelock", "platformdirs", "rich"},
-    "tmm_core": {"torch", "pluggy", "pebble", "tmm_cache", "rich", "tmm_blas"},
+    "tmm_cache": {"filelock", "msgspec", "platformdirs", "rich"},
+    "tmm_core": {"torch", "msgspec", "pluggy", "pebble", "tmm_cache", "rich", "tmm_blas"},
     "tmm_triton": {"torch", "triton", "tmm_core"},
     "tmm_blas": {"torch", "tmm_core"},
 }

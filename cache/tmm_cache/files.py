@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from tmm_cache.disk import (
     write_atomically,
 )
 from tmm_cache.fields import parse
-from tmm_cache.header import with_header
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.paths import ENVIRONMENT
 from tmm_cache.record import TuningRecord
@@ -36,6 +36,9 @@ MAX_BYTES = 16 * 2**20
 
 #: Digits of the SHA-256 in a record's file: it detects damage, not forgery.
 CHECKSUM_DIGITS = 16
+#: The end of a document that `sealed` wrote.
+_SEAL_BYTES = 64
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\n\Z')
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +67,7 @@ def parse_stored(data: bytes, name: str) -> TuningRecord:
     has a wrong checksum. RecordError is also raised if the file's name is not the digest of its
     problem: the file was edited, or copied under a wrong name.
     """
-    document = parse(data)
-    if isinstance(document, dict):
-        if "checksum" in document:
-            found = document.pop("checksum")
-            if not has_checksum(data, document, found):
-                raise RecordError("checksum: found another than the content's; the file changed")
-        document.pop("imported", None)  # of older versions
-        document.pop("best", None)  # a copy of the winner among the candidates
-    record = TuningRecord.from_json(document)
+    record = TuningRecord.from_bytes(unsealed(data))
     actual = digest(record.problem)
     if actual != name:
         raise RecordError(f"problem: found the problem of {actual}.json, accepted is {name}'s own")
@@ -89,19 +84,24 @@ def sealed(document: Document) -> bytes:
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode("ascii")
 
 
-def has_checksum(data: bytes, document: Document, found: JSON) -> bool:
-    """Whether `found` is the checksum of the document that was parsed from `data`."""
-    tail = f', "checksum": "{found}"}}\n'.encode("ascii", "replace")
-    if data.endswith(tail):
-        # Usually the bytes are as the store wrote them, which saves serializing again, 0.3 ms.
-        text = data[: -len(tail)] + b"}"
-        if hashlib.sha256(text).hexdigest()[:CHECKSUM_DIGITS] == found:
-            return True
-    try:
-        return found == _checksum(json.dumps(document, allow_nan=False))
-    except (ValueError, RecursionError) as error:
-        reraise(error)
-        return False
+def unsealed(data: bytes, *, required: bool = False) -> bytes:
+    """A document's bytes without its checksum. Raises ValueError if it has another checksum than
+    its content, or none where one is ``required``."""
+    if not data.strip():
+        raise ValueError("the file is empty")
+    if (seal := _SEAL.search(data, max(len(data) - _SEAL_BYTES, 0))) is not None:
+        content = data[: seal.start()] + b"}"
+        if hashlib.sha256(content).hexdigest()[:CHECKSUM_DIGITS].encode() == seal[1]:
+            return content
+    document = parse(data)  # an editor may have laid it out anew
+    has_seal = isinstance(document, dict) and "checksum" in document
+    if not has_seal and not required:
+        return data
+    found = document.pop("checksum") if has_seal else None  # type: ignore[attr-defined]
+    text = json.dumps(document, allow_nan=False)
+    if found != _checksum(text):
+        raise RecordError("checksum: found another than the content's; the file changed")
+    return text.encode("ascii")
 
 
 def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
@@ -179,7 +179,7 @@ def record_bytes(record: TuningRecord, checked: bool = False) -> bytes:
     document = record.to_json()
     if not checked:
         TuningRecord.from_json(document)
-    return sealed(with_header(document, record))
+    return sealed(document)
 
 
 def write_record(path: Path, data: bytes, environment: Document) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from tmm_cache.cache_errors import reraise
-from tmm_cache.fields import shown
 from tmm_cache.keys import JSON, Document, canonical
 
 ABSENT = "-"
@@ -43,11 +41,7 @@ def text_of(value: JSON) -> str:
         return printable(value.removeprefix("torch.")) or "none"
     if value is None:
         return "none"
-    try:
-        return printable(canonical(value))
-    except RecursionError as error:  # of a header, which is not checked
-        reraise(error)
-        return shown(value)
+    return printable(canonical(value))
 
 
 def sizes(problem: Document) -> tuple[JSON, JSON, JSON]:

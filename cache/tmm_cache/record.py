@@ -6,15 +6,28 @@ plugin retimes only its own candidates, and a wrong choice can be explained a ye
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
 
 from tmm_cache import fields
-from tmm_cache.cache_errors import RecordError, suppress
-from tmm_cache.fields import RefusedError, shown
+from tmm_cache.cache_errors import RecordError
+from tmm_cache.fields import (
+    ITEMS_MAX,
+    PARAMETERS_MAX,
+    Count,
+    Measure,
+    Name,
+    Parameters,
+    Size,
+    Text,
+    shown,
+)
 from tmm_cache.keys import JSON, Document, plain
 
 #: Version of the document below and of the folder layout.
@@ -24,7 +37,8 @@ SCHEMA: Final = 2
 CLOCK: Final = "in use"
 
 Status: TypeAlias = Literal["ok", "slow", "wrong", "failed"]
-_STATUSES: tuple[Status, ...] = get_args(Status)
+_Samples: TypeAlias = Annotated[tuple[Measure, ...], Meta(max_length=ITEMS_MAX)]
+_TimesBySize: TypeAlias = Annotated[Mapping[Size, Measure], Meta(max_length=PARAMETERS_MAX)]
 
 # `datetime.fromisoformat` accepts more with each Python version, and several may read a cache.
 _UTC_TIME = re.compile(
@@ -41,8 +55,7 @@ def _plain(mapping: Document, field: str) -> dict[str, JSON]:
         raise RecordError(f"{field}: found a value that is not JSON ({error})") from error
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class CandidateResult:
+class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The result of one (kernel, config) on the problem.
 
     `status`: "ok" was timed to the end, "slow" was eliminated early (its samples are from the early
@@ -54,22 +67,22 @@ class CandidateResult:
     of it if the product is large.
     """
 
-    kernel: str
-    version: str
-    config: Document
+    kernel: Name
+    version: Name
+    config: Parameters
     status: Status
-    samples_us: tuple[float, ...] = ()
-    error: float | None = None
-    tolerance: float | None = None
-    workspace_bytes: int = 0
+    samples_us: _Samples = ()
+    error: Measure | None = None
+    tolerance: Measure | None = None
+    workspace_bytes: Count = 0
     deterministic: bool = True
     batch_invariant: bool = False
-    reason: str | None = None
-    inside_us: Mapping[int, float] = field(default_factory=dict)
-    steady_us: float | None = None
+    reason: Text | None = None
+    inside_us: _TimesBySize = msgspec.field(default_factory=dict)
+    steady_us: Measure | None = None
 
     def __repr__(self) -> str:
-        """A line: kernel, config, status and median; `dataclasses.asdict` has everything."""
+        """A line: kernel, config, status and median; `to_json` has everything."""
         from tmm_cache import problem_fields  # not needed by calls
 
         words = problem_fields.printable(self.kernel), problem_fields.config(self.config)
@@ -101,61 +114,44 @@ class CandidateResult:
         if self.median_us is None or (is_complete and len(self.samples_us) <= 3):
             return self
         three = (min(self.samples_us), self.median_us, max(self.samples_us))
-        return replace(self, samples_us=three if is_complete else (self.median_us,))
+        samples = three if is_complete else (self.median_us,)
+        return msgspec.structs.replace(self, samples_us=samples)
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON object of this candidate, without fields equal to their default, so that adding
         such a field does not change older documents. Raises RecordError if the config is not
         JSON."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in _CANDIDATE}
-        values["config"] = _plain(self.config, "config")
-        values["samples_us"] = list(self.samples_us)
-        values["inside_us"] = {str(m): time for m, time in sorted(self.inside_us.items())}
-        return {
-            name: value
-            for name, value in values.items()
-            if name not in _OPTIONAL or getattr(self, name) != getattr(_BARE, name)
-        }
+        bare = msgspec.structs.replace(self, config=_plain(self.config, "config"))
+        document: dict[str, JSON] = msgspec.to_builtins(bare, str_keys=True)
+        if self.samples_us:
+            document["samples_us"] = list(self.samples_us)
+        return document
 
     @classmethod
     def from_json(cls, document: object) -> CandidateResult:
-        """Parse a candidate. Raises RecordError."""
-        return cls(**fields.fields(document, _CANDIDATE, _OPTIONAL))
+        """Read a candidate strictly. Raises RecordError."""
+        candidate: CandidateResult = fields.converted(document, CandidateResult)
+        candidate.require_printable()
+        return candidate
+
+    def require_printable(self) -> None:
+        """Check the kernel, its version and the config. Raises RecordError."""
+        texts = (self.kernel, self.version, *self.config, *self.config.values())
+        fields.require_printable(texts)
 
 
-_CANDIDATE: Final = {
-    "kernel": fields.name,
-    "version": fields.name,
-    "config": fields.parameters,
-    "status": fields.kind(f"one of {_STATUSES}", _STATUSES.__contains__),
-    "samples_us": fields.measures,
-    "error": fields.optional(fields.measure),
-    "tolerance": fields.optional(fields.measure),
-    "workspace_bytes": fields.count,
-    "deterministic": fields.flag,
-    "batch_invariant": fields.flag,
-    "reason": fields.optional(fields.text),
-    "inside_us": fields.times_by_size,
-    "steady_us": fields.optional(fields.measure),
-}
-#: A candidate of the required fields only, and the names of the others.
-_BARE: Final = CandidateResult(kernel="", version="", config={}, status="ok")
-_OPTIONAL: Final = _CANDIDATE.keys() - {"kernel", "version", "config", "status"}
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class TuningRecord:
+class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """The result of tuning one problem.
 
     `problem` is the readable key, opaque except for the fields that the command shows. `created` is
     ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning.
     """
 
-    problem: Document
-    winner: int
-    candidates: tuple[CandidateResult, ...]
+    problem: Mapping[str, Any]
+    winner: Count
+    candidates: Annotated[tuple[CandidateResult, ...], Meta(min_length=1, max_length=ITEMS_MAX)]
     created: str
-    tuning_seconds: float
+    tuning_seconds: Measure
 
     @property
     def along(self) -> str:
@@ -187,15 +183,35 @@ class TuningRecord:
         """`created` as a UTC datetime. Raises ValueError if it is not one."""
         return utc_time(self.created)
 
+    @property
+    def blas_us(self) -> float | None:
+        """The best median of the BLAS candidates, in microseconds; None if none was timed."""
+        medians = [
+            candidate.median_us
+            for candidate in self.candidates
+            if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
+        ]
+        return min((median for median in medians if median is not None), default=None)
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than BLAS the winner is; None if either was not timed, or if a time
+        is not a plausible kernel time."""
+        us, blas_us = self.best.median_us, self.blas_us
+        if blas_us is None or not us:
+            return None
+        quotient = blas_us / us
+        return quotient if math.isfinite(quotient) else None
+
     def __repr__(self) -> str:
         """A line: the problem, its winner and the times; `to_json` has everything."""
         from tmm_cache import problem_fields  # not needed by calls
 
-        us, blas = self.best.median_us, blas_us(self)
+        us, speedup = self.best.median_us, self.speedup
         sizes = problem_fields.shape(self.problem)
         dtypes = problem_fields.dtypes(self.problem, short=True)
         time = "not timed" if us is None else f"{us:.2f} µs"
-        ratio = f", {blas / us:.2f}x over blas" if us and blas else ""
+        ratio = "" if speedup is None else f", {speedup:.2f}x over blas"
         tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
         return (
             f"<TuningRecord {sizes} {dtypes} {problem_fields.expression(self.problem)}: "
@@ -206,7 +222,7 @@ class TuningRecord:
         """Without most samples, for records shipped with a package."""
         most = max(len(each.samples_us) for each in self.candidates)
         thin = tuple(each.thinned(len(each.samples_us) == most) for each in self.candidates)
-        return replace(self, candidates=thin)
+        return msgspec.structs.replace(self, candidates=thin)
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON document of this record. Raises RecordError if the problem or a config is not
@@ -223,58 +239,54 @@ class TuningRecord:
 
     @classmethod
     def from_json(cls, document: object) -> TuningRecord:
-        """Parse a record strictly, since it may be untrusted.
+        """Read a record strictly, since it may be untrusted.
 
         Raises RecordError, and nothing else, for any JSON value that is not a record. A record has
         the current schema and all required fields, no others, each of its type and within bounds.
         Times are finite and not negative; the winner is a candidate that is "ok".
         """
-        # First, or another schema would be rejected for its fields.
-        schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
-        fields.at(".schema", _RECORD["schema"], schema)
-        values = fields.fields(document, _RECORD, ())
-        del values["schema"], values["clock"]
-        record = cls(**values)
-        winner, candidates = record.winner, record.candidates
-        if winner >= len(candidates):
-            accepted = f"an index into the {len(candidates)} candidates"
-            raise RefusedError(str(winner), accepted, ".winner")
-        if (status := record.best.status) != "ok":
-            raise RefusedError(shown(status), "'ok', it won", f".candidates[{winner}].status")
-        return record
+        return _checked(fields.converted(document, _Document))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TuningRecord:
+        """Read a record from the bytes of its document. Raises like `from_json`."""
+        return _checked(fields.decoded(data, _Document))
 
 
-def blas_us(record: TuningRecord) -> float | None:
-    """The best median of the BLAS candidates, in microseconds; None if none was timed."""
-    medians = [
-        candidate.median_us
-        for candidate in record.candidates
-        if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
-    ]
-    return min((median for median in medians if median is not None), default=None)
+class _Document(TuningRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A record as it is stored."""
+
+    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
+    clock: Literal[CLOCK]  # type: ignore[valid-type]
+    #: Ignored: older versions repeated the winner here, and said whether a record was imported.
+    older_best: Any = msgspec.field(name="best", default=None)
+    imported: Any = None
 
 
-def utc_time(text: object) -> datetime:
+def _checked(record: TuningRecord) -> TuningRecord:
+    """The record of a document, after checks that its types do not make. Raises RecordError."""
+    fields.require_problem(record.problem)
+    if record.winner >= len(record.candidates):
+        raise RecordError(f"winner: found {record.winner} of {len(record.candidates)} candidates")
+    if record.best.status != "ok":
+        raise RecordError(f"candidates[{record.winner}].status: it won, and is not 'ok'")
+    for index, each in enumerate(record.candidates):
+        try:
+            each.require_printable()
+        except RecordError as error:
+            raise RecordError(f"candidates[{index}]: {error}") from None
+    try:
+        utc_time(record.created)
+    except ValueError as error:
+        accepted = "a UTC time like '2026-01-31T12:00:00Z'"
+        raise RecordError(
+            f"created: found {shown(record.created)}, accepted is {accepted}"
+        ) from error
+    return TuningRecord(*(getattr(record, name) for name in TuningRecord.__struct_fields__))
+
+
+def utc_time(text: str) -> datetime:
     """Parse a time in the format of records. Raises ValueError for anything else."""
-    if not isinstance(text, str) or not _UTC_TIME.fullmatch(text):
+    if not _UTC_TIME.fullmatch(text):
         raise ValueError(f"{shown(text)} is not a UTC time")
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
-
-
-def _is_utc_time(value: object) -> bool:
-    with suppress(ValueError):
-        return bool(utc_time(value))
-    return False
-
-
-_RECORD: Final = {
-    "schema": fields.kind(
-        f"{SCHEMA}, the version of this tmm", lambda v: type(v) is int and v == SCHEMA
-    ),
-    "clock": fields.kind(repr(CLOCK), lambda value: value == CLOCK),
-    "problem": fields.problem,
-    "winner": fields.count,
-    "candidates": fields.items(CandidateResult.from_json),
-    "created": fields.kind("a UTC time like '2026-01-31T12:00:00Z'", _is_utc_time),
-    "tuning_seconds": fields.measure,
-}

@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from tmm_cache.cache_errors import reraise
-from tmm_cache.fault_warnings import warn_of
 from tmm_cache.files import Fault, Report, read_environment, read_record
-from tmm_cache.header import Header, read_header
 from tmm_cache.keys import Document, is_slug
 from tmm_cache.paths import DIGEST, RECORD, VERSION
 from tmm_cache.record import TuningRecord
@@ -27,17 +25,16 @@ Key: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A record's location and the header of its file.
+    """A record and its location.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
-    broken. The header is read unvalidated: `load` reads the record and checks it.
+    broken.
     """
 
     path: Path
     root: Path
     environment: Document | None
-    header: Header
-    _record: TuningRecord | None = field(default=None, repr=False, compare=False)
+    record: TuningRecord
 
     @property
     def gpu(self) -> str:
@@ -59,21 +56,6 @@ class Summary:
         """The key of the record among all records of a root."""
         return self.gpu, self.environment_digest, self.digest
 
-    @property
-    def problem(self) -> Document:
-        """The problem; only its sizes are checked."""
-        return self.header.problem
-
-    @property
-    def record(self) -> TuningRecord:
-        """The record, of a summary that was made from all of it (`full`)."""
-        assert self._record is not None
-        return self._record
-
-    def load(self) -> TuningRecord | None:
-        """The whole record; None if its file is gone, or damaged, with a `CacheWarning`."""
-        return self._record or read_record(self.path, warn_of)
-
 
 def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path]:
     """The folders of records under a root, one for each GPU and environment, by name; an absent
@@ -85,22 +67,16 @@ def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path
         yield from _subfolders(of_gpu, digests, report)
 
 
-def summaries(
-    root: Path, report: Report, gpu: str | None = None, *, full: bool = False
-) -> Iterator[Summary]:
-    """A summary of every record under a root, in the order of `folders`, then by name. Only headers
-    are read, so a record may be damaged further on; with `full` every record is read and
-    checked."""
+def summaries(root: Path, report: Report, gpu: str | None = None) -> Iterator[Summary]:
+    """A summary of every record under a root, in the order of `folders`, then by name."""
     for folder in folders(root, report, gpu):
         if not (names := _names(folder, report)):
             continue
         environment = read_environment(folder, report)
         for path in (folder / name for name in filter(RECORD.fullmatch, names)):
-            if not full and (header := read_header(path)) is not None:
-                yield Summary(path, root, environment, header)
-            # None: removed since it was listed
-            elif (record := read_record(path, report)) is not None:
-                yield Summary(path, root, environment, Header.of(record), record)
+            # None: it is damaged, or was removed since it was listed
+            if (record := read_record(path, report)) is not None:
+                yield Summary(path, root, environment, record)
 
 
 def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:

@@ -16,7 +16,6 @@ from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
 from tmm_cache.fault_warnings import FaultWarnings, warn_of
 from tmm_cache.files import Fault, read_record, record_bytes, write_record
-from tmm_cache.header import Header
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.locks import acquire
 from tmm_cache.notes import Notes
@@ -169,20 +168,23 @@ class CacheStore:
 
     def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
-        path, header = self.path(gpu, environment, record.problem), Header.of(record)
-        return Summary(path, self.root, environment, header, record)
+        return Summary(self.path(gpu, environment, record.problem), self.root, environment, record)
 
-    def summaries(self, gpu: str | None = None, *, full: bool = False) -> Iterator[Summary]:
+    def read(self, path: Path) -> TuningRecord | None:
+        """The record of a summary's path; None if its file is gone, or damaged, with a
+        `CacheWarning`."""
+        held = self._held.get(path)
+        return held.record if held is not None else read_record(path, warn_of)
+
+    def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
         """A summary of every record: those held, then the root's, then each layer's, by path.
 
-        Records hidden by a nearer layer are included. Only the header of each file is read, and
-        `Summary.load` reads the record. With `full` every file is read, and `Summary.record` is its
-        record. Faults are skipped with a warning.
+        Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
-            for summary in summaries(root, warn_of, gpu, full=full):
+            for summary in summaries(root, warn_of, gpu):
                 if summary.path not in held:
                     yield summary
 

@@ -16,21 +16,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
 
 from tmm_cache.cache_errors import RecordError, UsageError
 from tmm_cache.disk import write_for_all
-from tmm_cache.fields import parse
+from tmm_cache.fields import decoded
 from tmm_cache.files import (
     Fault,
-    has_checksum,
     read_file,
     read_record,
     record_bytes,
     sealed,
+    unsealed,
     write_record,
 )
-from tmm_cache.keys import JSON, Document, canonical, digest, is_slug
+from tmm_cache.keys import JSON, SLUG, Document, canonical, digest
 from tmm_cache.paths import record_path
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Key, Summary
@@ -115,27 +117,27 @@ def _unpacked(data: bytes) -> bytes:
     return data
 
 
+class _Item(Struct):
+    gpu: Annotated[str, Meta(pattern=rf"^{SLUG}\Z")]
+    environment: dict[str, Any]
+    #: Checked when it is needed.
+    record: dict[str, Any]
+
+
+class _Document(Struct):
+    lock: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
+    records: list[_Item]
+
+
 def _items(data: bytes) -> Iterator[tuple[Key, tuple[Document, dict[str, Any]]]]:
     """The key, environment and document of each record; only the key is checked."""
-    document = parse(data)
-    if not isinstance(document, dict) or document.get("lock") != SCHEMA:
-        raise ValueError(f"its field 'lock' is not {SCHEMA}")
-    if not has_checksum(data, document, document.pop("checksum", None)):
-        raise ValueError("its checksum is not the content's: write it again")
-    records = document.get("records")
-    if not isinstance(records, list):
-        raise ValueError("it holds no list of records")
-    for place, item in enumerate(records):
-        if not isinstance(item, dict):
-            raise ValueError(f"records[{place}] is not an object")
-        gpu, environment, record = item.get("gpu"), item.get("environment"), item.get("record")
-        if not (isinstance(gpu, str) and is_slug(gpu) and isinstance(environment, dict)):
-            raise ValueError(f"records[{place}] lacks GPU and environment")
-        if len(canonical(environment)) > MAX_ENVIRONMENT_BYTES:
+    document: _Document = decoded(unsealed(data, required=True), _Document)
+    for place, item in enumerate(document.records):
+        if len(canonical(item.environment)) > MAX_ENVIRONMENT_BYTES:
             raise ValueError(f"records[{place}] has too large an environment")
-        if not (isinstance(record, dict) and isinstance(record.get("problem"), dict)):
+        if not isinstance(problem := item.record.get("problem"), dict):
             raise ValueError(f"records[{place}] lacks a problem")
-        yield (gpu, digest(environment), digest(record["problem"])), (environment, record)
+        yield (item.gpu, digest(item.environment), digest(problem)), (item.environment, item.record)
 
 
 @dataclass(slots=True)

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tmm_cache
+from msgspec.structs import replace
 from tmm_cache import CacheWarning, CandidateResult, TuningRecord
 
 GPU = "nvidia-h200-sm90-132sm"

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, problem, record, warned
+from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
+from msgspec.structs import replace
 from tmm_cache import (
     CacheStore,
     CacheWarning,
+    CandidateResult,
     Notes,
     cache_errors,
     console,
@@ -210,8 +212,12 @@ def test_the_checksum_is_of_the_bytes_however_they_spell_a_number() -> None:
     text = b'{"a": 1.50}'
     found = hashlib.sha256(text).hexdigest()[:16]
     data = text[:-1] + f', "checksum": "{found}"}}\n'.encode()
-    assert files.has_checksum(data, {"a": 1.5}, found)
-    assert not files.has_checksum(data.replace(b"1.50", b"1.51"), {"a": 1.51}, found)
+    assert files.unsealed(data) == text
+    with pytest.raises(RecordError, match="checksum"):
+        files.unsealed(data.replace(b"1.50", b"1.51"))
+    assert files.unsealed(b'{"a": 1}') == b'{"a": 1}'
+    with pytest.raises(RecordError, match="checksum"):
+        files.unsealed(b'{"a": 1}', required=True)
 
 
 # -- paths and owners ---------------------------------------------------------------------
@@ -485,76 +491,98 @@ def test_a_handler_that_was_replaced_is_recognised_by_its_arguments(hidden: bool
 
 
 @pytest.mark.parametrize(
-    ("read", "accepted", "refused"),
+    ("kind", "accepted", "refused"),
     [
-        (fields.name, ["x", "x" * 256], ["", "x" * 257, "a\n", 1, None]),
-        (fields.text, ["x", "a\nb", "x" * 4096], ["", "x" * 4097, 1]),
-        (fields.count, [0, 1, 2**63 - 1], [-1, 2**63, 1.0, True]),
-        (fields.flag, [True, False], [0, 1, None, "true"]),
-        (fields.measure, [0, 0.0, 1, 2.5], [-0.1, float("inf"), float("nan"), True, "1", 10**400]),
-        (
-            fields.parameters,
-            [{}, {"x": 2**63 - 1}, {"x": -(2**63) + 1}, {"x": ""}, {"x": "y" * 256}, {"x": None},
-             {"x": False}, {"x": 0.5}, {f"x{i}": i for i in range(128)}],
-            [{"x": 2**63}, {"x": -(2**63)}, {"x": "y" * 257}, {"x": "\n"}, {"x": float("inf")},
-             {"x": []}, {"": 1}, {"x" * 257: 1}, {f"x{i}": i for i in range(129)}, []],
-        ),
+        (fields.Name, ["x", "x" * 256], ["", "x" * 257, 1, None]),
+        (fields.Text, ["x", "a\nb", "x" * 4096], ["", "x" * 4097, 1]),
+        (fields.Size, [1, 2**40 - 1], [0, 2**40, 1.0, True]),
+        (fields.Count, [0, 1, 2**63 - 1], [-1, 2**63, 1.0, True]),
+        (fields.Measure, [0, 0.0, 1, 2.5], [-0.1, float("inf"), float("nan"), True, "1", 10**400]),
     ],
-    ids=["name", "text", "count", "flag", "measure", "parameters"],
-)  # fmt: skip
-def test_readers_accept_up_to_their_limits(
-    read: fields.Reader, accepted: list[Any], refused: list[Any]
+    ids=["name", "text", "size", "count", "measure"],
+)
+def test_types_accept_up_to_their_limits(
+    kind: Any, accepted: list[Any], refused: list[Any]
 ) -> None:
     for value in accepted:
-        assert read(value) == value
+        assert fields.converted(value, kind) == value
     for value in refused:
-        with pytest.raises(RecordError, match=r"found .*, accepted is "):
-            read(value)
+        with pytest.raises(RecordError):
+            fields.converted(value, kind)
+
+
+class Loud(str):
+    """A text of a plugin, which may compare as it likes."""
+
+
+CONFIGS = [
+    {}, {"x": 2**63 - 1}, {"x": -(2**63) + 1}, {"x": ""}, {"x": "y" * 256}, {"x": None},
+    {"x": False}, {"x": 0.5}, {f"x{i}": i for i in range(128)},
+]  # fmt: skip
+NO_CONFIGS: list[Any] = [
+    {"x": 2**63}, {"x": -(2**63)}, {"x": "y" * 257}, {"x": "\n"}, {"x": float("inf")},
+    {"x": float("nan")}, {"x": []}, {"": 1}, {"\n": 1}, {1: 1}, {"x" * 257: 1}, {"x": Loud("y")},
+    {Loud("x"): 1}, {f"x{i}": i for i in range(129)}, [],
+]  # fmt: skip
+
+
+def test_a_config_is_a_few_printable_scalars() -> None:
+    for value in CONFIGS:
+        assert fields.parameters(value) == value
+        assert replace(SPLIT_K, config=value).to_json()["config"] == value
+    for value in NO_CONFIGS:
+        with pytest.raises(RecordError):
+            fields.parameters(value)
+
+
+@pytest.mark.parametrize("name", ["kernel", "version"])
+def test_a_candidate_prints_nothing_that_a_terminal_obeys(name: str) -> None:
+    document = {**SPLIT_K.to_json(), name: "a\x1b[2J"}
+    with pytest.raises(RecordError, match="printable text"):
+        CandidateResult.from_json(document)
 
 
 @pytest.mark.parametrize("size", ["0", "01", "-1", "1.0", "x", "", str(2**40), "1" * 14])
 def test_sizes_inside_a_bucket_are_whole_and_within_bounds(size: str) -> None:
-    assert fields.times_by_size({"1": 2.0, str(2**40 - 1): 1}) == {1: 2.0, 2**40 - 1: 1.0}
-    with pytest.raises(RecordError, match="this size"):
-        fields.times_by_size({size: 1.0})
+    def read(times: dict[str, float]) -> Any:
+        return CandidateResult.from_json({**SPLIT_K.to_json(), "inside_us": times}).inside_us
 
-
-def test_a_bucket_has_at_most_128_sizes() -> None:
-    many = {str(m): 1.0 for m in range(1, 130)}
-    with pytest.raises(RecordError, match=r"^'129': found this size"):
-        fields.times_by_size(many)
-    del many["129"]
-    assert len(fields.times_by_size(many)) == 128
+    assert read({"1": 2.0, str(2**40 - 1): 1}) == {1: 2.0, 2**40 - 1: 1.0}
+    with pytest.raises(RecordError, match="inside_us: Expected `int`"):
+        read({size: 1.0})
+    many = {str(m): 1.0 for m in range(1, 129)}
+    assert len(read(many)) == 128
+    with pytest.raises(RecordError, match="inside_us: Expected `object` of length <= 128"):
+        read({**many, "129": 1.0})
 
 
 @pytest.mark.parametrize("extra", [2**16, "9" * 100, 10**100, "0" * 100])
 def test_a_problem_is_bounded(extra: Any) -> None:
-    assert fields.problem(problem() | {"x": "9" * 99}) == problem() | {"x": "9" * 99}
+    fields.require_problem(problem() | {"x": "9" * 99})
     value = "x" * extra if extra == 2**16 else extra
     with pytest.raises(RecordError, match="huge"):
-        fields.problem(problem() | {"x": value})
+        fields.require_problem(problem() | {"x": value})
 
 
 def test_a_problem_without_end_is_no_json() -> None:
     deep: Any = {}
     for _ in range(100_000):
         deep = {"x": deep}
-    with pytest.raises(RecordError, match=r"a value that is not JSON .*, accepted is an object"):
-        fields.problem(problem() | {"x": deep})
+    with pytest.raises(RecordError, match="a value that is not JSON"):
+        fields.require_problem(problem() | {"x": deep})
 
 
-def test_a_list_has_at_most_10_000_items() -> None:
-    read = fields.items(fields.count)
-    assert len(read([1] * 10_000)) == len(fields.measures([1.0] * 10_000)) == 10_000
-    for reader in (read, fields.measures):
-        with pytest.raises(RecordError, match="at most 10000"):
-            reader([1] * 10_001)
+def test_samples_are_at_most_10_000_and_named_by_their_index() -> None:
+    def read(samples: list[Any]) -> tuple[float, ...]:
+        document = {**SPLIT_K.to_json(), "samples_us": samples}
+        return CandidateResult.from_json(document).samples_us
 
-
-def test_a_measure_among_samples_is_named_by_its_index() -> None:
-    assert [*map(repr, fields.measures([1.0, 2]))] == ["1.0", "2.0"]
-    with pytest.raises(RecordError, match=r"\[1\]: found -1"):
-        fields.measures([1.0, -1, 2.0])
+    assert [*map(repr, read([1.0, 2]))] == ["1.0", "2.0"]
+    assert len(read([1.0] * 10_000)) == 10_000
+    with pytest.raises(RecordError, match="samples_us: Expected `array` of length <= 10000"):
+        read([1.0] * 10_001)
+    with pytest.raises(RecordError, match=r"^samples_us\[1\]: Expected `float` >= 0.0"):
+        read([1.0, -1, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pty
 import re
 import resource
 import subprocess
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from cache_builders import (
     problem,
     record,
 )
+from msgspec.structs import replace
 from tmm_cache import CacheStore, CandidateResult, digest
 from tmm_cache.cli import main
 from tmm_cache.console import print_json
@@ -228,15 +228,18 @@ def test_problems_with_unknown_fields_are_listed_too(store: CacheStore, capsys: 
     assert {"groups", "along", "odd[red].kernel", "7*1x2x3"} <= {*words}
     assert " silu " in text
     assert "int8 -> int32" in text
-    for entry in store.summaries(full=True):
+    for entry in store.summaries():
         assert main(["show", entry.digest]) == 0
-    # Lists read headers unchecked, so escape sequences of a record must not reach the terminal.
+    # A stranger's record gives the terminal no orders.
     capsys.readouterr()
-    path.write_text(path.read_text().replace("odd[red]", "odd\\u001b[31m"))
+    document = json.loads(path.read_text().replace("odd[red]", "odd\\u001b[31m"))
+    del document["checksum"]
+    path.write_text(json.dumps(document))
     assert main(["show"]) == 0
-    text = capsys.readouterr().out
-    assert "odd\\x1b[31m.kernel" in text
-    assert "\x1b" not in text
+    out, err = capsys.readouterr()
+    assert "odd" not in out
+    assert "\x1b" not in err
+    assert "candidates[0]: found 'odd\\x1b[31m.kernel', accepted is a printable text" in err
 
 
 def test_faults_are_noted_on_stderr_and_the_rest_is_shown(

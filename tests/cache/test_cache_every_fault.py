@@ -7,13 +7,13 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
 from faulty_fs import CODES, Faults, How, dying, faulty
+from msgspec.structs import replace
 from tmm_cache import (
     CacheStore,
     CacheWarning,
@@ -148,7 +148,7 @@ def check(name: str, root: Path, messages: list[str]) -> None:
             found = fresh.load(GPU, ENVIRONMENT, problem(m=int(m)))
             assert found is not None, f"{m} was acknowledged and is lost"
             assert mark_of(found) == what
-        for entry in fresh.summaries(full=True):
+        for entry in fresh.summaries():
             mine = record(mark=mark_of(entry.record))
             theirs = replace(mine, candidates=(*mine.candidates, THEIRS)).thinned()
             assert entry.record.candidates in (mine.candidates, theirs.candidates)

@@ -65,12 +65,15 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncated, "is not a valid record: "),
     "empty": (replaced(b""), "is not a valid record: the file is empty"),
     "zeros": (replaced(b"\0" * 512), "is not a valid record: "),
-    "garbage": (replaced(b"\xff\xfe\x00garbage"), "is not a valid record: 'utf-8' codec"),
-    "too deep": (replaced(b"[" * 200_000), "is not a valid record: nested too deeply"),
-    "another program's JSON": (replaced(b'{"a": 1}'), "schema: found nothing"),
-    "foreign schema": (edited(schema=3), "schema: found 3, accepted is 2"),
-    "out of bounds": (edited(winner=99), "winner: found 99, accepted is an index"),
-    "negative time": (edited(tuning_seconds=-1), "tuning_seconds: found -1"),
+    "garbage": (replaced(b"\xff\xfe\x00garbage"), "is not a valid record: JSON is malformed"),
+    "too deep": (
+        replaced(b"[" * 200_000),
+        "is not a valid record: maximum recursion depth",
+    ),
+    "another program's JSON": (replaced(b'{"a": 1}'), "Object contains unknown field `a`"),
+    "foreign schema": (edited(schema=3), "schema: Expected `int` <= 2"),
+    "out of bounds": (edited(winner=99), "winner: found 99 of 5 candidates"),
+    "negative time": (edited(tuning_seconds=-1), "tuning_seconds: Expected `float` >= 0.0"),
     "other checksum": (falsified, "checksum: found another than the content's"),
     "wrong problem": (edited(problem=problem(m=7)), "problem: found the problem of "),
     "a folder": (made_a_folder, "is not a regular file"),
@@ -102,7 +105,7 @@ def test_a_broken_record_is_a_miss_with_one_warning(broken: tuple[CacheStore, Pa
     assert store.load(GPU, ENVIRONMENT, problem()) is None
     assert store.found(GPU, ENVIRONMENT, problem()) is None
     assert CacheStore().load(GPU, ENVIRONMENT, problem()) is None
-    assert [entry.record.problem["m"] for entry in store.summaries(full=True)] == [1]
+    assert [entry.record.problem["m"] for entry in store.summaries()] == [1]
     assert store.load(GPU, ENVIRONMENT, problem(m=1)) == record(problem(m=1))
 
 
@@ -111,7 +114,7 @@ def test_listing_passes_over_a_broken_record_with_one_warning(
 ) -> None:
     store, path, complaint = broken
     with warned("") as caught:
-        assert [entry.record.problem["m"] for entry in store.summaries(full=True)] == [1]
+        assert [entry.record.problem["m"] for entry in store.summaries()] == [1]
     assert [complaint in str(warning.message) for warning in caught] == [True]
     assert str(caught[0].message).startswith(f"{path}: ")
 
@@ -154,7 +157,7 @@ def test_an_unreadable_file_is_a_miss(store: CacheStore, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "open", failing("open", errno.EACCES, only=str(path)))
     with warned(rf"{path}: cannot be read: Permission denied"):
         assert store.load(GPU, ENVIRONMENT, problem()) is None
-        assert list(store.summaries(full=True)) == []
+        assert list(store.summaries()) == []
     monkeypatch.undo()
     assert CacheStore(store.root, []).load(GPU, ENVIRONMENT, problem()) == record()
 
@@ -184,8 +187,8 @@ def test_a_broken_environment_file_costs_a_warning_and_no_record(
     assert path is not None
     path.with_name("environment.json").write_text(content)
     with warned(complaint):
-        entries = list(store.summaries(full=True))
-        assert list(store.summaries(full=True)) == entries
+        entries = list(store.summaries())
+        assert list(store.summaries()) == entries
     assert [(entry.environment, entry.record) for entry in entries] == [(None, record())]
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
 
@@ -194,9 +197,9 @@ def test_a_missing_environment_file_is_no_fault_and_comes_back(store: CacheStore
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     path.with_name("environment.json").unlink()
-    assert [entry.environment for entry in store.summaries(full=True)] == [None]
+    assert [entry.environment for entry in store.summaries()] == [None]
     store.save(GPU, ENVIRONMENT, record(problem(m=2)))
-    assert [entry.environment for entry in store.summaries(full=True)] == [ENVIRONMENT] * 2
+    assert [entry.environment for entry in store.summaries()] == [ENVIRONMENT] * 2
 
 
 def test_a_root_that_is_a_file_costs_persistence_and_one_warning(root: Path) -> None:
@@ -232,7 +235,7 @@ def test_reading_a_root_that_is_a_file_warns_once_and_falls_to_the_layers(
     with warned("Not a directory"):
         for m in (1, 2):
             assert store.load(GPU, ENVIRONMENT, problem(m=m)) == record(problem(m=m))
-    assert len(list(store.summaries(full=True))) == 2  # of the same root, and no second warning
+    assert len(list(store.summaries())) == 2  # of the same root, and no second warning
     assert store.save(GPU, ENVIRONMENT, record(problem(m=3))) is None
 
 
@@ -273,7 +276,7 @@ def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
     # This process uses the record that it tuned.
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="new")
     assert store.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
-    assert {mark_of(entry.record) for entry in store.summaries(full=True)} == {
+    assert {mark_of(entry.record) for entry in store.summaries()} == {
         "new",
         mark_of(record()),
     }
@@ -422,5 +425,5 @@ def test_a_healthy_cache_never_warns(store: CacheStore) -> None:
         store.log_miss(GPU, ENVIRONMENT, problem(m=5))
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
             assert mine
-        assert len(list(store.summaries(full=True))) == 1
+        assert len(list(store.summaries())) == 1
         assert len(store.misses()) == 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from cache_builders import (
     record,
     warned,
 )
+from msgspec.structs import replace
 from tmm_cache import CacheStore, Notes, disk, notes, paths
 from tmm_cache.cli import main
-from tmm_cache.header import HEADER_BYTES, Header, read_header
 from tmm_cache.locks import acquire
 from tmm_cache.transport import import_records
 
@@ -133,24 +132,7 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(
     assert import_records(target, other.root, force=False).written == 1
 
 
-# -- headers and times -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("extra", "usable"), [(0, True), (3000, True), (4096, False)])
-def test_a_header_may_take_four_kilobytes(store: CacheStore, extra: int, usable: bool) -> None:
-    assert HEADER_BYTES == 4096
-    instance = problem() | {"note": "x" * extra}
-    path = store.save(GPU, ENVIRONMENT, record(instance))
-    assert path is not None
-    assert (read_header(path) is not None) == usable
-    [summary] = store.summaries()  # longer ones are read in full
-    assert summary.problem == instance
-
-
-def test_a_time_of_zero_gives_no_speedup() -> None:
-    assert Header({}, "blas", {}, 0.0, 20.0).speedup is None
-    assert Header({}, "blas", {}, 20.0, 0.0).speedup == 0.0
-    assert Header({}, "blas", {}, 1e-300, 1e300).speedup is None
+# -- samples ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

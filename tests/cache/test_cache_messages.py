@@ -8,11 +8,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, child, problem, record
+from msgspec.structs import replace
 from tmm_cache import (
     CacheStore,
     CandidateResult,
@@ -82,7 +82,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(
     assert not text.replace(f"tmm-cache: 2 records written to {target}\n", "")
     elsewhere = CacheStore(tmp_path / "elsewhere", [])
     assert main(["--cache-dir", str(elsewhere.root), "import", str(target)]) == 0
-    assert len(list(elsewhere.summaries(full=True))) == 2
+    assert len(list(elsewhere.summaries())) == 2
     assert run_closed("2>&-", "verify") == (0, "")
 
 

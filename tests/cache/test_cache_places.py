@@ -92,7 +92,7 @@ def test_without_a_place_everything_is_kept_in_memory(nowhere: str, tmp_path: Pa
     assert "set TMM_CACHE_DIR" in str(caught[0].message)
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
     assert store.load(GPU, ENVIRONMENT, problem(m=9)) == record(problem(m=9))
-    assert sorted(entry.record.problem["m"] for entry in store.summaries(full=True)) == [9, 128]
+    assert sorted(entry.record.problem["m"] for entry in store.summaries()) == [9, 128]
     assert [path for path in sorted(tmp_path.rglob("*")) if path not in before] == sorted(
         [below.root, *below.root.rglob("*")]
     )
@@ -165,7 +165,7 @@ def test_a_layer_that_cannot_be_read_costs_one_warning(
         for gpu in (GPU, "nvidia-a100"):
             assert layered.load(gpu, ENVIRONMENT, problem(m=1)) is None
         assert layered.load(GPU, ENVIRONMENT, problem()) == record()
-        assert [entry.record for entry in layered.summaries(full=True)] == [record()]
+        assert [entry.record for entry in layered.summaries()] == [record()]
 
 
 def test_a_read_only_root_costs_one_warning(

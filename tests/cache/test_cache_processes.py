@@ -110,7 +110,7 @@ def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheSto
         for path in folder.glob("*.json"):
             json.loads(path.read_bytes())
         # Warnings are errors: every record is whole, and each problem's is its own.
-        assert sorted(str(entry.record.problem["m"]) for entry in store.summaries(full=True)) == [
+        assert sorted(str(entry.record.problem["m"]) for entry in store.summaries()) == [
             "1",
             "2",
             "3",
@@ -139,7 +139,7 @@ def test_processes_that_save_the_same_records_never_show_a_torn_one(store: Cache
     for saver in savers:
         assert saver.communicate() == ("", "")
         assert saver.returncode == 0
-    assert len(list(store.summaries(full=True))) == 8
+    assert len(list(store.summaries())) == 8
     assert seen <= {"saver 0", "saver 1", "saver 2"}
     assert [path.name for path in store.root.rglob("*.tmp")] == []
 

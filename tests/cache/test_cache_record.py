@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from cache_builders import BLAS, FAILED, SPLIT_K, record
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tmm_cache import SCHEMA, CandidateResult, RecordError, TuningRecord
 from tmm_cache.fields import parse
 from tmm_cache.files import parse_stored
@@ -157,95 +157,247 @@ def test_arbitrary_bytes_raise_a_value_error(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        (("schema",), 3, r"schema: found 3, accepted is 2"),
-        (("schema",), True, r"schema: found True"),
-        (("schema",), "1", r"schema: found '1'"),
-        (("winner",), 5, r"winner: found 5, accepted is an index into the 5 candidates"),
-        (("winner",), -1, r"winner: found -1"),
-        (("winner",), True, r"winner: found True"),
-        (("winner",), 1.0, r"winner: found 1\.0"),
-        (("winner",), 2, r"candidates\[2\]\.status: found 'slow', accepted is 'ok'"),
-        (("candidates",), [], r"winner: found 1, accepted is an index into the 0"),
-        (("candidates",), {}, r"candidates: found an object, accepted is a list"),
-        (("candidates", 0), 7, r"candidates\[0\]: found 7, accepted is an object"),
+        (("schema",), 3, r"schema: Expected `int` <= 2"),
+        (("schema",), True, r"schema: Expected `int`, got `bool`"),
+        (("schema",), "1", r"schema: Expected `int`, got `str`"),
+        (("winner",), 5, r"winner: found 5 of 5 candidates"),
+        (("winner",), -1, r"winner: Expected `int` >= 0"),
+        (("winner",), True, r"winner: Expected `int`, got `bool`"),
+        (("winner",), 1.0, r"winner: Expected `int`, got `float`"),
+        (("winner",), 2, r"candidates\[2\]\.status: it won, and is not 'ok'"),
+        (("candidates",), [], r"candidates: Expected `array` of length >= 1"),
+        (("candidates",), {}, r"candidates: Expected `array`, got `object`"),
+        (("candidates", 0), 7, r"candidates\[0\]: Expected `object`, got `int`"),
         (
             ("candidates", 0, "status"),
             "fast",
-            r"candidates\[0\]\.status: found 'fast', accepted .*'ok'",
+            r"candidates\[0\]\.status: Invalid enum value 'fast'",
         ),
         (
             ("candidates", 1, "samples_us", 2),
             -1.0,
-            r"candidates\[1\]\.samples_us\[2\]: found -1\.0",
+            r"candidates\[1\]\.samples_us\[2\]: Expected `float` >= 0\.0",
         ),
-        (("candidates", 1, "samples_us", 0), math.nan, r"samples_us\[0\]: found nan"),
-        (("candidates", 1, "samples_us", 0), math.inf, r"samples_us\[0\]: found inf"),
-        (("candidates", 1, "samples_us", 0), 10**400, r"samples_us\[0\]: found 1000"),
+        (
+            ("candidates", 1, "samples_us", 0),
+            math.nan,
+            r"candidates\[1\]\.samples_us\[0\]: Expected `float` >= 0\.0",
+        ),
+        (
+            ("candidates", 1, "samples_us", 0),
+            math.inf,
+            r"candidates\[1\]\.samples_us\[0\]: Expected `float` <= 1\.79",
+        ),
+        (
+            ("candidates", 1, "samples_us", 0),
+            10**400,
+            r"candidates\[1\]\.samples_us\[0\]: Number out of range",
+        ),
         pytest.param(
             ("candidates", 1, "samples_us", 0),
             10**5000,
-            r"samples_us\[0\]: found a huge integer",
+            r"candidates\[1\]\.samples_us\[0\]: Number out of range",
             id="more digits than Python prints",
         ),
-        (("candidates", 1, "samples_us", 0), "12", r"samples_us\[0\]: found '12'"),
-        (("candidates", 1, "samples_us", 0), True, r"samples_us\[0\]: found True"),
-        (("candidates", 1, "config"), [], r"candidates\[1\]\.config: found a list"),
-        (("candidates", 1, "config"), {"x": math.nan}, r"config\.'x': found nan"),
-        (("candidates", 1, "error"), math.nan, r"error: found nan"),
-        (("candidates", 1, "workspace_bytes"), 1.5, r"workspace_bytes: found 1\.5"),
-        (("candidates", 1, "workspace_bytes"), -1, r"workspace_bytes: found -1"),
-        (("candidates", 1, "deterministic"), 1, r"deterministic: found 1, accepted is true or"),
-        (("candidates", 1, "kernel"), "", r"kernel: found ''"),
-        (("candidates", 1, "version"), None, r"version: found None"),
-        (("candidates", 1, "reason"), 3, r"reason: found 3"),
-        (("problem",), None, r"problem: found None"),
-        (("tuning_seconds",), -0.5, r"tuning_seconds: found -0\.5"),
-        (("created",), "yesterday", r"created: found 'yesterday'"),
-        (("created",), "2026-02-31T12:00:00Z", r"created: found '2026-02-31"),
-        (("created",), "2026-01-31T12:00:00+02:00", r"created: .*accepted is a UTC time"),
-        (("created",), "2026-01-31T12:00:00", r"created: .*accepted is a UTC time"),
-        (("created",), "２026-01-31T12:00:00Z", r"created: .*accepted is a UTC time"),
-        (("candidates", 4, "reason"), "", r"candidates\[4\]\.reason: found ''"),
-        (("candidates", 4, "reason"), "x" * 5000, r"found 'xxx.*accepted is a text of 1 to 4096"),
-        (("note",), "mine", r"'note': found this field, accepted is no field of that name"),
-        (("problem", "m"), None, r"problem\.m: found None, accepted is an integer > 0"),
-        (("problem", "m"), "128", r"problem\.m: found '128'"),
-        (("problem", "n"), 10**400, r"problem\.n: found 1000"),
-        (("problem", "k"), 0, r"problem\.k: found 0"),
-        (("problem", "k"), 2**40, r"problem\.k: found 1099511627776"),
-        (("problem", "batch"), True, r"problem\.batch: found True"),
-        (("problem", "batch"), 1.0, r"problem\.batch: found 1\.0"),
+        (
+            ("candidates", 1, "samples_us", 0),
+            "12",
+            r"candidates\[1\]\.samples_us\[0\]: Expected `float`, got `str`",
+        ),
+        (
+            ("candidates", 1, "samples_us", 0),
+            True,
+            r"candidates\[1\]\.samples_us\[0\]: Expected `float`, got `bool`",
+        ),
+        (
+            ("candidates", 1, "config"),
+            [],
+            r"candidates\[1\]\.config: Expected `object`, got `array`",
+        ),
+        (
+            ("candidates", 1, "config"),
+            {"x": math.nan},
+            r"candidates\[1\]\.config\[\.\.\.\]: Expected `float` >= \-1\.79",
+        ),
+        (("candidates", 1, "error"), math.nan, r"candidates\[1\]\.error: Expected `float` >= 0\.0"),
+        (
+            ("candidates", 1, "workspace_bytes"),
+            1.5,
+            r"candidates\[1\]\.workspace_bytes: Expected `int`, got `float`",
+        ),
+        (
+            ("candidates", 1, "workspace_bytes"),
+            -1,
+            r"candidates\[1\]\.workspace_bytes: Expected `int` >= 0",
+        ),
+        (
+            ("candidates", 1, "deterministic"),
+            1,
+            r"candidates\[1\]\.deterministic: Expected `bool`, got `int`",
+        ),
+        (
+            ("candidates", 1, "kernel"),
+            "",
+            r"candidates\[1\]\.kernel: Expected `str` of length >= 1",
+        ),
+        (
+            ("candidates", 1, "version"),
+            None,
+            r"candidates\[1\]\.version: Expected `str`, got `null`",
+        ),
+        (
+            ("candidates", 1, "reason"),
+            3,
+            r"candidates\[1\]\.reason: Expected `str \| null`, got `int`",
+        ),
+        (("problem",), None, r"problem: Expected `object`, got `null`"),
+        (("tuning_seconds",), -0.5, r"tuning_seconds: Expected `float` >= 0\.0"),
+        (("created",), "yesterday", r"created: found 'yesterday', accepted is a UTC time like"),
+        (
+            ("created",),
+            "2026-02-31T12:00:00Z",
+            r"created: found '2026\-02\-31T12:00:00Z', accepted is a UTC time like",
+        ),
+        (
+            ("created",),
+            "2026-01-31T12:00:00+02:00",
+            r"created: found '2026\-01\-31T12:00:00\+02:00', accepted is a UTC time like",
+        ),
+        (
+            ("created",),
+            "2026-01-31T12:00:00",
+            r"created: found '2026\-01\-31T12:00:00', accepted is a UTC time like",
+        ),
+        (
+            ("created",),
+            "２026-01-31T12:00:00Z",
+            r"created: found '２026\-01\-31T12:00:00Z', accepted is a UTC time like",
+        ),
+        (
+            ("candidates", 4, "reason"),
+            "",
+            r"candidates\[4\]\.reason: Expected `str` of length >= 1",
+        ),
+        (
+            ("candidates", 4, "reason"),
+            "x" * 5000,
+            r"candidates\[4\]\.reason: Expected `str` of length <= 4096",
+        ),
+        (("note",), "mine", r"Object contains unknown field `note`"),
+        (("problem", "m"), None, r"problem\.m: Expected `int`, got `null`"),
+        (("problem", "m"), "128", r"problem\.m: Expected `int`, got `str`"),
+        (("problem", "n"), 10**400, r"problem\.n: Expected `int` <= 1099511627775"),
+        (("problem", "k"), 0, r"problem\.k: Expected `int` >= 1"),
+        (("problem", "k"), 2**40, r"problem\.k: Expected `int` <= 1099511627775"),
+        (("problem", "batch"), True, r"problem\.batch: Expected `int`, got `bool`"),
+        (("problem", "batch"), 1.0, r"problem\.batch: Expected `int`, got `float`"),
         (("problem", "a", "dtype"), 10**400, r"problem: found a number or a text that is huge"),
-        (("problem", "a", "dtype"), "x" * 70_000, r"problem: found a number or a text"),
-        (("problem", "epilogue"), math.inf, r"problem: found a value that is not JSON"),
+        (
+            ("problem", "a", "dtype"),
+            "x" * 70_000,
+            r"problem: found a number or a text that is huge",
+        ),
+        (("problem", "epilogue"), math.inf, r"problem: found a value that is not JSON "),
         (
             ("candidates", 0, "kernel"),
             "x" * 300,
-            r"kernel: found 'xxx.*a printable text of 1 to 256",
+            r"candidates\[0\]\.kernel: Expected `str` of length <= 256",
         ),
-        (("candidates", 0, "kernel"), "x\n", r"kernel: found 'x.*a printable text of 1 to 256"),
-        (("candidates", 0, "version"), "\x1b[2J", r"version: found .*a printable text"),
-        (("candidates", 0, "config"), {"tile": "a\x7f"}, r"tile.*short printable text"),
-        (("candidates", 0, "config"), {"ti\nle": 1}, r"short printable text"),
-        (("candidates", 0, "config", "fused"), [1], r"config\.'fused': found a list"),
-        (("candidates", 0, "config", "fused"), {}, r"config\.'fused': found an object"),
-        (("candidates", 0, "config", "fused"), 10**400, r"config\.'fused': found 1000"),
-        (("candidates", 0, "config", "fused"), "x" * 300, r"config\.'fused': found 'xxx"),
-        (("candidates", 0, "config"), {str(i): i for i in range(200)}, r"config: found 200"),
-        (("candidates", 1, "workspace_bytes"), 10**400, r"workspace_bytes: found 1000"),
-        (("candidates", 1, "samples_us"), [1.0] * 10_001, r"samples_us: found a list"),
-        (("candidates", 1, "inside_us"), [], r"inside_us: found a list"),
-        (("candidates", 1, "inside_us"), {"0": 1.0}, r"inside_us\.'0': found this size"),
-        (("candidates", 1, "inside_us"), {"-1": 1.0}, r"inside_us\.'-1': found this size"),
-        (("candidates", 1, "inside_us"), {"07": 1.0}, r"inside_us\.'07': found this size"),
-        (("candidates", 1, "inside_us"), {"9" * 5000: 1.0}, r"inside_us\.'999.*this size"),
-        (("candidates", 1, "inside_us"), {"7": math.nan}, r"inside_us\.'7': found nan"),
-        (("candidates", 1, "inside_us"), {"7": "1"}, r"inside_us\.'7': found '1'"),
-        (("candidates",), [BLAS.to_json()] * 10_001, r"candidates: found a list"),
-        (("clock",), 5, r"clock: found 5"),
+        (("candidates", 0, "kernel"), "x\n", r"candidates\[0\]: found 'x\\n', accepted is"),
+        (
+            ("candidates", 0, "version"),
+            "\x1b[2J",
+            r"candidates\[0\]: found '\\x1b\[2J', accepted is",
+        ),
+        (
+            ("candidates", 0, "config"),
+            {"tile": "a\x7f"},
+            r"candidates\[0\]: found 'a\\x7f', accepted is",
+        ),
+        (
+            ("candidates", 0, "config"),
+            {"ti\nle": 1},
+            r"candidates\[0\]: found 'ti\\nle', accepted is",
+        ),
+        (
+            ("candidates", 0, "config", "fused"),
+            [1],
+            r"candidates\[0\]\.config\[\.\.\.\]: Expected `bool \| int \| float \| str",
+        ),
+        (
+            ("candidates", 0, "config", "fused"),
+            {},
+            r"candidates\[0\]\.config\[\.\.\.\]: Expected `bool \| int \| float \| str",
+        ),
+        (
+            ("candidates", 0, "config", "fused"),
+            10**400,
+            r"candidates\[0\]\.config\[\.\.\.\]: Expected `int` <= 9223372036854775807",
+        ),
+        (
+            ("candidates", 0, "config", "fused"),
+            "x" * 300,
+            r"candidates\[0\]\.config\[\.\.\.\]: Expected `str` of length <= 256",
+        ),
+        (
+            ("candidates", 0, "config"),
+            {str(i): i for i in range(200)},
+            r"candidates\[0\]\.config: Expected `object` of length <= 128",
+        ),
+        (
+            ("candidates", 1, "workspace_bytes"),
+            10**400,
+            r"candidates\[1\]\.workspace_bytes: Expected `int` <= 9223372036854775807",
+        ),
+        (
+            ("candidates", 1, "samples_us"),
+            [1.0] * 10_001,
+            r"candidates\[1\]\.samples_us: Expected `array` of length <= 10000",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            [],
+            r"candidates\[1\]\.inside_us: Expected `object`, got `array`",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            {"0": 1.0},
+            r"key in candidates\[1\]\.inside_us: Expected `int` >= 1",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            {"-1": 1.0},
+            r"key in candidates\[1\]\.inside_us: Expected `int` >= 1",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            {"07": 1.0},
+            r"key in candidates\[1\]\.inside_us: Expected `int`, got `str`",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            {"9" * 5000: 1.0},
+            r"key in candidates\[1\]\.inside_us: Integer value out of range",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            {"7": math.nan},
+            r"candidates\[1\]\.inside_us\[\.\.\.\]: Expected `float` >= 0\.0",
+        ),
+        (
+            ("candidates", 1, "inside_us"),
+            {"7": "1"},
+            r"candidates\[1\]\.inside_us\[\.\.\.\]: Expected `float`, got `str`",
+        ),
+        (
+            ("candidates",),
+            [BLAS.to_json()] * 10_001,
+            r"candidates: Expected `array` of length <= 10000",
+        ),
+        (("clock",), 5, r"clock: Expected `str`, got `int`"),
     ],
 )
-def test_errors_name_the_field_its_value_and_accepted_values(
+def test_complaints_name_the_field_and_what_is_expected(
     path: Any, value: Any, complaint: str
 ) -> None:
     document: Any = record().to_json()
@@ -261,7 +413,7 @@ def test_errors_name_the_field_its_value_and_accepted_values(
 def test_every_field_of_a_record_is_required(name: str) -> None:
     document = record().to_json()
     del document[name]
-    with pytest.raises(RecordError, match=rf"^{name}: found nothing"):
+    with pytest.raises(RecordError, match=rf"^Object missing required field `{name}`$"):
         TuningRecord.from_json(document)
 
 
@@ -269,14 +421,16 @@ def test_every_field_of_a_record_is_required(name: str) -> None:
 def test_every_field_of_a_candidate_is_required(name: str) -> None:
     document: Any = record().to_json()
     del document["candidates"][3][name]
-    with pytest.raises(RecordError, match=rf"^candidates\[3\]\.{name}: found nothing"):
+    with pytest.raises(
+        RecordError, match=rf"^candidates\[3\]: Object missing required field `{name}`"
+    ):
         TuningRecord.from_json(document)
 
 
 def test_unknown_fields_are_refused_by_name() -> None:
     document: Any = record().to_json()
     document["candidates"][0]["sampels_us"] = []
-    with pytest.raises(RecordError, match=r"candidates\[0\]\.'sampels_us': found this field"):
+    with pytest.raises(RecordError, match=r"candidates\[0\]: .* unknown field `sampels_us`"):
         TuningRecord.from_json(document)
 
 
@@ -329,7 +483,7 @@ def test_a_config_that_is_not_json_is_refused_when_written(value: Any) -> None:
 
 def test_parse_refuses_constants_that_are_not_json() -> None:
     for text in (b"NaN", b"[Infinity]", b'{"a": -Infinity}'):
-        with pytest.raises(ValueError, match="is not JSON"):
+        with pytest.raises(ValueError, match="JSON is malformed"):
             parse(text)
 
 

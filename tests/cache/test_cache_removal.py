@@ -25,7 +25,7 @@ def files_under(root: Path) -> set[str]:
 
 
 def names(store: CacheStore) -> list[Any]:
-    return sorted(str(entry.record.problem["m"]) for entry in store.summaries(full=True))
+    return sorted(str(entry.record.problem["m"]) for entry in store.summaries())
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
+from msgspec.structs import replace
 from tmm_cache import CacheStore, RecordError, Summary, TuningRecord, digest
-from tmm_cache.header import Header
 
 
 def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
@@ -37,7 +36,7 @@ def test_any_mapping_is_a_config(store: CacheStore) -> None:
     candidates[tuned.winner] = replace(tuned.best, config=config)
     path = store.save(GPU, ENVIRONMENT, replace(tuned, candidates=tuple(candidates)))
     assert path is not None
-    assert json.loads(path.read_text())["best"]["config"] == config
+    assert json.loads(path.read_text())["candidates"][1]["config"] == config
 
 
 def test_a_root_may_be_below_the_home_folder(
@@ -50,7 +49,7 @@ def test_a_root_may_be_below_the_home_folder(
 def test_nothing_is_made_before_the_first_save(store: CacheStore) -> None:
     assert store.load(GPU, ENVIRONMENT, problem()) is None
     assert store.found(GPU, ENVIRONMENT, problem()) is None
-    assert list(store.summaries(full=True)) == []
+    assert list(store.summaries()) == []
     assert store.misses() == []
     assert not store.root.exists()
 
@@ -138,11 +137,9 @@ def test_entries_are_of_all_layers_in_a_stable_order(
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
     near.save(GPU, ENVIRONMENT, record(problem(m=1), mark="near"))
     far.save("nvidia-a100", OLDER_ENVIRONMENT, record(problem(m=9)))
-    entries = list(store.summaries(full=True))
-    assert entries == list(store.summaries(full=True))
-    assert [entry.record for entry in entries] == [
-        entry.record for entry in store.summaries(full=True)
-    ]
+    entries = list(store.summaries())
+    assert entries == list(store.summaries())
+    assert [entry.record for entry in entries] == [entry.record for entry in store.summaries()]
     assert [entry.root for entry in entries] == [store.root] * 3 + [near.root, far.root]
     assert sorted(entry.record.problem["m"] for entry in entries[:3]) == [1, 2, 3]  # type: ignore[type-var]
     assert [entry.path for entry in entries[:3]] == sorted(entry.path for entry in entries[:3])
@@ -150,12 +147,12 @@ def test_entries_are_of_all_layers_in_a_stable_order(
         path=near.path(GPU, ENVIRONMENT, problem(m=1)),
         root=near.root,
         environment=ENVIRONMENT,
-        header=Header.of(record(problem(m=1))),
+        record=record(problem(m=1), mark="near"),
     )
     assert (entries[3].gpu, entries[3].environment_digest) == (GPU, digest(ENVIRONMENT))
     assert entries[3].record == record(problem(m=1), mark="near")
-    assert [entry.gpu for entry in store.summaries("nvidia-a100", full=True)] == ["nvidia-a100"]
-    assert list(store.summaries("nvidia-b200", full=True)) == []
+    assert [entry.gpu for entry in store.summaries("nvidia-a100")] == ["nvidia-a100"]
+    assert list(store.summaries("nvidia-b200")) == []
 
 
 def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: CacheStore) -> None:
@@ -173,7 +170,7 @@ def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: Cac
     ):
         other.parent.mkdir(parents=True, exist_ok=True)
         other.write_text("not a record")
-    assert [entry.path for entry in store.summaries(full=True)] == [path]
+    assert [entry.path for entry in store.summaries()] == [path]
 
 
 def test_a_held_record_answers_for_any_state_of_the_disk(store: CacheStore) -> None:
@@ -185,9 +182,9 @@ def test_a_held_record_answers_for_any_state_of_the_disk(store: CacheStore) -> N
     path = CacheStore(store.root).save(GPU, ENVIRONMENT, record(mark="written"))
     assert store.load(GPU, ENVIRONMENT, problem()) == record(mark="held")
     assert store.found(GPU, ENVIRONMENT, problem()) == path
-    (entry,) = store.summaries(GPU, full=True)
+    (entry,) = store.summaries(GPU)
     assert (entry.path, entry.environment, mark_of(entry.record)) == (path, ENVIRONMENT, "held")
-    assert list(store.summaries("another-gpu", full=True)) == []
+    assert list(store.summaries("another-gpu")) == []
 
 
 def test_a_save_replaces_a_held_record(store: CacheStore) -> None:

@@ -212,7 +212,7 @@ def test_round_trip_keeps_records_and_environments(
     assert "4 records written to" in capsys.readouterr().err
     assert import_into(target, file) == 0
     assert f"4 records written to {target.root}" in capsys.readouterr().err
-    ours, theirs = list(store.summaries(full=True)), list(target.summaries(full=True))
+    ours, theirs = list(store.summaries()), list(target.summaries())
     assert [entry.record.thinned() for entry in ours] == [entry.record for entry in theirs]
     assert [entry.environment for entry in ours] == [entry.environment for entry in theirs]
     relative = [entry.path.relative_to(store.root) for entry in ours]
@@ -250,9 +250,7 @@ def test_export_leaves_layers_out(store: CacheStore, below: CacheStore, file: Pa
     assert main(["export", str(file)]) == 0
     sizes = {each["record"]["problem"]["m"] for each in document(file)["records"]}
     assert sizes == {
-        entry.record.problem["m"]
-        for entry in store.summaries(full=True)
-        if entry.root == store.root
+        entry.record.problem["m"] for entry in store.summaries() if entry.root == store.root
     }
     assert 77 not in sizes
 
@@ -353,7 +351,7 @@ def test_a_file_with_what_is_no_record_is_refused_whole(
     before = sorted(file.parent.iterdir())
     assert import_into(target, file) == 2
     captured = capsys.readouterr().err
-    assert captured.startswith(f"tmm-cache: {file}: is not a file of records: records[1] ")
+    assert captured.startswith(f"tmm-cache: {file}: is not a file of records: records[1]")
     assert len(captured.splitlines()) == 1
     assert not target.root.exists()
     assert sorted(file.parent.iterdir()) == before
@@ -379,7 +377,7 @@ def test_records_that_are_invalid_or_of_the_future_are_left_out(
     mine = target.load(GPU, ENVIRONMENT, problem(m=1))
     assert mine is not None
     assert mark_of(mine) == "mine"
-    assert sorted(each.record.problem["m"] for each in target.summaries(full=True)) == [1, 3]
+    assert sorted(each.record.problem["m"] for each in target.summaries()) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -502,7 +500,7 @@ def test_an_import_that_fails_in_the_middle_leaves_whole_records_and_no_temporar
     monkeypatch.setattr(os, "replace", failing)
     assert main(["import", str(file)]) == 2
     assert "No space left" in capsys.readouterr().err
-    assert len(list(CacheStore().summaries(full=True))) >= 3
+    assert len(list(CacheStore().summaries())) >= 3
     assert list(root.rglob("*.tmp")) == []
 
 

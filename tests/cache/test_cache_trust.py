@@ -140,7 +140,7 @@ def test_a_verification_is_remembered_for_one_gpu_and_environment(store: CacheSt
         assert not each.is_verified(GPU, ENVIRONMENT, "another")
         assert not each.is_verified(GPU, OLDER_ENVIRONMENT, "key")
         assert not each.is_verified("nvidia-a100", ENVIRONMENT, "key")
-    assert list(store.summaries(full=True)) == []
+    assert list(store.summaries()) == []
 
 
 def test_a_verification_is_remembered_in_memory_where_the_disk_refuses(tmp_path: Path) -> None:

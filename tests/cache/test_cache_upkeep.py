@@ -34,9 +34,7 @@ def saved(store: CacheStore, m: int, days: float, gpu: str = GPU) -> Path:
 
 
 def kept(store: CacheStore) -> list[object]:
-    return sorted(
-        entry.record.problem["m"] for entry in CacheStore(store.root, []).summaries(full=True)
-    )
+    return sorted(entry.record.problem["m"] for entry in CacheStore(store.root, []).summaries())
 
 
 def nothing(path: Path) -> bool:

@@ -519,7 +519,7 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plain", "silu", "linear+bias"), "blas fused=False halves=False blocks=False"
     )
     # Tuned beforehand, so that a call measures no tuning.
-    assert len(list(dispatch.default_dispatcher().store.summaries(full=True))) == 3
+    assert len(list(dispatch.default_dispatcher().store.summaries())) == 3
 
 
 # -- the command -------------------------------------------------------------------------
@@ -649,10 +649,7 @@ def test_regret_holds_the_choice_against_torch_and_the_best_known(
     for point in documents:
         assert "failed" not in point, point
         assert point["best_us"] <= point["us"]
-    edges = {
-        entry.record.problem["m"]
-        for entry in dispatch.default_dispatcher().store.summaries(full=True)
-    }
+    edges = {entry.record.problem["m"] for entry in dispatch.default_dispatcher().store.summaries()}
     assert edges == {bucket_edge(each.case.m) for each in tasks}
     text = report.markdown(Results.of(documents))
     assert "## random M, weight and epilogue" in text

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
+from msgspec.structs import replace as revised
 from test_invariant import Summing, chosen, weight_problem
 from test_invariant import timed as timed_by_m
 from test_tuner import result
@@ -168,8 +169,8 @@ def test_an_arithmetic_is_expected_to_take_as_long_as_its_best_config(tmp_path: 
 
 def test_early_rounds_are_scaled_to_the_last() -> None:
     """600 µs in the first rounds are 660 in the last, when the clock has settled."""
-    fastest = replace(result("k", 1.0), samples_us=(5.0, 5.0, 6.0, 6.0, 6.0))
-    early = replace(result("k", 1.0), samples_us=(10.0, 12.0))
+    fastest = revised(result("k", 1.0), samples_us=(5.0, 5.0, 6.0, 6.0, 6.0))
+    early = revised(result("k", 1.0), samples_us=(10.0, 12.0))
     assert _us_of_last_round(early, fastest) == pytest.approx(11.0 * 6 / 5)
     assert _us_of_last_round(fastest, fastest) == 6.0
 
@@ -281,10 +282,10 @@ def test_the_order_of_a_documents_fields_says_nothing(tmp_path: Path) -> None:
     neighbours = Neighbours(store)
     assert neighbours.families() == {}
     document = dict(reversed(tuned.to_json().items()))
-    record = replace(recorded(tuned, result("fast", 9.0)), problem=document)
+    record = revised(recorded(tuned, result("fast", 9.0)), problem=document)
     store.save(DEVICE.gpu, DEVICE.environment, record)
     for us in (9.0, 5.0):  # the second takes the place of the first
-        neighbours.add(DEVICE, replace(record, candidates=(result("fast", us),)))
+        neighbours.add(DEVICE, revised(record, candidates=(result("fast", us),)))
     assert [each.record.problem["m"] for each in neighbours.nearest(problem())] == [32]
 
 
@@ -436,8 +437,8 @@ def test_what_a_round_did_to_all_is_taken_out_and_the_usual_pace_stays() -> None
 
 
 def test_one_sample_less_is_not_the_whole_race() -> None:
-    whole = replace(result("whole", 10.0), samples_us=(10.0,) * 5)
-    nearly = replace(result("nearly", 9.0), samples_us=(9.0,) * 4)
+    whole = revised(result("whole", 10.0), samples_us=(10.0,) * 5)
+    nearly = revised(result("nearly", 9.0), samples_us=(9.0,) * 4)
     assert finalists([whole, nearly]) == [whole]
     assert decide([nearly, whole, replace(whole, kernel="blas")]) == 2
 
@@ -497,7 +498,7 @@ def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> No
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     record = d.tune(problem(m=64), settings())
     late = [replace(each, inside_us={49: each.samples_us[0]}) for each in record.candidates]
-    d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=tuple(late)))
+    d.store.save(DEVICE.gpu, DEVICE.environment, revised(record, candidates=tuple(late)))
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     names = {m: d.choose(problem(m=m), settings()).candidate.kernel.name for m in (40, 49, 60)}
     assert names == {40: "blas", 49: "fast", 60: "fast"}
@@ -1227,7 +1228,7 @@ def test_each_kernel_is_explained_once(m: int, inside: bool, tmp_path: Path) -> 
     kernels = [FakeKernel(name) for name in ("fast", "new", "left")]
     kernels.append(FakeKernel("no", against=lambda p: ["m is even"]))
     d, _ = dispatcher(FakeBlas(), *kernels, root=tmp_path)
-    lost = replace(result("blas", 9.0), samples_us=())
+    lost = revised(result("blas", 9.0), samples_us=())
     d.adopt(DEVICE, recorded(problem(m=64), result("fast", 5.0), lost))
     d.untried.note(problem(m=64), set(), {("left", "1"): Left("passing", "no\n memory")})
     found = explain_problem(d, problem(m=m), settings(on_cache_miss="heuristic"))

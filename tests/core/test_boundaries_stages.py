@@ -25,6 +25,7 @@ from fakes import (
     problem,
     settings,
 )
+from msgspec.structs import replace as revised
 from test_invariant import INVARIANT, Summing
 from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
@@ -522,7 +523,11 @@ def test_a_race_at_another_m_leaves_the_winner_unless_it_is_wrong_there(wrong: b
         return out + wrong
 
     kernel = FakeKernel("a", spoil=spoil)
-    timed = [result("blas", 30.0), result("a", 12.0), replace(result("b", 10.0), inside_us={33: 1})]
+    timed = [
+        result("blas", 30.0),
+        result("a", 12.0),
+        revised(result("b", 10.0), inside_us={33: 1}),
+    ]
     edge = problem(m=64)
     before = TuningRecord(edge.to_json(), 1, tuple(timed), "", 1.0)
     racing = {1: Candidate(kernel, FakeConfig())}
@@ -536,8 +541,8 @@ def test_a_race_at_another_m_leaves_the_winner_unless_it_is_wrong_there(wrong: b
 
 def test_a_result_without_samples_has_no_rank() -> None:
     timed = [
-        replace(result("a", 1.0), samples_us=()), result("b", 2.0),
-        replace(result("c", 1.0), status="slow"), replace(result("d", 1.0), status="wrong"),
+        revised(result("a", 1.0), samples_us=()), result("b", 2.0),
+        revised(result("c", 1.0), status="slow"), revised(result("d", 1.0), status="wrong"),
     ]  # fmt: skip
     record = TuningRecord(problem().to_json(), 1, tuple(timed), "", 1.0)
     assert [each.kernel for each in ranking.fastest_first(record)] == ["b"]
@@ -927,7 +932,7 @@ def test_the_best_untried_config_of_each_kernel_is_on_record(
 
 def test_the_incumbent_of_a_record() -> None:
     """It is the best kernel on record that is present in the same version."""
-    timed = [result("blas", 1.0), result("gone", 2.0), replace(result("old", 3.0), version="0"),
+    timed = [result("blas", 1.0), result("gone", 2.0), revised(result("old", 3.0), version="0"),
              result("b", 5.0), result("a", 4.0)]  # fmt: skip
     before = TuningRecord(problem().to_json(), 3, tuple(timed), "", 1.0)
     kernels = [FakeBlas(), FakeKernel("old"), FakeKernel("a"), FakeKernel("b")]

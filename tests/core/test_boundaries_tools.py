@@ -1001,7 +1001,7 @@ def test_records_of_these_versions_answer_and_the_nearest_of_each_problem(tmp_pa
     saved(store, replace(H200, torch="1"), 2)
     saved(below, H200, 1, 4)
     found = record_check.answering(store, H200)
-    assert sorted((each.problem["m"], each.root == store.root) for each in found) == [
+    assert sorted((each.record.problem["m"], each.root == store.root) for each in found) == [
         (1, True),
         (4, False),
     ]

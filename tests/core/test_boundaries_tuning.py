@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, dispatcher, problem, settings
+from msgspec.structs import replace as revised
 from test_progress import Stream
 from test_tuner import result
 from tmm_cache import CacheStore, TuningRecord
@@ -244,7 +245,7 @@ def test_the_place_of_a_fault_is_in_the_kernels_own_folder(
 
 
 def failed(kernel: str, reason: str | None, **fields: Any) -> Any:
-    return replace(result(kernel, 1.0), status="failed", reason=reason, samples_us=(), **fields)
+    return revised(result(kernel, 1.0), status="failed", reason=reason, samples_us=(), **fields)
 
 
 SAME = "'a' at /x/y.py:3 needs 0x1f of 12"
@@ -281,7 +282,7 @@ def test_the_common_part_of_reasons() -> None:
 
 
 def test_verdicts_are_of_kernels() -> None:
-    kept = [result("a", 1.0), replace(result("b", 1.0), status="wrong"), failed("c", "its own"),
+    kept = [result("a", 1.0), revised(result("b", 1.0), status="wrong"), failed("c", "its own"),
             failed("d", "the tuning budget ended before it"), failed("e", None)]  # fmt: skip
     dropped = [failed("f", "CUDA out of memory"), failed("g", "did not compile within 60 s")]
     assert verdicts([*kept, *dropped]) == kept
@@ -488,7 +489,7 @@ def test_ties_are_broken_by_determinism_workspace_the_incumbent_and_name() -> No
 
 def test_the_ranking_puts_those_eliminated_after_finalists_and_slower_ones_last() -> None:
     def timed(kernel: str, us: float, rounds: int = 5, **fields: Any) -> Any:
-        return replace(result(kernel, us, **fields), samples_us=(us,) * rounds)
+        return revised(result(kernel, us, **fields), samples_us=(us,) * rounds)
 
     blas = timed("blas", 10.0, steady_us=10.0)
     early, late = timed("early", 5.0, rounds=2), timed("late", 8.0)
@@ -906,7 +907,7 @@ def test_a_result_that_no_record_can_hold_costs_its_kernel_alone() -> None:
 
     r.register(plugin(FakeBlas(), *plugin_kernels))
     lookup = Lookup(r, CacheStore())
-    odd = replace(result("odd", 1.0), error=float("inf"))
+    odd = revised(result("odd", 1.0), error=float("inf"))
     good = [result("blas", 1.0), result("fine", 1.0)]
     with pytest.warns(TmmWarning, match=r"kernel 'odd' .*no record can hold"):
         assert lookup.unstorable(recorded(*good, odd, odd)) == {"odd"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
+from msgspec.structs import replace as revised
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import TmmWarning, Traits
@@ -243,7 +244,10 @@ def test_of_other_gpus_the_one_of_as_many_sms_is_nearest(sms: tuple[int, int]) -
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)))
     for tile, count in enumerate(sms, 1):
         device = replace(H200, name=f"Fake {count}", sm_count=count)
-        results = (result("blas", 20.0), replace(result("fast", 5.0), config={"tile": tile}))
+        results = (
+            result("blas", 20.0),
+            revised(result("fast", 5.0), config={"tile": tile}),
+        )
         d.store.save(device.gpu, device.environment, record(problem(device=device), 1, *results))
     choice = d.choose(problem(device=H200), settings(on_cache_miss="heuristic"))
     nearest = min(range(2), key=lambda place: abs(sms[place] - 132)) + 1

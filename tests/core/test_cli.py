@@ -40,7 +40,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def records() -> list[Any]:
-    return [entry.record for entry in CacheStore().summaries(full=True)]
+    return [entry.record for entry in CacheStore().summaries()]
 
 
 # -- the command itself --------------------------------------------------------------------

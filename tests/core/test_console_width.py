@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
+from msgspec.structs import replace as revised
 from tmm_cache import console
 
 import tmm_core
@@ -42,8 +43,8 @@ def explained(tmp_path: Path) -> Any:
     d.choose(problem(m=40), settings())
     found = explain_problem(d, problem(m=40), settings(on_cache_miss="heuristic"))
     assert found.record is not None
-    candidates = tuple(replace(c, steady_us=200.0) for c in found.record.candidates)
-    return replace(found, record=replace(found.record, candidates=candidates))
+    candidates = tuple(revised(c, steady_us=200.0) for c in found.record.candidates)
+    return replace(found, record=revised(found.record, candidates=candidates))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

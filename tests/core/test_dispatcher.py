@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
+from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, CacheWarning
 from tmm_cache.cli import main as tmm_cache_main
 
@@ -109,10 +110,10 @@ def test_a_forced_kernel_takes_a_config_that_raced_to_the_end(tmp_path: Path) ->
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)), times=times, root=tmp_path)
     record = d.tune(problem(), settings())
     found = [
-        replace(each, samples_us=(11.0,), status="ok") if each.config.get("tile") == 1 else each
+        revised(each, samples_us=(11.0,), status="ok") if each.config.get("tile") == 1 else each
         for each in record.candidates
     ]
-    d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=tuple(found)))
+    d.store.save(DEVICE.gpu, DEVICE.environment, revised(record, candidates=tuple(found)))
     choice = d.choose(problem(), settings(kernel="fast"))
     assert choice.candidate.config.to_json() == {"tile": 2}
 
@@ -137,13 +138,13 @@ def test_candidates_that_a_budget_left_out_are_timed_by_tune_alone(tmp_path: Pat
     whole = d.tune(problem(), settings())
     blas, *others = whole.candidates
     left_out = [
-        replace(each, status="failed", samples_us=(), inside_us={}, reason=BUDGET_ENDED)
+        revised(each, status="failed", samples_us=(), inside_us={}, reason=BUDGET_ENDED)
         for each in others
     ]
     store = CacheStore(tmp_path)
 
     def leave(*results: Any) -> None:
-        store.save(DEVICE.gpu, DEVICE.environment, replace(whole, winner=0, candidates=results))
+        store.save(DEVICE.gpu, DEVICE.environment, revised(whole, winner=0, candidates=results))
 
     leave(blas, *left_out)
     d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
@@ -248,7 +249,7 @@ def test_blas_answers_inside_a_bucket_without_measurements() -> None:
     """A record that was edited or cut short has no times inside its bucket."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("tiled"), times=EDGE)
     record = d.tune(tall(5120), settings())
-    bare = replace(record, candidates=tuple(replace(c, inside_us={}) for c in record.candidates))
+    bare = revised(record, candidates=tuple(revised(c, inside_us={}) for c in record.candidates))
     d.adopt(DEVICE, bare)
     assert d.choose(tall(5120), settings()).candidate.kernel.name == "tiled"
     assert d.choose(tall(5119), settings()).candidate.kernel.name == "blas"
@@ -334,10 +335,10 @@ def test_a_config_of_blas_on_record_that_does_not_bind_costs_the_record(
     record = d.tune(problem(), settings())
     assert record.best.kernel == "blas"
     edited = tuple(
-        replace(each, config={"tile": 2}) if each.kernel == "blas" else each
+        revised(each, config={"tile": 2}) if each.kernel == "blas" else each
         for each in record.candidates
     )
-    d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=edited))
+    d.store.save(DEVICE.gpu, DEVICE.environment, revised(record, candidates=edited))
     again, _ = dispatcher(Strict(), FakeKernel("k"), root=tmp_path)
     with pytest.warns(TmmWarning, match="blas: tile=2 on record is not a config for"):
         choice, _ = again.bound(problem(), settings(on_cache_miss=on_cache_miss))
@@ -550,9 +551,9 @@ def test_explain_shows_what_is_slower_than_blas_in_steady_state(tmp_path: Path) 
     explained = explain_problem(d, problem(), settings())
     assert explained.record is not None
     still = {"blas": 200.0, "fast": 205.0}
-    candidates = [replace(c, steady_us=still[c.kernel]) for c in explained.record.candidates]
+    candidates = [revised(c, steady_us=still[c.kernel]) for c in explained.record.candidates]
     blas = [c.kernel for c in candidates].index("blas")
-    record = replace(explained.record, candidates=tuple(candidates), winner=blas)
+    record = revised(explained.record, candidates=tuple(candidates), winner=blas)
     text = str(replace(explained, record=record))
     assert "vs blas µs in steady state" in " ".join(text.split())
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}

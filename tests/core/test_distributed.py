@@ -465,7 +465,7 @@ def test_one_rank_measures_and_all_use_its_record(world: World, tmp_path: Path) 
     assert [outcome.measured for outcome in outcomes] == [[0, 4], [1, 5], [2], [3]]
     assert all(outcome.warnings == [] for outcome in outcomes)
     for rank in range(4):
-        stored = [entry.record for entry in CacheStore(tmp_path / str(rank)).summaries(full=True)]
+        stored = [entry.record for entry in CacheStore(tmp_path / str(rank)).summaries()]
         by_width = sorted(stored, key=lambda record: record.problem["n"])  # type: ignore[arg-type, return-value]
         assert [record.to_json() for record in by_width] == outcomes[0].records
 
@@ -473,7 +473,7 @@ def test_one_rank_measures_and_all_use_its_record(world: World, tmp_path: Path) 
 def test_ranks_of_one_host_share_a_cache(world: World, tmp_path: Path) -> None:
     outcomes = world.run(partial(tuned, str(tmp_path)))
     agree(outcomes, "xyxyxy")
-    assert len(list(CacheStore(tmp_path).summaries(full=True))) == COUNT
+    assert len(list(CacheStore(tmp_path).summaries())) == COUNT
 
 
 def test_a_cache_that_cannot_be_written_costs_no_agreement(world: World, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from fakes import (
     problem,
     settings,
 )
+from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, CandidateResult, Notes, TuningRecord
 
 from tmm_core import Traits, dispatch
@@ -488,18 +489,18 @@ def test_old_records_of_a_broken_toolchain_are_tuned_again_once(
 
 
 def test_verdicts_on_record_stay() -> None:
-    wrong = replace(failed("fast", "error 0.1 exceeds 2e-05"), status="wrong")
+    wrong = revised(failed("fast", "error 0.1 exceeds 2e-05"), status="wrong")
     assert verdicts([BLAS, wrong]) == [BLAS, wrong]
     own = [BLAS, failed("fast", "ValueError: no such layout")]
     assert verdicts(own) == own
     late = [BLAS, failed("fast", BUDGET_ENDED)]
     assert verdicts(late) == late  # a call does not wait for it again
-    silent = [BLAS, replace(failed("fast", ""), reason=None)]
+    silent = [BLAS, revised(failed("fast", ""), reason=None)]
     assert verdicts(silent) == silent
     assert not alike([BLAS])
     assert not alike([BLAS, failed("one", "x")])
     assert not alike([failed("one", "x"), failed("two", "y")])
-    assert not alike([failed("one", "x"), failed("two", "x"), replace(BLAS, kernel="three")])
+    assert not alike([failed("one", "x"), failed("two", "x"), revised(BLAS, kernel="three")])
     assert alike([BLAS, failed("one", "x 1"), failed("two", "x 2")])
 
 

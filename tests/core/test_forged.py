@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import FakeBlas, FakeKernel, FakeTimer, plugin, problem, settings
+from msgspec.structs import replace as revised
 from test_trust import FAST, Counting, dispatcher, name, shipped
 from tmm_cache import CacheStore, CacheWarning
 
@@ -76,9 +76,9 @@ def forged(root: Path, wins: bool = False) -> Path:
     record = dispatcher(FakeKernel("fast"), store).tune(problem(), settings())
     [winner] = [c for c in record.candidates if c.kernel == "fast"]
     time = 9.5 if wins else 10.5
-    second = replace(winner, kernel="second", samples_us=(time,) * len(winner.samples_us))
+    second = revised(winner, kernel="second", samples_us=(time,) * len(winner.samples_us))
     best = len(record.candidates) if wins else record.winner
-    record = replace(record, candidates=(*record.candidates, second), winner=best)
+    record = revised(record, candidates=(*record.candidates, second), winner=best)
     store.save(problem().device.gpu, problem().device.environment, record)
     return root
 

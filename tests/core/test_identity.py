@@ -506,6 +506,6 @@ def test_no_record_of_an_epilogue_of_one_process_is_saved(tmp_path: Path) -> Non
     given = fakes.problem(epilogue=Epilogue("f", lambda z: z if lock else -z))
     assert d.choose(given, fakes.settings()).candidate.kernel.name == "fast"
     assert d.record(given) is not None
-    assert not [*CacheStore(tmp_path).summaries(full=True)]
+    assert not [*CacheStore(tmp_path).summaries()]
     d.choose(fakes.problem(epilogue=Epilogue("f", neither)), fakes.settings())
-    assert len([*CacheStore(tmp_path).summaries(full=True)]) == 1
+    assert len([*CacheStore(tmp_path).summaries()]) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, FakeTimer, dispatcher, problem, settings
+from msgspec.structs import replace as revised
 
 import tmm_core
 from tmm_core import CacheMissError, Problem, TmmWarning, Traits, UnsupportedProblemError
@@ -77,7 +78,7 @@ def sampled(d: Dispatcher, change: Mapping[int, Callable[[Any], tuple[float, ...
             else each
             for each in record.candidates
         ]
-        return replace(record, candidates=tuple(found))
+        return revised(record, candidates=tuple(found))
 
     d.tuner.steps = changed  # type: ignore[method-assign]
 

@@ -164,7 +164,7 @@ def test_no_record_answers_and_none_remains() -> None:
         assert hidden.record(problem())
         folder = hidden.store.root
     assert dispatch.default_dispatcher() is usual
-    assert len(list(usual.store.summaries(full=True))) == 1
+    assert len(list(usual.store.summaries())) == 1
     assert dict(os.environ) == before
     assert not folder.exists()
 
@@ -188,7 +188,7 @@ def test_every_problem_is_tuned_anew_and_reported_by_step(
     text = (tmp_path / "report.md").read_text()
     assert "## first use without records, against an exhaustive search" in text
     assert "| shapes without records | all | 2 |" in text
-    assert list(dispatch.default_dispatcher().store.summaries(full=True)) == []
+    assert list(dispatch.default_dispatcher().store.summaries()) == []
     capsys.readouterr()
     assert main([*argv, "--no-tune"]) == 2
     assert "--no-tune tunes none" in capsys.readouterr().err

@@ -6,13 +6,13 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import FakeKernel
+from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, shipped_layers
 
 import tmm_core
@@ -154,8 +154,8 @@ def test_a_shipped_winner_that_is_no_good_fails_the_check(
     best = record.best
     config = bad.default_config(problem).to_json()
     candidates = list(record.candidates)
-    candidates[record.winner] = replace(best, kernel="bad", config=config)
-    worse = replace(record, candidates=tuple(candidates))
+    candidates[record.winner] = revised(best, kernel="bad", config=config)
+    worse = revised(record, candidates=tuple(candidates))
     device = problem.device
     entry = CacheStore().summary(device.gpu, device.environment, worse)
     (document,) = record_check.verified([entry], CPU)
@@ -175,7 +175,7 @@ def test_records_that_ship_with_tmm_are_of_its_kernels() -> None:
     """Records of a changed kernel are useless: each user measures it again."""
     store = CacheStore(ROOT / "tmm_core" / "records", layers=())
     present = {info.name: info.version for info in tmm_core.kernels()}
-    records = [entry.record for entry in store.summaries(full=True)]
+    records = [entry.record for entry in store.summaries()]
     if not records:
         pytest.skip("this tree ships none")
     changed = {

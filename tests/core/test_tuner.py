@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, Tuner, problem, settings
+from msgspec.structs import replace as revised
 from tmm_cache import CandidateResult, TuningRecord
-from tmm_cache.record import blas_us
 
 from tmm_core import Traits
 from tmm_core.registry.registry import Source
@@ -242,7 +242,7 @@ def test_every_kernel_keeps_a_runner_up() -> None:
 def test_blas_is_timed_to_the_end_however_slow() -> None:
     record, _ = tune(FakeBlas(), FakeKernel("k"), times={"k": 1.0, "blas": 1000.0})
     assert status(record) == {"blas": "ok", "k": "ok"}
-    assert blas_us(record) == 1000.0
+    assert record.blas_us == 1000.0
 
 
 def test_what_is_gone_leaves_the_record() -> None:
@@ -601,8 +601,8 @@ def test_blas_alone_is_timed_at_further_m_of_a_bucket() -> None:
 
 
 def test_blas_counts_at_the_nearest_m_at_which_it_was_timed() -> None:
-    blas = replace(result("blas", 10.0), inside_us={33: 9.0, 40: 6.0, 49: 8.0})
-    kernel = replace(result("k", 7.0), inside_us={33: 5.0, 49: 7.5})
+    blas = revised(result("blas", 10.0), inside_us={33: 9.0, 40: 6.0, 49: 8.0})
+    kernel = revised(result("k", 7.0), inside_us={33: 5.0, 49: 7.5})
 
     def around(m: int) -> dict[int, dict[str, float]]:
         found = times_around([blas, kernel], m, 64)
@@ -1033,9 +1033,9 @@ def test_turns_without_pause_are_taken_again_where_the_first_leaves_it_open(
 
 
 def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
-    blas = replace(result("blas", 210.0), steady_us=200.0, inside_us={33: 105.0})
-    late = replace(result("p", 190.0), steady_us=205.0, inside_us={33: 90.0})
-    good = replace(result("q", 200.0), steady_us=200.0, inside_us={33: 100.0})
+    blas = revised(result("blas", 210.0), steady_us=200.0, inside_us={33: 105.0})
+    late = revised(result("p", 190.0), steady_us=205.0, inside_us={33: 90.0})
+    good = revised(result("q", 200.0), steady_us=200.0, inside_us={33: 100.0})
     results = [late, blas, good]
     assert decide(results) == 2
     record = TuningRecord({"m": 64}, 2, tuple(results), "2026-01-01T00:00:00Z", 1.0)

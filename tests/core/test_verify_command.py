@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import FakeKernel, plugin, register
+from msgspec.structs import replace as revised
 from tmm_cache import CacheStore, TuningRecord
 
 import tmm_core
@@ -29,10 +29,10 @@ def record(kernel: FakeKernel, m: int, root: Path | None = None) -> TuningRecord
     """One that says that this kernel won, in the user's root or in another."""
     problem = tmm_core.problem(torch.empty(m, 16), torch.empty(16, 8))
     (tuned,) = tmm_core.tune(problem)
-    winner = replace(
+    winner = revised(
         tuned.best, kernel=kernel.name, version=kernel.version, config={"tile": 1}, status="ok"
     )
-    changed = replace(tuned, candidates=(*tuned.candidates, winner), winner=len(tuned.candidates))
+    changed = revised(tuned, candidates=(*tuned.candidates, winner), winner=len(tuned.candidates))
     store = CacheStore(root) if root else dispatch.default_dispatcher().store
     store.save(DEVICE.gpu, DEVICE.environment, changed)
     return changed
@@ -116,7 +116,7 @@ def test_layers_are_looked_at_where_nothing_hides_them(
     for m in (24, 40):
         record(wrong, m, tmp_path / "layer")
     own = dispatch.default_dispatcher().store
-    [path] = (e.path for e in own.summaries(full=True) if e.record.problem["m"] == 40)
+    [path] = (e.path for e in own.summaries() if e.record.problem["m"] == 40)
     path.unlink()
     assert own.layers == ()
     assert run(capsys, 0)[1][0]["status"] == "blas"

@@ -9,6 +9,7 @@ PROCESSES = "tests/cache/test_cache_processes.py"
 OWNERSHIP = "tests/cache/test_cache_ownership.py"
 LIMITS = "tests/cache/test_cache_limits.py"
 UPKEEP = "tests/cache/test_cache_upkeep.py"
+BOUNDARIES = "tests/cache/test_cache_boundaries.py"
 TRANSPORT = "tests/cache/test_cache_transport.py"
 MESSAGES = "tests/cache/test_cache_messages.py"
 CONSOLE = "tests/cache/test_cache_console.py"
@@ -31,10 +32,10 @@ CACHE = [
            "a root that another user made meanwhile is written", (OWNERSHIP,)),
     Mutant("cache-owner-notes", "tmm_cache/notes.py", " if self.foreign is None else b\"\"", "",
            "a forged note passes a kernel as verified", (OWNERSHIP,)),
-    Mutant("cache-infinite", "tmm_cache/fields.py", "if math.isfinite(number := float(text)):", "if (number := float(text)) or True:",
-           "1e999 in a note or a header ends a command, or a call", (f"{FUZZ}::test_a_number_that_no_float_holds_is_refused",)),
-    Mutant("cache-header-times", "tmm_cache/header.py", "us=_TIME(header.us)", "us=header.us",
-           "a time of 400 digits ends `tmm-cache show`", (f"{FUZZ}::test_a_list_shows_a_header_that_no_store_wrote",)),
+    Mutant("cache-infinite", "tmm_cache/fields.py", "Annotated[float, Meta(ge=0, le=_FLOAT_MAX)]", "Annotated[float, Meta(ge=0)]",
+           "an infinite time is stored", (f"{BOUNDARIES}::test_types_accept_up_to_their_limits",)),
+    Mutant("cache-unprintable", "tmm_cache/record.py", "        fields.require_printable(texts)", "        pass",
+           "a kernel's name gives orders to a terminal", (f"{BOUNDARIES}::test_a_candidate_prints_nothing_that_a_terminal_obeys",)),
     Mutant("cache-damaged-miss", "tmm_cache/store.py", "if self._locate(**each)[0] is None:", "if True:",
            "a damaged note ends `tmm misses`", (f"{FUZZ}::test_a_damaged_note_of_a_miss_costs_itself",)),
     Mutant("cache-lock-interrupted", "tmm_cache/locks.py", "        lock.release(force=True)", "        pass",
@@ -44,7 +45,7 @@ CACHE = [
     Mutant("cache-never-used", "tmm_cache/size_limits.py", "_FIRST_USE: Final = 365 * 86400.0", "_FIRST_USE: Final = 0.0",
            "a record from an image layer counts as used in 1970", (UPKEEP,)),
     Mutant("transport-checksum", "tmm_cache/transport.py",
-           "if not has_checksum(data, document, document.pop(\"checksum\", None)):", "if document.pop(\"checksum\", 0) == 1:",
+           "decoded(unsealed(data, required=True), _Document)", "decoded(data, _Document)",
            "a file that changed on its way is imported", (TRANSPORT,)),
     Mutant("transport-bomb", "tmm_cache/transport.py", "stream.read(MAX_BYTES + 1)", "stream.read()",
            "a file of a megabyte takes gigabytes of memory", (TRANSPORT,)),
@@ -60,8 +61,9 @@ CACHE = [
            "os.write(handle, rest)\n                rest = rest[len(rest) :]", "a short write tears a record", (LIMITS,)),
     Mutant("cache-append-most", "tmm_cache/disk.py", "st_size + 1 + len(line) > most", "st_size + len(line) > most",
            "a log grows beyond its limit, and is not read any more", (LIMITS,)),
-    Mutant("cache-head-limit", "tmm_cache/header.py", "HEADER_BYTES: Final = 4096", "HEADER_BYTES: Final = 1024",
-           "lists read every record in full", (LIMITS,)),
+    Mutant("cache-config-subclass", "tmm_cache/fields.py", "{*map(type, found.values())} <= _SCALARS and ",
+           "", "a plugin's text is kept as it is",
+           (f"{BOUNDARIES}::test_a_config_is_a_few_printable_scalars",)),
     Mutant("cache-empty-digest", "tmm_cache/commands/clear.py", "    if options.record is None:", "    if not options.record:",
            "clear with an empty digest removes everything", ("tests/cache/test_cache_cli.py",)),
     Mutant("cache-export-link", "tmm_cache/disk.py", "write_atomically(file.resolve(), data, mode=0o666)",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tmm_cache import CLOCK, TuningRecord, console, problem_fields
-from tmm_cache.record import blas_us
 
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import Miss, dry_run
@@ -194,7 +193,7 @@ def _measurements(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str
     wrong and failed ones. The last two columns are text."""
     own, along = record.extent, record.along.upper()
     inside = [m for m in compared_at(record) if m != own]
-    baseline, slower = blas_us(record), slower_in_steady_state(record.candidates)
+    baseline, slower = record.blas_us, slower_in_steady_state(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at {along}={own}", "vs blas"]
     columns += ["µs in steady state"] if steady else []

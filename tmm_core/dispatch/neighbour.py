@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tmm_cache import CacheStore, Summary, TuningRecord
 
@@ -35,57 +36,71 @@ class Near:
         return f"{size} on {self.where} ({self.octaves:.2f} octaves)"
 
 
+class Location(NamedTuple):
+    """The problem of a record and where the record is: all records take some 60 MB in memory."""
+
+    problem: Mapping[str, Any]
+    path: Path
+    gpu: str
+    environment: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, summary: Summary) -> Location:
+        problem, environment = summary.record.problem, summary.environment or {}
+        return cls(problem, summary.path, summary.gpu, environment)
+
+
 class Neighbours:
     """Finds records near a problem. It lists the store on first use, then tracks additions."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         #: Records by their problems without sizes: a look-up compares only records of its family.
-        self._families: dict[str | None, list[Summary]] | None = None
+        self._families: dict[str | None, list[Location]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Add a saved record. It replaces an older record of its problem."""
         if self._families is None:
             return  # listed with the others on first use
-        new = self._store.summary(device.gpu, device.environment, record)
+        new = Location.of(self._store.summary(device.gpu, device.environment, record))
         key = _family(record.problem)
         others = [each for each in self._families.get(key, ()) if each.path != new.path]
         self._families[key] = [*others, new]
 
-    def families(self) -> dict[str | None, list[Summary]]:
+    def families(self) -> dict[str | None, list[Location]]:
         """Return the records by family; the store is listed once."""
         families = self._families
         if families is None:
             families = {}
-            for summary in self._store.summaries():
-                families.setdefault(_family(summary.problem), []).append(summary)
+            for found in map(Location.of, self._store.summaries()):
+                families.setdefault(_family(found.problem), []).append(found)
             self._families = families
         return families
 
     def nearest(self, problem: Problem) -> Iterator[Near]:
         """Yield records of the same family within :data:`FARTHEST`: first records of this
         environment, then of this GPU under other versions, then of this architecture by nearest SM
-        count. Each kind is ordered by distance. Records are read lazily."""
+        count. Each kind is ordered by distance. Records are read when they are needed."""
         wanted = problem.to_json()
         ranked = []
-        for summary in self.families().get(_family(wanted), ()):
-            rank = _rank(summary, problem.device)
-            octaves = _octaves(wanted, summary.problem)
+        for found in self.families().get(_family(wanted), ()):
+            rank = _rank(found, problem.device)
+            octaves = _octaves(wanted, found.problem)
             if rank is not None and octaves <= FARTHEST:
-                order = (rank, octaves, str(summary.path))
-                ranked.append((order, summary))
+                order = (rank, octaves, str(found.path))
+                ranked.append((order, found))
         ranked.sort(key=lambda pair: pair[0])
-        for (rank, octaves, _), summary in ranked:
-            record = summary.load()
+        for (rank, octaves, _), found in ranked:
+            record = self._store.read(found.path)
             if record is not None:  # None: its file is damaged or gone
                 versions = "" if rank[0] == 0 else " under other versions"
-                yield Near(record, octaves, summary.gpu + versions)
+                yield Near(record, octaves, found.gpu + versions)
 
 
-def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None:
+def _rank(found: Location, device: DeviceFingerprint) -> tuple[int, int] | None:
     """Return the rank of a record's device, best first; None: not comparable."""
-    environment = summary.environment or {}
-    if summary.gpu == device.gpu:
+    environment = found.environment
+    if found.gpu == device.gpu:
         return (0, 0) if dict(environment) == device.environment else (1, 0)
     if device.type == "cuda" and environment.get("capability") == list(device.capability):
         sms = environment.get("sm_count")

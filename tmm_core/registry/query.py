@@ -23,14 +23,13 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_cache.cache_errors import chain, traceback_of
+from tmm_cache.cache_errors import RecordError, chain, traceback_of
 from tmm_cache.fields import (
     A_NAME,
     NAME_MAX,
     PARAMETERS_MAX,
     SIZE_MAX,
     TEXT_MAX,
-    RefusedError,
     is_name,
     parameters,
 )
@@ -314,10 +313,8 @@ class CheckedKernel(Kernel[Any]):
             fields = parameters(config.to_json())
             if fields != parameters(config.to_json()):
                 raise InvalidResultError(f"gave {shown(config)}, whose fields change")
-        except RefusedError as error:
-            found, accepted, place = error.args
-            about = f"a config whose {place.removeprefix('.')}" if place else "a config which"
-            raise InvalidResultError(f"gave {about} is {found}, accepted is {accepted}") from None
+        except RecordError as error:
+            raise InvalidResultError(f"gave {shown(config)}, refused: {error}") from None
         if None in fields.values():
             raise InvalidResultError(f"gave a config with a field that is None: {shown(fields)}")
         checked: Config = config

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 from tmm_cache import TuningRecord
 
 from tmm_core.epilogues import parse
@@ -160,11 +161,12 @@ class Tuner:
         results = list(record.candidates)
         for index, run in runs.items():
             times = {**results[index].inside_us, **run.inside_us}
-            results[index] = replace(results[index], inside_us=times)
+            results[index] = structs.replace(results[index], inside_us=times)
             if run.status == "wrong":
-                results[index] = replace(results[index], status="wrong", reason=run.reason)
+                reason = run.reason
+                results[index] = structs.replace(results[index], status="wrong", reason=reason)
         winner = record.winner if results[record.winner].status == "ok" else decide(results)
-        return replace(record, candidates=tuple(results), winner=winner)
+        return structs.replace(record, candidates=tuple(results), winner=winner)
 
     def _tuning(
         self,

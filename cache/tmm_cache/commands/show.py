@@ -13,10 +13,9 @@ from tmm_cache import console, problem_fields
 from tmm_cache.cache_errors import UsageError
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.files import Fault, Report
-from tmm_cache.header import Header
 from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.problem_fields import printable
-from tmm_cache.record import CandidateResult, TuningRecord
+from tmm_cache.record import CandidateResult
 from tmm_cache.scan import Summary, summaries
 from tmm_cache.store import CacheStore
 
@@ -32,10 +31,8 @@ def show(store: CacheStore, options: Namespace) -> int:
     named = options.record is not None
     roots = (store.root, *store.layers) if options.all or named else (store.root,)
     found = list(selected(roots, options.record, Noted().fault))
-    # None: removed or damaged since the listing.
-    loaded = ((each, record) for each in found if (record := each.load()) is not None)
     if options.json:
-        print_json([_json(summary, record) for summary, record in loaded])
+        print_json([_json(summary) for summary in found])
     if not found:
         note(f"no records{' match' if named else ''} in {', '.join(map(str, roots))}")
         if left := [str(layer) for layer in store.layers if layer not in roots]:
@@ -46,8 +43,8 @@ def show(store: CacheStore, options: Namespace) -> int:
     if not named:
         _print_list(found, store)
     else:
-        for summary, record in loaded:
-            _print_record(summary, record, store)
+        for summary in found:
+            _print_record(summary)
     return DONE
 
 
@@ -69,7 +66,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     records = 0
     faults: list[Fault] = []
     for root in (store.root, *store.layers):
-        records += sum(1 for _ in summaries(root, faults.append, full=True))
+        records += sum(1 for _ in summaries(root, faults.append))
     if options.json:
         found = [
             {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}
@@ -83,8 +80,8 @@ def verify(store: CacheStore, options: Namespace) -> int:
     return FOUND if faults else DONE
 
 
-def _json(summary: Summary, record: TuningRecord) -> JSON:
-    best = Header.of(record)
+def _json(summary: Summary) -> JSON:
+    record = summary.record
     return {
         "digest": summary.digest,
         "path": str(summary.path),
@@ -92,9 +89,9 @@ def _json(summary: Summary, record: TuningRecord) -> JSON:
         "gpu": summary.gpu,
         "environment_digest": summary.environment_digest,
         "environment": summary.environment,
-        "median_us": best.us,
-        "blas_us": best.blas_us,
-        "speedup": best.speedup,
+        "median_us": record.best.median_us,
+        "blas_us": record.blas_us,
+        "speedup": record.speedup,
         "record": record.to_json(),
     }
 
@@ -106,7 +103,7 @@ def _print_list(found: Sequence[Summary], store: CacheStore) -> None:
         return str(each.root), each.gpu, each.environment_digest
 
     def size(each: Summary) -> tuple[Any, ...]:
-        m, n, k = problem_fields.sizes(each.problem)
+        m, n, k = problem_fields.sizes(each.record.problem)
         return (*table(each), n, k, m, each.digest)
 
     for (root, gpu, environment), members in groupby(sorted(found, key=size), table):
@@ -116,7 +113,7 @@ def _print_list(found: Sequence[Summary], store: CacheStore) -> None:
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
-    problem, best = summary.problem, summary.header
+    record, problem = summary.record, summary.record.problem
     kind = (
         problem_fields.dtypes(problem, short=True),
         problem_fields.layouts(problem),
@@ -125,15 +122,16 @@ def _row(summary: Summary) -> tuple[str, ...]:
     return (
         problem_fields.shape(problem),
         " ".join(kind),
-        printable(best.kernel),
-        _cell(best.us, ".2f"),
-        _cell(best.speedup, ".2f", "x"),
+        printable(record.best.kernel),
+        _cell(record.best.median_us, ".2f"),
+        _cell(record.speedup, ".2f", "x"),
         summary.digest[:_DIGITS],
     )
 
 
-def _print_record(summary: Summary, record: TuningRecord, store: CacheStore) -> None:
+def _print_record(summary: Summary) -> None:
     """Print one record with every candidate, the fastest first."""
+    record = summary.record
     lines = [
         ("record", summary.digest),
         ("file", printable(str(summary.path))),
@@ -143,7 +141,7 @@ def _print_record(summary: Summary, record: TuningRecord, store: CacheStore) -> 
         ("problem", problem_fields.config(record.problem)),
         ("created", record.created),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
-        ("speedup", f"{_cell(Header.of(record).speedup, '.2f', 'x')} over blas"),
+        ("speedup", f"{_cell(record.speedup, '.2f', 'x')} over blas"),
     ]
     for name, text in lines:
         console.print_paragraph(f"{name:<12}{text}", hanging=12)

@@ -31,7 +31,7 @@ def _write(roots: Iterable[Path], file: Path) -> int:
     """FOUND if there is no record, or one could not be read and was left out."""
     require_target(file)
     noted = Noted()
-    found = (each for root in roots for each in summaries(root, noted.fault, full=True))
+    found = (each for root in roots for each in summaries(root, noted.fault))
     count = write_transport(file, found)
     note(f"{counted(count, 'record')} written to {file}")
     return DONE if count and not noted.any else FOUND

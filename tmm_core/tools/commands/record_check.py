@@ -44,7 +44,7 @@ def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
     """The store's records that would answer on ``device``: the user's own, and records of lower
     layers that no higher layer hides."""
     found: dict[str, Summary] = {}
-    for entry in store.summaries(device.gpu, full=True):
+    for entry in store.summaries(device.gpu):
         if entry.environment == device.environment:
             found.setdefault(entry.digest, entry)
     return list(found.values())

@@ -23,7 +23,6 @@ from tmm_cache.console import (
     print_json,
     print_paragraph,
 )
-from tmm_cache.record import blas_us
 
 import tmm_core
 from tmm_core import dispatch
@@ -148,7 +147,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "kernel": record.best.kernel,
             "config": dict(record.best.config),
             "median_us": record.best.median_us,
-            "blas_us": blas_us(record),
+            "blas_us": record.blas_us,
             "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
         if (noted := dispatch.default_dispatcher().untried.get(problem.bare())) and noted.kernels:
