@@ -440,7 +440,7 @@ def test_one_sample_less_is_not_the_whole_race() -> None:
     whole = revised(result("whole", 10.0), samples_us=(10.0,) * 5)
     nearly = revised(result("nearly", 9.0), samples_us=(9.0,) * 4)
     assert finalists([whole, nearly]) == [whole]
-    assert decide([nearly, whole, replace(whole, kernel="blas")]) == 2
+    assert decide([nearly, whole, revised(whole, kernel="blas")]) == 2
 
 
 def test_of_two_ways_of_blas_the_faster_in_steady_state_is_the_bar() -> None:
@@ -497,7 +497,7 @@ def test_before_the_first_m_that_was_measured_blas_answers(tmp_path: Path) -> No
     times = {("fast", 1): 5.0, "blas": 10.0}
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     record = d.tune(problem(m=64), settings())
-    late = [replace(each, inside_us={49: each.samples_us[0]}) for each in record.candidates]
+    late = [revised(each, inside_us={49: each.samples_us[0]}) for each in record.candidates]
     d.store.save(DEVICE.gpu, DEVICE.environment, revised(record, candidates=tuple(late)))
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
     names = {m: d.choose(problem(m=m), settings()).candidate.kernel.name for m in (40, 49, 60)}
@@ -1124,7 +1124,7 @@ def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
         assert (key, before, m) == (edge, record, 50)
         yield ()
         blas, fast, bad = record.candidates
-        return replace(record, candidates=(blas, replace(fast, inside_us={50: 150.0}), bad))
+        return revised(record, candidates=(blas, revised(fast, inside_us={50: 150.0}), bad))
 
     d.tuner.race_at = race_at  # type: ignore[method-assign]
     d.store.save(DEVICE.gpu, DEVICE.environment, record)

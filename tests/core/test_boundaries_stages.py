@@ -155,7 +155,7 @@ def test_a_result_holds_the_measurements() -> None:
     kernel = FakeKernel("k", version="7", traits=replace(INVARIANT, deterministic=False))
     found = run("k", None, 3, kernel, status="ok", error=0.25, workspace=12, steady_us=2.34567,
                 samples=[1.23456, 2.0], inside_us={33: 4.56789}, reason="said")  # fmt: skip
-    assert found.result(problem()) == replace(
+    assert found.result(problem()) == revised(
         result("k", 1.0, config={"tile": 3}), version="7", samples_us=(1.235, 2.0), error=0.25,
         inside_us={33: 4.568}, steady_us=2.346, workspace_bytes=12, deterministic=False,
         batch_invariant=True, reason="said", tolerance=found.result(problem()).tolerance,

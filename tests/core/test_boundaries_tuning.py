@@ -474,11 +474,11 @@ def test_ties_are_broken_by_determinism_workspace_the_incumbent_and_name() -> No
     b, a = result("b", 100.0), result("a", 100.0)
     assert ranking.decide([blas, b, a]) == 2
     assert ranking.decide([blas, b, a], incumbent=b) == 1
-    assert ranking.decide([blas, b, replace(a, workspace_bytes=4)]) == 1
-    assert ranking.decide([blas, replace(b, workspace_bytes=4), a], incumbent=b) == 2
-    assert ranking.decide([blas, b, replace(a, deterministic=False)]) == 1
+    assert ranking.decide([blas, b, revised(a, workspace_bytes=4)]) == 1
+    assert ranking.decide([blas, revised(b, workspace_bytes=4), a], incumbent=b) == 2
+    assert ranking.decide([blas, b, revised(a, deterministic=False)]) == 1
     assert (
-        ranking.decide([blas, replace(b, deterministic=False), replace(a, workspace_bytes=9)]) == 2
+        ranking.decide([blas, revised(b, deterministic=False), revised(a, workspace_bytes=9)]) == 2
     )
     far = 100.0 * (1 + ranking.TIE)
     assert ranking.decide([blas, b, result("a", far)]) == 2
@@ -494,7 +494,7 @@ def test_the_ranking_puts_those_eliminated_after_finalists_and_slower_ones_last(
     blas = timed("blas", 10.0, steady_us=10.0)
     early, late = timed("early", 5.0, rounds=2), timed("late", 8.0)
     slower = timed("slower", 4.0, steady_us=10.3)
-    slow = replace(timed("slow", 6.0, rounds=2), status="slow")
+    slow = revised(timed("slow", 6.0, rounds=2), status="slow")
     record = recorded(slower, early, blas, late, slow, failed("x", "y"))
     assert [c.kernel for c in ranking.fastest_first(record)] == ["late", "blas", "early", "slower"]
     also = [c.kernel for c in ranking.fastest_first(record, "slow")]
@@ -526,10 +526,10 @@ def test_an_m_that_was_measured_needs_no_race() -> None:
     assert ranking.racers(record, 1000) == [0, 1]
     assert ranking.racers(record, 961) == ranking.racers(record, 1024) == []
     many = us | dict.fromkeys(range(900, 900 + ranking.MOST_RACED), 150.0)
-    full = [replace(each, inside_us=many) for each in candidates]
+    full = [revised(each, inside_us=many) for each in candidates]
     assert ranking.racers(recorded(*full, m=1024), 1000) == []
     del many[900]
-    full = [replace(each, inside_us=many) for each in candidates]
+    full = [revised(each, inside_us=many) for each in candidates]
     assert ranking.racers(recorded(*full, m=1024), 1000) == [0, 1]
 
 
@@ -913,7 +913,7 @@ def test_a_result_that_no_record_can_hold_costs_its_kernel_alone() -> None:
         assert lookup.unstorable(recorded(*good, odd, odd)) == {"odd"}
     assert lookup.unstorable(recorded(*good)) == set()
     with pytest.raises(ValueError, match="error"):
-        lookup.unstorable(recorded(replace(good[0], error=float("inf")), good[1]))
+        lookup.unstorable(recorded(revised(good[0], error=float("inf")), good[1]))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Slow(FakeKernel):
     def _take(self, query: str) -> None:
         if query == self.query:
             self.calls += 1
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def declines(self, problem: Any) -> list[str]:
         self._take("declines")
@@ -73,11 +73,11 @@ class Slow(FakeKernel):
 )
 @pytest.mark.slow(quick=3)
 def test_queries_count_against_the_budget(query: str, tmp_path: Path) -> None:
-    """60 kernels take 0.6 s to answer one query each; the budget is a third of that."""
+    """60 kernels take 1.8 s to answer one query each; the budget is a third of that."""
     kernels = [Slow(f"slow.{number}", query) for number in range(60)]
     d, _ = dispatcher(FakeBlas(), *kernels, times={"blas": 10.0}, root=tmp_path)
     d.tuner.workers = 1
-    choice = d.choose(problem(m=64), settings(tune_budget=0.2))
+    choice = d.choose(problem(m=64), settings(tune_budget=0.6))
     assert choice.candidate.kernel.name == "blas"
     calls = sum(kernel.calls for kernel in kernels)
     if query == "declines":  # a call asks every kernel in any case, once

@@ -73,7 +73,7 @@ def sampled(d: Dispatcher, change: Mapping[int, Callable[[Any], tuple[float, ...
     def changed(key: Problem, *rest: Any, **named: Any) -> Any:
         record = yield from steps(key, *rest, **named)
         found = [
-            replace(each, samples_us=change[tile](each.samples_us))
+            revised(each, samples_us=change[tile](each.samples_us))
             if (tile := each.config.get("tile")) in change
             else each
             for each in record.candidates

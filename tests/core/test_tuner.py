@@ -178,7 +178,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidate_launchers, "BIND_LIMIT", 0.4)
-    hangs = Hangs("a.hangs", lambda problem: True, tiles=range(1, 6))
+    hangs = Hangs("a.hangs", lambda problem: True, tiles=range(1, 21))
     good = FakeKernel("good", tiles=(1, 2))
     timer = FakeTimer({"good": 5.0, "blas": 10.0})
     started = time.monotonic()
@@ -186,13 +186,13 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     kernels = [FakeBlas(), hangs, good]
     record = Tuner(timer, workers).tune(problem(), kernels, settings(), findings=found)
     hangs.release.set()
-    assert time.monotonic() - started < 4 * 0.4  # five one after another take 2 s
+    assert time.monotonic() - started < 10 * 0.4  # twenty one after another take 8 s
     assert record.best.kernel == "good"
     # A limit of time is no verdict, and whoever wrote the kernel should know of it.
     assert {c.kernel for c in record.candidates} == {"blas", "good"}
     assert found.left["a.hangs", "1"].cause == "hung"
     reasons = [fault.reason.partition(" (")[0] for fault in found.faults[Source("a.hangs")]]
-    assert reasons == ["did not bind within 0.4 s"] * 5
+    assert reasons == ["did not bind within 0.4 s"] * 20
 
 
 def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(
