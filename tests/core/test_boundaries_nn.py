@@ -202,6 +202,13 @@ def test_a_graph_refuses_halves_that_do_not_match(
             assert gated_linear(x, *given, "swiglu").shape == (2, 3, 8)
 
 
+def test_layers_are_called_while_tangents_are_computed() -> None:
+    layers, x = [Linear(8, 8) for _ in range(2)], torch.randn(3, 8)
+    assert do_no_more(layers, x)
+    with torch.autograd.forward_ad.dual_level():
+        assert not do_no_more(layers, x)
+
+
 @pytest.mark.parametrize(("learning", "kernel"), [(False, True), (True, True), (True, False)])
 def test_shards_are_gated_with_and_without_a_gradient(
     learning: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
