@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final, TypeAlias, TypeGuard, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec import Meta
 
 from tmm_cache.cache_errors import RecordError, reraise
 from tmm_cache.keys import canonical
-
-T = TypeVar("T")
 
 _FOUND_MAX = 60
 _TEXT_SHOWN = 160
@@ -52,6 +50,7 @@ _SCALARS: Final = {bool, int, float, str, type(None)}
 #: An object of a few scalars, such as a kernel's config.
 Parameters: TypeAlias = Annotated[Mapping[Name, _Scalar], Meta(max_length=PARAMETERS_MAX)]
 
+_REFUSED: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 _HUGE = re.compile("[0-9]{100}")  # a digest in hexadecimal has 64 digits
 
 
@@ -75,7 +74,7 @@ def decoded(data: bytes, kind: Any) -> Any:
     """The JSON value of bytes, of the type ``kind``. Raises RecordError that names the field."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (ValueError, RecursionError) as error:
+    except _REFUSED as error:
         raise _refused(error) from error
 
 
@@ -83,7 +82,7 @@ def converted(value: object, kind: Any) -> Any:
     """A JSON value as one of the type ``kind``. Raises RecordError that names the field."""
     try:
         return msgspec.convert(value, kind, str_keys=True)
-    except (ValueError, RecursionError) as error:
+    except _REFUSED as error:
         raise _refused(error) from error
 
 

@@ -191,12 +191,12 @@ def test_arbitrary_bytes_raise_a_value_error(data: bytes) -> None:
         (
             ("candidates", 1, "samples_us", 0),
             10**400,
-            r"candidates\[1\]\.samples_us\[0\]: Number out of range",
+            r"candidates\[1\]\.samples_us\[0\]: ",
         ),
         pytest.param(
             ("candidates", 1, "samples_us", 0),
             10**5000,
-            r"candidates\[1\]\.samples_us\[0\]: Number out of range",
+            r"candidates\[1\]\.samples_us\[0\]: ",
             id="more digits than Python prints",
         ),
         (
