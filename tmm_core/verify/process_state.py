@@ -432,7 +432,7 @@ class State:
         return names
 
     def restore(self, names: Iterable[str]) -> None:
-        """Restore these pieces; while the main thread runs no random generator is restored, since
+        """Restore these pieces, but no random generator while the main thread runs beside this one:
         that thread could draw the same numbers again."""
         for name in names:
             write = self._pieces[name].write
