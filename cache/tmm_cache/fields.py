@@ -6,6 +6,7 @@ that readers need not handle a size of 10**400 or a name of a megabyte.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -129,9 +130,12 @@ def require_printable(texts: Iterable[object]) -> None:
 def parameters(value: object) -> dict[str, Any]:
     """A kernel's config as an object of a few scalars, none of a plugin's own type. Raises
     RecordError."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        scalar = type(each) in _SCALARS and (type(each) is not float or math.isfinite(each))
+        if type(name) is not str or not scalar:
+            accepted = "None, a boolean, a finite number or a text, by name"
+            raise RecordError(f"{shown(name)}: found {shown(each)}, accepted is {accepted}")
     found: dict[str, Any] = converted(value, Parameters)
-    if not ({*map(type, found.values())} <= _SCALARS and {*map(type, found)} <= {str}):
-        raise RecordError("found a value of a subclass, accepted are Python's own types")
     require_printable((*found, *found.values()))
     return found
 

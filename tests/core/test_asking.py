@@ -97,9 +97,9 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("configs", lambda *_: None, "returned None, not configs"),
     ("configs", lambda *_: [None], "gave None, not a FakeConfig"),
     ("configs", lambda *_: (FakeConfig(tile=n) for n in itertools.count(1)), "more than"),
-    ("configs", lambda *_: [WithTensor(weights=torch.ones(2))], "whose 'weights' is tensor"),
+    ("configs", lambda *_: [WithTensor(weights=torch.ones(2))], "'weights': found tensor"),
     ("configs", lambda *_: [WithTensor(weights=[1])], "unhashable"),
-    ("configs", lambda *_: [WithTensor(weights=math.inf)], "whose 'weights' is inf"),
+    ("configs", lambda *_: [WithTensor(weights=math.inf)], "'weights': found inf"),
     ("default_config", lambda *_: None, "gave None"),
     ("default_config", lambda *_: Config(), "not a FakeConfig"),
 ]  # fmt: skip

@@ -314,7 +314,7 @@ class CheckedKernel(Kernel[Any]):
             if fields != parameters(config.to_json()):
                 raise InvalidResultError(f"gave {shown(config)}, whose fields change")
         except RecordError as error:
-            raise InvalidResultError(f"gave {shown(config)}, refused: {error}") from None
+            raise InvalidResultError(f"gave a config with {error}") from None
         if None in fields.values():
             raise InvalidResultError(f"gave a config with a field that is None: {shown(fields)}")
         checked: Config = config
