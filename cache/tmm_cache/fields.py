@@ -140,12 +140,17 @@ def parameters(value: object) -> dict[str, Any]:
     return found
 
 
-def require_problem(problem: Mapping[str, Any]) -> None:
-    """Check a problem: opaque except for its sizes. Raises RecordError."""
+def require_sizes(problem: Mapping[str, Any]) -> None:
+    """Check the sizes of a problem. Raises RecordError."""
     try:
         converted(problem, _Sizes)
     except RecordError as error:
         raise RecordError(f"problem.{error}") from None
+
+
+def require_problem(problem: Mapping[str, Any]) -> None:
+    """Check a problem: opaque except for its sizes. Raises RecordError."""
+    require_sizes(problem)
     try:
         text = canonical(problem)
     except (TypeError, ValueError, RecursionError) as error:

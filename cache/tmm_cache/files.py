@@ -27,7 +27,7 @@ from tmm_cache.disk import (
 from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.paths import ENVIRONMENT
-from tmm_cache.record import TuningRecord
+from tmm_cache.record import Brief, TuningRecord
 
 T = TypeVar("T")
 
@@ -148,6 +148,11 @@ def read_file(path: Path, *, most: int = MAX_BYTES) -> bytes | Fault | None:
 def read_record(path: Path, report: Report) -> TuningRecord | None:
     """The record in a file; None if the file is absent, or has a fault, which is reported."""
     return _parsed(path, lambda data: parse_stored(data, path.stem), "record", report)
+
+
+def read_brief(path: Path, report: Report) -> Brief | None:
+    """What lists show of the record in a file; None as for :func:`read_record`."""
+    return _parsed(path, Brief.from_bytes, "record", report)
 
 
 def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:

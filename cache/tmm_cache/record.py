@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -55,6 +55,32 @@ def _plain(mapping: Document, field: str) -> dict[str, JSON]:
         raise RecordError(f"{field}: found a value that is not JSON ({error})") from error
 
 
+def _median(samples: Sequence[float]) -> float | None:
+    """None without samples."""
+    # `import statistics` would cost the command 15 ms at startup.
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
+
+
+def _blas_us(candidates: Iterable[CandidateResult | _Timed]) -> float | None:
+    """The best median of the BLAS candidates."""
+    blas = [each for each in candidates if each.kernel == "blas" or each.kernel.startswith("blas.")]
+    medians = [_median(each.samples_us) for each in blas]
+    return min((median for median in medians if median is not None), default=None)
+
+
+def _speedup(us: float | None, blas_us: float | None) -> float | None:
+    if blas_us is None or not us:
+        return None
+    quotient = blas_us / us
+    return quotient if math.isfinite(quotient) else None
+
+
 class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The result of one (kernel, config) on the problem.
 
@@ -96,14 +122,7 @@ class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     @property
     def median_us(self) -> float | None:
         """Median of the samples in microseconds; None without samples."""
-        # `import statistics` would cost the command 15 ms at startup.
-        if not self.samples_us:
-            return None
-        ordered = sorted(self.samples_us)
-        middle = len(ordered) // 2
-        if len(ordered) % 2:
-            return ordered[middle]
-        return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
+        return _median(self.samples_us)
 
     def thinned(self, is_complete: bool = True) -> CandidateResult:
         """A copy with three samples: the smallest, the median and the largest.
@@ -186,22 +205,13 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def blas_us(self) -> float | None:
         """The best median of the BLAS candidates, in microseconds; None if none was timed."""
-        medians = [
-            candidate.median_us
-            for candidate in self.candidates
-            if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
-        ]
-        return min((median for median in medians if median is not None), default=None)
+        return _blas_us(self.candidates)
 
     @property
     def speedup(self) -> float | None:
         """How many times faster than BLAS the winner is; None if either was not timed, or if a time
         is not a plausible kernel time."""
-        us, blas_us = self.best.median_us, self.blas_us
-        if blas_us is None or not us:
-            return None
-        quotient = blas_us / us
-        return quotient if math.isfinite(quotient) else None
+        return _speedup(self.best.median_us, self.blas_us)
 
     def __repr__(self) -> str:
         """A line: the problem, its winner and the times; `to_json` has everything."""
@@ -251,6 +261,51 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
     def from_bytes(cls, data: bytes) -> TuningRecord:
         """Read a record from the bytes of its document. Raises like `from_json`."""
         return _checked(fields.decoded(data, _Document))
+
+
+class _Timed(Struct, frozen=True):
+    kernel: Name
+    samples_us: _Samples = ()
+
+
+class _Timings(Struct, frozen=True):
+    """The part of a record's document that lists show."""
+
+    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
+    clock: Literal[CLOCK]  # type: ignore[valid-type]
+    problem: Mapping[str, Any]
+    winner: Count
+    candidates: tuple[_Timed, ...]
+
+
+class Brief(NamedTuple):
+    """The part of a record that lists show, read in a third of the record's time: the rest of the
+    file and its checksum are not checked. Times are medians in microseconds."""
+
+    problem: Mapping[str, Any]
+    kernel: str
+    us: float | None
+    blas_us: float | None
+
+    @classmethod
+    def of(cls, record: TuningRecord | _Timings) -> Brief:
+        best = record.candidates[record.winner]
+        us, blas_us = _median(best.samples_us), _blas_us(record.candidates)
+        return cls(record.problem, best.kernel, us, blas_us)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Brief:
+        """Raises RecordError."""
+        timings: _Timings = fields.decoded(data, _Timings)
+        fields.require_sizes(timings.problem)
+        if timings.winner >= len(timings.candidates):
+            raise RecordError(f"winner: found {timings.winner}")
+        return cls.of(timings)
+
+    @property
+    def speedup(self) -> float | None:
+        """As of the record."""
+        return _speedup(self.us, self.blas_us)
 
 
 class _Document(TuningRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):

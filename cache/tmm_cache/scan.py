@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from tmm_cache.cache_errors import reraise
-from tmm_cache.files import Fault, Report, read_environment, read_record
+from tmm_cache.files import Fault, Report, read_brief, read_environment, read_record
 from tmm_cache.keys import Document, is_slug
 from tmm_cache.paths import DIGEST, RECORD, VERSION
-from tmm_cache.record import TuningRecord
+from tmm_cache.record import Brief, TuningRecord
+
+R = TypeVar("R")
 
 #: GPU, digest of the environment, digest of the problem.
 Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """A record and its location.
+class Summary(Generic[R]):
+    """A record, or what lists show of it, and its location.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
     broken.
@@ -34,7 +36,7 @@ class Summary:
     path: Path
     root: Path
     environment: Document | None
-    record: TuningRecord
+    record: R
 
     @property
     def gpu(self) -> str:
@@ -67,15 +69,28 @@ def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Path
         yield from _subfolders(of_gpu, digests, report)
 
 
-def summaries(root: Path, report: Report, gpu: str | None = None) -> Iterator[Summary]:
-    """A summary of every record under a root, in the order of `folders`, then by name."""
+def summaries(
+    root: Path, report: Report, gpu: str | None = None
+) -> Iterator[Summary[TuningRecord]]:
+    """Every record under a root, in the order of `folders`, then by name."""
+    return _walked(root, report, gpu, read_record)
+
+
+def briefs(root: Path, report: Report, gpu: str | None = None) -> Iterator[Summary[Brief]]:
+    """Like `summaries`, with what lists show."""
+    return _walked(root, report, gpu, read_brief)
+
+
+def _walked(
+    root: Path, report: Report, gpu: str | None, read: Callable[[Path, Report], R | None]
+) -> Iterator[Summary[R]]:
     for folder in folders(root, report, gpu):
         if not (names := _names(folder, report)):
             continue
         environment = read_environment(folder, report)
         for path in (folder / name for name in filter(RECORD.fullmatch, names)):
             # None: it is damaged, or was removed since it was listed
-            if (record := read_record(path, report)) is not None:
+            if (record := read(path, report)) is not None:
                 yield Summary(path, root, environment, record)
 
 

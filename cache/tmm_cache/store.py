@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +30,8 @@ from tmm_cache.paths import (
     real,
     record_path,
 )
-from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Summary, summaries
+from tmm_cache.record import Brief, TuningRecord
+from tmm_cache.scan import Summary, briefs, summaries
 
 if TYPE_CHECKING:
     from tmm_cache.size_limits import SizeLimiter
@@ -82,7 +83,7 @@ class CacheStore:
         self._verified: dict[tuple[str, str], Notes] = {}
         self._limiter: SizeLimiter | None = None
         #: Records that this process answers with regardless of the disk, by path.
-        self._held: dict[Path, Summary] = {}
+        self._held: dict[Path, Summary[TuningRecord]] = {}
 
     def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -166,7 +167,9 @@ class CacheStore:
         held = self.summary(gpu, environment, record)
         self._held[held.path] = held
 
-    def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
+    def summary(
+        self, gpu: str, environment: Document, record: TuningRecord
+    ) -> Summary[TuningRecord]:
         """The summary of a record that was saved or held, as in `summaries`."""
         return Summary(self.path(gpu, environment, record.problem), self.root, environment, record)
 
@@ -176,8 +179,8 @@ class CacheStore:
         held = self._held.get(path)
         return held.record if held is not None else read_record(path, warn_of)
 
-    def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
-        """A summary of every record: those held, then the root's, then each layer's, by path.
+    def summaries(self, gpu: str | None = None) -> Iterator[Summary[TuningRecord]]:
+        """Every record: those held, then the root's, then each layer's, by path.
 
         Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """
@@ -185,6 +188,16 @@ class CacheStore:
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
             for summary in summaries(root, warn_of, gpu):
+                if summary.path not in held:
+                    yield summary
+
+    def briefs(self) -> Iterator[Summary[Brief]]:
+        """Like `summaries`, with what lists show: a file may be damaged further on."""
+        held = dict(sorted(self._held.items()))
+        for each in held.values():
+            yield replace(each, record=Brief.of(each.record))  # type: ignore[arg-type, misc]
+        for root in (self.root, *self.layers):
+            for summary in briefs(root, warn_of):
                 if summary.path not in held:
                     yield summary
 

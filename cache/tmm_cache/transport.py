@@ -47,7 +47,7 @@ MAX_ENVIRONMENT_BYTES: Final = 2**14
 CLOCK_SKEW: Final = timedelta(days=1)
 
 
-def write_transport(file: Path, found: Iterable[Summary]) -> int:
+def write_transport(file: Path, found: Iterable[Summary[TuningRecord]]) -> int:
     """Write these records to a file, without most of their samples; returns their number.
 
     The first of several records of a problem is written; of no record, nothing. Records whose

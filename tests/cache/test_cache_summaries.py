@@ -86,6 +86,30 @@ def test_a_broken_file_is_a_fault_and_the_rest_is_listed(
         assert [summary.record.problem["m"] for summary in store.summaries()] == [1]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("schema", 3), ("clock", 7), ("problem", problem() | {"m": "64"}), ("winner", 5),
+     ("candidates", [{"kernel": 1}])],
+)  # fmt: skip
+def test_what_a_list_shows_is_checked(store: CacheStore, name: str, value: Any) -> None:
+    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {name: value}))
+    with warned("is not a valid record"):
+        assert [summary.record.problem["m"] for summary in store.briefs()] == [1]
+
+
+def test_a_list_shows_of_a_record_its_winner_and_blas(store: CacheStore) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    store.hold(GPU, ENVIRONMENT, record(problem(m=1)))
+    held, found = store.briefs()
+    assert found.record == (problem(), "triton.split_k", 11.5, 21.0)
+    assert found.record.speedup == record().speedup == 21.0 / 11.5
+    assert held.record == (problem(m=1), "triton.split_k", 11.5, 21.0)
+
+
 def test_a_summary_of_what_was_saved_is_the_one_that_is_listed(store: CacheStore) -> None:
     store.save(GPU, ENVIRONMENT, record())
     assert [store.summary(GPU, ENVIRONMENT, record())] == list(store.summaries())

@@ -45,7 +45,7 @@ class Location(NamedTuple):
     environment: Mapping[str, Any]
 
     @classmethod
-    def of(cls, summary: Summary) -> Location:
+    def of(cls, summary: Summary[Any]) -> Location:
         problem, environment = summary.record.problem, summary.environment or {}
         return cls(problem, summary.path, summary.gpu, environment)
 
@@ -72,7 +72,7 @@ class Neighbours:
         families = self._families
         if families is None:
             families = {}
-            for found in map(Location.of, self._store.summaries()):
+            for found in map(Location.of, self._store.briefs()):
                 families.setdefault(_family(found.problem), []).append(found)
             self._families = families
         return families

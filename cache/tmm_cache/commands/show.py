@@ -15,8 +15,8 @@ from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.files import Fault, Report
 from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.problem_fields import printable
-from tmm_cache.record import CandidateResult
-from tmm_cache.scan import Summary, summaries
+from tmm_cache.record import Brief, CandidateResult, TuningRecord
+from tmm_cache.scan import Summary, briefs, summaries
 from tmm_cache.store import CacheStore
 
 _NUMBERS: Final = ("µs", "vs blas")
@@ -31,8 +31,10 @@ def show(store: CacheStore, options: Namespace) -> int:
     named = options.record is not None
     roots = (store.root, *store.layers) if options.all or named else (store.root,)
     found = list(selected(roots, options.record, Noted().fault))
+    # None: removed or damaged since the listing.
+    whole = ((each, record) for each in found if (record := store.read(each.path)) is not None)
     if options.json:
-        print_json([_json(summary) for summary in found])
+        print_json([_json(summary, record) for summary, record in whole])
     if not found:
         note(f"no records{' match' if named else ''} in {', '.join(map(str, roots))}")
         if left := [str(layer) for layer in store.layers if layer not in roots]:
@@ -43,12 +45,12 @@ def show(store: CacheStore, options: Namespace) -> int:
     if not named:
         _print_list(found, store)
     else:
-        for summary in found:
-            _print_record(summary)
+        for summary, record in whole:
+            _print_record(summary, record)
     return DONE
 
 
-def selected(roots: Sequence[Path], prefix: str | None, report: Report) -> Iterator[Summary]:
+def selected(roots: Sequence[Path], prefix: str | None, report: Report) -> Iterator[Summary[Brief]]:
     """The records under `roots` whose digest begins with `prefix`; None: all. Raises UsageError
     for what begins no digest."""
     if prefix is not None and not re.fullmatch(f"[0-9a-f]{{1,{DIGEST_DIGITS}}}", prefix):
@@ -56,7 +58,7 @@ def selected(roots: Sequence[Path], prefix: str | None, report: Report) -> Itera
             f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a"
         )
     for root in roots:
-        for summary in summaries(root, report):
+        for summary in briefs(root, report):
             if summary.digest.startswith(prefix or ""):
                 yield summary
 
@@ -80,8 +82,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     return FOUND if faults else DONE
 
 
-def _json(summary: Summary) -> JSON:
-    record = summary.record
+def _json(summary: Summary[Brief], record: TuningRecord) -> JSON:
     return {
         "digest": summary.digest,
         "path": str(summary.path),
@@ -96,13 +97,13 @@ def _json(summary: Summary) -> JSON:
     }
 
 
-def _print_list(found: Sequence[Summary], store: CacheStore) -> None:
+def _print_list(found: Sequence[Summary[Brief]], store: CacheStore) -> None:
     """Print one table per layer, GPU and environment, with a row for each record."""
 
-    def table(each: Summary) -> tuple[str, ...]:
+    def table(each: Summary[Brief]) -> tuple[str, ...]:
         return str(each.root), each.gpu, each.environment_digest
 
-    def size(each: Summary) -> tuple[Any, ...]:
+    def size(each: Summary[Brief]) -> tuple[Any, ...]:
         m, n, k = problem_fields.sizes(each.record.problem)
         return (*table(each), n, k, m, each.digest)
 
@@ -112,7 +113,7 @@ def _print_list(found: Sequence[Summary], store: CacheStore) -> None:
         console.print_table(_COLUMNS, [_row(each) for each in members], _NUMBERS)
 
 
-def _row(summary: Summary) -> tuple[str, ...]:
+def _row(summary: Summary[Brief]) -> tuple[str, ...]:
     record, problem = summary.record, summary.record.problem
     kind = (
         problem_fields.dtypes(problem, short=True),
@@ -122,16 +123,15 @@ def _row(summary: Summary) -> tuple[str, ...]:
     return (
         problem_fields.shape(problem),
         " ".join(kind),
-        printable(record.best.kernel),
-        _cell(record.best.median_us, ".2f"),
+        printable(record.kernel),
+        _cell(record.us, ".2f"),
         _cell(record.speedup, ".2f", "x"),
         summary.digest[:_DIGITS],
     )
 
 
-def _print_record(summary: Summary) -> None:
+def _print_record(summary: Summary[Brief], record: TuningRecord) -> None:
     """Print one record with every candidate, the fastest first."""
-    record = summary.record
     lines = [
         ("record", summary.digest),
         ("file", printable(str(summary.path))),

@@ -36,7 +36,7 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
     Raises:
         UsageError: No GPU matches, or more than one.
     """
-    counts = Counter(filter(None, map(_device, store.summaries())))
+    counts = Counter(filter(None, map(_device, store.briefs())))
     for name, capability, sms, l2 in _SPECIFIED:
         if not any(device.name == name for device in counts):
             # With the software that is installed here.
@@ -61,7 +61,7 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
     return max(found, key=lambda device: found[device])
 
 
-def _device(summary: Summary) -> DeviceFingerprint | None:
+def _device(summary: Summary[Any]) -> DeviceFingerprint | None:
     """The GPU that a record was measured on; None if its environment is not one of tmm's GPUs."""
     document: Any = summary.environment or {}
     known = [l2 for name, _, _, l2 in _SPECIFIED if name == document.get("name")]

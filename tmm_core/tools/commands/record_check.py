@@ -40,10 +40,10 @@ class Winner:
     launcher: Launcher
 
 
-def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
+def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary[TuningRecord]]:
     """The store's records that would answer on ``device``: the user's own, and records of lower
     layers that no higher layer hides."""
-    found: dict[str, Summary] = {}
+    found: dict[str, Summary[TuningRecord]] = {}
     for entry in store.summaries(device.gpu):
         if entry.environment == device.environment:
             found.setdefault(entry.digest, entry)
@@ -58,7 +58,9 @@ def current(device: DeviceFingerprint) -> tuple[int, int]:
     return len(entries), sum(_kernel(entry.record) is not None for entry in entries)
 
 
-def verified(entries: Sequence[Summary], device: torch.device) -> Iterator[dict[str, Any]]:
+def verified(
+    entries: Sequence[Summary[TuningRecord]], device: torch.device
+) -> Iterator[dict[str, Any]]:
     """A document for each record, with its ``status`` and perhaps a ``reason``. Correct winners are
     noted as verified, so that no first call has to verify them."""
     with ThreadPoolExecutor(compiling_threads()) as pool:
