@@ -24,6 +24,7 @@ from tmm_cache import (
     CacheWarning,
     CandidateResult,
     Notes,
+    TuningRecord,
     cache_errors,
     console,
     disk,
@@ -554,6 +555,19 @@ def test_sizes_inside_a_bucket_are_whole_and_within_bounds(size: str) -> None:
     assert len(read(many)) == 128
     with pytest.raises(RecordError, match="inside_us: Expected `object` of length <= 128"):
         read({**many, "129": 1.0})
+
+
+def test_half_of_a_surrogate_pair_is_refused_where_it_would_not_read_back(
+    store: CacheStore,
+) -> None:
+    whole = record(problem() | {"x": "\U0001f600"})
+    assert store.save(GPU, ENVIRONMENT, whole) is not None
+    assert store.load(GPU, ENVIRONMENT, whole.problem) == whole
+    for half in (record(problem() | {"x": "\ud800"}), record(mark="\ud800")):
+        with pytest.raises(RecordError, match="surrogate"):
+            TuningRecord.from_json(half.to_json())
+        with pytest.raises(RecordError, match="surrogate"):
+            store.save(GPU, ENVIRONMENT, half)
 
 
 @pytest.mark.parametrize("extra", [2**16, "9" * 100, 10**100, "0" * 100])
