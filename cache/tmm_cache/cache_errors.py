@@ -34,7 +34,7 @@ class UsageError(Exception):
 
 
 class RecordError(ValueError):
-    """An invalid record: names the field, its value and the accepted values."""
+    """An invalid record: names the field and the accepted values."""
 
 
 _warned: set[tuple[Path, str]] = set()

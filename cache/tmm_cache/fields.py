@@ -82,15 +82,20 @@ def decoded(data: bytes, kind: Any) -> Any:
 def converted(value: object, kind: Any) -> Any:
     """A JSON value as one of the type ``kind``. Raises RecordError that names the field."""
     try:
-        msgspec.json.encode(value)
-    except UnicodeEncodeError as error:  # no file can hold it
-        raise RecordError("found half of a surrogate pair, accepted is Unicode") from error
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        reraise(error)  # the conversion names the field
-    try:
         return msgspec.convert(value, kind, str_keys=True)
     except _REFUSED as error:
         raise _refused(error) from error
+
+
+def require_unicode(value: object) -> None:
+    """Check that no text has half of a surrogate pair, which no file can hold. Raises
+    RecordError."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise RecordError("found half of a surrogate pair, accepted is Unicode") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        reraise(error)  # not JSON: a conversion names the field
 
 
 def _refused(error: Exception) -> RecordError:

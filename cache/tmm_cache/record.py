@@ -37,6 +37,8 @@ SCHEMA: Final = 2
 CLOCK: Final = "in use"
 
 Status: TypeAlias = Literal["ok", "slow", "wrong", "failed"]
+_Schema: TypeAlias = Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
+_Clock: TypeAlias = Literal[CLOCK]  # type: ignore[valid-type]
 _Samples: TypeAlias = Annotated[tuple[Measure, ...], Meta(max_length=ITEMS_MAX)]
 _TimesBySize: TypeAlias = Annotated[Mapping[Size, Measure], Meta(max_length=PARAMETERS_MAX)]
 
@@ -149,6 +151,7 @@ class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     @classmethod
     def from_json(cls, document: object) -> CandidateResult:
         """Read a candidate strictly. Raises RecordError."""
+        fields.require_unicode(document)
         candidate: CandidateResult = fields.converted(document, CandidateResult)
         candidate.require_printable()
         return candidate
@@ -255,6 +258,7 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
         the current schema and all required fields, no others, each of its type and within bounds.
         Times are finite and not negative; the winner is a candidate that is "ok".
         """
+        fields.require_unicode(document)
         return _checked(fields.converted(document, _Document))
 
     @classmethod
@@ -271,16 +275,16 @@ class _Timed(Struct, frozen=True):
 class _Timings(Struct, frozen=True):
     """The part of a record's document that lists show."""
 
-    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
-    clock: Literal[CLOCK]  # type: ignore[valid-type]
+    schema: _Schema
+    clock: _Clock
     problem: Mapping[str, Any]
     winner: Count
     candidates: tuple[_Timed, ...]
 
 
 class Brief(NamedTuple):
-    """The part of a record that lists show, read in a third of the record's time: the rest of the
-    file and its checksum are not checked. Times are medians in microseconds."""
+    """The part of a record that lists show. Neither the rest of its file nor its checksum is
+    checked. Times are medians in microseconds."""
 
     problem: Mapping[str, Any]
     kernel: str
@@ -311,8 +315,8 @@ class Brief(NamedTuple):
 class _Document(TuningRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A record as it is stored."""
 
-    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
-    clock: Literal[CLOCK]  # type: ignore[valid-type]
+    schema: _Schema
+    clock: _Clock
     #: Ignored: older versions repeated the winner here, and said whether a record was imported.
     older_best: Any = msgspec.field(name="best", default=None)
     imported: Any = None

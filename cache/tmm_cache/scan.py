@@ -27,7 +27,7 @@ Key: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Summary(Generic[R]):
-    """A record, or what lists show of it, and its location.
+    """A record, or the part of it that lists show, and its location.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
     broken.
@@ -76,9 +76,9 @@ def summaries(
     return _walked(root, report, gpu, read_record)
 
 
-def briefs(root: Path, report: Report, gpu: str | None = None) -> Iterator[Summary[Brief]]:
-    """Like `summaries`, with what lists show."""
-    return _walked(root, report, gpu, read_brief)
+def briefs(root: Path, report: Report) -> Iterator[Summary[Brief]]:
+    """Like `summaries`, with the part of each record that lists show."""
+    return _walked(root, report, None, read_brief)
 
 
 def _walked(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.disk import make_folder, touch
@@ -36,6 +37,8 @@ from tmm_cache.scan import Summary, briefs, summaries
 if TYPE_CHECKING:
     from tmm_cache.size_limits import SizeLimiter
     from tmm_cache.transport import Transport
+
+R = TypeVar("R")
 
 #: Values of TMM_REQUIRE_LOCKED that mean no. Any other means yes: setting it shows the intent.
 NO = {"", "0", "false", "no", "off"}
@@ -185,21 +188,21 @@ class CacheStore:
         Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """
         held = dict(sorted(self._held.items()))
-        yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
-        for root in (self.root, *self.layers):
-            for summary in summaries(root, warn_of, gpu):
-                if summary.path not in held:
-                    yield summary
+        yield from (each for each in held.values() if gpu in (None, each.gpu))
+        yield from self._unheld(partial(summaries, report=warn_of, gpu=gpu), held)
 
     def briefs(self) -> Iterator[Summary[Brief]]:
-        """Like `summaries`, with what lists show: a file may be damaged further on."""
+        """Like `summaries`, with the part of each record that lists show."""
         held = dict(sorted(self._held.items()))
         for each in held.values():
             yield replace(each, record=Brief.of(each.record))  # type: ignore[arg-type, misc]
+        yield from self._unheld(partial(briefs, report=warn_of), held)
+
+    def _unheld(
+        self, walk: Callable[[Path], Iterator[Summary[R]]], held: Container[Path]
+    ) -> Iterator[Summary[R]]:
         for root in (self.root, *self.layers):
-            for summary in briefs(root, warn_of):
-                if summary.path not in held:
-                    yield summary
+            yield from (each for each in walk(root) if each.path not in held)
 
     @contextlib.contextmanager
     def lock(

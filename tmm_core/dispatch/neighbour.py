@@ -37,7 +37,7 @@ class Near:
 
 
 class Location(NamedTuple):
-    """The problem of a record and where the record is: all records take some 60 MB in memory."""
+    """The problem and place of a record, which is not kept in memory."""
 
     problem: Mapping[str, Any]
     path: Path
