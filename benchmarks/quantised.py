@@ -11,6 +11,9 @@ replayed interleaved. Products by tmm are tuned at their first use::
 ``F.scaled_mm`` with scales by block, and experts in 8-bit floats and in MXFP4 against torch's
 grouped product in bf16. It compares each ratio with the ratio to reach.
 
+``--search`` tunes each product without records, and compares the choice with an exhaustive search.
+It takes a product some ten seconds longer.
+
 With ``humming-kernels`` installed its layer is timed in the same run.
 """
 
@@ -25,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ import torch
 import torch.nn.functional as F
 
 import tmm_core
+from tmm_core.bench import exhaustive
 from tmm_core.tuning.timing import timer_for
 
 Tensor = torch.Tensor
@@ -274,8 +279,9 @@ def _of_projection(
         )  # fmt: skip
 
 
-def measure(problem: Problem, device: torch.device) -> dict[str, Any]:
-    """µs of each provider, and how many times as fast as the first it is."""
+def measure(problem: Problem, device: torch.device, search: bool = False) -> dict[str, Any]:
+    """µs of each provider, and how many times as fast as the first it is. ``search`` adds what the
+    choice of a tuning costs beside the best candidate of all."""
     failed: dict[str, str] = {}
     for name, call in list(problem.calls.items()):  # and tunes
         try:
@@ -302,10 +308,16 @@ def measure(problem: Problem, device: torch.device) -> dict[str, Any]:
     if problem.plan is not None and any(name.startswith("tmm") for name in us):
         plan = problem.plan()
         found |= {"kernel": plan.kernel, "config": plan.config}
+        if search:
+            (record,) = tmm_core.tune(plan.problem)
+            found["search"] = exhaustive.search(plan.problem, record, device)
     shown = ", ".join(f"{name} {each:.1f} µs ({base / each:.2f})" for name, each in us.items())
     told = "".join(f"; {name} failed: {text}" for name, text in failed.items())
     bar = f"; bar {problem.bar}: {'yes' if found['reached'] else 'NO'}" if problem.bar else ""
     print(f"{problem.form} {problem}: {shown}{told}{bar}; {found.get('kernel', '')}", flush=True)
+    if "search" in found:
+        result = found["search"]
+        print(f"    {result['regret']:.3f} of the best, {result['best']}: {result['step']}", flush=True)
     return found
 
 
@@ -349,6 +361,8 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=_weight, default=list(WEIGHTS), metavar="NxK")
     parser.add_argument("--no-peers", action="store_true", help="tmm and torch alone")
     parser.add_argument("--bars", action="store_true", help="8-bit weights, blocks and experts")
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems with TEXT in their line")
+    parser.add_argument("--search", action="store_true", help="also search exhaustively")
     parser.add_argument("--small", action="store_true", help="of --bars, sizes for a CPU")
     parser.add_argument("--minutes", type=float, default=30.0, help="start no problem after these")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds to tune a product")
@@ -372,7 +386,10 @@ def main() -> None:
             if time.monotonic() > ends:
                 print(f"the time is over before {problem.form} {problem}")
                 break
-            found.append(measure(problem, device))
+            if options.only not in f"{problem.form} {problem}":
+                continue
+            with exhaustive.without_records() if options.search else nullcontext():
+                found.append(measure(problem, device, options.search))
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
     missed = [each for each in found if each.get("reached") is False]
