@@ -317,7 +317,7 @@ def measure(problem: Problem, device: torch.device, search: bool = False) -> dic
     print(f"{problem.form} {problem}: {shown}{told}{bar}; {found.get('kernel', '')}", flush=True)
     if "search" in found:
         result = found["search"]
-        print(f"    {result['regret']:.3f} of the best, {result['best']}: {result['step']}", flush=True)
+        print(f"    {result['regret']:.3f} of the best, {result['best']}: {result['step']}")
     return found
 
 
@@ -361,14 +361,14 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=_weight, default=list(WEIGHTS), metavar="NxK")
     parser.add_argument("--no-peers", action="store_true", help="tmm and torch alone")
     parser.add_argument("--bars", action="store_true", help="8-bit weights, blocks and experts")
-    parser.add_argument("--only", default="", metavar="TEXT", help="problems with TEXT in their line")
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose line has TEXT")
     parser.add_argument("--search", action="store_true", help="also search exhaustively")
     parser.add_argument("--small", action="store_true", help="of --bars, sizes for a CPU")
     parser.add_argument("--minutes", type=float, default=30.0, help="start no problem after these")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds to tune a product")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(*(("cuda", 0) if torch.cuda.is_available() else ("cpu",)))
     peers = not options.no_peers and importlib.util.find_spec("humming") is not None
     problems = (
         bars(device, options.small)
