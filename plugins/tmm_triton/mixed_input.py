@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import ANY, ConfigError, Machine, Operand, Problem, Supports, Traits
-from tmm_core.triton import Described, pointer
+from tmm_core.triton import SEARCH_LIMITED, Described, pointer
 from tmm_triton import word_decoders
 from tmm_triton.mixed_input_device import mixed_input_kernel
 from tmm_triton.operands import Build, TileConfig, Typed, build, check, kind
@@ -375,6 +375,14 @@ _READ_ARRANGED, _DECODE_ARRANGED, _ARRANGE_US = 0.66, 0.8, 0.9
 _REDUCE_US, _PARTIAL_US = 2.57, 9.2e-7
 
 
+def _every_shape() -> Iterator[tuple[int, int, int, int]]:
+    """Every shape for an exhaustive search, also those that no measurement favoured."""
+    counts = range(1, 5)
+    for k, consumers, share, rows in itertools.product((64, 128), counts, counts, (64, 128)):
+        if consumers % share == 0:
+            yield k, consumers, share, rows
+
+
 class MixedInput(Built[MixedInputConfig]):
     """16-bit rows, and a weight of packed numbers contiguous along K, on Hopper."""
 
@@ -428,23 +436,27 @@ class MixedInput(Built[MixedInputConfig]):
         return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
 
     def configs(self, problem: Problem) -> list[MixedInputConfig]:
+        limited = SEARCH_LIMITED.get()
         rows = max(16, min(256, triton.next_power_of_2(_rows_per_group(problem)[0])))
         fitting: list[MixedInputConfig] = []
         for m in (16, 32, 64, 128, 256):
             # More than one tile of few rows would decode the weight again. Some groups are larger
             # than the mean.
             if m == rows or (64 <= m < rows) or (problem.groups and rows < m <= 4 * rows):
-                fitting += self._fitting(problem, m)
+                fitting += self._fitting(problem, m, _SHAPES[m] if limited else _every_shape())
         fitting = sorted(dict.fromkeys(fitting), key=lambda c: self.estimate_us(problem, c))
         orders = [[c for c in fitting if c.arranged is order] for order in (True, False)]
         share = _TRIED_EACH if all(orders) else _TRIED
+        share = share if limited else len(fitting)
         early = [w for w in ways(problem) if w == "wait"]
         tried = [c for order in orders for c in with_early(order[:share], early)]
         return sorted(tried, key=lambda c: self.estimate_us(problem, c))
 
-    def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
+    def _fitting(
+        self, problem: Problem, m: int, shapes: Iterable[tuple[int, int, int, int]]
+    ) -> Iterator[MixedInputConfig]:
         """The configs with tiles of ``m`` rows, and as many stages as fit."""
-        for k, consumers, share, rows in _SHAPES[m]:
+        for k, consumers, share, rows in shapes:
             if problem.batch_invariant:
                 if share > 1 or m > 128:
                     continue  # the sums of a row must not depend on M
@@ -479,7 +491,7 @@ class MixedInput(Built[MixedInputConfig]):
         whole = problem.gated or problem.groups is not None or problem.batch_invariant
         if whole or splits < 2:
             return [1]
-        return sorted({1, splits})
+        return sorted({1, splits} if SEARCH_LIMITED.get() else range(1, splits + 1))
 
     def estimate_us(self, problem: Problem, config: MixedInputConfig) -> float:
         """Waves of tiles. A tile takes as long as the slowest of three: the steps of one consumer

@@ -23,7 +23,8 @@ It is written in Gluon, where the author chooses layouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Problem, Traits
+from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
 from tmm_triton.operands import Build, TileConfig, build, check
@@ -355,6 +357,15 @@ _SHAPES = (
     (128, 256, 8),
     (128, 256, 4),
 )
+
+
+def _every_shape() -> Iterator[tuple[int, int, int]]:
+    """Every shape for an exhaustive search, also those that no measurement favoured."""
+    for n, warps_k, warps_n in itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        if warps_k * warps_n <= 16 and 16 * warps_n <= n:
+            yield n, STEP * warps_k, warps_k * warps_n
+
+
 #: Time of a launch relative to reading ``b``: without rows, and what each row adds. On an H100
 #: 28672×4096 in 4-bit integers took 1.19 at one row and 1.39 at 16
 #: (``benchmarks/results/h100/quantised_int4.json``).
@@ -395,13 +406,14 @@ class Streaming(TritonKernel[StreamingConfig]):
 
     def configs(self, problem: Problem) -> list[StreamingConfig]:
         rows = 8 if problem.m <= 8 else 16
+        limited = SEARCH_LIMITED.get()
         shapes = [
             StreamingConfig(BLOCK_M=rows, BLOCK_N=n, BLOCK_K=k, num_stages=2, num_warps=warps)
-            for n, k, warps in _SHAPES
+            for n, k, warps in (_SHAPES if limited else _every_shape())
         ]
         fitting = [each for each in shapes if each.registers(problem) <= _MOST_REGISTERS]
         fitting.sort(key=lambda each: self.estimate_us(problem, each))
-        return with_early(fitting[:8], ways(problem))
+        return with_early(fitting[:8] if limited else fitting, ways(problem))
 
     def estimate_us(self, problem: Problem, config: StreamingConfig) -> float:
         """The time to read ``b``, longer if too few bytes are in flight and if the last programs
