@@ -4,14 +4,14 @@ statuses, and tables."""
 from __future__ import annotations
 
 import argparse
-import io
+import itertools
 import json
 import os
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -29,10 +29,6 @@ INTERRUPTED: Final = 130
 #: The width of output to a pipe or file: fits logs, mail and side-by-side diffs.
 PIPED: Final = 100
 _GAP: Final = 2
-#: Only a line below the headings.
-_BOX: Final = "    \n    \n ── \n" + "    \n" * 5
-#: Begins a row that `table` replaces by a paragraph. Records hold only printable letters.
-_PARAGRAPH: Final = "\ue000"
 _INDENT: Final = 5
 
 #: The command that runs, as notes name it.
@@ -72,14 +68,8 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 def guarded(program: str, run: Callable[[], int], *errors: type[Exception]) -> int:
     """The exit status of a command; a usage error, or one of `errors`, becomes a note."""
     global _program
-    before, _program = _program, program
-    try:
-        return _guarded(run, (UsageError, *errors))
-    finally:
-        _program = before
-
-
-def _guarded(run: Callable[[], int], errors: tuple[type[Exception], ...]) -> int:
+    _program = program
+    expected: tuple[type[Exception], ...] = (UsageError, *errors)
     _open_standard_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):
@@ -95,7 +85,7 @@ def _guarded(run: Callable[[], int], errors: tuple[type[Exception], ...]) -> int
         return DONE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except errors as error:
+    except expected as error:
         note(_text(error))
         _discard_output()
         return MISTAKE
@@ -217,18 +207,8 @@ def table(
     """The lines of a table, none longer than `width`: cells are folded, between words if possible.
     Columns in `right` are right-aligned. A row that is a string is an indented paragraph across all
     columns, which continues the row above."""
-    plain = [row for row in rows if not isinstance(row, str)]
-    cells = list(zip(columns, *plain, strict=True))
+    cells = list(zip(columns, *(row for row in rows if not isinstance(row, str)), strict=True))
     widths = [max(map(len, column)) for column in cells]
-    total = sum(widths) + _GAP * (len(widths) - 1)
-    if total <= width and len(plain) == len(rows):
-        # Nothing to fold. rich takes 0.6 ms for a row, 6 s for 10,000 records.
-        lines = []
-        for row in (columns, *plain):
-            cell_sizes = zip(columns, row, widths, strict=True)
-            padded = [c.rjust(n) if name in right else c.ljust(n) for name, c, n in cell_sizes]
-            lines.append((" " * _GAP).join(padded).rstrip())
-        return [lines[0], "─" * total, *lines[1:]]
     # Narrow the widest column that has room: first words stay whole, then the longest are folded.
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
     for least in (words, [1] * len(words)):
@@ -237,29 +217,24 @@ def table(
             widest = max(range(len(widths)), key=lambda index: (room[index] > 0, widths[index]))
             widths[widest] -= 1
             room[widest] -= 1
-    import rich.box
-    import rich.console
-    import rich.table
-    import rich.text
 
-    box = rich.box.Box(_BOX)
-    grid = rich.table.Table(box=box, padding=(0, 0, 0, 1), show_edge=False)
-    for name, size in zip(columns, widths, strict=True):
-        justify: Any = "right" if name in right else "left"
-        grid.add_column(rich.text.Text(name), justify=justify, overflow="fold", width=size)
+    def folded(row: Sequence[str]) -> Iterator[str]:
+        parts = [
+            # textwrap takes 10 µs for a cell, and most need no fold.
+            [cell] if len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False)
+            for cell, size in zip(row, widths, strict=True)
+        ]
+        for line in itertools.zip_longest(*parts, fillvalue=""):
+            sized = zip(columns, line, widths, strict=True)
+            padded = [c.rjust(n) if name in right else c.ljust(n) for name, c, n in sized]
+            yield (" " * _GAP).join(padded).rstrip()
+
+    lines = [*folded(columns), "─" * (sum(widths) + _GAP * (len(widths) - 1))]
     for row in rows:
-        grid.add_row(*map(rich.text.Text, (_PARAGRAPH,) if isinstance(row, str) else row))
-    # Not stdout: rich would end the process where that is a closed pipe.
-    text = io.StringIO()
-    rich.console.Console(file=text, width=width + 1, color_system=None).print(grid)
-    lines = []
-    below = (row for row in rows if isinstance(row, str))
-    for line in text.getvalue().splitlines():
-        line = line[1:].rstrip()  # without the first column's padding
-        if line.startswith(_PARAGRAPH):
-            lines += paragraph(" " * _INDENT + next(below), width, hanging=_INDENT)
+        if isinstance(row, str):
+            lines += paragraph(" " * _INDENT + row, width, hanging=_INDENT)
         else:
-            lines.append(line)
+            lines += folded(row)
     return lines
 
 
@@ -275,24 +250,3 @@ def paragraph(text: str, width: int, *, hanging: int = 0) -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
-
-
-def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], Sequence[str]]]:
-    """Group names by their texts, in the order in which each text first appears."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, texts in pairs:
-        groups.setdefault(tuple(texts), []).append(name)
-    return [(names, texts) for texts, names in groups.items()]
-
-
-def styled(text: str, style: str) -> str:
-    """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
-    import rich.color
-    import rich.console
-    import rich.style
-
-    terminal = rich.console.Console(file=sys.stdout)
-    if terminal.color_system is None or terminal.no_color:
-        return text
-    standard = rich.color.ColorSystem.STANDARD
-    return rich.style.Style.parse(style).render(text, color_system=standard)

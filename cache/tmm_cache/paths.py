@@ -155,19 +155,6 @@ def absolute(path: str | Path) -> Path:
         return _nowhere(path, f"the working directory is gone ({error.strerror or error})")
 
 
-def real(path: Path) -> str:
-    """The path with links resolved as far as possible; reading it reports the fault.
-
-    `os.path.realpath` raises for a link that can be stat'ed but not read, like `/proc/1/root`;
-    `Path.resolve` also for a loop.
-    """
-    try:
-        return os.path.realpath(path)
-    except OSError as error:
-        reraise(error)
-        return os.path.abspath(path)
-
-
 def is_nowhere(path: Path) -> bool:
     """Whether a path is below `NOWHERE`, which was already reported."""
     return path == NOWHERE or NOWHERE in path.parents

@@ -25,8 +25,6 @@ from tmm_cache.paths import DIGEST, NOTE_FILE, NOTES, RECORD, TEMPORARY
 DEFAULT_SIZE: Final = 256 * 2**20
 #: Eviction goes down to this fraction of the limit, so that the next save does not evict again.
 _ROOM: Final = 0.9
-#: Saves between two scans of the whole root, 50 ms for 10,000 records.
-_EVERY: Final = 256
 #: Files written or used more recently may still be in use by another process.
 _RECENT_SECONDS: Final = 60.0
 #: A younger temporary file may be a save in progress. A save that takes longer, because its process
@@ -70,8 +68,9 @@ class SizeLimiter:
         self._root = root
         self._limit = size_limit()
         self._swept: set[Path] = set()
-        self._saves = 0
-        self._bytes = 0
+        #: Saved since the last scan of the whole root, which takes 50 ms for 10,000 records.
+        #: None: there was no scan.
+        self._bytes: int | None = None
 
     def saved(self, path: Path, size: int, held: Container[Path]) -> None:
         """Clean up the root after saving `size` bytes there. Never raises OSError.
@@ -83,12 +82,13 @@ class SizeLimiter:
             for left in leftovers(path.parent):
                 with suppress(OSError):
                     left.unlink()
-        self._bytes += size
-        room_used = self._limit is not None and self._bytes > (1 - _ROOM) * self._limit
-        if room_used or self._saves % _EVERY == 0:
+        if self._limit is None:
+            return
+        if self._bytes is not None and self._bytes + size <= (1 - _ROOM) * self._limit:
+            self._bytes += size
+        else:
             self._bytes = 0
             evict(self._root, self._limit, lambda file: file == path or file in held)
-        self._saves += 1
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -116,13 +116,11 @@ class _File:
     changed_ns: int
 
 
-def evict(root: Path, limit: int | None, keep: Callable[[Path], bool]) -> int:
+def evict(root: Path, limit: int, keep: Callable[[Path], bool]) -> int:
     """Remove the least recently used files until the root is within its limit; returns how many.
 
     Never raises OSError: files that can't be removed stay.
     """
-    if limit is None:
-        return 0
     now = time.time()
     listed = sorted(_evictable(root, now))
     total = sum(file.size for file in listed)

@@ -28,7 +28,6 @@ from tmm_cache.paths import (
     is_nowhere,
     layer_paths,
     lock_path,
-    real,
     record_path,
 )
 from tmm_cache.record import Brief, TuningRecord
@@ -71,12 +70,10 @@ class CacheStore:
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine without a folder for them.
         self.root = default_root() if root is None else absolute(root)
-        places = {real(self.root): self.root}
-        for layer in map(absolute, layer_paths() if layers is None else layers):
-            if not is_nowhere(layer):
-                places.setdefault(real(layer), layer)
+        below = map(absolute, layer_paths() if layers is None else layers)
+        places = dict.fromkeys([self.root, *(layer for layer in below if not is_nowhere(layer))])
         #: The layers below, nearest first, without the root itself.
-        self.layers = tuple(places.values())[1:]
+        self.layers = tuple(places)[1:]
         #: Whether only a lock file answers, and which.
         self.locked = requires_lock()
         self.lock_path = lock_path(os.environ, self.root)

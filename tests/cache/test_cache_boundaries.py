@@ -716,10 +716,8 @@ def test_a_note_begins_with_the_command_that_runs(capsys: pytest.CaptureFixture[
         console.note("within")
         return console.DONE
 
-    console.note("before")
     console.guarded("tmm-x", noted)
-    console.note("after")
-    assert capsys.readouterr().err == "tmm: before\ntmm-x: within\ntmm: after\n"
+    assert capsys.readouterr().err == "tmm-x: within\n"
 
 
 def test_an_interrupted_command_ends_like_one_of_a_shell() -> None:
@@ -746,11 +744,6 @@ def test_a_warning_becomes_one_note_and_others_stay_warnings(
     with pytest.warns(UserWarning, match="other"):
         warn()
     assert capsys.readouterr().err == "tmm: own\n"
-
-
-def test_names_with_the_same_texts_are_grouped() -> None:
-    pairs = [("a", ["1"]), ("b", ["2"]), ("c", ["1"])]
-    assert console.alike(pairs) == [(["a", "c"], ("1",)), (["b"], ("2",))]
 
 
 def test_a_paragraph_has_20_letters_beside_its_indentation() -> None:

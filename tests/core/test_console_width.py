@@ -16,9 +16,10 @@ from msgspec.structs import replace as revised
 from tmm_cache import console
 
 import tmm_core
-from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.dispatch.explanation import alike, explain_problem
 from tmm_core.nn import convert
 from tmm_core.tools.cli import main
+from tmm_core.tools.commands import doctor
 
 WIDTHS = (80, 100)
 
@@ -121,13 +122,18 @@ def test_colour_follows_the_terminal_and_no_color(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert console.styled("text", "bold red") == "text"  # a pipe
+    assert doctor._styled("text", "bold red") == "text"  # a pipe
     monkeypatch.setattr("sys.stdout", Terminal())
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
-    styled = console.styled("text", "bold red")
+    styled = doctor._styled("text", "bold red")
     assert (styled == "text") == no_color
     assert "text" in styled
+
+
+def test_names_with_the_same_texts_are_grouped() -> None:
+    pairs = [("a", ["1"]), ("b", ["2"]), ("c", ["1"])]
+    assert alike(pairs) == [(["a", "c"], ("1",)), (["b"], ("2",))]
 
 
 def test_reprs_are_short(explained: Any) -> None:

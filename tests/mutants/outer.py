@@ -87,8 +87,8 @@ OUTER = [
            "a candidate has any number of samples",
            (f"{CACHE}::test_samples_are_at_most_10_000_and_named_by_their_index",)),
     Mutant("outer-folded-numbers", "tmm_cache/console.py",
-           "justify: Any = \"right\" if name in right else \"left\"",
-           "justify: Any = \"left\"",
+           "c.rjust(n) if name in right else c.ljust(n)",
+           "c.ljust(n)",
            "numbers of a folded table stand at the left",
            ("tests/cache/test_cache_console.py::"
             "test_numbers_are_aligned_to_the_right_of_folded_rows_too",)),

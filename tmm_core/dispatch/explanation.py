@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,8 +152,16 @@ class Explanation:
         unmeasured = [name for name in self.able if name not in timed | {*self.untried}]
         if unmeasured:
             yield "able", f"{', '.join(unmeasured)} (not measured)"
-        for names, reasons in console.alike(sorted(self.rejected.items())):
+        for names, reasons in alike(sorted(self.rejected.items())):
             yield "rejected", f"{', '.join(names)}: {'; '.join(reasons)}"
+
+
+def alike(pairs: Iterable[tuple[str, Sequence[str]]]) -> list[tuple[list[str], Sequence[str]]]:
+    """Group names by their texts, in the order in which each text first appears."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, texts in pairs:
+        groups.setdefault(tuple(texts), []).append(name)
+    return [(names, texts) for texts, names in groups.items()]
 
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:

@@ -27,6 +27,7 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.provenance import driver_version
+from tmm_core.dispatch.explanation import alike
 from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.registry.query import CheckedKernel
 from tmm_core.registry.registry import DISTRIBUTION, Registry
@@ -80,11 +81,24 @@ def run(options: argparse.Namespace) -> int:
             advice = f"; {finding.advice}" if finding.advice else ""
             line = f"{mark} {finding.about:<18}{finding.text}{advice}"
             first, *more = console.paragraph(line, console.width(), hanging=20)
-            first = console.styled(first[:20], style) + first[20:] if style else first
+            first = _styled(first[:20], style) + first[20:] if style else first
             print("\n".join([first, *more]), flush=True)
     if options.json:
         print_json([asdict(finding) for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
+
+
+def _styled(text: str, style: str) -> str:
+    """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
+    import rich.color
+    import rich.console
+    import rich.style
+
+    terminal = rich.console.Console(file=sys.stdout)
+    if terminal.color_system is None or terminal.no_color:
+        return text
+    standard = rich.color.ColorSystem.STANDARD
+    return rich.style.Style.parse(style).render(text, color_system=standard)
 
 
 def _examine(device: torch.device) -> Iterator[Finding]:
@@ -259,7 +273,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
                 yield found
             else:
                 declining.append((kernel.name, found))
-    for names, reasons in console.alike(declining):
+    for names, reasons in alike(declining):
         verb = "declines" if len(names) == 1 else "decline"
         yield Finding("kernel", "note", f"{', '.join(names)} {verb}: {'; '.join(reasons)}")
 
