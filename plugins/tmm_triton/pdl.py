@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tmm_core import Config, Problem
-from tmm_core.triton import reraise
+from tmm_core.triton import SEARCH_LIMITED, reraise
 
 C = TypeVar("C", bound=Config)
 
@@ -40,12 +40,13 @@ def check_early(early: str, *, able: bool) -> None:
 
 def with_early(configs: list[C], ways: Sequence[str]) -> list[C]:
     """A kernel's configs, best guess first; after that guess, the ``early`` variants of the first
-    configs that support them, grouped by kind."""
+    configs that support them, grouped by kind. An exhaustive search gets those of all configs."""
+    most = _EARLY_TRIED if SEARCH_LIMITED.get() else len(configs)
     variants: list[C] = []
     for early in ways:
         able: list[C] = []
         for config in configs:
-            if len(able) < _EARLY_TRIED:
+            if len(able) < most:
                 try:
                     able.append(replace(config, early=early))  # type: ignore[call-arg]
                 except ValueError as error:  # unsupported by this config

@@ -361,8 +361,8 @@ _SHAPES = (
 
 def _every_shape() -> Iterator[tuple[int, int, int]]:
     """Every shape for an exhaustive search, also those that no measurement favoured."""
-    for n, warps_k, warps_n in itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16), (1, 2, 4, 8)):
-        if warps_k * warps_n <= 16 and 16 * warps_n <= n:
+    for n, warps_k, warps_n in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 4, 8)):
+        if warps_k * warps_n <= 8 and 16 * warps_n <= n:
             yield n, STEP * warps_k, warps_k * warps_n
 
 

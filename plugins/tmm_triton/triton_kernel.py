@@ -15,7 +15,7 @@ import torch
 import triton
 
 from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
-from tmm_core.triton import launcher, reraise, target_of, toolchain
+from tmm_core.triton import SEARCH_LIMITED, launcher, reraise, target_of, toolchain
 from tmm_triton import reduction_order, roofline, tile_anatomy
 from tmm_triton.operands import Build, TileConfig
 
@@ -170,11 +170,12 @@ class TritonKernel(Built[C]):
 
     def ranked(self, problem: Problem, configs: Iterable[C], most: int) -> list[C]:
         """The ``configs`` that fit the device and the shape, without duplicates, best estimate
-        first, at most ``most``."""
+        first, at most ``most`` for a tuning."""
         if problem.device.interpreted:
             return list(dict.fromkeys(configs))[:3]
         fitting = _fitting(problem, configs)
-        return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
+        ranked = sorted(fitting, key=lambda c: self.estimate_us(problem, c))
+        return ranked[:most] if SEARCH_LIMITED.get() else ranked
 
 
 def tiles(problem: Problem, config: TileConfig) -> int:

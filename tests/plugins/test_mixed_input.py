@@ -25,12 +25,16 @@ from test_skinny import COL, DEVICES, ROW
 from test_streaming import FP8, INT4, INT8
 from tmm_triton import blocks, mixed_input_device, ragged, ragged_tiles
 from tmm_triton.mixed_input import Constants, MixedInput, MixedInputConfig
+from tmm_triton.skinny import Skinny
+from tmm_triton.split_k import SplitK
+from tmm_triton.streaming import Streaming
 from tmm_triton.tile_anatomy import usage
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
-from tmm_core import ConfigError, Groups, Operand, Problem, Scale
+from tmm_core import ConfigError, Groups, Kernel, Operand, Problem, Scale
 from tmm_core.epilogues import parse
+from tmm_core.triton import SEARCH_LIMITED
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = MixedInput()
@@ -112,6 +116,27 @@ def test_proposals_fit_the_gpu(m: int, gated: bool, weight: Operand) -> None:
         plain = [c for c in configs if not c.early]
         estimates = [KERNEL.estimate_us(problem, c) for c in plain]
         assert estimates == sorted(estimates)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "m", "weight"),
+    [
+        (KERNEL, 1, INT4), (KERNEL, 64, INT4), (Streaming(), 1, INT4), (Streaming(), 16, INT8),
+        (Skinny(), 4, COL), (SplitK(), 16, COL),
+    ],
+)  # fmt: skip
+def test_an_exhaustive_search_gets_every_tile(kernel: Kernel[Any], m: int, weight: Operand) -> None:
+    problem = replace(PROBLEM, m=m, b=weight)
+    limited = kernel.configs(problem)
+    token = SEARCH_LIMITED.set(False)
+    try:
+        every = kernel.configs(problem)
+    finally:
+        SEARCH_LIMITED.reset(token)
+    assert set(limited) < set(every)
+    assert len(set(every)) == len(every)
+    assert all(config.shared_memory(problem) <= 232448 for config in every)
+    assert all(config.num_warps <= 8 for config in every)
 
 
 @pytest.mark.parametrize("m", [1, 30, 64, 300])
