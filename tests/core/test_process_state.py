@@ -3,21 +3,32 @@ does not undo theirs."""
 
 from __future__ import annotations
 
+import decimal
+import gc
+import io
+import logging
 import os
 import random
+import resource
+import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tmm_core.verify import process_state
 
 CPU = torch.device("cpu")
+cuda = torch.backends.cuda
 
 
 def in_another_thread(function: Callable[[], Any]) -> Any:
@@ -107,3 +118,159 @@ def test_random_numbers_are_not_drawn_twice_while_a_launch_is_watched() -> None:
             drawn.append(float(torch.rand((), dtype=torch.float64)))
         assert found.result() == [[]] * 20
     assert len(set(drawn)) == len(drawn) > 100
+
+
+class AnyFunctionMode(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class AnyDispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _flip(read: Any, write: Any) -> Any:
+    return lambda: write(not read())
+
+
+def _lower_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (soft - 1 if soft > 0 else min(1, hard), hard))
+
+
+def _of_root(name: str, value: Any) -> Any:
+    return lambda: setattr(logging.getLogger(), name, value)
+
+
+#: Changes by the name of the piece of state.
+CHANGES: list[tuple[str, Any]] = [
+    ("torch's function modes", lambda: AnyFunctionMode().__enter__()),
+    ("torch's dispatch modes", lambda: AnyDispatchMode().__enter__()),
+    (
+        "the hooks of saved tensors",
+        lambda: torch.autograd.graph.saved_tensors_hooks(id, id).__enter__(),
+    ),
+    ("the number of torch's threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    ("autocast", lambda: torch.set_autocast_enabled("cuda", True)),
+    ("the flushing of denormal numbers", lambda: torch.set_flush_denormal(True)),
+    (
+        "the fp32 precision of products",
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    ),
+    ("whether torch uses cuDNN", _flip(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled)),
+    (
+        "whether torch uses oneDNN",
+        _flip(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    ),
+    *(
+        (
+            "the backends of attention",
+            _flip(getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp")),
+        )
+        for kind in ("flash", "mem_efficient", "math")
+    ),
+    (
+        "the autocast cache",
+        _flip(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    ),
+    (
+        "autograd's threads",
+        _flip(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    ),
+    (
+        "the filling of new memory",
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    ),
+    ("the trace function", lambda: sys.settrace(lambda *_: None)),
+    ("the profile function", lambda: sys.setprofile(lambda *_: None)),
+    ("the recursion limit", lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1)),
+    ("the handlers of signals", lambda: signal.signal(signal.SIGUSR1, lambda *_: None)),
+    ("the handlers of signals", lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN)),
+    (
+        "the signals that are blocked",
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]),
+    ),
+    ("the limits of resources", _lower_limit),
+    ("how often threads are switched", lambda: sys.setswitchinterval(0.003)),
+    (
+        "the thresholds of the garbage collector",
+        lambda: gc.set_threshold(1 + gc.get_threshold()[0], *gc.get_threshold()[1:]),
+    ),
+    ("the context of decimal numbers", lambda: setattr(decimal.getcontext(), "prec", 7)),
+    ("the context of decimal numbers", lambda: setattr(decimal.getcontext(), "clamp", 1)),
+    ("the hook of exceptions", lambda: setattr(sys, "excepthook", lambda *_: None)),
+    ("the hook of threads' exceptions", lambda: setattr(threading, "excepthook", lambda *_: None)),
+    ("functions of torch", lambda: setattr(torch, "baddbmm", lambda *_: None)),
+    ("functions of torch", lambda: setattr(torch.nn.Linear, "forward", lambda *_: None)),
+    ("how torch prints", lambda: setattr(torch._tensor_str.PRINT_OPTS, "precision", 3)),
+    ("how often torch warns", _flip(torch.is_warn_always_enabled, torch.set_warn_always)),
+    (
+        "whether sparse tensors are checked",
+        _flip(
+            torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants
+        ),
+    ),
+    (
+        "how modules convert parameters",
+        _flip(
+            torch.__future__.get_swap_module_params_on_conversion,
+            torch.__future__.set_swap_module_params_on_conversion,
+        ),
+    ),
+    ("environment variables", lambda: os.environ.__setitem__("OF_A_KERNEL", "1")),
+    ("environment variables", lambda: os.environ.pop("OF_THE_PROGRAM", None)),
+    ("the working directory", lambda: os.chdir("/")),
+    ("the filters of warnings", lambda: warnings.filters.insert(0, ("x",))),
+    ("the root logger", _of_root("level", 3)),
+    ("the root logger", _of_root("disabled", True)),
+    ("the root logger", lambda: logging.getLogger().handlers.insert(0, logging.NullHandler())),
+    ("the root logger", lambda: logging.disable(7)),
+    ("the folders of modules", lambda: sys.path.insert(0, "/nowhere")),
+    ("the garbage collector", gc.disable),
+    ("Python's standard output", lambda: setattr(sys, "stdout", io.StringIO())),
+    ("Python's standard error", lambda: setattr(sys, "stderr", io.StringIO())),
+    ("torch's random generator", lambda: torch.rand(3)),
+    ("Python's random generator", lambda: random.seed(3)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES, ids=[name for name, _ in CHANGES])
+def test_each_piece_of_state_is_put_back(
+    name: str, change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the thread that launches, whatever a launch changes."""
+    monkeypatch.setattr(process_state, "_IDLE", 4e-3)
+    monkeypatch.setenv("OF_THE_PROGRAM", "0")
+    monkeypatch.chdir(tmp_path)
+    assert gc.isenabled()
+    before = process_state.State(CPU)
+    tracer = sys.gettrace()
+    try:
+        _, changed = process_state.watched(change, CPU)
+    finally:
+        left = before.changed()
+        before.restore(left)
+    assert changed == [name]
+    assert left == []
+    assert sys.gettrace() is tracer
+
+
+def test_what_a_launch_changes_once_is_no_change_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may have made it, so it stays."""
+    monkeypatch.setattr(process_state, "_IDLE", 4e-3)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folders = ["/nowhere"]
+
+    def launch() -> None:
+        if folders:
+            sys.path.append(folders.pop())
+
+    assert process_state.watched(launch, CPU)[1] == []
+    assert sys.path[-1] == "/nowhere"

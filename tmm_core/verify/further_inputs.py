@@ -246,9 +246,8 @@ class Round:
         of = data.sets()[-1]
         if plan.rolled:
             assert of.recipe is not None
-            made = replace(
-                rewritten(data, of, of.recipe, of.seed), alpha=3 if data.problem.scaled else 1.0
-            )
+            made = rewritten(data, of, of.recipe, of.seed)
+            made = replace(made, alpha=plan.recipe.alpha if data.problem.scaled else 1.0)
             for t in (made.a, made.b, made.bias, made.residual):
                 if t is not None:
                     # CUDA rolls no 8-bit floats.
