@@ -278,10 +278,12 @@ class Constants(WarpSpecializedConfig):
             B_GROUP=problem.b.block[1] if problem.b.grid else 0,
             B_OUTER=problem.b.block[0] if problem.b.grid else 1,
         )
+        if not problem.b.grid:
+            return constants
         # The up projection's columns begin at N.
         offset = problem.n if problem.gated else 0
         shared = math.gcd(constants.B_OUTER, offset)
-        return replace(constants, ALIKE=problem.b.grid and shared % constants.columns == 0)
+        return replace(constants, ALIKE=shared % constants.columns == 0)
 
     @property
     def overlaps(self) -> bool:
