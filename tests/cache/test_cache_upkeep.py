@@ -205,9 +205,7 @@ def test_a_time_in_the_future_does_not_count_as_a_use(store: CacheStore) -> None
     assert kept(store) == [2]
 
 
-def test_the_first_save_evicts(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_save_evicts(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for m in range(1, 7):
         saved(store, m, days=9)
     size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size

@@ -278,6 +278,33 @@ def test_problems_that_only_queries_see_are_of_every_kind() -> None:
     assert {p.device.type for p in odd} == {DEVICE.type, "cuda", "cpu", "mps", "meta"}
     assert {p.b.form for p in odd} >= set(FORMATS.values())
     assert {p.epilogue for p in odd} >= set(BUILTIN.values())
+    kinds = {None, *map(Scale.parse, ("tensor", "row", "1x32", "128x128"))}
+    dtypes_of_a = {p.a.dtype for p in odd if p.a.scale}
+    for dtype in dtypes_of_a:
+        scaled = [p for p in odd if p.a.dtype is dtype]
+        assert {(p.a.scale, p.b.scale) for p in scaled} >= {(x, y) for x in kinds for y in kinds}
+    assert {p.b.dtype for p in odd if p.b.zero} >= {torch.float16, torch.uint8, torch.int8}
+    assert {p.b.scale for p in odd if p.b.zero} == kinds - {None}
+    assert dtypes_of_a >= {torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int8}
+    assert {p.device.capability for p in odd} >= {(7, 5), (9, 0), (12, 1), (9, 4)}
+    grouped = [p for p in odd if p.groups]
+    assert {p.groups.zeroed for p in grouped if p.groups} == {False, True}
+    every = [p for p in grouped if p.groups and p.groups.a_index and p.groups.out_index]
+    assert any(p.groups and p.groups.out_weights and p.bias and p.residual for p in every)
+
+
+def test_a_suite_of_small_sizes_has_no_size_below_one() -> None:
+    """Sizes that no block divides are three below others."""
+    three = torch.float16, F32
+    made: Any = suite(FakeKernel("k"), dtypes=three, size=(4, 4, 4), sizes=((1, 1, 1),))
+    smaller = ("probes_of_layouts", "probes_of_batches", "probes_of_outputs", "probes_of_terms")
+    for name in (*smaller, "sizes_of_tiles", "demanding", "fine_grained", "demanding_ragged"):
+        probes = list(getattr(made, name)())
+        assert all(min(p.m, p.n, p.k) >= 1 for p in probes), name
+        if name in smaller:
+            assert min(p.m for p in probes) == min(p.k for p in probes) == 1, name
+    loose = [p for p in made._layouts() if not p.a.aligned and p.a.layout == "row"]
+    assert [(p.m, p.n, p.k) for p in loose] == [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
 
 # -- formats -------------------------------------------------------------------------------

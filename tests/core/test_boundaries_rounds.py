@@ -1,0 +1,383 @@
+"""Tensors of further rounds of verification, NaN and Inf in groups and scales, and what memory
+allows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import problem
+
+from tmm_core import Groups, Operand, Scale
+from tmm_core.epilogues import parse
+from tmm_core.verify import data_sets, further_inputs, guard_bands, nonfinite, random_inputs
+from tmm_core.verify.compare import Sample
+from tmm_core.verify.data_sets import DataSets, Expected
+from tmm_core.verify.further_inputs import Plan, Round
+from tmm_core.verify.ragged_inputs import Inputs, Rows
+from tmm_core.verify.random_inputs import Recipe
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+HALF, F32 = torch.float16, torch.float32
+NAN, INF = math.nan, math.inf
+
+
+# -- tensors of a round ------------------------------------------------------------------------
+
+
+def drawn(place: Any, mode: Any = "grad mode", **fields: Any) -> tuple[Round, Inputs]:
+    one = Operand(F32, aligned=False)
+    wanted = {"m": 6, "n": 10, "k": 7, "a": one, "b": one, "out": one, "residual": one}
+    instance = problem(**{**wanted, "bias": F32, **fields})
+    made = Round(DataSets(instance, CPU, 1 << 26), Plan("x", Recipe(), place, mode=mode))
+    return made, made.inputs()
+
+
+#: Strides of a, b, bias and residual in each place.
+STRIDES = {
+    "own": [(7, 1), (10, 1), (1,), (10, 1)],
+    "plain": [(7, 1), (10, 1), (1,), (10, 1)],
+    "expanded": [(0, 1), (10, 1), (0,), (0, 1)],
+    "expanded b": [(7, 1), (0, 1), (1,), (10, 1)],
+    "all expanded": [(0, 1), (0, 1), (1,), (0, 1)],
+    "apart": [(36, 1), (48, 1), (67,), (48, 1)],
+    "near": [(4, 1), (6, 1), (1,), (6, 1)],
+    "shared": [(7, 1), (10, 1), (1,), (10, 1)],
+}
+
+
+@pytest.mark.parametrize("place", list(STRIDES))
+def test_the_strides_of_each_place(place: Any) -> None:
+    made, given = drawn(place)
+    tensors = {name: getattr(given, name) for name in ("a", "b", "bias", "residual")}
+    assert [t.stride() for t in tensors.values()] == STRIDES[place]
+    assert not any(t.isnan().any() for t in tensors.values())
+    one_memory = len({t.untyped_storage().data_ptr() for t in tensors.values()}) == 1
+    assert one_memory is (place == "apart")
+    assert made.is_unusual is (place in ("apart", "near"))
+    if made.is_unusual:
+        out = made.out().tensor
+        assert out.stride() == ((48, 1) if place == "apart" else (16, 1))
+        assert tensors["bias"].storage_offset() % 2 == 1
+        shares = out.untyped_storage().data_ptr() == tensors["a"].untyped_storage().data_ptr()
+        assert shares is (place == "apart")
+    made.end()
+    assert made._out is None
+
+
+def test_rows_of_groups_do_not_overlap() -> None:
+    """Data beyond the last group are NaN."""
+    _, given = drawn("near", groups=Groups(2, "m"), bias=None)
+    assert given.a.stride() == (12, 1)
+    assert given.b.stride()[1:] == (16, 1)
+
+
+@pytest.mark.parametrize("place", ["plain", "shared"])
+def test_one_tensor_may_be_several_arguments(place: Any) -> None:
+    """In plain rounds b is a parameter, which no other argument is."""
+    _, given = drawn(place, n=6, k=6)
+    assert (given.b is given.a) is (place == "shared")
+    assert given.residual is given.a
+    assert given.bias is not None
+    assert given.bias.data_ptr() == given.a.data_ptr()
+    flipped = replace(Operand(F32, aligned=False), layout="col")
+    _, given = drawn(place, n=6, k=6, b=flipped)
+    assert (given.b.data_ptr() == given.a.data_ptr()) is (place == "shared")
+    assert given.b.stride() == (1, 6)
+
+
+@pytest.mark.parametrize("mode", ["grad mode", "inference mode"])
+def test_weights_are_made_outside_inference_mode(mode: Any) -> None:
+    for place in ("plain", "own"):
+        _, given = drawn(place, mode)
+        inference = mode == "inference mode"
+        assert given.residual is not None
+        assert given.a.is_inference() is given.residual.is_inference() is inference
+        assert given.b.is_inference() is (inference and place == "own")
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("place", ["near", "plain", "own", "apart"])
+def test_arguments_of_training_and_of_layers(place: Any) -> None:
+    groups = Groups(2, "m", out_weights=F32)
+    made, inputs = drawn(place, groups=groups)
+    given = made.given(inputs)
+    tensors = [given.a, given.b, given.bias, given.residual]
+    assert given.rows is not None
+    tensors.append(given.rows.out_weights)
+    needs = [t.requires_grad for t in tensors]  # type: ignore[union-attr]
+    assert needs == [place == "near"] * 5
+    parameters = [isinstance(t, torch.nn.Parameter) for t in tensors]
+    assert parameters == [False, place in ("near", "plain"), place == "near", False, False]
+    assert (given.a.grad_fn is not None) is (place == "near")
+    assert given.a.data_ptr() == inputs.a.data_ptr()
+    whole = problem(m=4, n=4, k=4, **dict.fromkeys(("a", "b", "out"), Operand(torch.int8)))
+    integers = Round(DataSets(whole, CPU, 1 << 26), Plan("x", Recipe(), "near"))
+    assert not integers.given(integers.inputs()).a.requires_grad
+
+
+# -- which rounds there are ----------------------------------------------------------------------
+
+
+def test_rounds_in_other_memory_need_room_for_two_sets() -> None:
+    instance = problem(m=8, n=8, k=8)
+    data = DataSets(instance, CPU, 1 << 26)
+    size = sum(g.words.nbytes for g in data.sets()[-1].checksums.memory.values())
+    for limit, fits in ((16 * size, True), (16 * size - 1, False)):
+        data.rounds, data.limit = None, limit
+        places = {each.plan.place for each in further_inputs.rounds_of(data)}
+        assert ("near" in places) is fits
+        assert "same" in places
+    assert further_inputs.rounds_of(data) is data.rounds
+    assert data.rounds is not None
+    assert "expanded" not in {each.plan.place for each in data.rounds}
+    for given in (replace(instance, m=0), instance):
+        data = DataSets(given, CPU, 1 << 26)
+        if given.m:  # the caller's own inputs are never rewritten
+            data._sets = [replace(each, recipe=None) for each in data.sets()]
+        assert further_inputs.rounds_of(data) == []
+
+
+def test_values_are_put_back_unless_an_input_was_altered() -> None:
+    data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
+    a = data.sets()[-1].inputs.a
+    before = a.clone()
+    with further_inputs.restoring(data):
+        a.zero_()
+    assert torch.equal(a, before)
+    with further_inputs.restoring(data):
+        a.zero_()
+        data.altered.add("a")
+    assert not a.any()
+
+
+def test_errors_of_a_round() -> None:
+    instance = problem(m=8, n=8, k=8, a=Operand(HALF), b=Operand(HALF), out=Operand(HALF))
+    data = DataSets(instance, CPU, 1 << 26)
+
+    def error(plan: Plan, change: Any) -> float:
+        made = Round(data, plan)
+        given = made.inputs()
+        y = (given.a.double() @ given.b.double()).to(HALF)
+        change(y)
+        return made.error(given, y)
+
+    def nothing(y: torch.Tensor) -> None:
+        pass
+
+    def set_nan(y: torch.Tensor) -> None:
+        y[1, 1] = NAN
+
+    usual = Plan("x", Recipe())
+    assert error(usual, nothing) < 2e-3
+    assert math.isnan(error(usual, set_nan))
+    assert error(usual, lambda y: y[1].mul_(1.25)) > 2e-3
+    flooded = replace(usual, flooded=True)
+    assert error(flooded, nothing) == 0
+    assert math.isnan(error(flooded, lambda y: y[4, 0].fill_(NAN)))
+    assert math.isnan(error(flooded, lambda y: y[5, 0].fill_(0)))
+    infinite = replace(usual, infinite=True)
+    assert error(infinite, lambda y: y.fill_(INF)) == 0
+    assert math.isnan(error(infinite, lambda y: y.fill_(INF)[0, 0].fill_(-INF)))
+    assert math.isnan(error(infinite, lambda y: y.fill_(INF)[0, 0].fill_(65504)))
+
+
+@pytest.mark.parametrize(("text", "times"), [("identity", 1), ("relu", 2)])
+def test_sums_that_cancel_may_lose_what_tensor_cores_truncate(text: str, times: int) -> None:
+    one = Operand(HALF)
+    instance = problem(m=8, n=8, k=64, a=one, b=one, out=one, epilogue=parse(text))
+    made = Round(
+        DataSets(instance, CPU, 1 << 26),
+        Plan("x", Recipe(random_inputs.Values(cancelling=True))),
+    )
+    given = made.inputs()
+    assert made.slack == 0
+    y = instance.epilogue.apply(given.a.double() @ given.b.double()).to(HALF)
+    for _ in range(2):  # it does not grow from launcher to launcher
+        assert made.error(given, y) < 2e-3
+        assert made.slack == times * 64 * 2.0**-26 * random_inputs.CANCELLED
+
+
+# -- NaN and Inf -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("a_index", "out_index", "found"),
+    [
+        (None, None, {}), ([3, 3, 0, 9], None, {3: [0, 1], 0: [2]}),
+        (None, [2, 0, 1, 9], {0: [2], 1: [0], 2: [1]}),
+        ([3, 3, 0, 9], [2, 0, 1, 9], {3: [2, 0], 0: [1]}),
+    ],
+)  # fmt: skip
+def test_rows_that_are_computed_from_a_row(a_index: Any, out_index: Any, found: Any) -> None:
+    """The fourth row is in no group."""
+    indices = {"a_index": a_index, "out_index": out_index}
+    given: Any = {name: torch.tensor(t) for name, t in indices.items() if t is not None}
+    inputs = Inputs(
+        torch.empty(4, 2), torch.empty(2, 2), rows=Rows(torch.tensor([3]), (3,), 4, **given)
+    )
+    assert nonfinite._rows_computed_from(inputs, 3) == found
+    assert nonfinite._rows_computed_from(replace(inputs, rows=None), 3) == {}
+
+
+def test_where_any_result_is_accepted() -> None:
+    """Where the epilogue turns Inf into NaN, and next to the largest number."""
+    half = Operand(HALF)
+    silu = problem(m=1, n=4, k=4, out=half, epilogue=parse("silu"))
+    z = torch.tensor([[-INF, NAN, INF, -1.0]])
+    kinds, free = nonfinite.split(nonfinite.marks(silu, z, silu.epilogue.apply(z)))
+    assert kinds[:, 1:].tolist() == [[2, 1, 0]]
+    assert free.tolist() == [[True, False, False, False]]
+    plain = replace(silu, epilogue=parse("identity"))
+    y = torch.tensor([[65000.0, 64000.0, -65000.0, INF]])
+    kinds, free = nonfinite.split(nonfinite.marks(plain, y, y))
+    assert free.tolist() == [[True, False, True, False]]
+    assert kinds.tolist() == [[0, 0, 0, 1]]
+    wide = replace(plain, out=Operand(F32))
+    assert not nonfinite.split(nonfinite.marks(wide, y, y))[1].any()
+    whole = replace(plain, out=Operand(torch.int8))
+    assert not nonfinite.marks(whole, y.nan_to_num_(0, 1, 1).to(torch.int8), y.to(torch.int8)).any()
+    complex_ = torch.tensor([1 + 1j, complex(NAN, 0), complex(0, INF)])
+    assert nonfinite.kinds_of(complex_).tolist() == [0, 2, 2]
+
+
+def test_weights_of_any_size() -> None:
+    rows = Rows.of(
+        Groups(3, "m", out_weights=F32), 64, CPU, random_inputs.seeded(CPU, 1),
+        sizes="even", whole=False, any_weights=True,
+    )  # fmt: skip
+    assert rows.out_weights is not None
+    assert rows.out_weights[61:].isnan().all()
+    weights = rows.out_weights[:61]
+    assert not weights[::4].any()
+    assert (weights[1::4] == 1).all()
+    others = torch.cat([weights[2::4], weights[3::4]])
+    assert others.min() < 0 < others.max()
+    assert others.abs().max() > 100 * others.abs().min()
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+def test_scales_beyond_the_last_group_are_nan(along: Any) -> None:
+    """Those of a block that a group reads are not."""
+    fp8 = torch.float8_e4m3fn
+    for of_a, of_b, high, wide in (("row", "row", 1, 1), ("1x128", "128x128", 1, 128)):
+        a = Operand(fp8, scale=Scale.parse(of_a))
+        b = Operand(fp8, "col", scale=Scale.parse(of_b))
+        if along == "k" and wide > 1:
+            continue
+        instance = problem(
+            m=300, n=300, k=256, a=a, b=b, out=Operand(HALF), groups=Groups(2, along)
+        )
+        given = random_inputs.make(instance, CPU)
+        assert given.rows is not None
+        for part in given.parts.values():
+            part.fill_(1)
+        rows = replace(given.rows, ends=(100, 200))
+        rows.poison_beyond(instance, given)
+        of_rows = given.parts["a_scale"].isnan()
+        of_columns = given.parts["b_scale"].isnan()
+        right_rows, right_columns = torch.zeros_like(of_rows), torch.zeros_like(of_columns)
+        if along == "m":
+            right_rows[-(-200 // high) :] = True
+        elif along == "n":
+            right_columns[..., -(-200 // wide) :] = True
+        assert torch.equal(of_rows, right_rows)
+        assert torch.equal(of_columns, right_columns)
+
+
+# -- what memory and time allow -------------------------------------------------------------------
+
+
+def test_whole_results_are_compared_up_to_so_many_operations() -> None:
+    for dtype, device, most in (
+        (HALF, GPU, 2**42), (torch.int8, GPU, 2**42), (F32, GPU, 2**38), (HALF, CPU, 2**33),
+    ):  # fmt: skip
+        one = Operand(dtype)
+        data = DataSets(problem(a=one, b=one, out=one), device, memory_limit=1)
+        assert data._most_flops() == most
+
+
+def test_verification_takes_a_quarter_of_a_gpus_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for free, most, found in ((8 << 20, 4 << 30, 2 << 20), (40 << 30, 4 << 30, 4 << 30),
+                              (40 << 30, INF, 10 << 30)):  # fmt: skip
+        monkeypatch.setattr(data_sets, "free_memory", lambda device, free=free: free)
+        assert data_sets.default_limit(GPU, most) == found
+    monkeypatch.delattr(data_sets.os, "sysconf")  # as on Windows
+    assert data_sets.default_limit(CPU) == 1 << 30
+
+
+def test_verification_with_less_memory_has_one_set_and_samples() -> None:
+    data = DataSets(problem(m=200, n=8, k=8), CPU, 1 << 26)
+    assert [each.expected.rows for each in data.sets()] == [None, None]
+    data.altered.add("a")
+    data.reduce()
+    assert (data.limit, data.is_reduced, data.altered) == (1 << 24, True, set())
+    [only] = data.sets()
+    assert only.expected.rows is not None
+    assert only.expected.cols is not None
+    few = DataSets(problem(m=66, n=8, k=8), CPU, 1 << 26, sampled=True)
+    assert few.sets()[0].expected.rows is None  # so few rows are all compared
+    more = DataSets(problem(m=67, n=8, k=8), CPU, 1 << 26, sampled=True)
+    assert more.sets()[0].expected.rows is not None
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 128, 1000])
+def test_a_sample_is_of_each_stripe_and_both_ends(size: int) -> None:
+    found = data_sets._sample(size, CPU).tolist()
+    assert found == sorted(set(found))
+    assert {0, size - 1} <= set(found)
+    assert len(found) == size if size <= 64 else 64 <= len(found) <= 66
+    for stripe in range(64):
+        low, high = stripe * size // 64, (stripe + 1) * size // 64
+        assert low == high or any(low <= place < high for place in found)
+
+
+def test_expected_numbers_have_a_size_and_may_be_undefined() -> None:
+    numbers = torch.ones(3, 4)
+    whole = Expected(None, Sample(numbers, numbers), None, None)
+    assert whole.nbytes == 2 * 3 * 4 * 4
+    both = Expected(torch.arange(3), whole.in_rows, torch.arange(4), whole.in_rows)
+    assert both.nbytes == 2 * whole.nbytes
+    assert both.is_finite(HALF)
+    large = Sample(numbers * 1e5, numbers)
+    assert not Expected(None, large, None, None).is_finite(HALF)
+    assert Expected(None, large, None, None).is_finite(F32)
+    assert not replace(both, in_cols=large).is_finite(HALF)
+
+
+def test_outputs_are_made_once_and_poisoned_again() -> None:
+    data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
+    second = data.out(1)
+    assert second.tensor.stride() == guard_bands.memory_layout(
+        Operand(F32), (6, 8), padded=True
+    ).strides != (8, 1)  # fmt: skip
+    assert data.out(0).tensor.stride() == (8, 1)
+    second.tensor.zero_()
+    assert data.out(1) is second
+    assert second.tensor.isnan().all()
+    assert data.outs_intact(2) == [True, True]
+    second.words[0, 0] = 0
+    assert data.outs_intact(1) == [True]
+    assert data.outs_intact(2) == [True, False]
+    data.release()
+    assert data.outs_intact(2) == []
+
+
+def test_inputs_that_changed_are_named_once() -> None:
+    groups = Groups(2, "m", out_weights=F32)
+    data = DataSets(problem(m=8, n=8, k=8, groups=groups), CPU, 1 << 26)
+    assert data.changed_inputs() == []
+    for each in data.sets():
+        each.inputs.b.zero_()
+    rows = data.sets()[1].inputs.rows
+    assert rows is not None
+    assert rows.out_weights is not None
+    rows.out_weights[0] = 7
+    data.altered.update(["b", "a"])
+    assert data.changed_inputs() == ["a", "b", "out_weights"]
