@@ -332,6 +332,30 @@ def test_unusual_layouts_of_each_class(
     assert own == guard_bands.unusual_layout(spec, shape, near=near).strides
 
 
+def test_gaps_that_just_fit_32_bits_are_kept() -> None:
+    """The last offset of 15790321 rows that are 136 apart is 2^31 - 1."""
+    half = Operand(HALF)
+    rows = (2**31 + 8) // 136
+    for more, leading in ((0, 136), (1, 128)):
+        placed = guard_bands.memory_layout(half, (rows + more, 128), padded=True)
+        assert placed.strides == (leading, 1)
+        flipped = replace(half, layout="col")
+        placed = guard_bands.memory_layout(flipped, (128, rows + more), padded=True)
+        assert placed.strides == (1, leading)
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize(
+    ("shape", "expands"),
+    [((2, 2), True), ((1, 2), False), ((2, 1), False), ((1, 1), False), ((3, 2, 2), True)],
+)
+def test_two_rows_and_columns_may_share_an_address(layout: Any, shape: Any, expands: bool) -> None:
+    placed = guard_bands.expanded_layout(Operand(HALF, layout, aligned=False), shape)
+    assert (0 in placed.strides[-2:]) is expands
+    assert placed.strides[-1 if layout == "row" else -2] == 1
+    assert len(shape) == 2 or placed.strides[0] == 0
+
+
 def test_tensors_of_one_memory_follow_one_another() -> None:
     placed = guard_bands.unusual_layout(Operand(HALF), (3, 5))
     first = guard_bands.with_guard_bands(placed, CPU, 0xFF).tensor
@@ -416,6 +440,30 @@ def test_a_first_use_also_launches_each_form_and_other_values() -> None:
     assert launches("first use") == [RUN, INTO, RUN]
     # A call in N-D, one of its shapes, and other values in both forms.
     assert launches("first use", folded=True) == [RUN, INTO, FOLDED, FOLDED, RUN, FOLDED]
+
+
+def test_a_launcher_that_never_allocates_writes_to_both_outputs() -> None:
+    made: list[int] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        made.append(out.data_ptr())
+        return torch.matmul(a, b, out=out)
+
+    instance = problem(m=6, n=5, k=4)
+    assert not instance.allocates
+    assert Verifier(instance, CPU).verdict(run, extent="repeated", repeats=3).ok
+    # The first launch, the same three times, both outputs, and non-finite values.
+    first = made[0]
+    assert [place == first for place in made] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+        *[True] * 4,
+    ]
+    assert len(set(made)) == 2
 
 
 @pytest.mark.parametrize("repeats", [1, 5])
@@ -542,6 +590,83 @@ def test_an_error_of_an_output_is_relative_to_it_and_to_its_terms(
     zeros = Expected(None, Sample(nothing, nothing), None, None)
     [(error, _)] = checked.errors(zeros, nothing, (torch.full(shape, 0.25),))
     assert error == 0.25  # the scale of zeros is one
+
+
+def test_outputs_hold_nothing_that_a_launch_may_read() -> None:
+    """NaN or small numbers, in the same memory; and NaN in memory of their own for two threads."""
+    seen: list[tuple[int, float]] = []
+
+    def launch(*_: Any, outputs: Any, **__: Any) -> str:
+        rows, columns = outputs
+        assert (rows.shape, columns.shape, columns.dtype) == ((4,), (9,), HALF)
+        assert rows.is_contiguous()
+        for t in outputs:
+            assert torch.equal(t.isnan(), t[:1].isnan().expand_as(t))
+        assert columns[0].isnan() == rows[0].isnan()
+        seen.append((rows.data_ptr(), rows[0].item()))
+        rows.zero_()
+        columns.zero_()
+        return "result"
+
+    chain = replace(parse("identity"), outputs=(ROW_SUM, Port("y", "col", HALF, reduce="max")))
+    data = DataSets(problem(m=4, n=9, k=4, epilogue=chain), CPU)
+    checked: Any = Outputs(data, launch, True, 1.0)
+    assert [checked() for _ in range(4)] == ["result"] * 4
+    assert len({place for place, _ in seen}) == 1
+    assert [math.isnan(value) for _, value in seen] == [True, False, True, False]
+    assert seen[1][1] == 0.5
+    seen.clear()
+    made = [checked.apart() for _ in range(3)]
+    assert all(math.isnan(value) for _, value in seen)
+    assert len({place for place, _ in seen}) == 3
+    for (result, given), (place, _) in zip(made, seen, strict=True):
+        assert result == "result"
+        assert given[0].data_ptr() == place
+
+
+def test_faults_of_outputs() -> None:
+    tile = torch.full((4, 9), 2.0)
+    expected = Expected(None, Sample(tile, tile), None, None)
+    found = torch.full((4,), 18.0)
+
+    def launch(*_: Any, outputs: Any) -> Any:
+        outputs[0].copy_(found)
+        return tile
+
+    def fault(result: torch.Tensor = tile, of: Expected | None = expected) -> str:
+        checked()
+        return "".join(text for _, text in checked.faults(of, result))
+
+    chain = replace(parse("identity"), outputs=(ROW_SUM,))
+    data = DataSets(problem(m=4, n=9, k=4, epilogue=chain), CPU)
+    checked: Any = Outputs(data, launch, True, 1.0)
+    assert [fault(), fault()] == ["", ""]
+    found[1] += 1e-5
+    assert fault() == "output x (row sum) has other bits for the same inputs"
+    checked._deterministic = False
+    assert fault() == ""
+    found[1] = 0
+    assert "has error 0.75" in fault()
+    # With NaN and Inf in the inputs the result itself says what an output is.
+    infinite = tile.clone()
+    infinite[1, 3] = math.inf
+    found[1] = math.inf
+    assert fault(infinite, None) == ""
+    found[1] = math.nan
+    wrong = "output x (row sum) is not NaN or Inf where the result makes it"
+    assert fault(infinite, None) == wrong
+    found[1], found[2] = math.inf, math.nan
+    assert fault(infinite, None) == wrong
+    checked()
+    checked._memory[0].words[0, 0] = 0
+    beyond = [(pytest.approx(math.nan, nan_ok=True), "it wrote beyond its output x (row sum)")]
+    assert list(checked.faults(None, infinite)) == beyond
+    found.fill_(18.0)
+    checked()
+    checked._memory[0].words[0, 0] = 0
+    assert list(checked.errors(expected, tile)) == [(0.0, ""), *beyond]
+    checked()
+    assert list(checked.errors(expected, tile)) == [(0.0, "")]
 
 
 @pytest.mark.parametrize("port", [ROW_SUM, ROW_MAX, COL_SUM, COL_MAX, ALL_SUM, ALL_MAX, TILE])
