@@ -582,3 +582,30 @@ def test_problems_of_a_format() -> None:
     assert made.k % INT8_SCALE.block[1] == 0
     assert (made.a.dtype, made.out.dtype, made.b.form) == (torch.float16, torch.float16, INT8)
     assert made.b.scale == INT8_SCALE
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cpu", []), ("cuda", [2, 3, 4])])
+def test_probes_are_compiled_at_once_on_a_gpu(device: str, bound: list[int]) -> None:
+    """Each problem of the class once, and none that the kernel declines."""
+    made: list[int] = []
+
+    class Compiled(FakeKernel):
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            made.append(problem.m)
+            return super().bind(problem, config)
+
+    checked = suite(Compiled("k", against=lambda p: ["odd"] * (p.m == 5)))
+    checked._device = lambda: torch.device(device)
+
+    def item(cls: type, **params: Any) -> Any:
+        return SimpleNamespace(cls=cls, callspec=SimpleNamespace(params=params))
+
+    own, items = type(checked), [SimpleNamespace(cls=type(checked)), SimpleNamespace()]
+    items += [item(own, probe=problem(m=m)) for m in (2, 3, 2, 5)]
+    items += [item(own, ragged=problem(m=4)), item(own, ragged=None), item(own, other=problem(m=6))]
+    items += [item(Compiled, probe=problem(m=7))]
+    request: Any = SimpleNamespace(session=SimpleNamespace(items=items))
+    ahead: Any = KernelConformance.__dict__["_compiled_ahead"]
+    for _ in range(2):  # once for the class
+        ahead.__wrapped__(checked, request)
+        assert sorted(made) == bound

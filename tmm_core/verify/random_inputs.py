@@ -336,6 +336,6 @@ def _distinct(t: Tensor) -> Tensor:
         return t
     t = t if t.stride(-2) >= t.stride(-1) else t.mT
     (*batch, rows, cols), (*outer, leading, inner) = t.shape, t.stride()
-    if rows == 1 or inner != 1 or leading >= cols:
+    if inner != 1 or leading >= cols:
         return t
     return t.as_strided((*batch, (rows - 1) * leading + cols), (*outer, 1))
