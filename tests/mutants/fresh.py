@@ -14,6 +14,7 @@ KERNELS = "tests/plugins/test_boundaries_kernels.py"
 BENCH = "tests/core/test_boundaries_bench.py"
 SKINNY = "tests/plugins/test_skinny.py::test_arithmetic_addresses_masks"
 
+INPUTS = "tests/core/test_boundaries_inputs.py"
 CYCLES = "tests/core/test_cycles.py"
 QUANTISED = "tests/core/test_quantized_tensor.py"
 
@@ -389,4 +390,27 @@ FRESH = [
            "launches of the caller end its tunings' share",
            ("tests/core/test_boundaries_stages.py::"
             "test_a_slice_on_a_gpu_is_on_the_stream_of_its_tuning_and_waits_for_launches",)),
+    Mutant("boundary-rows-never-scattered", "verify/ragged_inputs.py",
+           'if reads == "same"\n                else torch.randperm(used',
+           'if True\n                else torch.randperm(used',
+           "no kernel that ignores out_index is found",
+           (f"{INPUTS}::test_rows_are_scattered_unless_they_are_in_order",)),
+    Mutant("boundary-scale-of-a-maximum", "verify/auxiliary_outputs.py",
+           '        if port.reduce == "sum":\n            scale',
+           "        if True:\n            scale",
+           "a wrong maximum of many terms is within the tolerance",
+           (f"{INPUTS}::test_an_error_of_an_output_is_relative_to_it_and_to_its_terms",)),
+    Mutant("boundary-first-use-without-forms", "verify/verifier.py",
+           "yield from self.forms(1)", "yield from self.forms(0)",
+           "a launcher of N-D operands is first used unverified",
+           (f"{INPUTS}::test_a_first_use_also_launches_each_form_and_other_values",)),
+    Mutant("boundary-logging-stays-disabled", "verify/process_state.py",
+           "root.disabled, logging.root.manager.disable = state",
+           "root.disabled, _ = state",
+           "a kernel that disables logging disables the program's",
+           ("tests/core/test_process_state.py::test_each_piece_of_state_is_put_back",)),
+    Mutant("boundary-suite-compiles-again", "testing/conformance.py",
+           'if "_compiled" in vars(cls) or ', "if ",
+           "each test of a suite compiles all problems",
+           ("tests/core/test_boundaries_suites.py::test_probes_are_compiled_at_once_on_a_gpu",)),
 ]  # fmt: skip
