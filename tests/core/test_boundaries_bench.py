@@ -737,3 +737,29 @@ def test_each_class_has_a_section_of_its_own_problems() -> None:
     assert len(report.SUMMARY_COLUMNS) == len(found[""].rows[0])
     assert KINDS == ("run", "host", "problem", "regret")
     assert (Results().problems, Results().runs) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "padded"),
+    [
+        (torch.empty(4, 16), torch.empty(2, 16, 8), False),
+        (torch.empty(4, 8)[:, :4], torch.empty(2, 4, 4), False),
+        (torch.empty(4, 16), torch.empty(2, 8, 16).mT, False),
+        (torch.empty(1, 6), torch.empty(1, 6, 1), False),  # strides of one row or column
+        (torch.empty(4, 6), torch.empty(2, 6, 8), True),
+        (torch.empty(4, 8), torch.empty(2, 8, 6), True),
+        (torch.empty(65)[1:].view(4, 16), torch.empty(2, 16, 8), True),
+        (torch.empty(4, 16), torch.empty(2 * 16 * 8 + 1)[1:].view(2, 16, 8), True),
+        (torch.empty(4, 16), torch.empty(33 * 4)[:132].view(1, 33, 4)[:, :, :2], False),
+    ],
+)  # fmt: skip
+def test_operands_that_torch_takes_are_not_padded(
+    a: torch.Tensor, b: torch.Tensor, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_padded", "_by_torch"):
+        monkeypatch.setattr(grouped_baselines, name, lambda call, name=name: name)
+    epilogue = types.SimpleNamespace(expression=lambda y, bias, residual: y)
+    call: Any = types.SimpleNamespace(
+        a=a, b=b, epilogue=epilogue, bias=None, residual=None, out_dtype=None
+    )
+    assert grouped_baselines.eager([call])(0) == ("_padded" if padded else "_by_torch")

@@ -1160,7 +1160,8 @@ def test_a_table_in_a_terminal_leaves_columns_to_the_report(
         rows=[list("abcdefg")], detail=False, columns=columns, numbers=("ratio",)
     )
     detail = SimpleNamespace(rows=[["x"]], detail=True, columns=("y",), numbers=())
-    monkeypatch.setattr(report, "sections", lambda results: [section, detail])
+    empty = SimpleNamespace(rows=[], detail=False, columns=("z",), numbers=())
+    monkeypatch.setattr(report, "sections", lambda results: [empty, section, detail])
     monkeypatch.setattr(report, "title", lambda document: f"problem {document['case']}")
     problems = [
         {"kind": "problem", "suite": suite, "times": {}, "case": suite,
@@ -1172,3 +1173,18 @@ def test_a_table_in_a_terminal_leaves_columns_to_the_report(
     assert [line.split() for line in shown.out.splitlines()[::2]] == [["problem", "ratio"],
                                                                       ["a", "d"]]  # fmt: skip
     assert shown.err == f"tmm: problem {bench.suites.SWEEP}: k was not timed: declines\n"
+
+
+def test_the_report_of_earlier_results_goes_to_a_folder_that_need_not_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "some" / "report"
+    for _ in range(2):
+        status = bench._show(Results(), benched("--json", "--output", str(folder)))
+        assert status == 0
+    assert [path.name for path in folder.iterdir()] == ["report.md"]
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.partition("}\n{")[0] + "}")["problems"] == []
+    assert shown.err.splitlines() == [f"tmm: written: {folder / 'report.md'}"] * 2
+    failed = Results(problems=[{"kind": "problem", "suite": "s", "case": {}, "failed": "why"}])
+    assert bench._show(failed, benched("--json")) == 1

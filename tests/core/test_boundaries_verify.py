@@ -1149,6 +1149,7 @@ def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
         else:  # the last value, and NaN before it
             assert a[:, row, term - 1].isnan().all()
             assert columns == 1 or (a[:, row, term] == -INF).all()
+            assert not a[:, row, [c for c in others if c != (term - 1) % columns]].any()
     assert (b[term, 3::7] == 0).all() or columns == 1
     assert (b[term - 1, 4::7] == INF).all()
     assert (b[:, [0, 1, 2, 5, 6, 7, 8, 9]] == 1).all()
