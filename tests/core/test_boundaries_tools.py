@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -1140,6 +1141,20 @@ def test_a_run_without_records_tunes() -> None:
     assert kept.suite == "shapes"
 
 
+def test_without_problems_a_run_is_of_all_suites() -> None:
+    def names(*arguments: str) -> list[str]:
+        return list(dict.fromkeys(task.suite for task in bench._tasks(benched(*arguments))))
+
+    every = list(dict.fromkeys(task.suite for task in bench.suites.select(["all"])))
+    assert names() == every
+    assert [name.startswith("large") for name in names("--no-records")] == [True]
+    assert names("--host") == []
+    assert names("--shapes", "8x8x8") == ["shapes"]
+    assert names("--host", "--suite", every[1]) == [every[1]]
+    assert names("--shapes", "8x8x8", "--suite", every[1]) == ["shapes", every[1]]
+    assert len(bench._tasks(benched("--suite", every[0], "--limit", "2"))) == 2
+
+
 def test_a_run_goes_on_after_what_was_measured(tmp_path: Path) -> None:
     done = {"kind": "problem", "suite": "s", "case": {"m": 1}}
     failed = {"kind": "problem", "suite": "s", "case": {"m": 2}, "failed": "no memory"}
@@ -1188,3 +1203,36 @@ def test_the_report_of_earlier_results_goes_to_a_folder_that_need_not_exist(
     assert shown.err.splitlines() == [f"tmm: written: {folder / 'report.md'}"] * 2
     failed = Results(problems=[{"kind": "problem", "suite": "s", "case": {}, "failed": "why"}])
     assert bench._show(failed, benched("--json")) == 1
+
+
+def _interrupted(*_: Any, **__: Any) -> Any:
+    """A library's error on Ctrl-C."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException as error:
+        raise RuntimeError("compilation failed") from error
+
+
+@pytest.mark.parametrize("part", ["anatomy", "resources", "doctor", "tune"])
+def test_a_faults_cause_may_be_ctrl_c(part: str) -> None:
+    """It ends the command, whatever a library makes of it."""
+    kernel: Any = FakeKernel("k")
+    kernel.anatomy = kernel.resources = _interrupted
+    candidate = Candidate(kernel, FakeConfig())
+    explained: Any = SimpleNamespace(problem=problem(), record=None)
+    uses = {
+        "anatomy": lambda: why._default_anatomy(kernel, problem()),
+        "resources": lambda: why._known(explained, candidate),
+        "doctor": lambda: doctor._wrong("k", SimpleNamespace(error=_interrupted)),  # type: ignore[arg-type]
+        "tune": lambda: tune._tune(tune.Pending("x", False, _interrupted), benched()),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        uses[part]()
+    kernel.anatomy = lambda *_: 1 / 0
+    assert not why._default_anatomy(kernel, problem())
+
+
+def test_ctrl_c_ends_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_versions", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(doctor._examine(CPU))

@@ -187,6 +187,17 @@ def test_an_error_is_also_relative_to_what_a_right_kernel_may_lose() -> None:
     assert away.sizes.min() >= 400
 
 
+@pytest.mark.parametrize("terms", ["none", "residual", "weights"])
+def test_a_last_stage_beyond_the_range_may_be_inf_before_other_terms(terms: str) -> None:
+    """Torch's operators add a residual to the Inf, and multiply it by a weight of a row."""
+    fields: dict[str, Any] = {"residual": F16} if terms == "residual" else {}
+    instance = problem(k=1, a=F16, b=F16, out=F16, epilogue=parse("relu2"), **fields)
+    z = torch.tensor([[300.0, 10.0]], dtype=torch.float64)
+    weights: Any = torch.ones(1, 1) if terms == "weights" else 1.0
+    piece = compare._Piece(z, z, z, weights, z.square(), 1.0)
+    assert compare._bound(instance, piece).isinf().tolist() == [[terms != "none", False]]
+
+
 def test_a_result_beyond_the_range_may_be_inf_or_the_largest_number() -> None:
     expected = torch.tensor([70000.0, -70000.0])
     for out, found in (([INF, -INF], 0.0), ([65504.0, -65504.0], 0.0), ([INF, INF], None)):
