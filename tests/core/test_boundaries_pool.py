@@ -359,13 +359,13 @@ def test_the_program_of_a_host(
             seen.append("end")
             self.channel.close()
 
-    # A folder's name has 20 characters, and the limit is 60. A test's own folder is too deep.
-    places = Path(tempfile.mkdtemp(dir="/tmp", suffix="x" * (25 + long), prefix=""))
-    assert len(str(places)) == 38 + long
-    monkeypatch.setattr(tempfile, "tempdir", str(places))
+    # The limit is 60. A test's own folder is too deep.
+    place = tempfile.mkdtemp(dir="/tmp", suffix="x" * (46 + long), prefix="")
+    assert len(place) == 59 + long
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
     monkeypatch.setattr(pool_host, "Host", Served)
     monkeypatch.setattr(os, "nice", lambda by: seen.append(("nice", by)))
-    monkeypatch.setattr(sys, "argv", ["pool_host.py", "6", how])
+    monkeypatch.setattr(sys, "argv", ["pool_host.py", "6", how, place])
     ours, theirs = Pipe()
     with redirected(0), ours, theirs:
         os.dup2(theirs.fileno(), 0)
@@ -373,9 +373,8 @@ def test_the_program_of_a_host(
         with pytest.raises(ValueError) if error is ValueError else contextlib.nullcontext():
             pool_host.main()
     nice = [("nice", pool_host.YIELDING)] if how == "forks" else []
-    (folder,) = (given[-1] for given in seen if isinstance(given, tuple) and given[0] == 6)
-    assert seen == [*nice, (6, how == "forks", folder), b"a job", "end"]
-    places.rmdir()  # it is empty
+    assert seen == [*nice, (6, how == "forks", place), b"a job", "end"]
+    assert not os.path.exists(place)
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -700,7 +699,7 @@ def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "path", ["/one", "", "/two", 3])
     for kind, word in ((KIND, "forks"), (replace(KIND, forks=False), "imports")):
         host, process = parent.host(kind, HOME="/here")
-        python, *options, program, workers, how = process.command
+        python, *options, program, workers, how, folder = process.command
         assert python == sys.executable
         assert options == ["-W", "ignore", *["-P"] * (sys.version_info >= (3, 11))]
         assert (program, workers, how) == (pool_host.__file__, "4", word)
@@ -711,7 +710,9 @@ def test_how_a_host_is_started(parent: Parent, monkeypatch: pytest.MonkeyPatch) 
             "stdout": subprocess.DEVNULL,
             "start_new_session": True,
         }
+        assert os.path.isdir(folder)
         host.close()
+        assert not os.path.exists(folder)  # a host that was killed leaves it
 
 
 @pytest.mark.parametrize(
@@ -880,7 +881,7 @@ def test_what_a_job_of_compilers_says(parent: Parent, monkeypatch: pytest.Monkey
     with contextlib.closing(Compilers(3, 5.0, KIND)) as compilers:
         compilers.submit(problem(), candidate(2))
         (process,) = parent.started
-        assert process.command[-2] == "3"
+        assert process.command[-3] == "3"
         job = process.receive()
         assert job["environ"] == {**os.environ, "OF_KIND": "1"}
         assert (job["device"], job["limit"], job["folder"]) == (None, 5.0, os.getcwd())

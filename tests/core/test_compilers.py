@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -237,7 +238,7 @@ def test_closing_ends_every_process_and_leaves_no_file(
 ) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     future = own.submit(problem(), candidate(installed.kernel, 2))
     pids = [*begun(), process(own).pid]
     assert list(folder.iterdir())

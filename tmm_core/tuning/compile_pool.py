@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -257,8 +258,11 @@ class _Host:
         environ["PYTHONPATH"] = os.pathsep.join(self.circumstances[0])
         options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
         options += ["-P"] * (sys.version_info >= (3, 11))
-        arguments = [str(workers), "forks" if kind.forks else "imports"]
         with contextlib.ExitStack() as opened:
+            #: The host removes it, unless it is killed.
+            self._folder = tempfile.mkdtemp(prefix="tmm-compile-")
+            opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            arguments = [str(workers), "forks" if kind.forks else "imports", self._folder]
             self._output = opened.enter_context(tempfile.TemporaryFile(buffering=0))
             self._socket, theirs = socket.socketpair()
             opened.enter_context(self._socket)
@@ -381,7 +385,9 @@ class _Host:
             self.process.wait(_END_LIMIT if self.started.is_set() or self.process.poll() else 0)
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        status = self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return status
 
 
 def _resolve(future: Future[None], failure: NotCompiledError | None = None) -> None:

@@ -15,6 +15,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -174,22 +175,23 @@ def perform(job: Job | None) -> Any:
 
 def main() -> None:
     """Serve the parent, whose channel is standard input. The arguments are the number of workers,
-    and ``forks`` if they are forked."""
+    ``forks`` if they are forked, and a folder for temporary files, which is removed at the end."""
     channel = Connection(os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    with tempfile.TemporaryDirectory(prefix="tmm-compile-", ignore_cleanup_errors=True) as folder:
-        # The system limits the path of a socket.
-        tempfile.tempdir = folder if len(folder) < _SHORT else "/tmp"
-        forks = sys.argv[2] == "forks"
-        if forks:  # other workers launch kernels
-            os.nice(YIELDING)
-        host = Host(channel, int(sys.argv[1]), forks, folder)
-        try:
-            with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
-                host.run()
-        finally:
-            host.end()
+    folder = sys.argv[3]
+    # The system limits the path of a socket.
+    tempfile.tempdir = folder if len(folder) < _SHORT else "/tmp"
+    forks = sys.argv[2] == "forks"
+    if forks:  # other workers launch kernels
+        os.nice(YIELDING)
+    host = Host(channel, int(sys.argv[1]), forks, folder)
+    try:
+        with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+            host.run()
+    finally:
+        host.end()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
