@@ -12,9 +12,9 @@ values that ``wgmma`` expects in its registers.
 * A producer warp requests boxes of both operands from TMA. One to three consumers of four warps
   multiply their own rows of the weight by all rows of the tile of ``a``.
 * While one consumer decodes, the tensor cores work for the others.
-* Scales of groups are applied to the sums of each step, in fp32. That is impossible for a tile of
-  256 rows, which has no registers for two sums, and for groups of 32, of which a step has several.
-  There the weight's values are multiplied and rounded to 16 bits, as dequantising does.
+* Scales of groups are applied to the sums of each step, in fp32. A tile of 256 rows has no
+  registers for two sums, and a step has several groups of 32. In both cases the weight's values
+  are multiplied by their scale and rounded to 16 bits, as dequantising does.
 * Blocks are persistent: the next tile's operands arrive while the last tile is stored.
 """
 

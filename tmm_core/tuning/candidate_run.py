@@ -201,8 +201,8 @@ def for_the_bucket(problem: Problem, reserves: Sequence[CandidateRun]) -> list[C
     """Return the reserves to race and to measure inside the bucket. A reserve that beats BLAS at
     the edge answers inside if the winner is not deterministic or not capture-safe and the call
     needs that. If no reserve beats BLAS, the fastest kernel within :data:`BEHIND` may still be
-    ahead inside: cuBLAS won 1280×8192 at the edge, M = 896, but at 780 it took 39 µs and a kernel
-    26."""
+    ahead inside. cuBLAS won 1280×8192 at the edge, M = 896, but at 780 it took 39 µs and a kernel
+    took 26."""
     blas = min((run.time for run in reserves if run.is_baseline), default=math.inf)
     if ahead := [run for run in reserves if run.time <= blas * (1 - MARGIN)]:
         return ahead

@@ -357,9 +357,9 @@ def _interleaved(
     """Interleave the ranked candidates of the kernels within :data:`SIMILAR` of the best.
 
     Estimates rank the configs of one kernel better than they rank kernels. A kernel whose estimates
-    ignore a part of its config has many equal estimates, which would fill a batch. For
-    7488×3584×2560 (H100) ``triton.persistent`` took 12 of 18 places and the Hopper kernel one; the
-    Hopper kernel's best config, 7 % ahead of BLAS, was never tried."""
+    ignore a part of its config has many equal estimates, which would fill a batch. On an
+    H100 ``triton.persistent`` took 12 of 18 places for 7488×3584×2560, and the Hopper kernel one.
+    The Hopper kernel's best config, 7 % ahead of BLAS, was never tried."""
     best = {c.kernel: estimates[c] or 0.0 for c in reversed(ranked)}
     similar = [kernel for kernel in best if best[kernel] <= min(best.values()) * SIMILAR]
     similar.sort(key=best.__getitem__)

@@ -41,8 +41,8 @@ from tmm_core.verify.verifier import Extent, Verifier
 SCREENING, SCREENING_US, SCREENING_KEEPS = 3, 400.0, 1.3
 SECOND, SECOND_US, SECOND_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
-#: Warm-up samples of the last round, until a GPU's clock is what its power allows: 4096³ on an H100
-#: takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
+#: Warm-up samples of the last round, until a GPU's clock is what its power allows. On an H100 4096³
+#: takes 172 µs at first and 195 after that; 384×4096² in tiles of 128×96 takes 22 µs and then 25.
 SETTLE = 4
 #: µs of a steady-state measurement. With half of it, the times of two tile orders differed by 10 %.
 STEADY_US = 0.3e6
