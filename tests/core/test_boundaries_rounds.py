@@ -3,17 +3,30 @@ allows."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fakes import problem
 
-from tmm_core import Groups, Operand, Scale
+from tmm_core import Groups, Operand, Port, Scale
 from tmm_core.epilogues import parse
-from tmm_core.verify import data_sets, further_inputs, guard_bands, nonfinite, random_inputs
+from tmm_core.spec.launcher import Bound
+from tmm_core.verify import (
+    data_sets,
+    forms,
+    further_inputs,
+    guard_bands,
+    nonfinite,
+    random_inputs,
+    two_threads,
+    ways_of_use,
+)
 from tmm_core.verify.compare import Sample
 from tmm_core.verify.data_sets import DataSets, Expected
 from tmm_core.verify.further_inputs import Plan, Round
@@ -381,3 +394,172 @@ def test_inputs_that_changed_are_named_once() -> None:
     rows.out_weights[0] = 7
     data.altered.update(["b", "a"])
     assert data.changed_inputs() == ["a", "b", "out_weights"]
+
+
+# -- two threads ---------------------------------------------------------------------------------
+
+
+def free_launches(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, busy: set[int], most: int = 5, held: int = 3
+) -> tuple[int, int, set[int]]:
+    """The launches of thread 0 of which each takes so long, and the results that it keeps."""
+    now = [0.0]
+    monkeypatch.setattr(two_threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made: list[int] = []
+
+    def launch(launcher: Any, out: Any) -> int:
+        now[0] += seconds
+        made.append(len(made))
+        return made[-1]
+
+    of: Any = SimpleNamespace(inputs=SimpleNamespace(launch=launch))
+    data: Any = SimpleNamespace(sets=lambda: [of, of], device=CPU)
+    turns: Any = None
+    thread = two_threads.Launches(data, turns, 0, busy, "free", turns, most, held, False)
+    thread._free()
+    assert [result for _, result in thread.results] == made[-held:]
+    return len(made), len(thread.results), busy
+
+
+def test_a_thread_ends_its_free_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Fast launches: as many as are wanted, or as long as the other thread has launches to make.
+    assert free_launches(monkeypatch, 0.0, {0}) == (5, 3, set())
+    assert free_launches(monkeypatch, 0.0, {0, 1}) == (9, 3, {1})
+    # Slow launches: two, or until the other thread has had its time.
+    assert free_launches(monkeypatch, 0.1, {0}) == (2, 2, set())
+    assert free_launches(monkeypatch, 0.004, {0}) == (2, 2, set())
+    assert free_launches(monkeypatch, 0.0025, {0}) == (3, 3, set())
+    assert free_launches(monkeypatch, 0.3, {0, 1}) == (2, 2, {1})
+    assert free_launches(monkeypatch, 0.06, {0, 1}) == (4, 3, {1})
+    assert free_launches(monkeypatch, 0.0, {0}, most=1, held=1) == (1, 1, set())
+
+
+@pytest.mark.parametrize(
+    ("pace", "place", "launched"),
+    [("lines", 0, [0]), ("lines", 1, [1]), ("launches", 0, [0, 0]), ("launches", 1, [1, 0, 0])],
+)
+def test_whose_inputs_are_launched_in_turns(pace: Any, place: int, launched: list[int]) -> None:
+    """Between the lines of the other thread's second launch, on that thread's inputs."""
+    made: list[int] = []
+
+    def inputs(number: int) -> Any:
+        return SimpleNamespace(inputs=SimpleNamespace(launch=lambda *_: made.append(number)))
+
+    shared = iter([False, True, True])
+
+    class Turns:
+        over = False
+        shared = False
+
+        def pass_on(self, thread: int) -> None:
+            assert thread == place
+            self.shared = next(shared)
+
+        @contextlib.contextmanager
+        def after_each_line(self, thread: int) -> Iterator[None]:
+            seen.append(self.shared)
+            yield
+
+    seen: list[bool] = []
+    data: Any = SimpleNamespace(sets=lambda: [inputs(0), inputs(1)], device=CPU)
+    turns: Any = Turns()
+    thread = two_threads.Launches(data, turns, place, set(), pace, turns, 3, 9, False)
+    thread._in_turns()
+    assert made == launched
+    assert seen == {"lines": [False], "launches": [] if place else [False, True]}[pace]
+    if place and pace == "launches":
+        turns.over = True
+        turns.pass_on = lambda thread: None
+        thread._in_turns()
+        assert made == launched
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("allocates", [True, False])
+def test_two_threads_launch_at_each_pace(
+    interpreted: bool, allocates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = problem(m=8, n=8 if allocates else 7, k=8)
+    if interpreted:
+        instance = replace(instance, device=replace(instance.device, interpreted=True))
+    assert instance.allocates is allocates
+    made: list[Any] = []
+    monkeypatch.setattr(
+        ways_of_use, "launch_together",
+        lambda data, launcher, pace, most, into: made.append((pace, most, into)) or [],
+    )  # fmt: skip
+    one_at_a_time: list[int] = []
+    monkeypatch.setattr(ways_of_use, "_interpret_one_at_a_time", lambda: one_at_a_time.append(1))
+    bound = Bound(torch.add, folded=lambda *_: None)
+
+    def together(data: DataSets, baseline: bool = False) -> list[Any]:
+        made.clear()
+        for _ in ways_of_use.WaysOfUse(data, bound, True, baseline).together():
+            pass
+        return list(made)
+
+    data = DataSets(instance, CPU, 1 << 26)
+    first = "free" if interpreted else "lines"
+    paces = ["free"] * 4 if interpreted else ["lines", "lines", "launches", *["free"] * 4]
+    wanted = [(pace, 32, not allocates) for pace in paces]
+    wanted += [(first, 32, True), (first, 32, False)] if allocates else []
+    assert together(data) == wanted
+    assert len(one_at_a_time) == interpreted
+    assert together(data, baseline=True) == []
+    assert together(DataSets(instance, CPU, 1 << 26, sampled=True)) == []  # one set of inputs
+
+
+def test_other_forms_are_of_launchers_that_allocate() -> None:
+    bound = Bound(torch.add, folded=lambda *_: None)
+    port = replace(parse("identity"), outputs=(Port("x", "row", reduce="sum"),))
+
+    def count(baseline: bool = False, **fields: Any) -> int:
+        data = DataSets(problem(m=8, **{"n": 8, "k": 8, **fields}), CPU, 1 << 26)
+        checks = ways_of_use.WaysOfUse(data, bound, True, baseline)
+        assert checks.every_form()[0] is checks
+        assert checks.every_form()[1:] == checks.every_form()[1:]  # made once
+        return len(checks.every_form())
+
+    assert count() == 2
+    assert count(baseline=True) == count(n=7) == count(epilogue=port) == 1
+    assert count(groups=Groups(2, "m")) == 1
+    data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
+    [_, form] = ways_of_use.WaysOfUse(data, bound, False, False, 3.0).every_form()
+    assert (form._deterministic, form._baseline, form._slack) == (False, False, 3.0)
+    assert form.called == ", called with N-D operands"
+
+
+def test_a_launchers_source_has_a_plan_for_each_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Plan:
+        @classmethod
+        def of(cls, problem: Any, choice: None, bound: Any, call: Any) -> Any:
+            made.append(call)
+            return SimpleNamespace(ready=lambda call: lambda *given, **parts: ("plan", len(made)))
+
+    monkeypatch.setattr(forms, "Plan", Plan)
+    instance = problem(m=4, n=8, k=8, scaled=True)
+    source = forms.Source(instance, Bound(lambda *_: "run"))  # type: ignore[arg-type,return-value]
+    a, b = torch.zeros(4, 8), torch.zeros(8, 8)
+    loose = torch.zeros(33)[1:].view(4, 8)
+    for given, alpha, found in (
+        (a, 1.0, 1), (a, 1.0, 1), (a.clone(), 1.0, 1), (a, 2.0, 2), (loose, 1.0, 3),
+        (torch.zeros(4, 16)[:, :8], 1.0, 4), (a, 1.0, 4),
+    ):  # fmt: skip
+        assert source(given, b, None, None, alpha, None)[1] == found
+    assert [call.alpha for call in made] == [1.0, 2.0, 1.0, 1.0]
+    assert [call.formats for call in made] == [""] * 4
+    plans = {given: source(a, b, None, None, 1.0, torch.empty(4, 8))[0] for given in "x"}
+    assert plans == {"x": "plan"}
+    for out in (torch.empty(4, 16)[:, :8], torch.empty(33)[1:].view(4, 8)):
+        assert source(a, b, None, None, 1.0, out) == "run"  # a call's plan takes no such output
+
+
+def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
+    instance = problem(m=6, n=8, k=4)
+    y = torch.zeros(2, 3, 8)
+    assert forms.flattened(y, (2, 3, 8), instance).shape == (6, 8)
+    for wrong in (y.view(6, 8), y.view(3, 2, 8), None):
+        with pytest.raises(forms.ShapeError, match=r"for N-D operands it returned shape \("):
+            forms.flattened(wrong, (2, 3, 8), instance)
