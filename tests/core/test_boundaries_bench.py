@@ -763,3 +763,11 @@ def test_operands_that_torch_takes_are_not_padded(
         a=a, b=b, epilogue=epilogue, bias=None, residual=None, out_dtype=None
     )
     assert grouped_baselines.eager([call])(0) == ("_padded" if padded else "_by_torch")
+
+
+@pytest.mark.parametrize(
+    ("script", "found"), [("echo ' x '", "x"), ("echo x; exit 3", None), ("true", "")]
+)
+def test_what_a_command_prints_counts_if_it_succeeds(script: str, found: str | None) -> None:
+    assert provenance._output(["sh", "-c", script]) == found
+    assert provenance._output(["/no/such/command", script]) is None

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 HALF, F32 = torch.float16, torch.float32
 NAN, INF = math.nan, math.inf
+NONE: Any = None
 
 
 # -- tensors of a round ------------------------------------------------------------------------
@@ -434,6 +435,15 @@ def test_a_thread_ends_its_free_launches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert free_launches(monkeypatch, 0.0, {0}, most=1, held=1) == (1, 1, set())
 
 
+def test_a_thread_that_writes_into_its_output_keeps_one_result() -> None:
+    data: Any = SimpleNamespace(
+        sets=lambda: [None, None], device=CPU, out=lambda place: SimpleNamespace(tensor=place)
+    )
+    for into, kept, out in ((True, 1, 1), (False, 7, None)):
+        thread = two_threads.Launches(data, NONE, 1, {1}, "free", NONE, 9, 7, into)
+        assert (thread.results.maxlen, thread._out) == (kept, out)
+
+
 @pytest.mark.parametrize(
     ("pace", "place", "launched"),
     [("lines", 0, [0]), ("lines", 1, [1]), ("launches", 0, [0, 0]), ("launches", 1, [1, 0, 0])],
@@ -563,3 +573,17 @@ def test_results_of_n_d_operands_have_the_shape_of_the_call() -> None:
     for wrong in (y.view(6, 8), y.view(3, 2, 8), None):
         with pytest.raises(forms.ShapeError, match=r"for N-D operands it returned shape \("):
             forms.flattened(wrong, (2, 3, 8), instance)
+
+
+@pytest.mark.parametrize(
+    ("errors", "found"),
+    [([], None), ([0.5], 0.5), ([0.5, 1.0, 0.0], 1.0), ([0.5, NAN, 1.0], NAN), ([NAN], NAN),
+     ([1.0, INF, 0.5], INF), ([NAN, 2.0], NAN)],
+)  # fmt: skip
+def test_the_error_of_a_launcher_is_its_largest(errors: list[float], found: float | None) -> None:
+    checks = ways_of_use.WaysOfUse(DataSets(problem(), CPU, 1), NONE, True, False)
+    checks._errors = errors
+    if found is None:
+        assert checks.error is None
+    else:
+        assert checks.error == pytest.approx(found, nan_ok=True)

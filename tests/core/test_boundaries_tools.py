@@ -22,6 +22,7 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import quick, report
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results, identity
+from tmm_core.errors import PluginError
 from tmm_core.spec import toolchain
 from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
@@ -1236,3 +1237,35 @@ def test_ctrl_c_ends_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_versions", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(doctor._examine(CPU))
+
+
+def test_a_kernel_without_a_default_config_is_a_fault() -> None:
+    def default_config(problem: Any) -> Any:
+        raise PluginError("it has none")
+
+    kernel: Any = FakeKernel("k")
+    first: Any = SimpleNamespace(failure=lambda problem, candidate, memory: failures.get(memory))
+    failures: dict[int, Any] = {}
+    assert doctor._fault(kernel, problem(), first) is None
+    failures[doctor.LAUNCH_BYTES] = ValueError("it crashed")
+    assert doctor._fault(kernel, problem(), first) == "it crashed"
+    kernel.default_config = default_config
+    assert doctor._fault(kernel, problem(), first) == "it has none"
+
+
+def test_a_recorded_time_is_of_the_config_and_of_this_m_if_it_was_timed() -> None:
+    def result(kernel: str, us: float, tile: int, at: dict[int, float]) -> Any:
+        return SimpleNamespace(
+            kernel=kernel, config={"tile": tile}, median_us=us, us_at=lambda m, of: at.get(m)
+        )
+
+    results = [result("x", 9.0, 1, {}), result("k", 1.0, 1, {}), result("k", 2.0, 2, {64: 3.0})]
+    explained: Any = SimpleNamespace(
+        record=SimpleNamespace(candidates=results, extent=128), problem=problem(m=64)
+    )
+    assert why._recorded_us(explained, "k") == 1.0  # the first
+    assert why._recorded_us(explained, "k", {"tile": 2}) == 3.0
+    assert why._recorded_us(explained, "k", {"tile": 3}) is None
+    assert why._recorded_us(explained, "y") is None
+    explained.record = None
+    assert why._recorded_us(explained, "k") is None

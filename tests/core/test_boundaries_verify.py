@@ -899,6 +899,7 @@ ALPHAS = {"alpha=0", "alpha=nan", "alpha=-", "large products and a small alpha"}
     [
         ("fff", {}, DENSE | FLOODED | SIZED | {"large products"}),
         ("ddd", {}, DENSE | FLOODED), ("bhf", {}, DENSE | FLOODED),
+        ("bhh", {"bias": torch.float16}, DENSE | FLOODED), ("hbh", {"k": 4}, DENSE | FLOODED),
         ("iiI", {}, DENSE | {"integers of any size"}),
         ("bbb", {}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
         ("bbb", {"k": 4}, DENSE | FLOODED | SIZED | {"sums that cancel"}),

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -236,6 +237,8 @@ CHANGES: list[tuple[str, Any]] = [
     ("Python's standard error", lambda: setattr(sys, "stderr", io.StringIO())),
     ("torch's random generator", lambda: torch.rand(3)),
     ("Python's random generator", lambda: random.seed(3)),
+    ("NumPy's random generator", lambda: np.random.rand()),
+    ("NumPy's handling of errors", lambda: np.seterr(over="raise")),
 ]
 
 
