@@ -587,3 +587,29 @@ def test_the_error_of_a_launcher_is_its_largest(errors: list[float], found: floa
         assert checks.error is None
     else:
         assert checks.error == pytest.approx(found, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [(1, [(1, 4, 8), (8, 6), (1, 4, 6), (1, 4, 6)]),
+     (3, [(1, 3, 4, 8), (1, 3, 8, 6), (1, 3, 4, 6), (1, 3, 4, 6)])],
+)  # fmt: skip
+@pytest.mark.parametrize("into", [True, False])
+def test_a_folded_launcher_has_n_d_operands(batch: int, shapes: list[Any], into: bool) -> None:
+    """Of a batch b has the dimensions too. An output is the caller's own."""
+    given: list[Any] = []
+
+    def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        y = torch.matmul(a, b)
+        y = y if out is None else out.copy_(y)
+        given.extend([a, b, residual, y])
+        return y
+
+    instance = problem(m=4, n=6, k=8, batch=batch, residual=Operand(F32))
+    inputs = random_inputs.make(instance, CPU)
+    [folded] = forms.forms_of(Bound(NONE, folded=lambda *_: launch), instance).values()
+    out = instance.empty_out(CPU) if into else None
+    result = inputs.launch(folded, out)
+    assert [tuple(t.shape) for t in given] == shapes
+    torch.testing.assert_close(result, inputs.a @ inputs.b)
+    assert (result is out) is into

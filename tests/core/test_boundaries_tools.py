@@ -1269,3 +1269,17 @@ def test_a_recorded_time_is_of_the_config_and_of_this_m_if_it_was_timed() -> Non
     assert why._recorded_us(explained, "y") is None
     explained.record = None
     assert why._recorded_us(explained, "k") is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared"),
+    [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99),
+     ((7, 5), 48)],
+)  # fmt: skip
+def test_a_gpu_of_a_record_has_the_shared_memory_of_its_capability(
+    capability: tuple[int, int], shared: int
+) -> None:
+    device = replace(H200, name="A GPU", capability=capability)
+    found = gpus._device(SimpleNamespace(environment=device.environment))  # type: ignore[arg-type]
+    assert found == replace(device, shared_memory=shared << 10, l2=0)
+    assert gpus._device(SimpleNamespace(environment=None)) is None  # type: ignore[arg-type]

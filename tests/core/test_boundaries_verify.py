@@ -404,14 +404,16 @@ def test_bands_are_of_whole_lines_between_their_limits(
     assert guard_bands.footprint(F16, shape) >= inside + 2 * band
 
 
-def test_a_footprint_is_of_the_larger_of_both_layouts() -> None:
+@pytest.mark.parametrize("shape", [(64, 64), (1, 1 << 12), (2, 8), (3, 64, 64)])
+def test_a_footprint_is_of_the_larger_of_both_layouts(shape: tuple[int, ...]) -> None:
+    """A single row with steps of two is longer than one with gaps."""
     for spec in (F16, replace(F16, layout="strided", aligned=False)):
         sizes = [
-            guard_bands.with_guard_bands(memory_layout(spec, (64, 64), padded=p), CPU, 0)
+            guard_bands.with_guard_bands(memory_layout(spec, shape, padded=p), CPU, 0)
             .words.numel() * 8
             for p in (False, True)
         ]  # fmt: skip
-        assert guard_bands.footprint(spec, (64, 64)) == max(sizes)
+        assert guard_bands.footprint(spec, shape) == max(sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float64, torch.complex64])
