@@ -40,6 +40,7 @@ from tmm_cache import (
 )
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.fault_warnings import FaultWarnings
+from tmm_cache.keys import canonical
 from tmm_cache.locks import acquire
 from tmm_cache.notes import stamp
 
@@ -132,6 +133,14 @@ def test_an_empty_folder_goes_with_its_environment_and_the_root_stays(
     assert os.listdir(tmp_path) == ([] if left == [] else ["v2"])
     if left is None:
         assert sorted(os.listdir(folder)) == names
+
+
+def test_a_file_that_another_process_removed_is_removed(tmp_path: Path) -> None:
+    disk.remove_with_lock(tmp_path / "record.json")
+    (tmp_path / "record.json").touch()
+    (tmp_path / "record.json.lock").touch()
+    disk.remove_with_lock(tmp_path / "record.json")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_stamp_distinguishes_absent_files_in_the_order_of_names(tmp_path: Path) -> None:
@@ -549,6 +558,7 @@ def test_sizes_inside_a_bucket_are_whole_and_within_bounds(size: str) -> None:
         return CandidateResult.from_json({**SPLIT_K.to_json(), "inside_us": times}).inside_us
 
     assert read({"1": 2.0, str(2**40 - 1): 1}) == {1: 2.0, 2**40 - 1: 1.0}
+    assert replace(SPLIT_K, inside_us={8: 1.5}).to_json()["inside_us"] == {"8": 1.5}
     with pytest.raises(RecordError, match="inside_us: Expected `int`"):
         read({size: 1.0})
     many = {str(m): 1.0 for m in range(1, 129)}
@@ -570,10 +580,14 @@ def test_half_of_a_surrogate_pair_is_refused_where_it_would_not_read_back(
             store.save(GPU, ENVIRONMENT, half)
 
 
-@pytest.mark.parametrize("extra", [2**16, "9" * 100, 10**100, "0" * 100])
+@pytest.mark.parametrize("extra", [2**16 + 1, "9" * 100, 10**100, "0" * 100])
 def test_a_problem_is_bounded(extra: Any) -> None:
+    def of_length(length: int) -> str:
+        return "x" * (length - len(canonical(problem() | {"x": ""})))
+
     fields.require_problem(problem() | {"x": "9" * 99})
-    value = "x" * extra if extra == 2**16 else extra
+    fields.require_problem(problem() | {"x": of_length(2**16)})
+    value = of_length(extra) if extra == 2**16 + 1 else extra
     with pytest.raises(RecordError, match="huge"):
         fields.require_problem(problem() | {"x": value})
 
