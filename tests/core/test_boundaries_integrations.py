@@ -252,6 +252,27 @@ def test_versions_without_experts_of_8_bit_floats_have_none(
     assert transformers._fp8_experts() == 3
 
 
+def test_models_without_experts_of_tmm_keep_theirs() -> None:
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    other.config = SimpleNamespace(_experts_implementation="eager")  # type: ignore[assignment]
+    transformers.unregister(model, other)  # neither can choose experts
+
+
+def test_an_activation_that_is_not_recognised_gates_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = kernel_layers._gating_activations()
+    assert {each.epilogue for each in known} >= {"silu", "gelu", "relu"}
+    real = kernel_layers.activation.recognise
+    monkeypatch.setattr(
+        kernel_layers.activation,
+        "recognise",
+        lambda module: None if isinstance(module, nn.ReLU) else real(module),
+    )
+    found = [each.epilogue for each in kernel_layers._gating_activations()]
+    assert found == [each.epilogue for each in known if each.epilogue != "relu"]
+
+
 # -- checkpoints of gpt-oss ----------------------------------------------------------------
 
 

@@ -193,6 +193,18 @@ def test_zero_points_of_8_are_left_out() -> None:
     assert words.unless_symmetric(other) is other
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_zero_point_may_have_any_dimensions(shape: tuple[int, ...]) -> None:
+    stored = torch.zeros(6, 32, dtype=torch.int8)
+    for of_scale in ((), (1,), (1, 1)):
+        zero = torch.full(shape, 3, dtype=torch.int8)
+        weight = Quantized(stored, torch.ones(of_scale), zero, format="int8")
+        assert weight.zero is not None
+        assert weight.zero.shape == weight.scale.shape
+    with pytest.raises(ValueError, match="zero must have the shape of scale"):
+        Quantized(stored, torch.ones(()), torch.ones(2, dtype=torch.int8), format="int8")
+
+
 # -- checkpoints --------------------------------------------------------------------------------
 
 N, K, G = 16, 64, 32

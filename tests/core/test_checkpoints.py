@@ -180,6 +180,19 @@ def test_experts_of_gpt_oss() -> None:
         Quantized.from_mxfp4(blocks.flatten(-2), scales)
 
 
+@pytest.mark.parametrize(("n", "words"), [(8, 1), (9, 2), (17, 3)])
+def test_the_last_word_of_compressed_zero_points_is_padded(n: int, words: int) -> None:
+    packed = torch.zeros(n, 8, dtype=torch.int32)
+    zeros = torch.full((words, 2), 0x77777777, dtype=torch.int32)
+    weight = Quantized.from_compressed(packed, torch.ones(n, 2), zeros)
+    assert weight.zero is not None
+    assert weight.zero.shape == (n, 2)
+    assert weight.dequantize().unique().tolist() == [-7.0]
+    assert compressed.written(weight)[2].shape == (words, 2)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="weight_zero_point must be int32 of shape"):
+        Quantized.from_compressed(packed, torch.ones(n, 2), zeros[:0])
+
+
 @pytest.mark.slow
 def test_what_compressed_tensors_wrote() -> None:
     """The package's own packing, of codes from -8 to 7."""

@@ -353,3 +353,28 @@ def test_values_beyond_the_range_of_fp16_are_wider(scale: torch.dtype) -> None:
     weight = tmm_core.Quantized(codes, scales, group=32)
     y = tmm_core.linear(x, weight, kernel="blas")
     assert torch.equal(y, torch.full((4, 16), 127.0 * 64, dtype=FP16))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "folds"),
+    [
+        ((2, 3, 4), (12, 4, 1), True), ((2, 3, 4), (24, 8, 2), True),
+        ((2, 3, 4), (16, 4, 1), False), ((2, 3, 4), (4, 8, 1), False),
+        ((5, 2, 3, 4), (24, 12, 4, 1), True), ((5, 2, 3, 4), (28, 12, 4, 1), False),
+        ((5, 2, 3, 4), (32, 16, 4, 1), False), ((3, 4), (4, 1), False),
+        ((0, 3, 4), (12, 4, 1), False), ((2, 0, 4), (0, 4, 1), False),
+    ],
+)  # fmt: skip
+def test_rows_without_gaps_between_them_are_one_matrix_to_torch(
+    shape: tuple[int, ...], strides: tuple[int, ...], folds: bool
+) -> None:
+    a, b = torch.empty_strided(shape, strides), torch.empty(4, 6)
+    assert blas._torch_folds(LAYER, a, b) is folds
+    assert not blas._torch_folds(LAYER, a, torch.empty(4, 0))
+    assert not blas._torch_folds(LAYER, a, torch.empty(4))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_weights_of_a_batch_are_a_batch_of_products_to_torch(batch: int) -> None:
+    a, b = torch.empty(2, 3, 4), torch.empty(2, 4, 6)
+    assert blas._torch_folds(replace(LAYER, batch=batch), a, b) is (batch == 2)

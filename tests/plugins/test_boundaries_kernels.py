@@ -26,6 +26,7 @@ from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
+from triton import language as tl
 from triton.runtime import interpreter
 
 import tmm_core
@@ -467,3 +468,16 @@ def test_rows_that_an_index_gathers_are_copied() -> None:
         assert gathered(replace(rows, m=m)).a == Operand(torch.bfloat16, "row", True, wide)
     copy, *_ = kernel.builds(replace(rows, k=24), config)
     assert (copy.constants["COLS"], copy.divisible["K"]) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "bits"),
+    [("int32", 1.5, 1), ("float64", 1.5, 1.5), ("float16", -2.5, -2.5), ("bfloat16", 1.5, 0x3FC0)],
+)
+@interpreted
+def test_the_interpreter_casts_bf16_by_its_value(kind: str, value: float, bits: float) -> None:
+    _mend()
+    data = torch.tensor([value], dtype=torch.bfloat16).view(torch.int16).numpy().view("uint16")
+    block = interpreter.TensorHandle(data, tl.bfloat16)
+    found = interpreter.interpreter_builder.cast_impl(block, getattr(tl, kind))
+    assert found.data.tolist() == [bits]

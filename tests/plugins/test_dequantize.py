@@ -176,6 +176,35 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dequantizer(problem_of(int4), "a", BF16) is None
 
 
+def test_scales_of_rows_are_applied_where_they_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Dequantize", lambda *given: given[-2:])
+    by_row = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
+    for folds in (False, True):
+        assert dequantizer(problem_of(by_row), "b", BF16, folds) == (folds, False)
+        assert dequantizer(problem_of(replace(by_row, scale=None)), "b", BF16, folds) == (
+            False,
+            False,
+        )
+        assert dequantizer(problem_of(OPERANDS["int4"][1]), "b", BF16, folds) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("form", "aligned", "k", "divisible"),
+    [
+        ("int8", True, 512, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16, "K": 16}),
+        ("int8", True, 520, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16}),
+        ("int8", False, 512, {"K": 16}),
+        ("int4", True, 40, {"stored_ptr": 16, "stride_z": 16, "stride_n": 16}),
+    ],
+)
+def test_what_the_compiler_knows_of_alignment(
+    form: str, aligned: bool, k: int, divisible: dict[str, int]
+) -> None:
+    dtype = formats.named(form).storage[0]
+    operand = Operand(dtype, "col", format=form, aligned=aligned, scale=Scale.parse("row"))
+    assert arguments(operand, k, BF16, False, False)["divisible"] == {"out_ptr": 16, **divisible}
+
+
 def test_it_is_not_loaded_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Dequantize", lambda *given: "bound")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

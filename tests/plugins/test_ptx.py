@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+from tmm_core.errors import TmmWarning
+from tmm_core.triton import ptx
 from tmm_core.triton.ptx import UnknownPTXError, _without, evict_first, joined, joined_ahead
 
 LOAD = (
@@ -77,6 +82,103 @@ def test_the_second_product_may_come_first() -> None:
         " %rd1, tmm_b, %p0, 1, 1, 0, 0;",
     ]
     assert out.count("mma_async") == 1
+
+
+def test_every_two_products_are_one() -> None:
+    columns = ((128, 16), (64, 32), (32, 16))
+    pairs = [products(first) + products(second) for first, second in columns]
+    out = joined("\n".join([*pairs, "wgmma.wait_group.sync.aligned 4;"]))
+    assert re.findall(r"m64n(\d+)k", out) == ["144", "96", "48"]
+    assert out.count("wgmma.commit_group") == 3
+    assert "wait_group.sync.aligned 2;" in out
+    with pytest.raises(UnknownPTXError, match="pairs"):
+        joined("".join(pairs) + products(8))
+
+
+class Hooked:
+    """A stand-in for Triton's knobs, and a compilation that uses its hook."""
+
+    def __init__(self, hook: Any = None) -> None:
+        self.add_stages_inspection_hook = hook
+
+    def compiled(self, text: str, *stages: str) -> str:
+        """The PTX that the hook makes of this text."""
+        if self.add_stages_inspection_hook is None:
+            return text
+        made: dict[str, Any] = dict.fromkeys(stages or ("ptx",), lambda *_: text)
+        self.add_stages_inspection_hook(None, made, None, None, None)
+        return str(made.get("ptx", lambda *_: "")(None, None))
+
+
+@pytest.fixture
+def knobs(monkeypatch: pytest.MonkeyPatch) -> Hooked:
+    hooked = Hooked()
+    monkeypatch.setattr(ptx, "knobs", SimpleNamespace(runtime=hooked))
+    return hooked
+
+
+def test_the_hook_is_installed_while_a_kernel_with_edits_is_compiled(knobs: Hooked) -> None:
+    load = LOAD.format(d=2)
+    with ptx.edited("one", ["evict_first"]):
+        assert knobs.add_stages_inspection_hook() == ("", "")
+        assert knobs.compiled(load) == evict_first(load)
+        with ThreadPoolExecutor(1) as pool:  # a thread without edits
+            assert pool.submit(knobs.compiled, load).result() == load
+
+            def inside() -> str:
+                with ptx.edited("two", ["joined"]):
+                    return knobs.compiled(products(128) + products(16))
+
+            assert "m64n144k" in pool.submit(inside).result()
+        assert knobs.compiled(load) == evict_first(load)
+    assert knobs.add_stages_inspection_hook is None
+    ptx._triton_hook(None, stages := {"ptx": load}, None)
+    assert stages == {"ptx": load}
+
+
+def test_edits_are_made_in_their_order(knobs: Hooked) -> None:
+    with ptx.edited("one", ["evict_first", "joined_ahead"]):
+        out = knobs.compiled(LOAD.format(d=2) + products(128) + products(16))
+    assert "cache_hint" in out
+    assert "tmm_b" in out
+
+
+def test_the_hook_of_another_is_called_and_restored(knobs: Hooked) -> None:
+    calls: list[Any] = []
+    theirs = knobs.add_stages_inspection_hook = lambda *given: calls.append(given) or ("k", "h")
+    with ptx.edited("one", ["evict_first"]):
+        assert knobs.add_stages_inspection_hook() == ("k", "h")
+        knobs.compiled(LOAD.format(d=2))
+    assert [len(given) for given in calls] == [0, 5]
+    assert knobs.add_stages_inspection_hook is theirs
+    with ptx.edited("one", ["evict_first"]):
+        knobs.add_stages_inspection_hook = len  # by others, in the meantime
+    assert knobs.add_stages_inspection_hook is len
+
+
+def test_a_kernel_that_cannot_be_edited_is_compiled_with_a_warning(knobs: Hooked) -> None:
+    with ptx.edited("one", ["evict_first"]):
+        with pytest.warns(TmmWarning, match="one: loads are not .*: its PTX has no bulk"):
+            assert knobs.compiled("ret;") == "ret;"
+        with pytest.warns(TmmWarning, match="one: .*: Triton compiles it without PTX"):
+            knobs.compiled("ret;", "llir")
+    with ptx.edited("one", ["joined_ahead"]), pytest.raises(UnknownPTXError, match="one: joined_a"):
+        knobs.compiled("ret;")
+    del knobs.add_stages_inspection_hook
+    with (
+        pytest.warns(TmmWarning, match="one: columns .*: this Triton has no stage inspection hook"),
+        ptx.edited("one", ["joined"]),
+    ):
+        assert not hasattr(knobs, "add_stages_inspection_hook")
+
+
+def test_a_kernel_with_edits_has_its_own_key() -> None:
+    def key(*edits: str) -> str:
+        return str(ptx.marked(SimpleNamespace(hash=lambda: "key"), edits).hash())  # type: ignore[arg-type]
+
+    keys = [key("evict_first"), key("joined"), key("evict_first", "joined")]
+    assert len({*keys, "key"}) == 4
+    assert keys[0] == key("evict_first")
 
 
 def test_a_kernel_that_is_wrong_without_an_edit_is_not_compiled() -> None:
