@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import types
@@ -9,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ import tmm_core
 from tmm_core import compat
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import Arguments
-from tmm_core.triton import Described, Step, launch, launcher, releases
+from tmm_core.triton import Described, Step, compile, launch, launcher, ptx, releases
 
 BF16 = torch.bfloat16
 STREAM, FUNCTION, METADATA = 7, 5, (4, 1, 0)
@@ -559,3 +560,179 @@ def test_tensor_maps_are_kept_by_threads_at_once(monkeypatch: pytest.MonkeyPatch
     finally:
         sys.setswitchinterval(interval)
     assert len(maps.kept) <= launch._TENSOR_MAPS_KEPT + 4
+
+
+# -- compiling, as far as the host goes ----------------------------------------------------------
+
+
+@pytest.fixture
+def compilations(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of each compilation; compiled kernels only take notes."""
+    found: list[tuple[Any, ...]] = []
+
+    def compiled(self: Any, src: Any, *more: Any) -> Any:
+        found.append((src, *more))
+        run = Launcher37(lambda *args: noted.launches.append(args))
+        return types.SimpleNamespace(
+            run=run, function=FUNCTION, packed_metadata=METADATA, src=src, metadata=None
+        )
+
+    def source(fn: Any, given: Any, constants: Any, divisible: Any) -> Any:
+        kinds = {name: given.get(name, "constexpr") for name in fn.arg_names}
+        return types.SimpleNamespace(signature=kinds, constants=constants, divisible=divisible)
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "source", source)
+    monkeypatch.setattr(launch.Launch, "_compile", compiled)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    launch.forget_compiled()
+    return found
+
+
+class OfThree:
+    """A kernel of three arguments and a constant."""
+
+    arg_names: ClassVar = ["out", "a", "C", "n"]
+
+
+def of_three(
+    *, device: str = "cuda:0", kinds: Any = (), constants: Any = (), **more: Any
+) -> launch.Launch:
+    given = {"out": "*bf16", "a": "*bf16", "n": "i32", **dict(kinds)}
+    known = {"C": 1, **dict(constants)}
+    more = {"num_warps": 4, "num_stages": 3, **more}
+    return launch.Launch(OfThree, given, known, device=torch.device(device), **more)
+
+
+def test_a_kernel_is_compiled_once_for_each_specialisation(
+    compilations: list[tuple[Any, ...]],
+) -> None:
+    first = of_three(divisible={"a": 16, "n": 4})
+    same = of_three(divisible={"n": 4, "a": 16}, num_stages=3, num_warps=4)
+    assert first.compiled is same.compiled
+    ((src, index, edits, options),) = compilations
+    assert src.divisible == {"a": 16, "n": 4}
+    assert (index, edits, options) == (0, (), {"num_warps": 4, "num_stages": 3})
+    for other in (
+        {}, {"divisible": {"a": 16}}, {"num_warps": 8}, {"edits": ("evict_first",)},
+        {"device": "cuda:1"}, {"device": "cuda"}, {"kinds": {"n": "i64"}}, {"constants": {"C": 2}},
+    ):  # fmt: skip
+        given = {"divisible": {"a": 16, "n": 4}, **other} if other else {}
+        count = len(compilations)
+        of_three(**given)  # type: ignore[arg-type]
+        of_three(**given)  # type: ignore[arg-type]
+        assert len(compilations) == count + 1
+    assert [index for _, index, *_ in compilations[-4:]] == [1, 2, 0, 0]
+    launch.forget_compiled()
+    of_three(divisible={"a": 16, "n": 4})
+    assert len(compilations) == count + 2
+
+
+def test_a_compiled_kernel_takes_its_arguments_in_tritons_order(
+    compilations: list[tuple[Any, ...]], noted: Noted
+) -> None:
+    bound = of_three()
+    bound((2, 3, 1), "out", "a", 9)
+    assert noted.launches[-1][:5] == (2, 3, 1, STREAM, FUNCTION)
+    assert noted.launches[-1][-1] == ("out", "a", None, 9)
+    noted.current = 1
+    bound((1, 1, 1), "out", "a", 9)
+    assert (noted.devices, noted.current) == ([0], 1)
+
+
+def test_a_launcher_without_constants_is_given_none(
+    compilations: list[tuple[Any, ...]], noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = launch.source
+    monkeypatch.setattr(launch, "source", lambda *given: launch._without_constants(real(*given)))
+    bound = of_three()
+    bound((2, 3, 1), "out", "a", 9)
+    assert noted.launches[-1][-1] == ("out", "a", 9)
+    ((src, *_),) = compilations
+    assert (src.signature, src.constants) == ({"out": "*bf16", "a": "*bf16", "n": "i32"}, {})
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "ASTSource", lambda *given: ("triton", *given))
+    theirs = importlib.import_module("triton.experimental.gluon._runtime")
+    monkeypatch.setattr(theirs, "GluonASTSource", lambda *given: ("gluon", *given))
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_every_argument_is_typed_or_constant(sources: None, language: str) -> None:
+    fn = types.SimpleNamespace(
+        __name__="kernel", arg_names=["a", "C", "n"], is_gluon=lambda: language == "gluon"
+    )
+    kinds, constants = {"a": "*bf16", "n": "i32"}, {"C": 2}
+    found = compile.source(fn, kinds, constants, {"n": 8, "a": 16, "b": 4})
+    signature = {"a": "*bf16", "C": "constexpr", "n": "i32"}
+    attributes = {(2,): [["tt.divisibility", 8]], (0,): [["tt.divisibility", 16]]}
+    assert found == (language, fn, signature, constants, attributes)
+    assert compile.source(fn, kinds, constants)[-1] == {}
+    for wrong in (({"a": "*bf16"}, constants), (kinds, {}), (kinds, {"C": 2, "n": 1})):
+        with pytest.raises(TypeError, match=r"kernel: arguments .* typed or constant"):
+            compile.source(fn, *wrong)
+    with pytest.raises(TypeError, match="typed or constant"):
+        compile.source(fn, {**kinds, "b": "i32"}, constants)
+
+
+def test_callees_are_hashed_before_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+
+    class Function:
+        def __init__(self, fn: Any, hash: str | None = None) -> None:
+            self.fn, self.hash = fn, hash
+
+        @property
+        def cache_key(self) -> str:
+            hashed.append(self.fn.__name__)
+            self.hash = self.fn.__name__
+            return self.hash
+
+    monkeypatch.setattr(compile, "JITFunction", Function)
+    scope: dict[str, Any] = {}
+    exec("def leaf(): pass\ndef middle(): leaf(), top\ndef top(): middle(), known\n", scope)
+    exec("def known(): pass\n", scope)
+    inner = Function(scope["leaf"])
+
+    def closed() -> None:
+        inner  # noqa: B018
+
+    for name in ("leaf", "middle", "top"):
+        scope[name] = Function(scope[name])
+    scope["known"] = Function(scope["known"], "hash")
+    compile.hash_after_callees(scope["top"], {"f": Function(closed), "C": 3})
+    assert hashed == ["leaf", "middle", "top", "leaf", "closed"]
+    compile.hash_after_callees(scope["top"], {})
+    assert len(hashed) == 5
+
+
+def test_a_compilation_has_its_edits_in_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    monkeypatch.setattr(
+        compile.triton, "compile", lambda src, target, options: (src.hash(), target, options)
+    )
+    runtime = types.SimpleNamespace(add_stages_inspection_hook=None)
+    monkeypatch.setattr(ptx, "knobs", types.SimpleNamespace(runtime=runtime))
+
+    def source() -> Any:
+        return types.SimpleNamespace(name="kernel", hash=lambda: "key")
+
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    assert compile.compile_for("target", source(), num_warps=4) == ("key", "target", options)  # type: ignore[arg-type]
+    key, *rest = compile.compile_for("target", source(), edits=("joined",), num_warps=4)  # type: ignore[arg-type]
+    assert key != "key"
+    assert rest == ["target", options]
+    given = {**options, "enable_fp_fusion": False}
+    assert compile.compile_for("target", source(), **given)[2] == given  # type: ignore[arg-type,index]
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    assert compile.compile_for("target", source(), num_warps=4)[2] == {"num_warps": 4}  # type: ignore[arg-type,index]
+
+
+def test_element_types_of_triton() -> None:
+    assert compile.pointer(torch.bfloat16) == "*bf16"
+    assert compile.supports(torch.float64)
+    assert not compile.supports(torch.complex64)
+    with pytest.raises(ValueError, match="no Triton element type"):
+        compile.pointer(torch.complex64)
