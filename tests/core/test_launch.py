@@ -468,6 +468,20 @@ def test_a_descriptor_is_of_the_folded_tensor(noted: Noted) -> None:
     assert noted.encoded == flat
 
 
+def test_a_descriptor_of_scratch_memory_is_not_folded(noted: Noted) -> None:
+    signature = dict.fromkeys(("a", "w"), "tensordesc<bf16[64, 64],x>")
+    described: Any = {
+        "a": Described("a", lambda t: t.shape),
+        "w": Described("workspace", lambda t: (t.shape, t.dtype)),
+    }
+    bound = compiled(noted, signature, "3.7")
+    run = launcher([Step(bound, (1, 1, 1), described)], (6, 6), BF16, workspace=(40, torch.float32))
+    a, b = zeros(2, 3, 4), zeros(4, 6)
+    direct, _ = folded(run, a, b)
+    direct(a, b, None, None, 1.0, None)
+    assert noted.encoded == [(6, 4), ((40,), torch.float32)]
+
+
 def test_scales_of_rows_are_where_they_are_and_those_of_a_batch_are_not(noted: Noted) -> None:
     signature = {"a_scale": "*fp32", "out": "*bf16"}
     step = Step(compiled(noted, signature, "3.7"), (1, 1, 1), {n: n for n in signature})

@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from uninterpreted import Uninterpreted
 
 from tmm_core.epilogues import BUILTIN, parse
+from tmm_core.spec.device import interpreting
+from tmm_core.triton.pointwise import Pointwise
 
 EPILOGUES = [name for name, epilogue in BUILTIN.items() if epilogue.parts[1] is not None]
 EPILOGUES += ["gelu_tanh+softcap(30)", "swiglu+tanh"]
@@ -74,3 +77,36 @@ def test_the_passes_compile_to_wide_accesses(uninterpreted: Uninterpreted) -> No
         # Two accesses a thread for each of gradient, halves and halves' gradients.
         assert line["ld"] == line["ld wide"] == 2 * (1 + line["gated"] + backward), line
         assert line["st"] == line["st wide"] == 2 * (1 + (line["gated"] and backward)), line
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "width", "m", "programs"),
+    [("silu", 256, 8, 1), ("silu", 257, 9, 4), ("swiglu", 600, 17, 6), ("swiglu", 512, 16, 2)],
+)
+@pytest.mark.skipif(not interpreting(), reason="Triton is not interpreting")
+def test_every_tile_has_a_program(epilogue: str, width: int, m: int, programs: int) -> None:
+    passes = Pointwise(parse(epilogue), width, torch.bfloat16, torch.device("cpu"))
+    launches: list[Any] = []
+    passes._forward = lambda *given: launches.append(given[:3])
+    kept: list[Any] = []
+
+    def compiled(*key: Any) -> Any:
+        kept.append(key)
+        return passes._forward
+
+    passes._compiled = compiled  # type: ignore[method-assign]
+    z = torch.zeros(m, width, dtype=torch.bfloat16)
+    y = passes.forward(z)
+    passes.forward(z[:0])
+    passes.backward(y, z)
+    passes.backward(y[:0], z[:0])
+    assert launches == [(programs, 1, 1)] * 2
+    assert y.shape == (m, width // (2 if epilogue == "swiglu" else 1))
+    kept.clear()
+    rows = torch.zeros(m, 2 * y.shape[1] + 16, dtype=torch.bfloat16)
+    transposed = torch.zeros(y.shape[1], m).t()
+    for grad in (rows[:, : y.shape[1]], rows[:, 1 : y.shape[1] + 1], transposed):
+        passes.backward(grad, z)
+    own = torch.bfloat16
+    aligned = rows.stride(0) % 16 == 0
+    assert kept == [(own, True, aligned), (own, True, False), (torch.float32, False, False)]

@@ -81,6 +81,37 @@ def test_the_kernel(m: int, k: int, group: int, dtype: torch.dtype) -> None:
     assert not group or scale.stride() == expected.stride()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "k", "group", "aligned", "divisible"),
+    [
+        (BF16, 512, 128, True, {"x_ptr": 16, "stride_m": 8, "K": 16}),
+        (torch.float32, 512, 0, True, {"x_ptr": 16, "stride_m": 4, "K": 16}),
+        (BF16, 520, 128, True, {"x_ptr": 16, "stride_m": 8}),
+        (BF16, 512, 128, False, {"K": 16}),
+    ],
+    ids=["groups", "rows", "an odd K", "unaligned"],
+)
+def test_what_the_compiler_knows_of_alignment(
+    dtype: torch.dtype, k: int, group: int, aligned: bool, divisible: dict[str, int]
+) -> None:
+    _, given = arguments(dtype, k, group, aligned)
+    assert given["divisible"] == {"stored_ptr": 16, "scale_ptr": 16, **divisible}
+    assert given["constants"].get("EVEN", True) is (group == 0 or k % group == 0)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "group", "programs"),
+    [(5, 300, 0, 5), (5, 256, 128, 1), (32, 256, 128, 1), (33, 256, 128, 2), (33, 4000, 32, 17)],
+)
+def test_every_row_and_group_has_a_program(m: int, k: int, group: int, programs: int) -> None:
+    run = QuantizeRows(BF16, k, group, True, torch.device("cpu"))
+    grids: list[Any] = []
+    run._call = lambda *given: grids.append(given[:3])
+    run(torch.zeros(m, k, dtype=BF16))
+    run(torch.zeros(0, k, dtype=BF16))
+    assert grids == [(programs, 1, 1)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lead", [(), (2, 3), (4, 1)])
 def test_any_number_of_dimensions_and_any_strides(lead: tuple[int, ...], device: str) -> None:
