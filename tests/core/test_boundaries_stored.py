@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tmm_core import Quantized, foreign
+from tmm_core import Quantized, foreign, quantize
 from tmm_core.formats import e2m1, grids, named
 from tmm_core.formats.int4 import FORMAT
 from tmm_core.integrations.checkpoints import (
@@ -203,6 +204,23 @@ def test_one_zero_point_may_have_any_dimensions(shape: tuple[int, ...]) -> None:
         assert weight.zero.shape == weight.scale.shape
     with pytest.raises(ValueError, match="zero must have the shape of scale"):
         Quantized(stored, torch.ones(()), torch.ones(2, dtype=torch.int8), format="int8")
+
+
+@pytest.mark.parametrize("value", [448.0, 460.0, 500.0])
+def test_numbers_that_an_exponent_leaves_too_large_are_clamped(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are rounded: some releases of torch make such a number NaN."""
+    given: list[float] = []
+
+    def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        given.append(numbers.abs().max().item())
+        return numbers.to(dtype)
+
+    form = replace(named("mxfp8"), quantize=rounded)
+    monkeypatch.setattr("tmm_core.rounding.formats.named", lambda name: form)
+    quantize(torch.full((1, 32), -value), "mxfp8")
+    assert given == [448.0]
 
 
 # -- checkpoints --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -206,6 +207,8 @@ def test_scales_are_column_major_without_gaps(rows: int, columns: int) -> None:
         assert blocks.t().is_contiguous()
     dense = by_row.t().contiguous().t()
     assert cublaslt_blocks.of_groups(dense).data_ptr() == dense.data_ptr() or rows == 1
+    kept = rows == 4 or (rows, columns) == (4, 1)
+    assert (cublaslt_blocks.of_blocks(dense).data_ptr() == dense.data_ptr()) is kept
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (2, 1, 5), (2, 5, 1)], ids=str)
@@ -378,3 +381,64 @@ def test_rows_without_gaps_between_them_are_one_matrix_to_torch(
 def test_weights_of_a_batch_are_a_batch_of_products_to_torch(batch: int) -> None:
     a, b = torch.empty(2, 3, 4), torch.empty(2, 4, 6)
     assert blas._torch_folds(replace(LAYER, batch=batch), a, b) is (batch == 2)
+
+
+@pytest.fixture
+def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch._scaled_mm`` as it is on a GPU: what it multiplies, adds and refuses."""
+
+    def product(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None, **how: Any) -> Any:
+        dtype = how["out_dtype"]
+        assert a.stride() == (a.shape[1], 1)
+        assert scale_a.numel() == scale_b.numel() == 1 or dtype is BF16
+        assert bias is None or bias.dtype is dtype is not FP32
+        z = (a.float() @ b.float()) * scale_a * scale_b
+        z = (z if bias is None else z + bias.float()).to(dtype)
+        return how["out"].copy_(z) if how.get("out") is not None else z
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device=None, **more: ones(*shape, **more))
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+@pytest.mark.parametrize("scales", ["none", "tensor", "row", "row and tensor"])
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64], ids=str)
+@pytest.mark.parametrize("m", [1, 16])
+def test_terms_beside_an_8_bit_product_are_all_applied(
+    scaled_mm: None, scales: str, dtype: torch.dtype, m: int
+) -> None:
+    a = torch.randn(m, 3 * 32)[:, :32].to(E4M3)
+    a = a.as_strided((1, 32), (7, 1)) if m == 1 else a.contiguous()
+    b = torch.randn(16, 32).to(E4M3).mT
+    by_row = {"a": torch.rand(m, 1) + 0.5, "b": torch.rand(1, 16) + 0.5}
+    whole = {name: torch.rand(()) + 0.5 for name in "ab"}
+    given = {
+        "none": {}, "tensor": whole, "row": by_row,
+        "row and tensor": {"a": by_row["a"], "b": whole["b"]},
+    }[scales]  # fmt: skip
+    product = a.double() @ b.double()
+    for scale in given.values():
+        product = product * scale
+    parts = {f"{name}_scale": scale for name, scale in given.items()}
+    stored = {name: {"scale": Scale.of(scale)} for name, scale in given.items()}
+    terms: list[Any] = [None, torch.randn(16, dtype=BF16), torch.randn(16)]
+    added: list[Any] = [None, torch.randn(m, 16, dtype=BF16)]
+    for alpha, bias, residual, epilogue in itertools.product(
+        (1.0, -0.5), terms, added, ("identity", "relu")
+    ):
+        out = torch.empty(m, 16, dtype=dtype)
+        problem = Problem.of(
+            a, b, out, H100, bias=bias, residual=residual, scaled=alpha != 1.0,
+            epilogue=parse(epilogue), stored=stored,
+        )  # fmt: skip
+        expected = alpha * product + (0 if bias is None else bias.double())
+        expected = expected.relu() if epilogue == "relu" else expected
+        expected = expected + (0 if residual is None else residual.double())
+        run = blas._bind_scaled_mm(problem)
+        gaps = torch.empty(m, 32, dtype=dtype)[:, ::2]
+        for given_out in (None, out, gaps):
+            y = run(a, b, bias, residual, alpha, given_out, **parts)
+            assert given_out is None or y is given_out
+            assert y.dtype is dtype
+            torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=4e-2)
