@@ -442,3 +442,14 @@ def test_terms_beside_an_8_bit_product_are_all_applied(
             assert given_out is None or y is given_out
             assert y.dtype is dtype
             torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scale_that_is_absent_is_one_on_the_operands_device(device: str) -> None:
+    ones = grouped_mm._filled(None, (2, 3), torch.device(device))
+    assert (ones.shape, ones.dtype, ones.device.type) == ((2, 3), FP32, device)
+    own = torch.rand(2, 3, device=device)
+    assert grouped_mm._filled(own, (2, 3), own.device) is own
+    whole = grouped_mm._filled(own[:1, :1], (2, 3), own.device)
+    assert whole.is_contiguous()
+    assert whole.shape == (2, 3)
