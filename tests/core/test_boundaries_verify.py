@@ -21,7 +21,7 @@ import torch._inductor.config  # sets a variable; torch imports it with its dete
 from fakes import problem
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tmm_core import Groups, Operand
+from tmm_core import Groups, Operand, Port
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped_swiglu import CLAMPED
 from tmm_core.spec.launcher import Bound
@@ -451,6 +451,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
         {}, {"bias": torch.float32}, {"residual": F32}, {"batch": 3},
         {"out": Operand(torch.float64), "a": Operand(torch.float64), "b": Operand(torch.float64)},
         {"groups": Groups(3, "m")}, {"groups": Groups(3, "k")},
+        {"groups": Groups(3, "m", a_index=torch.int64)},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
@@ -482,6 +483,30 @@ def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
     held += 3 * instance.empty_out(CPU).numel() * instance.out.dtype.itemsize
     assert 0.75 * held <= low * 5 // 8
     assert held <= 1.02 * (low * 5 // 8) + (1 << 14)
+
+
+def test_each_argument_takes_memory_of_both_sets() -> None:
+    """Of a limit five eighths are for tensors; bands and whole lines take some more."""
+    groups = Groups(3, "m")
+    tile = replace(parse("identity"), outputs=(Port("x", "tile"),))
+
+    def least(**fields: Any) -> int:
+        instance = problem(m=600, n=500, k=64, **{"groups": groups, **fields})
+        low, high = 1, 1 << 30
+        while low < high:
+            middle = (low + high) // 2
+            enough = DataSets(instance, CPU, middle)._affordable() == (2, True)
+            low, high = (low, middle) if enough else (middle + 1, high)
+        return low
+
+    plain = least()
+    for fields, size in (
+        ({"residual": F32}, 600 * 500), ({"epilogue": tile}, 600 * 500),
+        ({"groups": replace(groups, a_index=torch.int64)}, (3 * 200 + 1024 + 8 - 600) * 64),
+        ({"bias": torch.float32}, 3 * 2 * 500),
+    ):  # fmt: skip
+        more = (least(**fields) - plain) * 5 / 8
+        assert 2 * 4 * size <= more <= 2 * 4 * 1.1 * size + 34 * 2**20, fields
 
 
 def test_two_sets_are_made_and_samples_on_request() -> None:
@@ -1198,6 +1223,7 @@ def test_which_problems_have_strides_of_zero(
         in_b = allows(instance.b, instance.b_shape)
     assert further_inputs._applies(instance, "expanded") is expanded
     assert further_inputs._applies(instance, "expanded b") is in_b
+    assert further_inputs._applies(instance, "all expanded") is (expanded and in_b)
     assert further_inputs._applies(instance, "same")
 
 

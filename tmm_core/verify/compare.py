@@ -407,9 +407,7 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def rms(expected: torch.Tensor) -> torch.Tensor:
-    """Root mean square, or one if that is zero."""
-    if not expected.numel():
-        return torch.ones((), dtype=expected.dtype, device=expected.device)
+    """Root mean square, or one if that is zero or undefined."""
     expected = expected.abs() if expected.is_complex() else expected
     scale = expected.square().nanmean().sqrt()
     return torch.where(scale > 0, scale, torch.ones_like(scale))

@@ -218,7 +218,7 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
         fused = problem.batch == 1 and problem.groups is None  # by torch's own operator, too
         if problem.bias is torch.float16 and not problem.scaled and fused:
             values = Values(sum=8e4, bias=-3e4)
-            yield Plan("products beyond fp16's range", Recipe(values, poisoned=True))
+            yield Plan("products beyond fp16's range", Recipe(values))
         if linear and problem.groups is None:
             beyond = Values(sum=3e5)
             yield Plan("results beyond fp16's range", Recipe(beyond), infinite=True)

@@ -253,5 +253,5 @@ def _fill(t: torch.Tensor, byte: int) -> None:
 
 
 def _word(byte: int, size: int) -> int:
-    """The integer whose ``size`` bytes are all ``byte``; signed, except for a single byte."""
-    return int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
+    """The signed integer whose ``size`` bytes are all ``byte``."""
+    return int.from_bytes(bytes([byte]) * size, "little", signed=True)
