@@ -125,7 +125,7 @@ def stride(name: str, n: int, how: How) -> int:
     calls fails; `endurance.py` covers all."""
     if os.environ.get("TMM_ENDURANCE") or (name, how) == ("save", "fails"):
         return 1
-    return 1 + n % 3 if name in ("save", "evict") else 5 + n % 3
+    return 1 + n % 3 if name in ("save", "evict") else 4 + n % 3
 
 
 def check(name: str, root: Path, messages: list[str]) -> None:

@@ -506,6 +506,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("signature", SIGNATURES)
 @pytest.mark.slow(quick=3)

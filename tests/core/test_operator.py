@@ -48,6 +48,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("signature", SIGNATURES)
 @pytest.mark.slow(quick=3)
@@ -68,6 +69,7 @@ def test_opcheck_out(signature: str) -> None:
     torch.library.opcheck(operator.matmul_out, arguments, {"out": out})
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

@@ -161,7 +161,7 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.data[i])
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data[(*[slice(None)] * dim, slice(start, start + length))])
 
     def permute(self, order: Sequence[int]) -> Shared:

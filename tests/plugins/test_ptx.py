@@ -235,7 +235,11 @@ for fault in "", "kept", "no hook", "other PTX", "theirs":
     src = source(warp_specialized_kernel, of.types, of.constants, of.divisible)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        kernel = compile_for(GPUTarget("cuda", 90, 32), src, **of.options)
+        try:
+            kernel = compile_for(GPUTarget("cuda", 90, 32), src, **of.options)
+        except Exception as error:
+            found[fault] = dict(raised=repr(error), edits=list(config.edits))
+            continue
     text = kernel.asm["ptx"]
     found[fault] = dict(
         assembled=len(assembled), hints=text.count("L2::cache_hint"),
@@ -280,6 +284,9 @@ def test_a_kernel_is_assembled_once_with_its_edits(found: Any) -> None:
 @pytest.mark.slow
 def test_without_a_way_to_edit_it_stays_as_it_was(found: Any, fault: str, says: list[str]) -> None:
     case = found[fault]
+    if "joined_ahead" in case.get("edits", ()):  # with a Triton whose views end with their boxes
+        assert re.search("joined_ahead cannot be made.*" + says[1], case["raised"])
+        return
     assert (case["hints"], case["assembled"]) == (0, 1)
     wide, narrow = sorted(case["products"], reverse=True)
     assert wide + narrow == case["tile"]
