@@ -75,8 +75,8 @@ def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
                 build.fn.__name__,
                 compiled.metadata.shared,
                 _warps(compiled),
-                used.get("REG", 0),
-                used.get("STACK", 0) + used.get("LOCAL", 0),
+                used["REG"],
+                used["STACK"] + used["LOCAL"],
             )
         )
     return found

@@ -40,7 +40,7 @@ from tmm_cache import (
 )
 from tmm_cache.cache_errors import RecordError
 from tmm_cache.fault_warnings import FaultWarnings
-from tmm_cache.keys import canonical
+from tmm_cache.keys import canonical, is_slug
 from tmm_cache.locks import acquire
 from tmm_cache.notes import stamp
 
@@ -237,6 +237,8 @@ def test_a_gpu_name_of_96_letters_is_a_folder_name_as_it_is() -> None:
     assert slug("x" * 96) == "x" * 96
     assert slug("x" * 97).startswith("x" * 87 + "-")
     assert len(slug("x" * 97)) == 96
+    assert is_slug("x" * 96)
+    assert not is_slug("x" * 97)
 
 
 def test_what_is_no_digest_is_in_no_path(tmp_path: Path) -> None:

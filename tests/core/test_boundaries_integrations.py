@@ -305,7 +305,8 @@ def quantizer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     utils = SimpleNamespace(should_convert_module=lambda name, kept: name not in kept[0])
     monkeypatch.setitem(sys.modules, "transformers.quantizers.quantizers_utils", utils)  # type: ignore[arg-type]
-    monkeypatch.setattr(mxfp4_loading, "_quantizer", lambda: Quantizer)
+    module = SimpleNamespace(Mxfp4HfQuantizer=Quantizer)
+    monkeypatch.setitem(sys.modules, mxfp4_loading._QUANTIZER, module)  # type: ignore[arg-type]
     monkeypatch.setattr(mxfp4_loading, "Mxfp4Experts", Experts)
     return Quantizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,15 @@ pytest.importorskip("triton")
 
 from test_skinny import DECODE
 from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of, run
-from tmm_triton import reduction_order
+from tmm_triton import flags, reduction_order, tile_anatomy
+from tmm_triton.flags import Counters
 from tmm_triton.gathered import Gathered, gathered
 from tmm_triton.hopper.config import Constants
 from tmm_triton.hopper.search_space import configs as hopper_configs
 from tmm_triton.hopper.warp_specialized import WarpSpecialized
 from tmm_triton.operands import TileConfig
 from tmm_triton.partials import MOST_WORKSPACE, reduction
-from tmm_triton.persistent import PersistentConfig
+from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.realigned import Misaligned, Realigned, bind_copy, copy_build
 from tmm_triton.roofline import times_us
 from tmm_triton.skinny import Skinny, SkinnyConfig
@@ -30,7 +32,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 import tmm_core
-from tmm_core import Groups, Machine, Operand, Port, Problem, Scale
+from tmm_core import Groups, Machine, Operand, Port, Problem, Resources, Scale
 from tmm_core.triton.interpreted import _mend
 
 FP16 = torch.float16
@@ -481,3 +483,97 @@ def test_the_interpreter_casts_bf16_by_its_value(kind: str, value: float, bits: 
     block = interpreter.TensorHandle(data, tl.bfloat16)
     found = interpreter.interpreter_builder.cast_impl(block, getattr(tl, kind))
     assert found.data.tolist() == [bits]
+
+
+# -- what reports say of kernels -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shared", "threads", "blocks"),
+    [
+        (0, 32, 32), (0, 64, 32), (0, 128, 16), (0, 1024, 2), (0, 2048, 1), (0, 4096, 1),
+        (232448, 128, 1), (115712, 128, 2), (115713, 128, 1), (76000, 128, 3), (7000, 64, 29),
+    ],
+)  # fmt: skip
+def test_blocks_that_an_sm_holds_at_once(shared: int, threads: int, blocks: int) -> None:
+    assert tile_anatomy._at_once(DECODE, shared, threads) == 132 * blocks
+    without = replace(DECODE, device=replace(DECODE.device, sm_count=0))
+    assert tile_anatomy._at_once(without, shared, threads) == blocks
+
+
+def test_the_anatomy_of_a_tile() -> None:
+    problem = replace(DECODE, m=129, n=300, k=1000, batch=2)
+    sizes = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 3, "num_warps": 4}
+    config = SplitKConfig(**sizes, SPLIT_K=4, SWAP=False)
+    found = SplitK().anatomy(problem, config)
+    assert found is not None
+    assert (found.block_m, found.block_n, found.block_k, found.group_m) == (64, 128, 64, 3)
+    assert (found.tiles, found.steps) == (2 * 3 * 3 * 4, 4)
+    assert found.shared_memory == config.shared_memory(problem) == 3 * 2 * 64 * (64 + 128)
+    assert found.at_once == 132 * 3
+    many = SplitK().anatomy(problem, replace(config, num_stages=1, num_warps=16))
+    assert many is not None
+    assert (many.shared_memory, many.at_once) == (found.shared_memory // 3, 132 * 2048 // 512)
+    whole = PersistentConfig(**sizes, GROUP_M=4, SUBTILE=1, FLATTEN=False, PARTS=2)
+    found = Persistent().anatomy(problem, whole)
+    assert found is not None
+    assert (found.group_m, found.tiles, found.steps, found.at_once) == (4, 18, 16, 132)
+
+
+def test_resources_are_those_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(name: str, **metadata: int) -> Any:
+        compiled = SimpleNamespace(
+            asm={"cubin": name.encode()}, metadata=SimpleNamespace(shared=7, **metadata)
+        )
+        fn = SimpleNamespace(__name__=name)
+        return SimpleNamespace(fn=fn, compile_for=lambda target: compiled)
+
+    monkeypatch.setattr(tile_anatomy, "interpreting", lambda: False)
+    monkeypatch.setattr(
+        tile_anatomy, "usage", lambda cubin: {"REG": len(cubin), "STACK": 8, "LOCAL": 16}
+    )
+    builds = [build("one", num_warps=4, total_num_warps=0), build("three", num_warps=8)]
+    builds.append(build("warps", num_warps=4, total_num_warps=12))
+    assert tile_anatomy.resources(DECODE, builds) == [
+        Resources("one", 7, 4, 3, 24), Resources("three", 7, 8, 5, 24),
+        Resources("warps", 7, 12, 5, 24),
+    ]  # fmt: skip
+    for device in (replace(DECODE.device, type="cpu"), replace(DECODE.device, cuda="hip 6.4")):
+        with pytest.raises(RuntimeError, match="are not known"):
+            tile_anatomy.resources(replace(DECODE, device=device), builds)
+    monkeypatch.setattr(tile_anatomy, "interpreting", lambda: True)
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        tile_anatomy.resources(DECODE, builds)
+
+
+def test_each_stream_and_each_capture_has_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(capturing=False, stream=1, waits=0)
+    zeros = torch.zeros
+
+    def waited() -> Any:
+        state.waits += 1
+        return SimpleNamespace(synchronize=lambda: None)
+
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: zeros(count, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", waited)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(flags, "current_stream", lambda device: state.stream)
+    monkeypatch.setattr(Counters, "_captured", [])
+    counters = Counters(5)
+    assert state.waits == 1
+    first = counters()
+    assert (first.shape, first.dtype) == ((5,), torch.int32)
+    assert counters() is first
+    state.stream = 2
+    second = counters()
+    assert second is not first
+    assert counters() is second
+    state.capturing = True
+    captured = [counters() for _ in range(66)]
+    assert len({t.data_ptr() for t in (first, second, *captured)}) == 68
+    assert all(t.shape == (5,) for t in captured)
+    # Memory made during a capture is the graph's.
+    assert [t.data_ptr() for t in Counters._captured] == [t.data_ptr() for t in captured[:64]]
+    assert Counters(3)().shape == (3,)
+    assert state.waits == 1
