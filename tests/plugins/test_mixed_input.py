@@ -29,6 +29,7 @@ from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
 from tmm_triton.streaming import Streaming
 from tmm_triton.tile_anatomy import usage
+from tmm_triton.tiled import Grouped
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
@@ -122,7 +123,7 @@ def test_proposals_fit_the_gpu(m: int, gated: bool, weight: Operand) -> None:
     ("kernel", "m", "weight"),
     [
         (KERNEL, 1, INT4), (KERNEL, 64, INT4), (Streaming(), 1, INT4), (Streaming(), 16, INT8),
-        (Skinny(), 4, COL), (SplitK(), 16, COL),
+        (Skinny(), 4, COL), (SplitK(), 16, COL), (Grouped(), 4096, COL),
     ],
 )  # fmt: skip
 def test_an_exhaustive_search_gets_every_tile(kernel: Kernel[Any], m: int, weight: Operand) -> None:
