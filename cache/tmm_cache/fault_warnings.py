@@ -34,14 +34,9 @@ class FaultWarnings:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the root is this user's own, and so trusted and written."""
-        # Checked each time: a root that did not exist may since have been made by another user.
-        return foreign(self._root) is None
-
     def may_write(self) -> bool:
-        """Like `is_own`, with a warning if it is not."""
+        """Whether the root is this user's own, and so trusted and written; a warning if not."""
+        # Checked each time: a root that did not exist may since have been made by another user.
         if (reason := foreign(self._root)) is None:
             return True
         warn_once(

@@ -296,6 +296,6 @@ class CacheStore:
         if (found := self._verified.get(key)) is None:
             # If two threads make notes, both use the first ones.
             found = self._verified.setdefault(key, Notes("verified", list(key), self.root))
-            if found.foreign and self._warnings.is_own:
+            if found.foreign and self._warnings.may_write():
                 self._warnings.untrusted(found.foreign)
         return found

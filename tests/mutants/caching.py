@@ -28,7 +28,7 @@ CACHE = [
     Mutant("cache-owner-exchanged", "tmm_cache/ownership.py",
            "return None if os.path.samestat(found, opened) else \"\"", "return None",
            "a root exchanged during the read is trusted", (OWNERSHIP,)),
-    Mutant("cache-owner-late-root", "tmm_cache/fault_warnings.py", "return foreign(self._root) is None", "return True",
+    Mutant("cache-owner-late-root", "tmm_cache/fault_warnings.py", "if (reason := foreign(self._root)) is None:", "if True:",
            "a root that another user made meanwhile is written", (OWNERSHIP,)),
     Mutant("cache-owner-notes", "tmm_cache/notes.py", " if self.foreign is None else b\"\"", "",
            "a forged note passes a kernel as verified", (OWNERSHIP,)),
