@@ -97,6 +97,10 @@ def test_patterns_of_one_number() -> None:
     same = filled("a", F32, of_a="one number")
     assert len(same.unique()) == 1
     assert 1 / 16 <= same[0, 0] <= 1 / 2
+    for dtype in (torch.complex64, torch.complex128):
+        positive = filled("a", dtype, of_a="positive")
+        assert 1 / 16 <= positive.real.min() < positive.real.max() <= 1 / 2
+        assert not positive.imag.any()
     hot = filled("b", F32, of_b="one-hot")
     assert hot.sum(-1).tolist() == [0.5] * 64
     assert (hot != 0).sum(-1).tolist() == [1] * 64
@@ -475,6 +479,21 @@ def test_repeated_launches(repeats: int) -> None:
     assert launches("repeated", repeats=repeats, baseline=True) == begun
     both = launches("repeated", repeats=repeats, folded=True)
     assert both == [*begun, *[RUN, RUN, FOLDED, FOLDED] * 2]
+
+
+def test_results_of_repeated_launches_are_held() -> None:
+    """A launcher that returns one of its two buffers would overwrite them."""
+    ring = [torch.empty(6, 8), torch.empty(6, 8)]
+    made: list[int] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        made.append(len(made))
+        y = torch.empty(6, 8) if len(made) <= 2 else ring[len(made) % 2]
+        return torch.matmul(a, b, out=y if out is None else out)
+
+    verdict = Verifier(problem(m=6, n=8, k=4), CPU).verdict(run, extent="repeated", repeats=6)
+    assert verdict.reason == "it returned memory that it had returned before and that is in use"
+    assert len(made) == 5
 
 
 def test_the_size_of_a_product_of_terms_with_random_signs() -> None:

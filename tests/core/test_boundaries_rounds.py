@@ -27,6 +27,7 @@ from tmm_core.verify import (
     two_threads,
     ways_of_use,
 )
+from tmm_core.verify.checked_launch import WrongError
 from tmm_core.verify.compare import Sample
 from tmm_core.verify.data_sets import DataSets, Expected
 from tmm_core.verify.further_inputs import Plan, Round
@@ -613,3 +614,27 @@ def test_a_folded_launcher_has_n_d_operands(batch: int, shapes: list[Any], into:
     assert [tuple(t.shape) for t in given] == shapes
     torch.testing.assert_close(result, inputs.a @ inputs.b)
     assert (result is out) is into
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_outputs_are_judged_with_nan_and_inf_too(right: bool) -> None:
+    port = Port("x", "row", reduce="max")
+    chain = replace(parse("identity"), outputs=(port,))
+    data = DataSets(problem(m=8, n=8, k=8, epilogue=chain), CPU, 1 << 26)
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any, outputs: Any) -> Any:
+        y = torch.matmul(a, b, out=out)
+        outputs[0].copy_(y.amax(1) if right else y.nan_to_num(0.0, 1.0, -1.0).amax(1))
+        return y
+
+    checks = ways_of_use.WaysOfUse(data, run, True, False)
+    [plan] = [plan for plan in further_inputs.planned(data.problem) if plan.flooded]
+    made = Round(data, plan)
+    inputs, of = made.inputs(), data.sets()[-1]
+    if right:
+        checks._launched(made, of, inputs, None)
+        return
+    with pytest.raises(
+        WrongError, match=r"output x .* is not NaN or Inf where the result makes it"
+    ):
+        checks._launched(made, of, inputs, None)

@@ -392,3 +392,19 @@ def test_explain_is_of_the_precision_that_was_asked(
 def test_a_config_is_of_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "64x64x64", "--config", "tile=1"]) == 2
     assert "--config belongs to one kernel: name it with --kernel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "aligned", "cols", "found"),
+    [
+        ("row", True, 8, ("row", True)), ("row", True, 7, ("row", False)),
+        ("row", False, 8, ("row", False)), ("col", True, 7, ("col", True)),
+        ("col", False, 7, ("col", False)), ("strided", False, 8, ("strided", False)),
+    ],
+)  # fmt: skip
+def test_contiguous_matrices_are_aligned_if_their_sizes_are(
+    layout: Any, aligned: bool, cols: int, found: tuple[str, bool]
+) -> None:
+    """Those of a class that need not be aligned stay in it."""
+    made = probe_problems.contiguous(problem(m=8, k=cols, a=Operand(F32, layout, aligned)))
+    assert (made.a.layout, made.a.aligned) == found

@@ -18,7 +18,7 @@ from fakes import DEVICE, FakeConfig, FakeKernel, problem, register
 from tmm_cache import CacheStore, Miss
 from tmm_cache.console import UsageError
 
-from tmm_core import dispatch, settings
+from tmm_core import Operand, dispatch, settings
 from tmm_core.bench import quick, report
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results, identity
@@ -45,6 +45,7 @@ from tmm_core.tools.commands import (
     why_text,
 )
 from tmm_core.tuning.untried import Left
+from tmm_core.verify.compare import tolerance
 
 H200 = DeviceFingerprint(
     type="cuda",
@@ -1283,3 +1284,32 @@ def test_a_gpu_of_a_record_has_the_shared_memory_of_its_capability(
     found = gpus._device(SimpleNamespace(environment=device.environment))  # type: ignore[arg-type]
     assert found == replace(device, shared_memory=shared << 10, l2=0)
     assert gpus._device(SimpleNamespace(environment=None)) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_result_at_its_tolerance_is_right(dtype: torch.dtype) -> None:
+    one = Operand(dtype)
+    instance = problem(a=one, b=one, out=one)
+    limit = tolerance(instance)
+
+    def wrong(error: float) -> str | None:
+        call = SimpleNamespace(problem=lambda: instance, error=lambda kernel: error)
+        return doctor._wrong("k", call)  # type: ignore[arg-type]
+
+    assert wrong(limit) is None
+    assert str(wrong(limit + 1e-3)).startswith("wrong, error 0.001")
+    assert wrong(float("nan")) is not None
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [([], None), (["a"], "a: records"), (["a", "b", "c"], "a (and 2 more): records")],
+)
+def test_files_that_others_can_write_are_counted(
+    others: list[str], text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "foreign", lambda path: None)
+    monkeypatch.setattr(doctor, "foreign_below", lambda path: others)
+    found = [each.text for each in doctor._cache(CPU) if each.state == "problem"]
+    assert len(found) == (text is not None)
+    assert text is None or found[0].startswith(text)
