@@ -638,3 +638,43 @@ def test_outputs_are_judged_with_nan_and_inf_too(right: bool) -> None:
         WrongError, match=r"output x .* is not NaN or Inf where the result makes it"
     ):
         checks._launched(made, of, inputs, None)
+
+
+def test_what_is_written_around_an_unusual_output_is_seen() -> None:
+    data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
+    made = Round(data, Plan("x", Recipe(), "near", mode="no_grad"))
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        if beyond:
+            out.as_strided((1,), (1,), out.storage_offset() + 8).fill_(1)
+        return torch.matmul(a, b, out=out)
+
+    checks = ways_of_use.WaysOfUse(data, run, True, False)
+    inputs, of = made.inputs(), data.sets()[-1]
+    for beyond in (False, True):
+        if not beyond:
+            checks._launched(made, of, inputs, made.out())
+            continue
+        with pytest.raises(WrongError, match="it wrote outside the out it was given, with x"):
+            checks._launched(made, of, inputs, made.out())
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_the_outputs_of_blas_are_not_judged(baseline: bool) -> None:
+    checks = ways_of_use.WaysOfUse(DataSets(problem(), CPU, 1), NONE, True, baseline)
+    faults = [(0.5, ""), (2.0, "it is wrong")]
+    if baseline:
+        checks._check_outputs(faults)
+    else:
+        with pytest.raises(WrongError, match="it is wrong here"):
+            checks._check_outputs(faults, " here")
+    assert checks._errors == [0.5, 2.0]
+
+
+def test_a_grid_of_scales_lies_as_checkpoints_store_it() -> None:
+    fp8 = torch.float8_e4m3fn
+    a = Operand(fp8, scale=Scale.parse("1x128"))
+    b = Operand(fp8, "col", scale=Scale.parse("128x128"))
+    given = random_inputs.make(problem(m=256, n=384, k=512, a=a, b=b, out=Operand(HALF)), CPU)
+    assert given.parts["a_scale"].stride(-1) == 1
+    assert given.parts["b_scale"].stride(-2) == 1

@@ -432,6 +432,16 @@ def test_what_two_tensors_share() -> None:
     assert not guard_bands.overlap(memory[:4], torch.zeros(4))
     assert not guard_bands.overlap(memory[:0], memory)
     assert not guard_bands.overlap(memory, memory[:0])
+    held = bytearray(64)
+    first, second = (
+        torch.frombuffer(held, dtype=torch.int32, count=8, offset=at) for at in (0, 32)
+    )
+    assert first.untyped_storage().data_ptr() + 32 == second.untyped_storage().data_ptr()
+    assert not guard_bands.overlap(first, second)  # neighbours
+    assert not guard_bands.overlap(second, first)
+    inside = torch.frombuffer(held, dtype=torch.int32, count=8, offset=28)
+    assert guard_bands.overlap(first, inside)
+    assert guard_bands.overlap(inside, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import decimal
 import gc
 import io
+import itertools
 import logging
 import os
 import random
@@ -277,3 +278,21 @@ def test_what_a_launch_changes_once_is_no_change_of_its_own(
 
     assert process_state.watched(launch, CPU)[1] == []
     assert sys.path[-1] == "/nowhere"
+
+
+def test_the_backends_of_attention_are_put_back_one_by_one() -> None:
+    piece = process_state.SETTINGS["the backends of attention"]
+    assert piece.write is not None
+    before = piece.read()
+    try:
+        for values in itertools.product((False, True), repeat=3):
+            piece.write(values)
+            assert piece.read() == values
+            found = (
+                cuda.flash_sdp_enabled(),
+                cuda.mem_efficient_sdp_enabled(),
+                cuda.math_sdp_enabled(),
+            )
+            assert found == values
+    finally:
+        piece.write(before)
