@@ -291,6 +291,7 @@ def test_problems_that_only_queries_see_are_of_every_kind() -> None:
     assert {p.groups.zeroed for p in grouped if p.groups} == {False, True}
     every = [p for p in grouped if p.groups and p.groups.a_index and p.groups.out_index]
     assert any(p.groups and p.groups.out_weights and p.bias and p.residual for p in every)
+    assert any(p.groups and p.groups.zeroed for p in every)
 
 
 def test_a_suite_of_small_sizes_has_no_size_below_one() -> None:
