@@ -85,7 +85,7 @@ class Outputs:
         """
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)
-        again = expected is not None and self._deterministic and first is not given
+        again = self._deterministic and first is not given
         for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
             if not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
