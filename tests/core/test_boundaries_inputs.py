@@ -496,6 +496,21 @@ def test_results_of_repeated_launches_are_held() -> None:
     assert len(made) == 5
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_other_bits_of_repeated_launches(deterministic: bool) -> None:
+    made: list[int] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        made.append(len(made))
+        return torch.matmul(a, b, out=out).mul_(1 + 1e-6 * (len(made) == 4))
+
+    verdict = Verifier(problem(m=6, n=8, k=4), CPU).verdict(
+        run, extent="repeated", repeats=4, deterministic=deterministic
+    )
+    assert verdict.ok is not deterministic
+    assert verdict.ok or str(verdict.reason).startswith("one of 4 launches on inputs it had before")
+
+
 def test_the_size_of_a_product_of_terms_with_random_signs() -> None:
     a, b = torch.tensor([[3.0, 4.0]] * 2), torch.tensor([[0.0], [2.0]])
     instance = problem(m=2, n=1, k=2, scaled=True)
