@@ -51,7 +51,7 @@ def test_ten_thousand_rows_that_fit_take_less_than_a_second() -> None:
     rows = [(f"{n}x4096x4096", *rest) for n in range(10_000)]
     began = time.process_time()
     lines = console.table(("problem", "operands", "kernel", "µs"), rows, 100, right=("µs",))
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 1.0  # by rich 6 s
     assert len(lines) == 10_002
 
 
