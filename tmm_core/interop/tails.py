@@ -36,21 +36,22 @@ _INNER = (aten.mul.Tensor, (aten.add.Tensor, Z, _CUBE), 0.7978845608028654)
 _ERF = (aten.erf.default, (aten.mul.Tensor, Z, 0.7071067811865476))
 _EXP = (aten.exp.default, (aten.neg.default, Z))
 
-#: Activations by the epilogue's name.
-ACTIVATIONS: dict[str, tuple[Any, ...]] = {
-    "relu": (aten.relu.default, Z),
-    "tanh": (aten.tanh.default, Z),
-    "sigmoid": (aten.sigmoid.default, Z),
-    "silu": (aten.div.Tensor, Z, (aten.add.Tensor, _EXP, 1)),
-    "gelu": (aten.mul.Tensor, _HALF, (aten.add.Tensor, _ERF, 1)),
-    "gelu_tanh": (
-        aten.mul.Tensor,
-        _HALF,
-        (aten.add.Tensor, (aten.tanh.default, _INNER), 1),
+#: Activations, each with its epilogue's name. Torch 2.10 computes silu from the sigmoid, as models
+#: that define it do.
+ACTIVATIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("relu", (aten.relu.default, Z)),
+    ("tanh", (aten.tanh.default, Z)),
+    ("sigmoid", (aten.sigmoid.default, Z)),
+    ("silu", (aten.div.Tensor, Z, (aten.add.Tensor, _EXP, 1))),
+    ("silu", (aten.mul.Tensor, Z, (aten.sigmoid.default, Z))),
+    ("gelu", (aten.mul.Tensor, _HALF, (aten.add.Tensor, _ERF, 1))),
+    (
+        "gelu_tanh",
+        (aten.mul.Tensor, _HALF, (aten.add.Tensor, (aten.tanh.default, _INNER), 1)),
     ),
-    "softcap": (aten.mul.Tensor, (aten.tanh.default, (aten.div.Tensor, Z, P)), P),
-}
-_ROOTS = {expression[0] for expression in ACTIVATIONS.values()}
+    ("softcap", (aten.mul.Tensor, (aten.tanh.default, (aten.div.Tensor, Z, P)), P)),
+)
+_ROOTS = {expression[0] for _, expression in ACTIVATIONS}
 
 
 @dataclass
@@ -165,7 +166,7 @@ def _activation(z: Node, own: torch.dtype) -> tuple[str, list[Node]] | None:
             return None
         z, outside = user, [user]
     for root in _reached(z):
-        for name, expression in ACTIVATIONS.items():
+        for name, expression in ACTIVATIONS:
             inside: list[Node] = []
             parameters: list[float] = []
             if not _matches(expression, root, z, inside, parameters):
