@@ -278,7 +278,14 @@ def test_the_eager_code_of_8_bit_operands(scales: str, epilogue: str) -> None:
     )  # fmt: skip
     call = case.call(CPU)
     expected = compare.reference(call.problem(), call.inputs())
-    for run in (providers.eager([call]), providers.tmm([call])):
+    eager = providers.eager([call])
+    try:
+        eager(0)
+    except RuntimeError as error:
+        if "only supports per-tensor scaling" not in str(error):
+            raise
+        pytest.skip("this torch has no scales of rows on a CPU")
+    for run in (eager, providers.tmm([call])):
         result = run(0)
         assert result.dtype is torch.bfloat16
         assert compare.error(result, expected) < 4e-2  # eager rounds after every step

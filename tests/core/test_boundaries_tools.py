@@ -1207,6 +1207,14 @@ def test_the_report_of_earlier_results_goes_to_a_folder_that_need_not_exist(
     assert bench._show(failed, benched("--json")) == 1
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler, which a process in a shell's background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _interrupted(*_: Any, **__: Any) -> Any:
     """A library's error on Ctrl-C."""
     try:
@@ -1216,6 +1224,7 @@ def _interrupted(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["anatomy", "resources", "doctor", "tune"])
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_faults_cause_may_be_ctrl_c(part: str) -> None:
     """It ends the command, whatever a library makes of it."""
     kernel: Any = FakeKernel("k")
@@ -1234,6 +1243,7 @@ def test_a_faults_cause_may_be_ctrl_c(part: str) -> None:
     assert not why._default_anatomy(kernel, problem())
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_versions", _interrupted)
     with pytest.raises(KeyboardInterrupt):

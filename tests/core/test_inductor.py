@@ -233,6 +233,27 @@ def test_batches_and_matrices() -> None:
         torch.testing.assert_close(y, r[0] + 0.5 * (a[0] @ b[0]))
 
 
+def test_silu_may_be_computed_from_the_sigmoid() -> None:
+    """Torch 2.10 does, and so do models that define it."""
+    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
+
+    def model(x: Tensor) -> Tensor:
+        z = layer(x)
+        return torch.sigmoid(z) * z
+
+    def both(x: Tensor) -> Any:
+        z = layer(x)
+        s = torch.sigmoid(z)
+        return s * z, s
+
+    for function, found in ((model, ["silu"]), (both, [""])):
+        seen = Seen()
+        with torch.no_grad():
+            torch.testing.assert_close(passed(function, x, seen=seen), function(x))
+        assert seen.epilogues == found
+        torch._dynamo.reset()
+
+
 def test_what_is_read_elsewhere_is_kept() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 4)
     seen = Seen()
