@@ -12,7 +12,7 @@ replayed interleaved. Products by tmm are tuned at their first use::
 grouped product in bf16. It compares each ratio with the ratio to reach.
 
 ``--search`` tunes each product without records, and compares the choice with an exhaustive search.
-It takes a product some ten seconds longer.
+It takes a product some ten seconds longer. Experts are not searched.
 
 With ``humming-kernels`` installed its layer is timed in the same run.
 """
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=3.0, help="seconds to tune a product")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
-    device = torch.device(*(("cuda", 0) if torch.cuda.is_available() else ("cpu",)))
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     peers = not options.no_peers and importlib.util.find_spec("humming") is not None
     problems = (
         bars(device, options.small)

@@ -436,27 +436,25 @@ class MixedInput(Built[MixedInputConfig]):
         return f"{self.name}/{c.BLOCK_K}/{c.k_ways}/{c.splits}/{how}"
 
     def configs(self, problem: Problem) -> list[MixedInputConfig]:
-        limited = SEARCH_LIMITED.get()
         rows = max(16, min(256, triton.next_power_of_2(_rows_per_group(problem)[0])))
         fitting: list[MixedInputConfig] = []
         for m in (16, 32, 64, 128, 256):
             # More than one tile of few rows would decode the weight again. Some groups are larger
             # than the mean.
             if m == rows or (64 <= m < rows) or (problem.groups and rows < m <= 4 * rows):
-                fitting += self._fitting(problem, m, _SHAPES[m] if limited else _every_shape())
+                fitting += self._fitting(problem, m)
         fitting = sorted(dict.fromkeys(fitting), key=lambda c: self.estimate_us(problem, c))
         orders = [[c for c in fitting if c.arranged is order] for order in (True, False)]
         share = _TRIED_EACH if all(orders) else _TRIED
-        share = share if limited else len(fitting)
+        if not SEARCH_LIMITED.get():
+            share = len(fitting)
         early = [w for w in ways(problem) if w == "wait"]
         tried = [c for order in orders for c in with_early(order[:share], early)]
         return sorted(tried, key=lambda c: self.estimate_us(problem, c))
 
-    def _fitting(
-        self, problem: Problem, m: int, shapes: Iterable[tuple[int, int, int, int]]
-    ) -> Iterator[MixedInputConfig]:
+    def _fitting(self, problem: Problem, m: int) -> Iterator[MixedInputConfig]:
         """The configs with tiles of ``m`` rows, and as many stages as fit."""
-        for k, consumers, share, rows in shapes:
+        for k, consumers, share, rows in _SHAPES[m] if SEARCH_LIMITED.get() else _every_shape():
             if problem.batch_invariant:
                 if share > 1 or m > 128:
                     continue  # the sums of a row must not depend on M

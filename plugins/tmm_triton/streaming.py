@@ -360,7 +360,8 @@ _SHAPES = (
 
 
 def _every_shape() -> Iterator[tuple[int, int, int]]:
-    """Every shape for an exhaustive search, also those that no measurement favoured."""
+    """Every shape for an exhaustive search, also those that no measurement favoured. More than 8
+    warps lack registers."""
     for n, warps_k, warps_n in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 4, 8)):
         if warps_k * warps_n <= 8 and 16 * warps_n <= n:
             yield n, STEP * warps_k, warps_k * warps_n

@@ -103,7 +103,7 @@ class TritonKernel(Built[C]):
     #: Fraction of the tensor cores' peak that the main loop reaches if nothing else limits it; for
     #: estimates.
     reach: ClassVar[float] = 0.5
-    #: Factor on the estimate on Hopper and later, which makes estimates comparable with those of
+    #: Factor on the estimate on Hopper and later, so that it can be compared with an estimate by
     #: ``triton.warp_specialized``. Its medians over 869 shipped records are 1.02 to 1.23 for tiled
     #: kernels. With it, tuning proposes a median of 16 candidates for a problem, instead of 19, and
     #: they include 222 of 290 winners, instead of 214.

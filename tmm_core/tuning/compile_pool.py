@@ -259,7 +259,8 @@ class _Host:
         options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
         options += ["-P"] * (sys.version_info >= (3, 11))
         with contextlib.ExitStack() as opened:
-            #: The host removes it, unless it is killed.
+            # The host removes it, since it may outlive this process. `_end` does if the host was
+            # killed, and the callback if it was not started.
             self._folder = tempfile.mkdtemp(prefix="tmm-compile-")
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
             arguments = [str(workers), "forks" if kind.forks else "imports", self._folder]
