@@ -49,7 +49,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
     assert "tmm_core/py.typed" in of_wheel, "the wheel has no py.typed"
     tops = {name.partition("/")[0] for name in of_wheel}
     strange = {n for n in tops if not n.endswith(".dist-info")}
-    assert strange == {"tmm_core", "tmm_triton", "tmm_blas", "tmm_cache"}, strange
+    assert strange == {"tmm_core", "tmm_triton", "tmm_blas", "tmm_base", "tmm_cache"}, strange
     compiled = [n for n in of_wheel | of_sdist if n.endswith((".pyc", ".so"))]
     assert not compiled, compiled
     assert records, "the wheel ships no records"

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from tmm_base.console import DONE, FOUND, print_table, warnings_as_notes
 from tmm_cache import CacheWarning
 from tmm_cache import cli as tmm_cache
-from tmm_cache.console import DONE, FOUND, print_table, warnings_as_notes
 
 import tmm_core
 from tmm_core import dispatch, settings

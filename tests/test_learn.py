@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tmm_cache import console
+from tmm_base import console
 
 from tmm_core import dispatch
 from tmm_core.tools.cli import main
@@ -52,7 +52,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tmm = tmp_path / "bin" / "tmm"
     tmm.parent.mkdir()
     tmm.write_text(
-        f"#!{sys.executable}\nimport sys\n\nfrom tmm_cache import console\n\n"
+        f"#!{sys.executable}\nimport sys\n\nfrom tmm_base import console\n\n"
         f"console.PIPED = {WIDTH}\n\nfrom tmm_core.tools.cli import main\n\nsys.exit(main())\n"
     )
     tmm.chmod(0o755)

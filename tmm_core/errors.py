@@ -19,6 +19,9 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from tmm_base.guards import foreign_place, warn_caller
+from tmm_base.guards import reraise as reraise
+
 
 class TmmError(Exception):
     """Base class of tmm's errors."""
@@ -66,7 +69,6 @@ class TmmWarning(UserWarning):
 
 def warn(message: str, category: type[Warning] = TmmWarning) -> None:
     """Issue a warning that points at the line that called into tmm."""
-    from tmm_cache.cache_errors import warn_caller  # importing tmm_core imports no cache
 
     warn_caller(message, category)
 
@@ -75,18 +77,6 @@ def warn(message: str, category: type[Warning] = TmmWarning) -> None:
 
 #: Maximum length of a ``repr``, and of a text by other people's code, in a message.
 _SHOWN, _TEXT = 200, 2000
-
-
-def reraise(error: BaseException) -> None:
-    """Raise ``error`` again unless the guarded code itself caused it: a signal's handler may have
-    raised it meanwhile. Every ``except`` clause that turns an exception into a fault calls this
-    function first. See :func:`tmm_cache.cache_errors.reraise`."""
-    from tmm_cache import cache_errors
-
-    try:
-        cache_errors.reraise(error)
-    finally:
-        del error  # the traceback refers to this frame: they would form a cycle
 
 
 def plain_text(text: str, most: int = _TEXT) -> str:
@@ -129,13 +119,6 @@ def _guarded(function: Callable[[Any], str], thing: object, failed: str, most: i
         return failed
 
 
-def raised_at(error: BaseException | None) -> str:
-    """File and line of the innermost frame that is not tmm's; empty if there is none."""
-    from tmm_cache.cache_errors import foreign_place
-
-    return "" if error is None else foreign_place(error)
-
-
 class Origin(Protocol):
     """The plugin and distribution of a kernel, as a warning names them."""
 
@@ -167,7 +150,7 @@ def warn_of_plugin(
     if key in _faults:
         return
     _faults.add(key)
-    place = raised_at(error)
+    place = foreign_place(error) if error is not None else ""
     place = f" ({place})" if place and place not in message else ""
     origin = "" if str(source) in message else f"{source}: "
     count = f"; {more} more faults of it" if more else "; later faults of it are not reported"

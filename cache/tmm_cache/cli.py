@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from tmm_base.console import DONE, MISTAKE, Parser, argument, guarded, warnings_as_notes
+from tmm_base.tmm import version
+
 from tmm_cache.cache_errors import CacheWarning
 from tmm_cache.commands import clear, show, transfer
-from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, warnings_as_notes
 from tmm_cache.paths import is_nowhere
 from tmm_cache.store import CacheStore
-from tmm_cache.tmm import version
 
 _PROGRAM: Final = "tmm-cache"
 

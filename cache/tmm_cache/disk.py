@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tmm_cache.cache_errors import UsageError, suppress
+from tmm_base import UsageError
+from tmm_base.guards import suppress
+
 from tmm_cache.paths import ENVIRONMENT, LOCK_SUFFIX, temporary_name
 
 FOLDER_MODE = 0o700

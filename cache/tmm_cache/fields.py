@@ -14,8 +14,9 @@ from typing import Annotated, Any, Final, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec import Meta
+from tmm_base.guards import reraise
 
-from tmm_cache.cache_errors import RecordError, reraise
+from tmm_cache.cache_errors import RecordError
 from tmm_cache.keys import canonical
 
 _FOUND_MAX = 60

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from tmm_cache.cache_errors import RecordError, reraise
+from tmm_base.guards import reraise
+
+from tmm_cache.cache_errors import RecordError
 from tmm_cache.disk import (
     NotRegularError,
     closing,

@@ -9,7 +9,8 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import suppress
+
 from tmm_cache.disk import FILE_MODE
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.cache_errors import reraise, suppress
+from tmm_base.guards import reraise, suppress
+
 from tmm_cache.disk import append_line, closing, make_folder, open_regular, read_all
 from tmm_cache.fields import parse
 from tmm_cache.keys import JSON, canonical

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.cache_errors import reraise, suppress
+from tmm_base.guards import reraise, suppress
 
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 #: A folder that may be entered and not listed can be opened with O_PATH only, which Linux has.

@@ -15,7 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.cache_errors import UsageError, reraise, warn_once
+from tmm_base import UsageError
+from tmm_base.guards import reraise
+
+from tmm_cache.cache_errors import warn_once
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
 from tmm_cache.ownership import foreign
 from tmm_cache.record import SCHEMA

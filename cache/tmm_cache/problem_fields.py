@@ -7,7 +7,8 @@ and the command still lists the record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+
+from tmm_base.guards import printable
 
 from tmm_cache.keys import JSON, Document, canonical
 
@@ -22,15 +23,6 @@ SHORT_DTYPES = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
-
-
-# Cached: dtypes, layouts and parameter names repeat in every line of a list.
-@lru_cache(maxsize=1024)
-def printable(text: str) -> str:
-    """The text without control characters: records are untrusted, and terminals obey them."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def text_of(value: JSON) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
+from tmm_base.guards import printable
 
 from tmm_cache import fields
 from tmm_cache.cache_errors import RecordError
@@ -113,7 +114,7 @@ class CandidateResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """A line: kernel, config, status and median; `to_json` has everything."""
         from tmm_cache import problem_fields  # not needed by calls
 
-        words = problem_fields.printable(self.kernel), problem_fields.config(self.config)
+        words = printable(self.kernel), problem_fields.config(self.config)
         time = "not timed" if self.median_us is None else f"{self.median_us:.2f} µs"
         return f"<CandidateResult {' '.join(filter(None, words))}: {self.status}, {time}>"
 
@@ -228,7 +229,7 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
         tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
         return (
             f"<TuningRecord {sizes} {dtypes} {problem_fields.expression(self.problem)}: "
-            f"{problem_fields.printable(self.best.kernel)} {time}{ratio}, {tried}>"
+            f"{printable(self.best.kernel)} {time}{ratio}, {tried}>"
         )
 
     def thinned(self) -> TuningRecord:

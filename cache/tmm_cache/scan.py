@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from tmm_cache.cache_errors import reraise
+from tmm_base.guards import reraise
+
 from tmm_cache.files import Fault, Report, read_brief, read_environment, read_record
 from tmm_cache.keys import Document, is_slug
 from tmm_cache.paths import DIGEST, RECORD, VERSION

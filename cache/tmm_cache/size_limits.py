@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.cache_errors import reraise, suppress, warn_once
+from tmm_base.guards import reraise, suppress
+
+from tmm_cache.cache_errors import warn_once
 from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.keys import SLUG
 from tmm_cache.paths import DIGEST, NOTE_FILE, NOTES, RECORD, TEMPORARY

@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tmm_cache.cache_errors import UsageError, reraise, suppress, warn_once
+from tmm_base import UsageError
+from tmm_base.guards import reraise, suppress
+
+from tmm_cache.cache_errors import warn_once
 from tmm_cache.disk import make_folder, touch
 from tmm_cache.fault_warnings import FaultWarnings, warn_of
 from tmm_cache.files import Fault, read_record, record_bytes, write_record

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
+from tmm_base import UsageError
 
-from tmm_cache.cache_errors import RecordError, UsageError
+from tmm_cache.cache_errors import RecordError
 from tmm_cache.disk import write_for_all
 from tmm_cache.fields import decoded
 from tmm_cache.files import (

@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 from cache_builders import ENVIRONMENT, GPU, SPLIT_K, problem, record, warned
 from msgspec.structs import replace
+from tmm_base import UsageError, console, guards
 from tmm_cache import (
     CacheStore,
     CacheWarning,
     CandidateResult,
     Notes,
     TuningRecord,
-    cache_errors,
-    console,
     disk,
     fields,
     files,
@@ -191,7 +190,7 @@ def test_a_file_that_a_user_named_is_as_readable_as_others(
 
 def test_a_file_that_a_user_named_is_in_a_folder_that_is_there(tmp_path: Path) -> None:
     disk.require_target(tmp_path / "file")
-    with pytest.raises(cache_errors.UsageError, match="absent: there is no such folder"):
+    with pytest.raises(UsageError, match="absent: there is no such folder"):
         disk.require_target(tmp_path / "absent" / "file")
 
 
@@ -393,7 +392,7 @@ def test_a_lock_alone_makes_private_folders(store: CacheStore) -> None:
 
 def test_a_thread_in_which_no_user_calls_warns_all_the_same() -> None:
     with ThreadPoolExecutor() as pool, pytest.warns(CacheWarning, match="text"):
-        pool.submit(cache_errors.warn_caller, "text", CacheWarning).result()
+        pool.submit(guards.warn_caller, "text", CacheWarning).result()
 
 
 def test_sixteen_causes_of_an_exception_are_looked_at() -> None:
@@ -401,7 +400,7 @@ def test_sixteen_causes_of_an_exception_are_looked_at() -> None:
     for number in range(1, 20):
         last, error = error, ValueError(number)
         error.__cause__ = last
-    assert [each.args[0] for each in cache_errors.chain(error)] == [*range(19, 3, -1)]
+    assert [each.args[0] for each in guards.chain(error)] == [*range(19, 3, -1)]
 
 
 @pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT", "ENOTDIR", "ELOOP", "EIO"])
@@ -442,7 +441,7 @@ def _calls(module: str | None, function: Any) -> Any:
 def test_a_warning_points_beyond_tmm_torch_and_generated_code(
     module: str | None, passed_over: bool
 ) -> None:
-    inner = _calls(module, partial(cache_errors.warn_caller, "text", CacheWarning))
+    inner = _calls(module, partial(guards.warn_caller, "text", CacheWarning))
     with pytest.warns(CacheWarning, match="text") as caught:
         _calls("user", inner)()
     assert caught[0].filename == ("<user>" if passed_over else f"<{module}>")
@@ -472,7 +471,7 @@ def test_the_place_of_a_fault_is_in_the_innermost_foreign_code(
     own = error.__traceback__
     assert own is not None
     error.__traceback__ = own.tb_next  # without this test's
-    assert cache_errors.foreign_place(error) == place
+    assert guards.foreign_place(error) == place
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -492,7 +491,7 @@ def test_a_handler_that_was_replaced_is_recognised_by_its_arguments(hidden: bool
         try:
             function()
         except (TimeoutError, ValueError) as error:
-            cache_errors.reraise(error)
+            guards.reraise(error)
 
     with pytest.raises(TimeoutError, match="alarm"):
         guarded(interrupted)

@@ -28,9 +28,9 @@ from cache_builders import (
     record,
 )
 from msgspec.structs import replace
+from tmm_base.console import print_json
 from tmm_cache import CacheStore, CandidateResult, digest
 from tmm_cache.cli import main
-from tmm_cache.console import print_json
 
 Captured = pytest.CaptureFixture[str]
 

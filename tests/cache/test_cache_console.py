@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tmm_cache import console
+from tmm_base import console
 
 WORD = st.text("abcdefgh.=_[]", min_size=1, max_size=9)
 CELL = st.lists(WORD, max_size=6).map(" ".join)

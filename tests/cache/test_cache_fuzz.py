@@ -20,8 +20,8 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, problem, record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tmm_base import UsageError
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
-from tmm_cache.cache_errors import UsageError
 from tmm_cache.cli import main
 from tmm_cache.fields import parse
 from tmm_cache.files import parse_stored, record_bytes, sealed

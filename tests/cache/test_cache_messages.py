@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 from cache_builders import BLAS, ENVIRONMENT, GPU, SPLIT_K, child, problem, record
 from msgspec.structs import replace
+from tmm_base import UsageError, tmm
 from tmm_cache import (
     CacheStore,
     CandidateResult,
     TuningRecord,
     disk,
     problem_fields,
-    tmm,
 )
-from tmm_cache.cache_errors import UsageError
 from tmm_cache.cli import main
 from tmm_cache.disk import require_target
 
@@ -183,7 +182,7 @@ def test_fields_that_are_off_are_not_printed() -> None:
 
 def test_tmm_answers_without_torch() -> None:
     code = (
-        "import sys; from tmm_cache.tmm import main; status = main(sys.argv[1:]); "
+        "import sys; from tmm_base.tmm import main; status = main(sys.argv[1:]); "
         "heavy = {'torch', 'triton', 'rich', 'tmm_core'} & {*sys.modules}; "
         "sys.exit(heavy or status)"
     )
@@ -240,13 +239,13 @@ def test_commands_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tmm_starts_at_once() -> None:
     """``tmm --version`` takes 0.06 s of a processor, and an import of torch 0.8 s more."""
-    run = child("-X", "importtime", "-m", "tmm_cache.tmm", "--version", stderr=subprocess.PIPE)
+    run = child("-X", "importtime", "-m", "tmm_base.tmm", "--version", stderr=subprocess.PIPE)
     _, lines = run.communicate()
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines.splitlines()}
-    assert "tmm_cache" in imported
-    assert not imported & {"torch", "triton", "numpy", "tmm_core", "rich"}
+    assert "tmm_base" in imported
+    assert not imported & {"torch", "triton", "numpy", "tmm_core", "tmm_cache", "msgspec", "rich"}
 
 
 def test_tmm_with_a_closed_stdout_is_silent() -> None:
     for arguments in ("--version", "--help"):
-        assert run_closed(">&-", arguments, module="tmm_cache.tmm") == (0, "")
+        assert run_closed(">&-", arguments, module="tmm_base.tmm") == (0, "")

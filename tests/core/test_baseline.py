@@ -22,7 +22,7 @@ from tmm_core.registry.registry import Registry
 from tmm_core.tools import cli
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("tmm_core", "cache/tmm_cache", "plugins/tmm_blas")
+PACKAGES = ("tmm_core", "cache/tmm_base", "cache/tmm_cache", "plugins/tmm_blas")
 X = torch.randn(8, 8)
 
 #: Run where ``sys.argv[1]`` holds the packages and no distribution's metadata can be read.

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from fakes import DEVICE, FakeConfig, FakeKernel, problem, register
+from tmm_base import UsageError
 from tmm_cache import CacheStore, Miss
-from tmm_cache.console import UsageError
 
 from tmm_core import Operand, dispatch, settings
 from tmm_core.bench import quick, report

@@ -17,8 +17,9 @@ from fakes import FakeKernel, plugin, register
 from hypothesis import HealthCheck, given
 from hypothesis import settings as fuzzed
 from hypothesis import strategies as st
-from tmm_cache import CacheStore, tmm
-from tmm_cache.console import print_json
+from tmm_base import tmm
+from tmm_base.console import print_json
+from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Epilogue, Traits, dispatch, settings

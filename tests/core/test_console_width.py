@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
 from msgspec.structs import replace as revised
-from tmm_cache import console
+from tmm_base import console
 
 import tmm_core
 from tmm_core.dispatch.explanation import alike, explain_problem

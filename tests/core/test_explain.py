@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 import pytest
-from tmm_cache import console
+from tmm_base import console
 
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint

@@ -22,7 +22,8 @@ import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, hookimpl, plugin
 from filelock import UnixFileLock
 from lying import half
-from tmm_cache import cache_errors, files
+from tmm_base import guards
+from tmm_cache import files
 
 import tmm_core
 from tmm_core import dispatch, errors
@@ -386,7 +387,7 @@ def test_each_kind_of_handler_is_recognised(name: str, how: Any) -> None:
     error = raised_by(HANDLERS[name], kill if how == "bare" else lambda: how(kill))
     with pytest.raises(TimeoutError, match="from the handler"):
         errors.reraise(error)
-    with pytest.raises(TimeoutError), cache_errors.suppress(Exception):
+    with pytest.raises(TimeoutError), guards.suppress(Exception):
         raise error
 
 
@@ -424,7 +425,7 @@ def test_a_plugins_own_exceptions_do_not_pass(error: type[BaseException]) -> Non
             namespace["launch"](number, frame)
         except BaseException as found:
             errors.reraise(found)
-        with cache_errors.suppress(BaseException):
+        with guards.suppress(BaseException):
             namespace["launch"](number, frame)
 
 
@@ -438,7 +439,7 @@ def test_an_exception_that_passes_keeps_nothing_alive(guard: str) -> None:
 
     def interrupted(held: Any) -> None:
         if guard == "suppress":
-            with cache_errors.suppress(OSError):
+            with guards.suppress(OSError):
                 kill()
         try:
             kill()

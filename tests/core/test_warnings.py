@@ -190,7 +190,6 @@ def test_a_strangers_text_is_plain_and_short() -> None:
     assert errors.error_text(failing) == "Odd: (its text is unavailable)"
     assert errors.shown(Failing()) == "<Failing, whose repr failed>"
     assert errors.shown("x" * 300) == "'" + "x" * 199 + "…"
-    assert errors.raised_at(None) == ""
 
 
 def test_an_unknown_name_is_answered_by_near_ones() -> None:
@@ -213,7 +212,7 @@ class Of:
 def test_a_distribution_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(errors, "warn", messages.append)
-    monkeypatch.setattr(errors, "raised_at", lambda error: "" if error is None else "file.py:3")
+    monkeypatch.setattr(errors, "foreign_place", lambda error: "file.py:3")
     errors.warn_of_plugin(Of("one", "both"), "kernel k failed")
     errors.warn_of_plugin(Of("two", "both"), "kernel l failed")
     errors.warn_of_plugin(Of("one", "other"), "plugin one: failed", KeyError(), more=2)

@@ -11,7 +11,7 @@ STORED = "tests/core/test_boundaries_stored.py"
 FUSING = "tests/core/test_boundaries_fusing.py"
 
 EDGES = [
-    Mutant("edges-generated-code", "cache_errors.py",
+    Mutant("edges-generated-code", "tmm_base/guards.py",
            '"__name__") or "tmm_core").partition(".")[0]',
            '"__name__") or "").partition(".")[0]',
            "a warning points into generated code",

@@ -34,7 +34,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-chain",
-        "tmm_cache/cache_errors.py",
+        "tmm_base/guards.py",
         "        waiting.append((_CAUSE(each), not suppressed))\n",
         "",
         "a lack of memory that a kernel raised from is its own fault",
@@ -42,7 +42,7 @@ ENVIRON = [
     ),
     Mutant(
         "environment-callers-context",
-        "tmm_cache/cache_errors.py",
+        "tmm_base/guards.py",
         "if outside and not explicit:",
         "if False:",
         "what the caller handles excuses the kernel",
@@ -340,7 +340,7 @@ ENVIRON = [
     ),
     Mutant(
         "signal-cycle",
-        "tmm_cache/cache_errors.py",
+        "tmm_base/guards.py",
         "                del cause, error\n",
         "                pass\n",
         "an exception that passes keeps the interrupted frames' tensors and locks",
@@ -348,7 +348,7 @@ ENVIRON = [
     ),
     Mutant(
         "signal-cycle-suppress",
-        "tmm_cache/cache_errors.py",
+        "tmm_base/guards.py",
         "            del error, trace  # they would form a cycle, as in `reraise`",
         "            pass",
         "the same behind suppress",

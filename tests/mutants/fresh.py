@@ -314,7 +314,7 @@ FRESH = [
            "if choice is not None:\n            self",
            "a guess for a graph answers every call after it",
            (f"{DISPATCH}::test_what_a_capture_was_given_is_measured_after_it",)),
-    Mutant("cycle-of-a-fault", "cache/tmm_cache/cache_errors.py",
+    Mutant("cycle-of-a-fault", "cache/tmm_base/guards.py",
            "        values.clear()\n", "        pass\n",
            "a caught fault keeps its callers' variables",
            (f"{CYCLES}::test_so_does_every_other_call",)),

@@ -14,7 +14,7 @@ CALLS = "tests/core/test_boundaries_calls.py"
 STORED = "tests/core/test_boundaries_stored.py"
 
 OUTER = [
-    Mutant("outer-outermost-frame", "tmm_cache/cache_errors.py",
+    Mutant("outer-outermost-frame", "tmm_base/guards.py",
            "frame.f_back is not None and _package", "True and _package",
            "a warning in a thread without a user's frame is an error",
            (f"{CACHE}::test_a_thread_in_which_no_user_calls_warns_all_the_same",)),
@@ -86,13 +86,13 @@ OUTER = [
            "Annotated[tuple[Measure, ...], Meta(max_length=ITEMS_MAX)]", "Annotated[tuple[Measure, ...], Meta()]",
            "a candidate has any number of samples",
            (f"{CACHE}::test_samples_are_at_most_10_000_and_named_by_their_index",)),
-    Mutant("outer-folded-numbers", "tmm_cache/console.py",
+    Mutant("outer-folded-numbers", "tmm_base/console.py",
            "c.rjust(n) if name in right else c.ljust(n)",
            "c.ljust(n)",
            "numbers of a folded table stand at the left",
            ("tests/cache/test_cache_console.py::"
             "test_numbers_are_aligned_to_the_right_of_folded_rows_too",)),
-    Mutant("outer-help", "tmm_cache/console.py",
+    Mutant("outer-help", "tmm_base/console.py",
            "self.add_argument(*names, action=\"store_true\", help=text)",
            "self.add_argument(*names, action=\"store_true\")",
            "no flag has a help text",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tmm_base.guards import suppress
 from tmm_cache import CacheStore, TuningRecord
-from tmm_cache.cache_errors import suppress
 
 from tmm_core.dispatch.measuring import Measuring
 from tmm_core.errors import error_text, reraise

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CLOCK, TuningRecord, console, problem_fields
+from tmm_base import console
+from tmm_cache import CLOCK, TuningRecord, problem_fields
 
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import Miss, dry_run

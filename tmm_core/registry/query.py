@@ -23,7 +23,8 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from tmm_cache.cache_errors import RecordError, chain, traceback_of
+from tmm_base.guards import chain, traceback_of
+from tmm_cache.cache_errors import RecordError
 from tmm_cache.fields import (
     A_NAME,
     NAME_MAX,

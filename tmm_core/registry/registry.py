@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import suppress
 from tmm_cache.fields import A_NAME, NAME_MAX, is_name
 
 from tmm_core import formats

@@ -18,15 +18,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import OWN_PACKAGES, suppress
 from tmm_cache.fields import NAME_MAX
 
 from tmm_core.errors import reraise
 
-#: tmm's own packages: their kernels state their versions.
-OWN = frozenset(("tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"))
 #: Packages whose versions belong to a record's environment, or to Python's; and tmm's own.
-LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | OWN
+LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy"} | OWN_PACKAGES
 #: The contents of a package's first files are read, up to this many bytes, which takes about 30 ms.
 #: Later files count by size and modification time.
 _MOST_BYTES = 32 * 2**20
@@ -76,7 +74,7 @@ def _beside(distribution: str, counted: set[str]) -> list[str]:
 
 def is_own(kind: type) -> bool:
     """Whether a kernel's class is one of tmm's own."""
-    return _top(kind.__module__) in OWN
+    return _top(kind.__module__) in OWN_PACKAGES
 
 
 def code_version(*kinds: type, functions: Iterable[object] = ()) -> str:

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import suppress
 
 from tmm_core.errors import reraise
 from tmm_core.spec.device import triton_version

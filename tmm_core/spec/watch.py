@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import suppress
 
 #: Seconds after which a query is reported: usually, and if it may compile.
 PATIENCE, COMPILE_PATIENCE = 10.0, 120.0

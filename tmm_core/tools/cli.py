@@ -1,4 +1,4 @@
-"""The commands of ``tmm``, which :mod:`tmm_cache.tmm` starts; ``tmm-cache`` manages the records.
+"""The commands of ``tmm``, which :mod:`tmm_base.tmm` starts; ``tmm-cache`` manages the records.
 
 Exit statuses: 0 done, 1 something is wrong or was left undone, 2 a usage error.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tmm_base.console import DONE, Parser, argument, guarded, warnings_as_notes
+from tmm_base.tmm import parsers
 from tmm_cache import CacheWarning
-from tmm_cache.console import DONE, Parser, argument, guarded, warnings_as_notes
-from tmm_cache.tmm import parsers
 
 from tmm_core.bench.case import parse_shape
 from tmm_core.errors import TmmError, TmmWarning

@@ -30,7 +30,7 @@ from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import suppress
 
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.registry.query import CheckedKernel

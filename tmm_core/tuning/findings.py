@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tmm_cache.cache_errors import chain
+from tmm_base.guards import chain
 
 from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
 from tmm_core.registry.query import CheckedKernel, place_of

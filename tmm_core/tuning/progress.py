@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tmm_cache.cache_errors import suppress
+from tmm_base.guards import suppress
 
 #: Seconds that a step waits before the line appears.
 SILENCE = 1.0

@@ -19,8 +19,8 @@ from concurrent.futures import BrokenExecutor
 from typing import Any, Literal, get_args
 
 import torch
+from tmm_base.guards import chain, frames_of
 from tmm_cache import CandidateResult
-from tmm_cache.cache_errors import chain, frames_of
 
 from tmm_core.errors import error_text, reraise
 from tmm_core.spec.launcher import BASELINE

@@ -11,13 +11,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from tmm_cache.cache_errors import reraise
+from tmm_base.console import DONE, FOUND, counted, note
+from tmm_base.guards import printable, reraise
+
+from tmm_cache.commands.noted_faults import Noted
 from tmm_cache.commands.show import selected
-from tmm_cache.console import DONE, FOUND, Noted, counted, note
 from tmm_cache.disk import remove_if_empty, remove_with_lock
 from tmm_cache.files import Report
 from tmm_cache.paths import LOCK, NOTE_FILE, NOTES, RECORD
-from tmm_cache.problem_fields import printable
 from tmm_cache.scan import folders
 from tmm_cache.size_limits import files, leftovers
 from tmm_cache.store import CacheStore

@@ -9,12 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from tmm_cache import console, problem_fields
-from tmm_cache.cache_errors import UsageError
-from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
+from tmm_base import UsageError, console
+from tmm_base.console import DONE, FOUND, counted, note, print_json
+from tmm_base.guards import printable
+
+from tmm_cache import problem_fields
+from tmm_cache.commands.noted_faults import Noted
 from tmm_cache.files import Fault, Report
 from tmm_cache.keys import DIGEST_DIGITS, JSON
-from tmm_cache.problem_fields import printable
 from tmm_cache.record import Brief, CandidateResult, TuningRecord
 from tmm_cache.scan import Summary, briefs, summaries
 from tmm_cache.store import CacheStore

@@ -6,7 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from tmm_cache.console import DONE, FOUND, Noted, counted, note
+from tmm_base.console import DONE, FOUND, counted, note
+
+from tmm_cache.commands.noted_faults import Noted
 from tmm_cache.disk import make_folder, require_target
 from tmm_cache.paths import require_own
 from tmm_cache.scan import summaries

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache.console import (
-    DONE,
-    FOUND,
-    INTERRUPTED,
-    UsageError,
-    note,
-    print_json,
-    print_table,
-)
+from tmm_base import UsageError
+from tmm_base.console import DONE, FOUND, INTERRUPTED, note, print_json, print_table
 
 from tmm_core import dispatch
 from tmm_core.bench import host, provenance, quick, report, runner, series, suites

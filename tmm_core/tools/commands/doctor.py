@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tmm_cache import console
-from tmm_cache.console import DONE, FOUND, print_json
+from tmm_base import console
+from tmm_base.console import DONE, FOUND, print_json
 from tmm_cache.ownership import foreign, foreign_below
 from tmm_cache.paths import NOTES
 

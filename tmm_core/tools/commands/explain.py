@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tmm_cache import console
-from tmm_cache.console import DONE, UsageError, print_json
+from tmm_base import UsageError, console
+from tmm_base.console import DONE, print_json
 
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Case

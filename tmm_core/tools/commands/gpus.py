@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 import torch
+from tmm_base import UsageError
 from tmm_cache import CacheStore, Summary
-from tmm_cache.console import UsageError
 
 from tmm_core.spec.device import DeviceFingerprint, version_of
 

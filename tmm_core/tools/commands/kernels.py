@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tmm_cache.console import DONE, print_json, print_table
+from tmm_base.console import DONE, print_json, print_table
 
 import tmm_core
 from tmm_core.spec.kernel import Traits

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from tmm_base.console import DONE, note, print_json, print_table
 from tmm_cache import CacheStore, digest, problem_fields
-from tmm_cache.console import DONE, note, print_json, print_table
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tmm_cache.console import DONE, UsageError
+from tmm_base import UsageError
+from tmm_base.console import DONE
+from tmm_base.guards import OWN_PACKAGES
 
 import tmm_core
 
@@ -19,7 +21,7 @@ TEMPLATE = Path(__file__).parents[1] / "template"
 _PLACES = {"gitignore": ".gitignore", "workflow.yml": ".github/workflows/test.yml"}
 
 #: Module names that an import would resolve elsewhere.
-_TAKEN = {*sys.stdlib_module_names, "tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"}
+_TAKEN = {*sys.stdlib_module_names, *OWN_PACKAGES}
 _TAKEN |= {"torch", "triton", "numpy", "pytest", "tests"}
 
 

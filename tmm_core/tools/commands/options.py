@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import torch
-from tmm_cache.console import UsageError, argument
+from tmm_base import UsageError
+from tmm_base.console import argument
 
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
 from tmm_core.formats import IMPLIED

@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache.console import (
-    DONE,
-    FOUND,
-    INTERRUPTED,
-    UsageError,
-    note,
-    print_json,
-    print_paragraph,
-)
+from tmm_base import UsageError
+from tmm_base.console import DONE, FOUND, INTERRUPTED, note, print_json, print_paragraph
 
 import tmm_core
 from tmm_core import dispatch

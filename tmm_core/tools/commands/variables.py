@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from tmm_cache.cache_errors import UsageError
+from tmm_base import UsageError
 from tmm_cache.paths import absolute
 from tmm_cache.size_limits import parse_size
 from tmm_cache.store import NO, requires_lock

@@ -9,7 +9,7 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from tmm_cache.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
+from tmm_base.console import DONE, FOUND, INTERRUPTED, counted, note, print_json
 
 from tmm_core import dispatch
 from tmm_core.spec.device import fingerprint

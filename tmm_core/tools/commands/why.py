@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from tmm_cache.console import UsageError
+from tmm_base import UsageError
 
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.errors import ConfigError, reraise

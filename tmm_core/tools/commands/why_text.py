@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tmm_cache import console
+from tmm_base import console
 
 from tmm_core.bench import report
 

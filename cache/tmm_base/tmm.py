@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from typing import Final
 
-from tmm_cache.console import DONE, Parser, guarded
+from tmm_base.console import DONE, Parser, guarded
 
 #: The commands, with a line of help for each.
 COMMANDS: Final = {

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeVar
 
-from tmm_cache.cache_errors import UsageError as UsageError
-from tmm_cache.cache_errors import reraise
-from tmm_cache.files import Fault
-from tmm_cache.problem_fields import printable
+from tmm_base import UsageError
+from tmm_base.guards import printable, reraise
 
 T = TypeVar("T")
 
@@ -151,18 +149,6 @@ def warnings_as_notes(*categories: type[Warning]) -> Iterator[None]:
 def note(text: str) -> None:
     """Print a message that is not data, on stderr."""
     print(f"{_program}: {printable(text)}", file=sys.stderr, flush=True)
-
-
-class Noted:
-    """Reports faults, and remembers whether there was one."""
-
-    def __init__(self) -> None:
-        self.any = False
-
-    def fault(self, fault: Fault) -> None:
-        """Report one fault."""
-        self.any = True
-        note(f"passed over {fault.path}: {fault.reason}")
 
 
 def print_json(value: Any) -> None:
