@@ -6,6 +6,7 @@ that readers need not handle a size of 10**400 or a name of a megabyte.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
@@ -75,9 +76,13 @@ def parse(data: bytes) -> object:
 def decoded(data: bytes, kind: Any) -> Any:
     """The JSON value of bytes, of the type ``kind``. Raises RecordError that names the field."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decoder(kind).decode(data)
     except _REFUSED as error:
         raise _refused(error) from error
+
+
+# One for each type: to make it takes longer than to decode a few numbers.
+_decoder = functools.cache(msgspec.json.Decoder)
 
 
 def converted(value: object, kind: Any) -> Any:

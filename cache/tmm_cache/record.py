@@ -73,7 +73,7 @@ def _median(samples: Sequence[float]) -> float | None:
 def _blas_us(candidates: Iterable[CandidateResult | _Timed]) -> float | None:
     """The best median of the BLAS candidates."""
     blas = [each for each in candidates if each.kernel == "blas" or each.kernel.startswith("blas.")]
-    medians = [_median(each.samples_us) for each in blas]
+    medians = [each.median_us for each in blas]
     return min((median for median in medians if median is not None), default=None)
 
 
@@ -270,7 +270,13 @@ class TuningRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Timed(Struct, frozen=True):
     kernel: Name
-    samples_us: _Samples = ()
+    #: The text of its samples: a list needs two of thirty, and the others take most of the time.
+    samples_us: msgspec.Raw = msgspec.Raw(b"[]")
+
+    @property
+    def median_us(self) -> float | None:
+        """As of the record. Raises RecordError."""
+        return _median(fields.decoded(self.samples_us, _Samples))
 
 
 class _Timings(Struct, frozen=True):
@@ -295,8 +301,7 @@ class Brief(NamedTuple):
     @classmethod
     def of(cls, record: TuningRecord | _Timings) -> Brief:
         best = record.candidates[record.winner]
-        us, blas_us = _median(best.samples_us), _blas_us(record.candidates)
-        return cls(record.problem, best.kernel, us, blas_us)
+        return cls(record.problem, best.kernel, best.median_us, _blas_us(record.candidates))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Brief:

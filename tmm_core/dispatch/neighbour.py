@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from tmm_cache import CacheStore, Summary, TuningRecord
 
 from tmm_core.errors import reraise
@@ -56,7 +56,7 @@ class Neighbours:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         #: Records by their problems without sizes: a look-up compares only records of its family.
-        self._families: dict[str | None, list[Location]] | None = None
+        self._families: dict[bytes | None, list[Location]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Add a saved record. It replaces an older record of its problem."""
@@ -67,7 +67,7 @@ class Neighbours:
         others = [each for each in self._families.get(key, ()) if each.path != new.path]
         self._families[key] = [*others, new]
 
-    def families(self) -> dict[str | None, list[Location]]:
+    def families(self) -> dict[bytes | None, list[Location]]:
         """Return the records by family; the store is listed once."""
         families = self._families
         if families is None:
@@ -109,12 +109,12 @@ def _rank(found: Location, device: DeviceFingerprint) -> tuple[int, int] | None:
     return None
 
 
-def _family(document: Mapping[str, Any]) -> str | None:
+def _family(document: Mapping[str, Any]) -> bytes | None:
     """Return the part of a problem that neighbours share; None, which matches nothing, if it is
     nested too deeply."""
     shared = {key: value for key, value in document.items() if key not in _SIZES}
     try:
-        return json.dumps(shared, sort_keys=True, default=dict)  # of any mapping
+        return msgspec.json.encode(shared, enc_hook=dict, order="sorted")  # of any mapping
     except RecursionError as error:
         reraise(error)
         return None
