@@ -13,7 +13,7 @@ import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -350,6 +350,8 @@ def test_gaps_do_not_push_an_offset_beyond_32_bits() -> None:
     assert memory_layout(F16, (rows, 16), padded=True).strides == (16, 1)
     wide = memory_layout(replace(F16, wide=True), (rows, 16), padded=True)
     assert wide.strides == (24, 1)
+    assert memory_layout(F16, (89478485, 9), padded=True).strides == (24, 1)
+    assert memory_layout(F16, (89478486, 9), padded=True).strides == (16, 1)  # to offset 2^31
     # The last offset is 2^31 - 1: it fits.
     fits = (2**31 - 1 - 7) // 16 + 1
     assert memory_layout(F16, (fits, 8), padded=True).strides == (16, 1)
@@ -878,6 +880,19 @@ def test_what_a_launch_changes_is_named_and_taken_back(name: str, change: Any) -
     assert before.is_shared(name) == ("random generator" in name)
 
 
+def test_what_a_launch_changes_for_itself_and_for_others_is_taken_back() -> None:
+    """It is launched again for the state that others share."""
+    before = process_state.State(CPU)
+
+    def change() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.rand(1, dtype=torch.float32)
+
+    _, changed = process_state.watched(change, CPU)
+    assert changed == ["torch's default dtype", "torch's random generator"]
+    assert before.changed() == []
+
+
 def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:
     numpy = pytest.importorskip("numpy")
     _, changed = process_state.watched(lambda: numpy.random.rand(), CPU)
@@ -937,7 +952,7 @@ ALPHAS = {"alpha=0", "alpha=nan", "alpha=-", "large products and a small alpha"}
         ("fff", {}, DENSE | FLOODED | SIZED | {"large products"}),
         ("ddd", {}, DENSE | FLOODED), ("bhf", {}, DENSE | FLOODED),
         ("bhh", {"bias": torch.float16}, DENSE | FLOODED), ("hbh", {"k": 4}, DENSE | FLOODED),
-        ("iiI", {}, DENSE | {"integers of any size"}),
+        ("iiI", {}, DENSE | {"integers of any size"}), ("ccc", {}, DENSE),
         ("bbb", {}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
         ("bbb", {"k": 4}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
         ("bbb", {"k": 3}, DENSE | FLOODED | SIZED | {"large products"}),
@@ -1007,7 +1022,7 @@ def test_which_values_a_problem_is_verified_on(
     dtypes: str, fields: dict[str, Any], further: set[str]
 ) -> None:
     kinds = {"f": torch.float32, "d": torch.float64, "b": BF16, "h": torch.float16,
-             "i": torch.int8, "I": torch.int32}  # fmt: skip
+             "i": torch.int8, "I": torch.int32, "c": torch.complex64}  # fmt: skip
     a, b, out = (Operand(kinds[letter]) for letter in dtypes)
     plans = list(further_inputs.planned(problem(**{"a": a, "b": b, "out": out, **fields})))
     found = {re.sub(r"(alpha=-).*", r"\1", plan.name) for plan in plans}
@@ -1022,9 +1037,29 @@ def test_which_values_a_problem_is_verified_on(
         assert plan.judges_outputs is (usual and not plan.nonfinite)
         assert plan.flooded is (plan.name == "many NaN and Inf")
         assert plan.rolled is (plan.name == "values in another order")
-        if problem(**fields).groups is not None and plan.name.startswith("group sizes"):
+        # A row that lies where all others do cannot be poisoned.
+        assert plan.recipe.poisoned is ("expanded" not in plan.place)
+        if plan.name.startswith("group sizes"):
             assert plan.recipe.sizes == plan.name.removeprefix("group sizes: ")
-            assert plan.recipe.poisoned
+        if fields.get("scaled"):  # the alpha of an earlier launch would be wrong
+            assert plan.recipe.alpha not in (1.0, data_sets.FIRST.alpha, data_sets.SECOND.alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_every_kind_of_groups_is_launched(dtype: torch.dtype) -> None:
+    """All distributions of sizes, all ways of gathering, weights of any size, NaN in all inputs."""
+    one, groups = Operand(dtype), replace(EVERYTHING, zeroed=True)
+    instance = problem(a=one, b=one, out=Operand(torch.float32), groups=groups, scaled=True)
+    plans = list(further_inputs.planned(instance))
+    recipes = [data_sets.FIRST, data_sets.SECOND, *(plan.recipe for plan in plans)]
+    assert {recipe.sizes for recipe in recipes} == set(get_args(ragged_inputs.Sizes))
+    assert {recipe.reads for recipe in recipes} == set(get_args(ragged_inputs.Reads))
+    assert [plan.place for plan in plans if plan.recipe.reads != "fewer"] == ["own"] * 3
+    weighted = {plan.name for plan in plans if plan.recipe.weights}
+    assert weighted == GROUPED | {"plain or equal tensors"}
+    assert {plan.mode for plan in plans} == {"grad mode", "no_grad", "inference mode"}
+    assert [recipe.whole for recipe in recipes] == [True, False] + [True] * len(plans)
+    assert any(plan.nonfinite for plan in plans) is dtype.is_floating_point
 
 
 @pytest.mark.parametrize(
@@ -1199,9 +1234,23 @@ def test_a_flood_leaves_one_row_of_five(seed: int, columns: int) -> None:
             assert a[:, row, term - 1].isnan().all()
             assert columns == 1 or (a[:, row, term] == -INF).all()
             assert not a[:, row, [c for c in others if c != (term - 1) % columns]].any()
-    assert (b[term, 3::7] == 0).all() or columns == 1
-    assert (b[term - 1, 4::7] == INF).all()
-    assert (b[:, [0, 1, 2, 5, 6, 7, 8, 9]] == 1).all()
+    right = torch.ones_like(b)
+    right[term, 3::7], right[term - 1, 4::7] = 0, INF
+    assert torch.equal(b, right)
+
+
+@pytest.mark.parametrize(
+    "b",
+    [
+        torch.ones(4, 10, dtype=torch.int8), torch.ones(2, 10, dtype=torch.uint8),
+        torch.ones(4, 10).to(torch.float8_e4m3fn), torch.ones(2, 10),
+    ],
+)  # fmt: skip
+def test_a_flood_is_of_weights_that_hold_inf(b: torch.Tensor) -> None:
+    """And whose elements are the terms of sums, which those of packed weights are not."""
+    before = b.clone()
+    further_inputs._flood(torch.zeros(31, 4), b, 0)
+    assert torch.equal(b.float(), before.float())
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,9 @@ def test_kernels_are_launched_with_parameters_too() -> None:
         names = [name for name, (_, to) in pairs.items() if isinstance(to, torch.nn.Parameter)]
         launched.add((*names, given.b.requires_grad))
     assert launched == {(False,), ("b", False), ("b", "bias", True)}
+
+
+def test_inputs_may_be_left_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_inputs, "fill", None)
+    given = random_inputs.make(Case(m=2, n=3, k=4).problem(CPU), CPU, filled=False)
+    assert (given.a.shape, given.b.shape) == ((2, 4), (4, 3))

@@ -192,8 +192,7 @@ def _of_group(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int
     for of, ragged in (("a", "m"), ("b", "n")):
         grid = getattr(problem, of).grid
         for name, t in inputs.by_row(problem, of).items():
-            stack = t if grid else t.view(problem.shape(name)) if along != ragged else t
-            own = t if along == ragged else stack[group]
+            own = t if along == ragged else t[group]
             parts[name] = own if grid or of == "b" else own[:, None]
     if along == "m":
         b = b[group]

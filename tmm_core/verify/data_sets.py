@@ -46,8 +46,8 @@ SAMPLES = 64
 FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, compare.FP64_FLOPS, 2**33
 
 #: Recipes of the two sets.
-FIRST = Recipe(alpha=-0.75, reads="more", poisoned=True)
-SECOND = Recipe(alpha=1.625, sizes="even", whole=False, poisoned=True)
+FIRST = Recipe(alpha=-0.75, reads="more")
+SECOND = Recipe(alpha=1.625, sizes="even", whole=False)
 
 #: Elements that are compared at a time, with up to five intermediates of that size.
 COMPARED = 1 << 24

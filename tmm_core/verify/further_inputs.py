@@ -110,7 +110,7 @@ class Plan:
 
 def planned(problem: Problem) -> Iterator[Plan]:
     """The rounds of a problem; the first suffices to detect a cache by address."""
-    usual = Recipe(alpha=-1.0, sizes="single", poisoned=True)
+    usual = Recipe(alpha=-1.0, sizes="single")
     yield Plan("other values at the same addresses", usual)
     if problem.groups is None:
         yield Plan("values in another order", Recipe(alpha=3.0), rolled=True)
@@ -122,12 +122,14 @@ def planned(problem: Problem) -> Iterator[Plan]:
         yield from _alphas(problem)
     if problem.a.dtype.is_floating_point:
         yield Plan("many NaN and Inf", replace(usual, alpha=0.5, sizes="even"), flooded=True)
-    yield Plan("strides of zero", Recipe(alpha=2.0), "expanded")
-    yield Plan("strides of zero in b", Recipe(alpha=1.75), "expanded b")
-    yield Plan("strides of zero in all operands", Recipe(alpha=1.75), "all expanded")
+    # A row of a tensor that is all of its rows cannot be poisoned.
+    yield Plan("strides of zero", Recipe(alpha=2.0, poisoned=False), "expanded")
+    shared = Recipe(alpha=1.75, poisoned=False)
+    yield Plan("strides of zero in b", shared, "expanded b")
+    yield Plan("strides of zero in all operands", shared, "all expanded")
     yield Plan("rows far apart", Recipe(alpha=1.5), "apart", mode="inference mode")
     yield Plan("unusual addresses", Recipe(alpha=-2), "near", mode="no_grad")
-    plain = Recipe(alpha=1.25, sizes="equal", weights=True, poisoned=True)
+    plain = Recipe(alpha=1.25, sizes="equal", weights=True)
     yield Plan("plain or equal tensors", plain, "plain", mode="inference mode")
     yield Plan("one tensor as several arguments", Recipe(alpha=1.25), "shared")
 
@@ -137,12 +139,12 @@ def _sizes(problem: Problem) -> Iterator[Plan]:
     assert problem.groups is not None
     some: tuple[Sizes, ...] = ("first", "last", "none", "few", "rising", "falling")
     for sizes in some:
-        recipe = Recipe(sizes=sizes, alpha=1.5, poisoned=True, weights=True)
+        recipe = Recipe(sizes=sizes, alpha=1.5, weights=True)
         yield Plan(f"group sizes: {sizes}", recipe)
     if problem.groups.a_index is None and problem.groups.out_index is not None:
         yield Plan("all rows in order", Recipe(reads="same", alpha=1.5), "own")
     if problem.groups.a_index is not None:
-        one = Recipe(reads="one", alpha=-1.0, poisoned=True)
+        one = Recipe(reads="one", alpha=-1.0)
         yield Plan("one row of a to gather", one, "own")
         yield Plan("all rows of a in order", Recipe(reads="same", alpha=1.5), "own")
         yield Plan("each row of a twice", Recipe(reads="twice", alpha=1.5), "own")
@@ -167,22 +169,22 @@ def _patterns(problem: Problem) -> Iterator[Plan]:
         each.append(("scales of any size", Values(scales=True), (-0.5, 0.5)))
     for name, values, exponents in each:
         alpha = 10 ** chance.uniform(*exponents)
-        yield Plan(name, Recipe(values, alpha, "even", poisoned=True), of_values=True)
+        yield Plan(name, Recipe(values, alpha, "even"), of_values=True)
 
 
 def _alphas(problem: Problem) -> Iterator[Plan]:
     """Alphas of each sign and magnitude."""
     chance = random.Random()
     most = 3.0 if problem.epilogue.is_identity else 0.5
-    yield Plan("alpha=0", Recipe(alpha=0.0, sizes="single", poisoned=True))
+    yield Plan("alpha=0", Recipe(alpha=0.0, sizes="single"))
     if problem.a.dtype.is_floating_point:
-        yield Plan("alpha=nan", Recipe(alpha=math.nan, poisoned=True))
+        yield Plan("alpha=nan", Recipe(alpha=math.nan))
     for exponent in (chance.uniform(-2.5, -1), chance.uniform(most - 0.5, most)):
         alpha = -(10**exponent)
-        yield Plan(f"alpha={alpha:.3g}", Recipe(alpha=alpha, poisoned=True))
+        yield Plan(f"alpha={alpha:.3g}", Recipe(alpha=alpha))
     if (large := _LARGE.get(problem.a.dtype)) and problem.b.dtype is problem.a.dtype:
         values = Values(2.0**large, 2.0**large)
-        recipe = Recipe(values, alpha=2.0 ** (-2 * large), poisoned=True)
+        recipe = Recipe(values, alpha=2.0 ** (-2 * large))
         yield Plan("large products and a small alpha", recipe)
 
 
@@ -198,22 +200,22 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
     alpha, more = (3000.0, 2.0**30 if wide else terms) if linear else (3.0, terms)
     if plain or problem.groups is not None:
         small_a, small_b = Values(down, up, terms), Values(up, down, more)
-        yield Plan("a small, b large", Recipe(small_a, alpha, "one", poisoned=True))
+        yield Plan("a small, b large", Recipe(small_a, alpha, "one"))
         least = 1 / 300 if linear else 1 / alpha
-        yield Plan("a large, b small", Recipe(small_b, least, "sparse", poisoned=True))
+        yield Plan("a large, b small", Recipe(small_b, least, "sparse"))
     if not dtype.is_floating_point and not dtype.is_complex and not problem.stored:
-        yield Plan("integers of any size", Recipe(Values(whole=True), poisoned=True))
+        yield Plan("integers of any size", Recipe(Values(whole=True)))
     half = dtype in (torch.float16, torch.bfloat16)
     summed = problem.along != "k" and problem.k >= 4
     if plain:
-        yield Plan("zeros and whole numbers", Recipe(Values(sparse=True), 0.875, poisoned=True))
+        yield Plan("zeros and whole numbers", Recipe(Values(sparse=True), 0.875))
     cancels = plain and half and summed and not problem.gated
     if plain and not (cancels and linear):
         size = _FACTORS[dtype]
         values = Values(size, size, size**2 if problem.out.dtype is dtype else 1.0)
-        yield Plan("large products", Recipe(values, 1.125, poisoned=True))
+        yield Plan("large products", Recipe(values, 1.125))
     if cancels:
-        yield Plan("sums that cancel", Recipe(Values(cancelling=True), 0.75, poisoned=True))
+        yield Plan("sums that cancel", Recipe(Values(cancelling=True), 0.75))
     if plain and summed and problem.out.dtype is torch.float16 and not problem.gated:
         fused = problem.batch == 1 and problem.groups is None  # by torch's own operator, too
         if problem.bias is torch.float16 and not problem.scaled and fused:
@@ -224,7 +226,7 @@ def _magnitudes(problem: Problem) -> Iterator[Plan]:
             yield Plan("results beyond fp16's range", Recipe(beyond), infinite=True)
     if dtype == problem.out.dtype == torch.float16 and plain and linear:
         small = Values(_SUBNORMAL, 1.0, _SUBNORMAL)
-        yield Plan("subnormal results", Recipe(small, 0.875, poisoned=True))
+        yield Plan("subnormal results", Recipe(small, 0.875))
 
 
 class Round:
