@@ -166,6 +166,34 @@ def test_an_import_upwards_is_seen() -> None:
     assert "tmm_core.tools.commands" in graph["tmm_core.tools.cli"]
 
 
+#: Modules that Python refuses to import once the main thread has ended. A thread that runs on may
+#: then make its first call.
+POOLS = {"pebble", "concurrent.futures.process", "concurrent.futures.thread"}
+POOLS |= {f"concurrent.futures.{kind}PoolExecutor" for kind in ("Process", "Thread")}
+
+
+def imported_first(source: str) -> set[str]:
+    """The names that a module imports when it is imported, apart from those for types alone."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_no_call_imports_a_pool_of_processes_or_threads() -> None:
+    assert imported_first("from concurrent.futures import ThreadPoolExecutor") & POOLS
+    assert imported_first("import concurrent.futures.process, os") & POOLS
+    assert not imported_first("def f():\n    import pebble") & POOLS
+    commands = ROOT / "tmm_core" / "tools"
+    for package in PACKAGES.values():
+        for path in package.rglob("*.py"):
+            if not path.is_relative_to(commands):
+                assert not imported_first(path.read_text()) & POOLS, path
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_imports_go_round(package: str) -> None:
     graph = {name: targets - {name} for name, targets in modules(package).items()}

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import queue
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pebble
 import pytest
 import torch
 from fakes import FakeKernel, plugin, problem
@@ -151,7 +153,7 @@ class Hosted:
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosted:
     made = Hosted()
     monkeypatch.setattr(multiprocessing, "get_context", made._context)
-    monkeypatch.setattr(pool_host, "ProcessPool", made._pool)
+    monkeypatch.setattr(pebble, "ProcessPool", made._pool)
     return made
 
 
@@ -159,6 +161,21 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosted:
 def hosted(hosts: Hosted, tmp_path: Path) -> Iterator[Hosted]:
     with hosts.serving(2, True, tmp_path):
         yield hosts
+
+
+def test_a_thread_may_import_the_program_after_the_main_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first product of such a thread imports it. Python then refuses the modules of process
+    pools."""
+    monkeypatch.setattr(threading, "_SHUTTING_DOWN", True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pebble"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "concurrent.futures.process")
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        importlib.import_module("concurrent.futures.process")
+    program = runpy.run_path(pool_host.__file__)
+    assert program["ending"](1, "why") == "ended with exit code 1: why"
 
 
 @pytest.mark.parametrize(("forks", "way"), [(True, "forkserver"), (False, "spawn")])

@@ -5,6 +5,8 @@ It ends with the user's process.
 Pebble kills a worker that hangs, and replaces one that died. Its pool cannot run in the user's
 process: workers would run the user's script again, and a daemonic process may have no children.
 This file is run as a script. It imports nothing of tmm, so that it starts without importing torch.
+The user's process imports it too, for its messages. So pebble is imported where it is used: the
+import takes 30 ms, and raises once the main thread has ended.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, Future
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pebble import ProcessExpired, ProcessPool
+if TYPE_CHECKING:
+    from pebble import ProcessPool
 
 #: Seconds without a job after which the pool ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -90,6 +92,8 @@ class Host:
         self._pool.join()
 
     def _new_pool(self) -> ProcessPool:
+        from pebble import ProcessPool
+
         return ProcessPool(self._workers, 0, begin, [self._folder], self._context)
 
     def _receive(self, message: Job) -> None:
@@ -123,6 +127,8 @@ class Host:
 
     def _conclude(self, job: Job, future: Future[Any]) -> None:
         """Report a job that has ended, or repeat it if its worker could not run it."""
+        from pebble import ProcessExpired
+
         del self._running[job["id"]]
         error = None if future.cancelled() else future.exception()
         if isinstance(error, TimeoutError):
@@ -132,7 +138,7 @@ class Host:
         ):
             output = Path(self._folder, str(error.pid)).read_bytes()
             self._send(job, {"died": ending(error.exitcode, tail(output))})
-        elif isinstance(error, ProcessExpired | BrokenProcessPool):
+        elif isinstance(error, ProcessExpired | BrokenExecutor):
             # A pebble pool breaks if a worker dies before it has acknowledged a job.
             if job["retries"] == _MOST_RETRIES:
                 raise error
