@@ -31,7 +31,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
@@ -39,7 +39,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
 
-from tmm_core.errors import SettingsError
+from tmm_core.errors import SettingsError, reraise
 
 T = TypeVar("T")
 
@@ -208,6 +208,20 @@ def _under(settings: Settings | None, function: Callable[..., T], *arguments: An
         _active.reset(token)
 
 
+def _leave(token: Token[Settings | None], settings: Settings) -> None:
+    """End a block that put ``settings`` in force."""
+    try:
+        _active.reset(token)
+    except ValueError as error:
+        reraise(error)
+        # The block ends in another context: another task finishes an asynchronous generator, or a
+        # web framework leaves its dependency in another thread. That context has the block's
+        # settings if it is a copy.
+        if _active.get() is settings:
+            before = token.old_value
+            _active.set(None if before is Token.MISSING else before)
+
+
 @contextmanager
 def nested() -> Iterator[None]:
     """A context in which a plugin's code runs. BLAS serves the products that this code computes:
@@ -218,11 +232,12 @@ def nested() -> Iterator[None]:
     if base.nested:
         yield
         return
-    token = _active.set(changed(base, nested=True, kernel=None, config=None))
+    inside = changed(base, nested=True, kernel=None, config=None)
+    token = _active.set(inside)
     try:
         yield
     finally:
-        _active.reset(token)
+        _leave(token, inside)
 
 
 @functools.lru_cache(256)
@@ -281,7 +296,8 @@ def override(
     **changes: Any,
 ) -> Iterator[Settings]:
     """Override settings inside a ``with`` block, in this thread or task only. A product's gradients
-    use the settings under which it was computed, as under autocast.
+    use the settings under which it was computed, as under autocast. The block may end in another
+    thread or task.
 
     Args:
         kernel: Force this kernel, which is verified at its first use unless ``verify`` is False.
@@ -317,8 +333,9 @@ def override(
         raise SettingsError(
             f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    token = _active.set(_intern(dataclasses.replace(base, **changes)))
+    inside = _intern(dataclasses.replace(base, **changes))
+    token = _active.set(inside)
     try:
-        yield current()
+        yield inside
     finally:
-        _active.reset(token)
+        _leave(token, inside)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import dataclasses
 import math
+import threading
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from tmm_core.settings import (
     enabled_by_environment,
     flag,
     nested,
+    overridden,
     with_static_weights,
     within,
 )
@@ -179,6 +184,87 @@ def test_work_of_another_thread_has_the_settings_of_its_call() -> None:
         with pytest.raises(KeyError):
             within(promised, {}.__getitem__, 1)
         assert current() is outer
+
+
+class Elsewhere:
+    """Ways to leave a block in another context than the one in which it began."""
+
+    @staticmethod
+    def copied(leave: Callable[[], None]) -> Settings | None:
+        def left() -> Settings | None:
+            leave()
+            return overridden()
+
+        return contextvars.copy_context().run(left)
+
+    @staticmethod
+    def thread(leave: Callable[[], None]) -> Settings | None:
+        found: list[Any] = []
+
+        def left() -> None:
+            try:
+                leave()
+                found.append(overridden())
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=left)
+        thread.start()
+        thread.join()
+        return found[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("elsewhere", [Elsewhere.copied, Elsewhere.thread], ids=["copy", "thread"])
+@pytest.mark.parametrize("block", ["override", "nested"])
+def test_a_block_may_end_in_another_context(elsewhere: Any, block: str) -> None:
+    made = tmm_core.override(kernel="one") if block == "override" else nested()
+    with tmm_core.override(tune_budget=3.0) as outer:
+        context = contextvars.copy_context()
+        context.run(made.__enter__)
+        assert context.run(current) is not outer
+        assert context.run(elsewhere, lambda: made.__exit__(None, None, None)) in (outer, None)
+        assert current() is outer
+    assert overridden() is None
+
+
+def test_another_contexts_own_settings_stay() -> None:
+    made = tmm_core.override(kernel="one")
+    contextvars.copy_context().run(made.__enter__)
+    with tmm_core.override(kernel="two") as own:
+        made.__exit__(None, None, None)
+        assert current() is own
+
+
+def test_an_asynchronous_generator_may_be_finished_by_another_task() -> None:
+    """The exception of the generator's user passes, and no other."""
+    found = []
+
+    async def settings_of_a_request() -> AsyncIterator[None]:
+        with tmm_core.override(kernel="one"):
+            yield
+        found.append(overridden())
+
+    async def main() -> None:
+        for error in (None, KeyError("its user's")):
+            generator = settings_of_a_request()
+            await anext(generator)
+
+            async def finish(generator: Any = generator, error: Any = error) -> None:
+                if error is None:
+                    async for _ in generator:
+                        pass
+                else:
+                    await generator.athrow(error)
+
+            task = asyncio.create_task(finish())
+            if error is not None:
+                with pytest.raises(KeyError, match="its user's"):
+                    await task
+            else:
+                await task
+
+    asyncio.run(main())
+    assert found == [None]
 
 
 def test_static_weights_of_the_environment_do_not_hold_for_gradients(
