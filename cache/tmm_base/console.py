@@ -152,10 +152,19 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print data for a program; NaN and infinite times, which JSON lacks, become null."""
+    """Print data for a program; NaN and infinite times, which JSON lacks, become null.
+
+    Characters that stdout cannot encode are escaped as JSON escapes them, and not as Python does.
+    """
     # json writes them by the names that `parse_constant` reads.
     finite = json.loads(json.dumps(value, default=dict), parse_constant=lambda _: None)
-    print(json.dumps(finite, indent=2, ensure_ascii=False))
+    text = json.dumps(finite, indent=2, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError as error:
+        reraise(error)
+        text = json.dumps(finite, indent=2)
+    print(text)
 
 
 def counted(number: int, noun: str) -> str:

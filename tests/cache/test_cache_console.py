@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 import time
 
 import pytest
@@ -22,6 +25,21 @@ def test_no_line_is_too_long_and_no_word_is_cut_or_lost(
     assert max(map(len, lines)) <= width
     shown = sorted(" ".join(lines[2:]).split())
     assert shown == sorted(" ".join(" ".join(row) for row in rows).split())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_data_is_json_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path may have letters that the terminal's encoding lacks, or bytes of no encoding."""
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
+    text = "µ é \N{GRINNING FACE} \udcff"
+    assert console.guarded("tmm", lambda: console.print_json({"path": text}) or 0) == 0
+    assert json.loads(output.getvalue().decode(encoding)) == {"path": text}
+    output.seek(output.truncate(0))
+    assert console.guarded("tmm", lambda: console.print_json({"path": "µ é"}) or 0) == 0
+    plain = output.getvalue().decode(encoding)
+    assert json.loads(plain) == {"path": "µ é"}
+    assert ("µ" in plain) == (encoding != "ascii")
 
 
 def test_numbers_are_aligned_to_the_right() -> None:
