@@ -16,15 +16,16 @@ import pytest
 import torch
 from fakes import DEVICE, FakeConfig, FakeKernel, problem, register
 from tmm_base import UsageError
-from tmm_cache import CacheStore, Miss
+from tmm_cache import CacheStore, CandidateResult, Miss
 
 from tmm_core import Operand, dispatch, settings
 from tmm_core.bench import quick, report
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results, identity
-from tmm_core.errors import PluginError
+from tmm_core.epilogues import parse
+from tmm_core.errors import PluginError, SettingsError
 from tmm_core.spec import toolchain
-from tmm_core.spec.anatomy import Resources
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools import cli
@@ -32,6 +33,7 @@ from tmm_core.tools.commands import (
     bench,
     doctor,
     doctor_toolchain,
+    explain,
     gpus,
     misses,
     new_plugin,
@@ -44,9 +46,10 @@ from tmm_core.tools.commands import (
     why,
     why_text,
 )
-from tmm_core.tuning.untried import Left
+from tmm_core.tuning.untried import Left, Noted
 from tmm_core.verify.compare import tolerance
 
+HALF = Operand(torch.float16)
 H200 = DeviceFingerprint(
     type="cuda",
     name="NVIDIA H200",
@@ -721,6 +724,13 @@ def lines(**changes: Any) -> list[str]:
         ({"measured_us": 4.0, "blas_us": 6.0}, "blas 6 µs: 1.50× as long as this"),
         ({"resources": None, "not_compiled": "no ptxas"}, "compiled not here: no ptxas"),
         (
+            {"resources": [{"function": "f", "registers": 8, "stack": 0, "shared_memory": 4,
+                            "num_warps": 2, "blocks": 3, "limited_by": "blocks",
+                            "occupancy": 0.25}]},
+            "compiled f: 8 registers a thread, no stack (nothing spilled), 4 bytes of shared "
+            "memory, 2 warps; an SM holds 3 blocks (limit: blocks), occupancy 25%",
+        ),
+        (
             {"changes": [{"fields": {"a": 1}, "refused": "too much"}]},
             "with a=1: not possible: too much",
         ),
@@ -1323,3 +1333,286 @@ def test_files_that_others_can_write_are_counted(
     found = [each.text for each in doctor._cache(CPU) if each.state == "problem"]
     assert len(found) == (text is not None)
     assert text is None or found[0].startswith(text)
+
+
+# -- runs that end early or without a result -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--suite", "square"), ("--shapes", "8x8x8"), ("--squares", "8:8:8"), ("--kernel", "blas"),
+     ("--regret", "1")],
+)  # fmt: skip
+def test_a_quick_run_chooses_its_problems(given: tuple[str, str]) -> None:
+    with pytest.raises(UsageError, match="--quick chooses its problems"):
+        bench._quick(benched(*given), on_gpu=True)
+
+
+@pytest.mark.parametrize("option", [("--sweep", "tile=1,2"), ("--config", "tile=1")])
+def test_fields_are_of_a_kernel_that_is_named(option: tuple[str, str]) -> None:
+    with pytest.raises(UsageError, match="name them with --kernel"):
+        bench.run(benched("--shapes", "8x8x8", *option))
+    with pytest.raises(UsageError, match="give --shapes or --squares"):
+        bench._tasks(benched("--kernel", "blas"))
+    for given in (("--shapes", "8x8x8"), ("--squares", "8:8:8")):
+        [task] = bench._tasks(benched("--kernel", "blas", *given))
+        assert (task.suite, task.case.m) == (bench.suites.SWEEP, 8)
+
+
+def test_the_results_of_a_run_are_named_by_their_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+
+    def measured(device: torch.device, **how: Any) -> dict[str, Any]:
+        given.append((device, how))
+        return {"kind": "host", "us": {}, "kernels": {}, "size": 1, "dtype": "x"}
+
+    monkeypatch.setattr(bench.host, "measure", measured)
+    monkeypatch.setattr(bench.runner, "run", lambda *_: iter(()))
+    four = ("square", "decode", "prefill", "short_k")
+    for number, suites in enumerate((four[:1], four[:3], four)):
+        folder = tmp_path / str(number)
+        arguments = (
+            "--host",
+            "--suite",
+            ",".join(suites),
+            "--output",
+            str(folder),
+            "--budget",
+            "3",
+        )
+        options = benched(*arguments, "--no-tune", "--device", "cpu", "--json")
+        options.argv = ["bench", *arguments]
+        assert bench.run(options) == 0
+        [file] = folder.glob("*.jsonl")
+        name = "all" if number == 2 else "-".join((*suites, "host"))
+        assert file.name.partition("-")[2] == f"{name}.jsonl"
+        head, host = map(json.loads, file.read_text().splitlines())
+        assert (head["kind"], head["command"], host["kind"]) == ("run", options.argv, "host")
+        assert json.loads(capsys.readouterr().out)["host"] == host
+    assert given == [(torch.device("cpu"), {"tune": False, "budget": 3.0})] * 3
+
+
+def test_an_interrupted_verification_reports_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verified(entries: Any, device: Any) -> Iterator[dict[str, Any]]:
+        yield {"problem": {}, "kernel": "k", "config": {}, "status": "ok"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record_check, "verified", verified)
+    for more, shown in ((["--json"], '"status": "ok"'), ([], ": 1 verified")):
+        given = cli._parser().parse_args(["verify", "--device", "cpu", *more])
+        assert verify.run(given) == 130
+        out, err = capsys.readouterr()
+        assert shown in out
+        assert "interrupted after 1 records" in err
+
+
+def test_a_check_that_fails_is_a_problem_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(device: Any) -> Iterator[doctor.Finding]:
+        yield doctor.Finding("first", "ok", "x")
+        raise OSError("gone")
+
+    for name in ("_device", "_toolchain", "_plugins", "_settings", "_cache"):
+        monkeypatch.setattr(doctor, name, lambda device: iter(()))
+    fails.__name__ = "_versions"
+    monkeypatch.setattr(doctor, "_versions", fails)
+    monkeypatch.setattr(doctor, "_kernels", lambda device: [doctor.Finding("last", "ok", "y")])
+    assert as_tuples(doctor._examine(CPU)) == [
+        ("first", "ok", "x", ""), ("versions", "problem", "OSError: gone", "report it"),
+        ("last", "ok", "y", ""),
+    ]  # fmt: skip
+    found = doctor._examine(CPU)
+    next(found)
+    found.close()  # ends no check with a finding
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_settings_that_no_variable_explains_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    def current() -> None:
+        raise SettingsError("they contradict")
+
+    monkeypatch.setattr(doctor.settings, "current", current)
+    monkeypatch.setattr(doctor.variables, "faults", lambda *_: [("X", "x is wrong", "y")] * wrong)
+    variable = ("variable", "problem", "x is wrong", "y")
+    both = ("settings", "problem", "they contradict", "correct or unset it")
+    assert as_tuples(doctor._settings(CPU)) == [variable if wrong else both]
+    note = ("kernel", "note", "none was tried: the settings are invalid", "")
+    assert as_tuples(doctor._kernels(CPU)) == [note]
+
+
+@pytest.mark.parametrize(
+    ("refusals", "fault", "wrong", "found"),
+    [
+        ([[], []], None, [None, None], ("ok", "k runs and is correct")),
+        ([["a"], []], None, [None], ("ok", "k runs and is correct")),
+        ([["a"], ["b"]], None, [], ["a"]),
+        ([[], []], "it broke off", [None, None], ("problem", "it broke off")),
+        ([[], []], None, ["x"], ("problem", f"k on {doctor.PROBES[0]}: x")),
+        ([[], []], None, [None, "x"], ("problem", f"k on {doctor.PROBES[1]}: x")),
+    ],
+)  # fmt: skip
+def test_a_kernel_runs_on_the_probes_that_it_accepts(
+    monkeypatch: pytest.MonkeyPatch, refusals: Any, fault: Any, wrong: list[Any], found: Any
+) -> None:
+    monkeypatch.setattr(doctor, "_wrong", lambda name, call: wrong.pop(0))
+    registry: Any = SimpleNamespace(reasons_against=lambda *_: refusals.pop(0))
+    kernel: Any = SimpleNamespace(name="k", fault=fault, source=SimpleNamespace(distribution=""))
+    tried = doctor._tried(registry, kernel, CPU, None)  # type: ignore[arg-type]
+    if isinstance(tried, doctor.Finding):
+        assert (tried.state, tried.text) == found
+        assert bool(tried.advice) is (tried.state == "problem")
+    else:
+        assert tried == found
+    assert not wrong
+
+
+# -- analyses ------------------------------------------------------------------------------
+
+
+def test_the_fastest_on_record_that_describes_itself_is_analysed() -> None:
+    chosen, silent, told = (FakeKernel(name) for name in ("chosen", "silent", "told"))
+    for kernel in (chosen, silent, told):
+        kernel.anatomy = lambda *_: None  # type: ignore[method-assign]
+    told.anatomy = lambda problem, config: config  # type: ignore
+    results = [
+        CandidateResult(name, "1", config, status, (us,))
+        for name, config, status, us in (
+            ("told", {"tile": 9}, "slow", 6.0), ("gone", {}, "ok", 1.0),
+            ("told", {"x": 1}, "ok", 2.0), ("silent", {"tile": 1}, "ok", 3.0),
+            ("told", {"tile": 8}, "slow", 4.0),
+        )
+    ]  # fmt: skip
+    candidate = Candidate(chosen, FakeConfig())
+    explained: Any = SimpleNamespace(
+        problem=problem(), choice=SimpleNamespace(candidate=candidate), able=["told", "silent"],
+        record=SimpleNamespace(candidates=results),
+    )  # fmt: skip
+    registry: Any = SimpleNamespace(kernel={"told": told, "silent": silent}.__getitem__)
+    found, anatomy, note = why.described(explained, registry)
+    assert (found.kernel, found.config, anatomy) == (told, FakeConfig(tile=8), FakeConfig(tile=8))
+    assert note.startswith("chosen tile=1 is chosen, but has no anatomy")
+    explained.record = None
+    with pytest.raises(UsageError, match=r"; --kernel accepts one that does: told$"):
+        why.described(explained, registry)
+    explained.able = ["silent"]
+    with pytest.raises(UsageError, match="; --gpu NAME selects a GPU"):
+        why.described(explained, registry)
+    chosen.anatomy = told.anatomy  # type: ignore[method-assign]
+    assert why.described(explained, registry) == (candidate, FakeConfig(), "")
+
+
+def test_the_bytes_that_waves_read() -> None:
+    about: dict[str, Any] = {"block_m": 16, "block_n": 32, "block_k": 16, "steps": 1}
+    about |= {"shared_memory": 0, "at_once": 3}
+    instance = problem(m=40, n=64, k=10, a=HALF, b=HALF, out=HALF, device=replace(DEVICE, l2=0))
+
+    def reads(tiles: int, group_m: int = 1, **fields: Any) -> dict[str, Any] | None:
+        anatomy = Anatomy(tiles=tiles, group_m=group_m, **about)
+        return why.reads(replace(instance, **fields), anatomy)
+
+    # Three rows and two columns of tiles, in waves of three: of two rows and of both columns.
+    row, column = 16 * 20, 32 * 20
+    found = {"rows": 2, "columns": 2, "l2_bytes": 6 * (row + column)}
+    memory = 2 * (2 * row + 2 * column)
+    assert reads(6) == {**found, "memory_bytes": memory, "hits": 1 - memory / found["l2_bytes"]}
+    batched = reads(12, batch=2)
+    assert batched is not None
+    assert (batched["l2_bytes"], batched["memory_bytes"]) == (2 * found["l2_bytes"], 2 * memory)
+    gated = reads(6, epilogue=parse("swiglu"))
+    assert gated is not None
+    assert gated["l2_bytes"] == 6 * (row + 2 * column)
+    assert gated["memory_bytes"] == 2 * (2 * row + 4 * column)
+    assert reads(6, group_m=0) is reads(12) is reads(5) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("no ptxas\nat all"), "no ptxas"), (RuntimeError(), "")],
+)
+def test_an_analysis_goes_without_a_compiler(error: Exception, reason: str) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    kernel: Any = FakeKernel("k", estimate=3.0)
+    kernel.resources = fails
+    explained: Any = SimpleNamespace(problem=problem(), record=None)
+    assert why._known(explained, Candidate(kernel, FakeConfig())) == {
+        "expected_us": 3.0, "measured_us": None, "resources": None, "not_compiled": reason,
+    }  # fmt: skip
+
+
+def test_another_gpu_needs_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = cli._parser().parse_args(["explain", "8x8x8", "--gpu", "H200", "--device", "cuda"])
+    monkeypatch.setattr(options, "device", None)
+    explained = explain._explanation(Case(m=8, n=8, k=8), given)
+    assert explained.problem.device.name == "NVIDIA H200"
+
+
+# -- tmm tune ------------------------------------------------------------------------------
+
+
+class Launches:
+    """First launches in another process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_first_launches_are_in_another_process_on_request(
+    isolated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    tuner = dispatch.default_dispatcher().tuner
+
+    def tuned(item: tune.Pending, options: argparse.Namespace) -> dict[str, Any]:
+        seen.append(tuner.first_launches)
+        assert tuner.first_launches is None or not tuner.first_launches.closed
+        return {"problem": item.name, "status": "failed" if len(seen) == 2 else "tuned"}
+
+    monkeypatch.setattr(tune, "FirstLaunches", Launches)
+    monkeypatch.setattr(tune, "_tune", tuned)
+    monkeypatch.setattr(tune, "_line", lambda outcome: outcome["status"])
+    prepared: list[Any] = []
+    monkeypatch.setattr(tune.runner, "prepare", lambda *given: prepared.append(given[1:]))
+    shapes = [f"{size}x8x8" for size in range(8, 18)]
+    more = ["--isolate", "--force"] if isolated else []
+    given = cli._parser().parse_args(["tune", *shapes, "--device", "cpu", *more])
+    assert tune.run(given) == 1  # one failed
+    assert len(seen) == len(shapes)
+    assert len({id(each) for each in seen}) == 1
+    assert all(isinstance(each, Launches) and each.closed for each in seen) is isolated
+    assert tuner.first_launches is None
+    assert prepared == [(False, isolated)] * 9  # the next one while one is tuned
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["[ 1/10] tuned", "[ 2/10] failed"]
+    seen.clear()
+    one = cli._parser().parse_args(["tune", "8x8x8", "--device", "cpu", "--json"])
+    assert tune.run(one) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == [{"problem": "8×8×8 bfloat16 nn", "status": "tuned"}]
+    assert err == "tmm: [1/1] tuned\n"
+
+
+def test_kernels_that_a_tuning_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = Case(m=8, n=8, k=8, dtype=torch.float32).problem(CPU)
+    given = cli._parser().parse_args(["tune", "8x8x8", "--budget", "1"])
+    item = tune.Pending("x", False, lambda: instance)
+    first, again = tune._tune(item, given), tune._tune(item, given)
+    assert (first["status"], again["status"]) == ("tuned", "on record")
+    assert "untried" not in first
+    store = dispatch.default_dispatcher().store
+    noted = {instance.bare(): Noted({("k", "1"): Left("toolchain", "why")})}
+    stub = SimpleNamespace(store=store, untried=noted)
+    monkeypatch.setattr(tune, "dispatch", SimpleNamespace(default_dispatcher=lambda: stub))
+    assert tune._tune(item, given)["untried"] == {"k": "why"}
