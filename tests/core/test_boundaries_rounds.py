@@ -27,7 +27,7 @@ from tmm_core.verify import (
     two_threads,
     ways_of_use,
 )
-from tmm_core.verify.checked_launch import WrongError
+from tmm_core.verify.checked_launch import CheckedLauncher, WrongError
 from tmm_core.verify.compare import Sample
 from tmm_core.verify.data_sets import DataSets, Expected
 from tmm_core.verify.further_inputs import Plan, Round
@@ -683,3 +683,85 @@ def test_a_grid_of_scales_lies_as_checkpoints_store_it() -> None:
     given = random_inputs.make(problem(m=256, n=384, k=512, a=a, b=b, out=Operand(HALF)), CPU)
     assert given.parts["a_scale"].stride(-1) == 1
     assert given.parts["b_scale"].stride(-2) == 1
+
+
+def _inference(right: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return right().clone()  # type: ignore[no-any-return]
+
+
+def _shaped(right: Any) -> torch.Tensor:
+    raise forms.ShapeError("another shape")
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (lambda right: right(), None),
+        (_inference, "a tensor of inference mode"),
+        (_shaped, "^another shape$"),
+        (lambda right: right().tolist(), "it returned list and not a tensor"),
+        (lambda right: torch.nn.Parameter(right(), False), "it returned Parameter"),
+        (lambda right: right().requires_grad_(), "requires a gradient"),
+        (lambda right: torch._neg_view(-right()), "lazy negation"),
+        (lambda right: right()[:3], r"shape \(3, 4\) and not \(4, 4\)"),
+        (lambda right: right().double(), "torch.float64 and not torch.float32"),
+        (lambda right: right().to("meta"), "on meta and not on cpu"),
+        (lambda right: right().mT.contiguous().mT, r"returned strides \(1, 4\)"),
+    ],
+)
+def test_a_result_is_a_new_tensor_of_the_call(returned: Any, text: str | None) -> None:
+    data = DataSets(problem(m=4, n=4, k=4), CPU, 1 << 26)
+
+    def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        return returned(lambda: a @ b)
+
+    checks = CheckedLauncher(data, launch, True, False)
+    expected: Any = (
+        contextlib.nullcontext() if text is None else pytest.raises(WrongError, match=text)
+    )
+    with expected:
+        checks._launch(data.sets()[0])
+
+
+@pytest.mark.parametrize("name", ["a", "b", "residual"])
+def test_a_result_is_in_no_inputs_memory(name: str) -> None:
+    data = DataSets(problem(m=4, n=4, k=4, residual=Operand(F32)), CPU, 1 << 26)
+    first = data.sets()[0]
+
+    def launch(*given: Any) -> Any:
+        return getattr(first.inputs, name)
+
+    with pytest.raises(WrongError, match=f"it returned memory of its input {name}$"):
+        CheckedLauncher(data, launch, True, False)._launch(first)
+    held = torch.zeros(4, 4)
+    with pytest.raises(WrongError, match="returned before and that is in use"):
+        CheckedLauncher(data, lambda *_: held, True, False)._launch(first, held=[held])
+
+
+@pytest.mark.parametrize(
+    ("out", "accepted"),
+    [
+        (lambda out: out, True), (lambda out: out.view(-1).view(4, 4), True),
+        (lambda out: out.clone(), False), (lambda out: out.mT, False),
+    ],
+)  # fmt: skip
+def test_a_launch_returns_the_out_it_was_given(out: Any, accepted: bool) -> None:
+    data = DataSets(problem(m=4, n=4, k=4), CPU, 1 << 26)
+    checks = CheckedLauncher(data, lambda *given: out(given[-1]), True, False)
+    expected: Any = contextlib.nullcontext()
+    if not accepted:
+        expected = pytest.raises(WrongError, match="something else than the out it was given")
+    with expected:
+        checks._launch(data.sets()[0], out=0)
+
+
+@pytest.mark.parametrize("kind", [GeneratorExit, StopIteration])
+def test_an_exception_that_ends_generators_does_not_end_a_tuning(kind: type[BaseException]) -> None:
+    def launch(*_: Any) -> Any:
+        raise kind
+
+    data = DataSets(problem(m=4, n=4, k=4), CPU, 1 << 26)
+    with pytest.raises(RuntimeError, match=f"^the launch raised {kind.__name__}$") as raised:
+        CheckedLauncher(data, launch, True, False)._launch(data.sets()[0])
+    assert data.raised is raised.value

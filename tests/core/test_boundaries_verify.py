@@ -605,6 +605,7 @@ def test_distributions_of_group_sizes(seed: int) -> None:
     ("total", "reads", "rows"),
     [
         (100, "one", 1), (100, "same", 100), (0, "same", 0),
+        (100, "twice", 50), (7, "twice", 3), (1, "twice", 1), (0, "twice", 1),
         (100, "fewer", 50), (16, "fewer", 8), (15, "fewer", 8), (0, "fewer", 8),
         (18, "fewer", 9), (100, "more", 408), (1000, "more", 2032), (341, "more", 341 + 1023 + 8),
         (342, "more", 342 + 1024 + 8),
@@ -784,6 +785,34 @@ def test_where_nan_arrives(axis: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_other_lines_have_the_bits_of_a_launch_without_nan(axis: Any) -> None:
+    out = torch.ones(3, 3)
+    out[1] = torch.tensor([NAN, 7.0, 0.0])
+    for within in (None, (0 if axis == "rows" else 1, 2)):
+        for row, col, seen in ((1, 1, False), (0, 2, True), (2, 0, within is None)):
+            usual = torch.ones(3, 3)
+            usual[row, col] = torch.nextafter(usual[row, col], torch.tensor(2.0))
+            given = (out, usual) if axis == "rows" else (out.mT, usual.mT)
+            fault = expecting(axis, within).fault(given[0], usual=given[1])
+            assert fault == (
+                f"with NaN and Inf in {axis} [1], elements of others have other bits"
+                if seen
+                else None
+            )
+    nothing = replace(expecting(axis), places=torch.tensor([], dtype=torch.long))
+    empty = torch.empty(0, 0)
+    bare = replace(nothing, kinds=empty, free=torch.empty(0, 0, dtype=torch.bool))
+    assert bare.fault(empty, usual=empty.clone()) is None
+
+
+def test_nan_elsewhere_is_no_fault_where_the_reference_has_it() -> None:
+    out = torch.zeros(2, 3)
+    out[1, 0] = out[0, 2] = NAN
+    assert "others are not finite" in str(expecting("rows").fault(out))
+    assert expecting("rows").fault(out, elsewhere_finite=False) is None
+
+
 def test_beyond_what_is_defined_anything_is_right() -> None:
     out = torch.zeros(3, 3)
     out[1, 0] = out[2, 2] = NAN
@@ -891,6 +920,21 @@ def test_what_a_launch_changes_for_itself_and_for_others_is_taken_back() -> None
     _, changed = process_state.watched(change, CPU)
     assert changed == ["torch's default dtype", "torch's random generator"]
     assert before.changed() == []
+
+
+def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def removed() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(process_state.os, "getcwd", removed)
+    monkeypatch.setattr(process_state, "_numpy", lambda: None)
+    monkeypatch.setattr(process_state.os, "chdir", None)
+    assert process_state._directory() is process_state._numpy_state() is None
+    process_state._set_directory(None)
+    process_state._set_numpy_state(None)
+    assert process_state.State(CPU).changed() == []
 
 
 def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:
@@ -1125,6 +1169,10 @@ def test_n_d_operands_of_a_launcher_have_one_dimension_more(
     found = forms.forms_of(Bound(torch.add, folded=lambda *_: None), instance)
     assert list(found) == ["called with N-D operands"]
     assert found["called with N-D operands"].lead == lead
+    body: Any = object()
+    [source] = forms.forms_of(Bound(torch.add, body=body), instance).items()
+    assert source[0] == "called as a plan's source"
+    assert (source[1].bound.body, source[1].problem) == (body, instance)
     assert forms.forms_of(Bound(torch.add), instance) == {}
     assert forms.forms_of(Bound(torch.add, folded=lambda *_: None), replace(instance, m=0)) == {}
 
@@ -1198,6 +1246,30 @@ def test_the_factor_of_integers_is_whole(dtype: torch.dtype, alpha: float, found
     recipe = random_inputs.Recipe(alpha=alpha)
     assert random_inputs.make(instance, CPU, recipe=recipe).alpha == found
     assert random_inputs.make(replace(instance, scaled=False), CPU, recipe=recipe).alpha == 1.0
+
+
+def test_each_row_is_gathered_twice_on_request() -> None:
+    rows = drawn(Groups(3, "m", a_index=torch.int64), reads="twice")
+    assert rows.a_index is not None
+    assert sorted(rows.a_index.tolist()) == sorted([*range(20)] * 2)
+    assert rows.a_index.tolist() != [*range(20)] * 2
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_scales_are_of_the_rows_that_are_read(gathered: bool) -> None:
+    fp8 = Operand(torch.float8_e4m3fn, scale=Scale.parse("row"))
+    groups = Groups(3, "m", a_index=torch.int64 if gathered else None)
+    instance = problem(m=40, n=8, k=8, a=fp8, b=fp8, out=Operand(BF16), groups=groups)
+    recipe = random_inputs.Recipe(sizes="first", reads="more")
+    given = random_inputs.make(instance, CPU, recipe=recipe)
+    assert given.rows is not None
+    scale = given.parts["a_scale"]
+    assert scale.shape == (given.rows.read,) == ((168,) if gathered else (40,))
+    if gathered:
+        read = torch.zeros(168, dtype=torch.bool)
+        read[given.rows.a_index] = True
+        assert torch.equal(scale.isnan(), ~read)
+        assert torch.equal(given.a.float().isnan().all(1), ~read)
 
 
 def test_rows_are_gathered_in_order_on_request() -> None:
@@ -1331,6 +1403,19 @@ def test_which_rounds_have_an_output_of_unusual_strides(place: Any) -> None:
         assert (out.tensor == 0.5).all()
         assert out.intact()
         assert out.tensor.stride() != (10, 1)
+
+
+@pytest.mark.parametrize("place", ["apart", "near"])
+def test_a_class_that_allows_no_unusual_layout_has_its_usual_one(place: Any) -> None:
+    """Offsets beyond 32 bits take more memory than there is."""
+    wide = Operand(torch.float32, wide=True)
+    data = DataSets(problem(m=6, n=10, k=12, a=wide, out=wide), CPU)
+    made = further_inputs.Round(data, further_inputs.Plan("x", random_inputs.Recipe(), place))
+    a = further_inputs._allocate(data, place, {}, "a", wide, (6, 12))
+    assert a.stride() == memory_layout(wide, (6, 12)).strides == (12, 1)
+    assert made._made_out().tensor.stride() == memory_layout(wide, (6, 10)).strides == (12, 1)
+    b = further_inputs._allocate(data, place, {}, "b", F32, (12, 10))
+    assert b.stride() != memory_layout(F32, (12, 10)).strides
 
 
 @pytest.mark.parametrize(
