@@ -241,6 +241,9 @@ def test_a_sum_beyond_the_range_of_fp16_comes_back_with_its_bias() -> None:
     half = Operand(HALF)
     rounds = drawn_rounds(problem(m=8, n=8, k=64, a=half, b=half, out=half, bias=HALF))
     _, product, y = rounds["products beyond fp16's range"]
+    beside, spread = torch.empty(8, 8), random_inputs.Values(sum=8e4)
+    random_inputs.fill("residual", beside, 64, random_inputs.seeded(CPU), spread)
+    assert beside.min() < 0 < beside.max() < 4
     assert product.min() > 65504
     assert y.max() < 65504
 
@@ -730,6 +733,11 @@ def test_outputs_are_compared_in_the_samples() -> None:
             [(error, fault)] = checked.errors(expected, other, (out,))
             assert (error > 1) is seen
             assert bool(fault) is seen
+        # Elements outside the samples only have to be numbers.
+        out[outside] = math.nan
+        [(error, fault)] = checked.errors(expected, other, (out,))
+        assert math.isnan(error)
+        assert fault
     checked = outputs_of(200, ALL_SUM)
     [(error, fault)] = checked.errors(expected, other, (other.sum(),))
     assert error < 1e-5

@@ -619,6 +619,9 @@ def test_a_folded_launcher_has_n_d_operands(batch: int, shapes: list[Any], into:
     assert [tuple(t.shape) for t in given] == shapes
     torch.testing.assert_close(result, inputs.a @ inputs.b)
     assert (result is out) is into
+    [copies] = forms.forms_of(Bound(NONE, folded=lambda *_: run), instance).values()
+    run = lambda *given: launch(*given).clone()  # noqa: E731
+    assert inputs.launch(copies, out) is not out
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -683,6 +686,10 @@ def test_a_grid_of_scales_lies_as_checkpoints_store_it() -> None:
     given = random_inputs.make(problem(m=256, n=384, k=512, a=a, b=b, out=Operand(HALF)), CPU)
     assert given.parts["a_scale"].stride(-1) == 1
     assert given.parts["b_scale"].stride(-2) == 1
+    data = DataSets(problem(m=4, n=384, k=512, b=b, out=Operand(HALF), a=Operand(HALF)), CPU)
+    one, other = (of.inputs.parts["b_scale"] for of in data.sets())
+    assert one.shape == other.shape == (4, 3)
+    assert one.stride(-2) == other.stride(-1) == 1  # a grid may have any strides
 
 
 def _inference(right: Any) -> torch.Tensor:

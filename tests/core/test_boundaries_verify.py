@@ -1081,6 +1081,8 @@ def test_which_values_a_problem_is_verified_on(
         assert plan.judges_outputs is (usual and not plan.nonfinite)
         assert plan.flooded is (plan.name == "many NaN and Inf")
         assert plan.rolled is (plan.name == "values in another order")
+        if plan.name == "large products":  # a bias and a residual are not lost beside them
+            assert (plan.recipe.values.terms > 50) is (out.dtype is a.dtype)
         # A row that lies where all others do cannot be poisoned.
         assert plan.recipe.poisoned is ("expanded" not in plan.place)
         if plan.name.startswith("group sizes"):
@@ -1091,7 +1093,7 @@ def test_which_values_a_problem_is_verified_on(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_every_kind_of_groups_is_launched(dtype: torch.dtype) -> None:
-    """All distributions of sizes, all ways of gathering, weights of any size, NaN in all inputs."""
+    """All distributions of sizes and all ways of gathering."""
     one, groups = Operand(dtype), replace(EVERYTHING, zeroed=True)
     instance = problem(a=one, b=one, out=Operand(torch.float32), groups=groups, scaled=True)
     plans = list(further_inputs.planned(instance))
@@ -1099,8 +1101,6 @@ def test_every_kind_of_groups_is_launched(dtype: torch.dtype) -> None:
     assert {recipe.sizes for recipe in recipes} == set(get_args(ragged_inputs.Sizes))
     assert {recipe.reads for recipe in recipes} == set(get_args(ragged_inputs.Reads))
     assert [plan.place for plan in plans if plan.recipe.reads != "fewer"] == ["own"] * 3
-    weighted = {plan.name for plan in plans if plan.recipe.weights}
-    assert weighted == GROUPED | {"plain or equal tensors"}
     assert {plan.mode for plan in plans} == {"grad mode", "no_grad", "inference mode"}
     assert [recipe.whole for recipe in recipes] == [True, False] + [True] * len(plans)
     assert any(plan.nonfinite for plan in plans) is dtype.is_floating_point

@@ -52,9 +52,8 @@ class Outputs:
         ]
         self._given: tuple[Tensor, ...] = ()
         self._launches = 0
-        #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
+        #: The outputs of the first launch, by the id of the inputs' reference.
         self._first: dict[int, tuple[Tensor, ...]] = {}
-        self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
         pairs, shape = zip(self._memory, self._ports, strict=True), self._data.problem.out_shape
@@ -99,7 +98,7 @@ class Outputs:
                 if not same_bits(out, before):
                     yield math.nan, f"output {port} has other bits for the same inputs"
             else:
-                yield self._judged(port, out, expected, result, kept=True)
+                yield self._judged(port, out, expected, result)
 
     def errors(
         self, expected: Expected, result: Tensor, given: tuple[Tensor, ...] | None = None
@@ -111,33 +110,28 @@ class Outputs:
             given: The launch's outputs; by default the last launch's.
         """
         for port, memory, out in zip(self._ports, self._memory, given or self._given, strict=True):
-            yield self._judged(port, out.clone(), expected, result, kept=False)
+            yield self._judged(port, out.clone(), expected, result)
             if given is None and not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
                 return
 
     def _judged(
-        self, port: Port, out: Tensor, expected: Expected, result: Tensor, kept: bool
+        self, port: Port, out: Tensor, expected: Expected, result: Tensor
     ) -> tuple[float, str]:
         of_result = compare.tolerance(self._data.problem)
         limit = SLACK * self._slack * max(of_result, compare.TOLERANCE.get(port.dtype, 0))
-        error = self._error(port, expected, out, result, kept)
+        error = self._error(port, expected, out, result)
         fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
         return error, "" if error <= limit else fault
 
-    def _error(
-        self, port: Port, expected: Expected, out: Tensor, result: Tensor, kept: bool
-    ) -> float:
+    def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
         tile, places = expected.in_rows.numbers, expected.rows
         if places is not None and port.kind == "scalar":
             tile = result
         elif places is not None and port.kind == "col":
             assert expected.in_cols is not None
             tile, places = expected.in_cols.numbers, expected.cols
-        key = id(tile), port
-        right, scale = (kept and self._right.get(key)) or self._reduced(port, tile)
-        if kept and tile is not result:
-            self._right[key] = right, scale
+        right, scale = self._reduced(port, tile)
         if out.float().isnan().any():
             return math.nan
         if places is not None and port.kind != "scalar":
