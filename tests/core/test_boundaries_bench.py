@@ -18,7 +18,7 @@ from fakes import FakeConfig, FakeKernel, problem, register
 from test_bench import ColumnTimer, document, small_problems
 from tmm_cache import CandidateResult
 
-from tmm_core import dispatch
+from tmm_core import Traits, dispatch, settings
 from tmm_core.bench import (
     exhaustive,
     grouped_baselines,
@@ -771,3 +771,162 @@ def test_operands_that_torch_takes_are_not_padded(
 def test_what_a_command_prints_counts_if_it_succeeds(script: str, found: str | None) -> None:
     assert provenance._output(["sh", "-c", script]) == found
     assert provenance._output(["/no/such/command", script]) is None
+
+
+# -- what a problem is measured with -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("records", "bucketed", "invariant", "tune", "searched", "rivals"),
+    [
+        (True, False, False, True, 0, 0), (False, False, False, True, 1, 0),
+        (False, True, False, True, 0, 1), (False, False, True, True, 0, 0),
+        (True, True, False, True, 0, 1), (True, True, False, False, 0, 0),
+    ],
+)  # fmt: skip
+def test_which_problems_are_searched_and_which_have_rivals(
+    monkeypatch: pytest.MonkeyPatch,
+    records: bool,
+    bucketed: bool,
+    invariant: bool,
+    tune: bool,
+    searched: int,
+    rivals: int,
+) -> None:
+    """Those tuned without records; and those tuned at another M than their own."""
+    if invariant:
+        register(FakeKernel("firm", traits=Traits(batch_invariant=True), estimate=9.0))
+    found: list[Any] = []
+    timer = ColumnTimer(30.0, 20.0, 30.0, 25.0)
+    monkeypatch.setattr(runner, "timer_for", lambda device: timer)
+    monkeypatch.setattr(exhaustive, "search", lambda *given: found.append(given[1]) or {"x": 1})
+    known = [series.Series("blas", "blas")]
+    monkeypatch.setattr(providers, "known", lambda record, plan: known)
+    case = Case(m=20, n=16, k=16, dtype=torch.float32)
+    task = suites.Task("s", case, invariant, bucketed)
+    options = runner.Options(records=records, tune=tune, budget=1.0)
+    (measured,) = runner.run([task], CPU, options)
+    assert "failed" not in measured, measured
+    assert len(found) == searched
+    assert ("search" in measured) is bool(searched)
+    assert len([name for name in measured["times"] if name.startswith("known ")]) == rivals
+    assert ("best_us" in measured) is bucketed
+    assert (measured["tuning_seconds"] is None) is not tune
+    assert timer.released == 1 + searched
+
+
+@pytest.mark.parametrize("clocks", [True, False])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_other_clocks_are_of_a_gpu_on_request(
+    monkeypatch: pytest.MonkeyPatch, clocks: bool, on_gpu: bool
+) -> None:
+    class Timer(GraphTimer if on_gpu else object):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def release(self) -> None: ...
+
+    monkeypatch.setattr(runner, "timer_for", lambda device: Timer())
+    monkeypatch.setattr(runner, "_samples", lambda runs, *_: [[1.0] * 11 for _ in runs])
+    monkeypatch.setattr(runner, "_other_clocks", lambda *_: {"alone": {}})
+    task = suites.Task("s", Case(m=8, n=8, k=8, dtype=torch.float32))
+    (measured,) = runner.run([task], CPU, runner.Options(tune=False, clocks=clocks))
+    assert "failed" not in measured, measured
+    assert ("alone" in measured) is (clocks and on_gpu)
+
+
+def test_each_column_is_called_once_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def column(name: str) -> Any:
+        return lambda given: lambda copy: calls.append(f"{name} {copy}")
+
+    monkeypatch.setattr(providers, "eager", column("eager"))
+    monkeypatch.setattr(providers, "tmm", column("tmm"))
+    call = Case(m=8, n=8, k=8, dtype=torch.float32).call(CPU)
+    made: dict[str, Any] = {}
+    blas = series.Series("blas", "blas")
+    runs = runner._runs([call], runner.Options(), made, [blas], [series.Series("no", "nowhere")])
+    assert list(runs) == ["torch", "tmm", "torch again", "kernel blas"]
+    assert calls == ["eager 0", "tmm 0", "eager 0"]
+    assert list(made["kernel_configs"]) == ["blas"]
+    assert "nowhere" in made["not_timed"]["known no"]
+    made.clear()
+    runner._runs([call], runner.Options(), made, [])
+    assert made == {}
+
+
+def test_scaled_groups_go_through_torchs_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case(m=32, n=16, k=16, dtype=E4M3, groups=2, scales="row").call(CPU)
+    given: list[Any] = []
+
+    def product(a: Any, b: Any, *scales: Any, offs: Any) -> torch.Tensor:
+        given.extend([a, b, *scales, offs])
+        return torch.ones(32, 16)
+
+    monkeypatch.setattr(grouped_baselines, "_scales_each", lambda call: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", product, raising=False)
+    rows = types.SimpleNamespace(RowWise="by row")
+    monkeypatch.setattr(torch.nn.functional, "ScalingType", rows, raising=False)
+    y = grouped_baselines.eager([call])(0)
+    assert torch.equal(torch.as_tensor(y), torch.ones(32, 16))
+    a, b, a_scale, by_a, b_scale, by_b, offs = given
+    assert call.rows is not None
+    assert (a is call.a, b is call.b, offs is call.rows.offs) == (True, True, True)
+    assert by_a == by_b == "by row"
+    assert torch.equal(a_scale, call.parts["a_scale"].expand(32))
+    assert b_scale.shape == (2, 16)
+    monkeypatch.delattr(torch.nn.functional, "scaled_grouped_mm")
+    with pytest.raises(ValueError, match="no grouped product of these 8-bit floats"):
+        grouped_baselines.eager([call])
+
+
+def test_an_installed_package_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance.Path, "exists", lambda path: False)
+    monkeypatch.setattr(provenance, "_output", None)
+    assert provenance._commit() == (None, None)
+
+
+@pytest.mark.parametrize("budget", [None, 7.0])
+def test_a_budget_is_what_is_given_or_set_and_ends_with_the_run(
+    monkeypatch: pytest.MonkeyPatch, budget: float | None
+) -> None:
+    monkeypatch.setattr(runner.time, "monotonic", lambda: 100.0)
+    usual = budget or settings.current().tune_budget
+    for left, found in ((usual, usual), (usual + 1, usual), (usual - 1, usual - 1), (0.5, 1.0)):
+        options = runner.Options(budget=budget, deadline=100.0 + left)
+        assert runner._budget(options) == found
+
+
+def test_a_run_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_measure", lambda *_: None)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: 9.0)
+    task = suites.Task("s", Case(m=8, n=8, k=8))
+    for deadline, count in ((9.0, 0), (9.1, 1)):
+        options = runner.Options(tune=False, deadline=deadline)
+        assert len([*runner.run([task], CPU, options)]) == count
+
+
+def test_a_report_has_the_sections_that_there_are_results_for() -> None:
+    steady = {"torch": 100.0, "tmm": 80.0}
+    search = {"step": "found", "regret": 1.0, "blas_over_best": 1.1}
+    plain = document(16, 1.0, "one")
+    more = document(32, 1.0, "two", steady=steady, search=search)
+    swept = document(64, 1.0, suites.SWEEP)
+    regret = random_problem(8, us=50.0, best_us=50.0)
+    failed = {key: plain[key] for key in ("kind", "suite")} | {
+        "case": Case(m=1, n=1, k=1).to_json(), "failed": "why",
+    }  # fmt: skip
+    clocks = "clocks, geometric mean / worst"
+    searches = "first use without records, against an exhaustive search"
+
+    def titles(*documents: Any) -> list[str]:
+        return [each.title for each in report.sections(Results.of(documents))]
+
+    assert titles(plain) == ["", "one"]
+    assert titles(plain, more) == ["", clocks, searches, "one", "two"]
+    assert titles(plain, regret) == ["", "one", "random M, weight and epilogue"]
+    found = {each.title: each for each in report.sections(Results.of([plain, swept, failed]))}
+    assert (found["one"].detail, found[suites.SWEEP].detail) == (True, False)
+    assert (len(found["one"].rows), len(found["one"].lines)) == (1, 1)
+    (alone,) = [each for each in report.sections(Results.of([failed])) if each.title == "one"]
+    assert (list(alone.columns), list(alone.rows)) == ([], [])

@@ -290,6 +290,23 @@ def test_values_in_another_order_have_the_same_sums() -> None:
     assert further_inputs.Round(DataSets(plain, CPU, 1 << 26), plan).inputs().alpha == 1.0
 
 
+def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
+    """A launcher that caches by object, address or version takes them for the last set."""
+    instance = problem(m=8, n=8, k=8, bias=F32, residual=Operand(F32), groups=Groups(2, "m"))
+    data = DataSets(instance, CPU, 1 << 26)
+    before = data.sets()[-1].inputs
+    names = ("a", "b", "bias", "residual")
+    version = {name: getattr(before, name)._version for name in names}
+    for plan in further_inputs.planned(instance):
+        given = further_inputs.Round(data, plan).inputs()
+        same = [getattr(given, name) is getattr(before, name) for name in names]
+        assert same == [plan.place == "same"] * 4, plan.name
+        assert given.rows is not None
+        assert before.rows is not None
+        assert (given.rows.offs is before.rows.offs) is (plan.place == "same")
+    assert {name: getattr(before, name)._version for name in names} == version
+
+
 @pytest.mark.parametrize("name", ["single", "sparse", "one", "even", "equal", "first", "few"])
 def test_rounds_of_groups_have_the_sizes_of_their_names(name: str) -> None:
     instance = problem(m=24, n=8, k=8, groups=Groups(4, "m", out_weights=F32))
@@ -447,6 +464,55 @@ def test_a_first_use_also_launches_each_form_and_other_values() -> None:
     assert launches("first use") == [RUN, INTO, RUN]
     # A call in N-D, one of its shapes, and other values in both forms.
     assert launches("first use", folded=True) == [RUN, INTO, FOLDED, FOLDED, RUN, FOLDED]
+
+
+def test_blas_is_launched_and_not_searched_for_faults() -> None:
+    repeated = launches("repeated", repeats=2, baseline=True)
+    assert launches("whole", repeats=2, baseline=True) == repeated
+    brief = launches("brief", baseline=True)
+    assert launches("first use", baseline=True, folded=True) == brief
+
+
+def test_launches_are_in_the_modes_of_calls() -> None:
+    """Training launches without grad mode, and serving in inference mode."""
+    modes: list[str] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        inference = torch.is_inference_mode_enabled()
+        modes.append("inference" if inference else "grad" if torch.is_grad_enabled() else "no grad")
+        return torch.matmul(a, b, out=out)
+
+    with torch.no_grad():
+        verdict = Verifier(problem(m=6, n=8, k=4), CPU).verdict(run, extent="repeated", repeats=2)
+    assert verdict.ok
+    # Both sets, the first one again, outputs, and pairs of launches with NaN and Inf.
+    assert modes == ["grad", "inference", *["no grad"] * 2, *["inference"] * 2, *["grad"] * 4]
+    modes.clear()
+    assert Verifier(problem(m=6, n=8, k=4), CPU).verdict(run, extent="brief").ok
+    assert modes == ["grad", "inference"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"), [(1.0, 2), (0.001, 2), (0.0005, 4), (0.0001, 20), (1e-5, 32)]
+)
+def test_two_threads_launch_what_a_gpu_completes_in_4_ms(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
+) -> None:
+    """A launch of both threads is counted."""
+    now, waits = [5.0], list[float]()
+
+    def wait(device: Any) -> None:
+        waits.append(now[0])
+
+    def run(*_: Any, **__: Any) -> Any:
+        now[0] += seconds
+
+    checks = ways_of_use.WaysOfUse(DataSets(problem(), CPU, 1 << 26), run, True, False)
+    monkeypatch.setattr(checks, "_launch", run)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(ways_of_use.time, "perf_counter", lambda: now[0])
+    assert checks._most_together() == count
+    assert waits == [5.0, 5.0 + seconds]  # nothing else is under way
 
 
 def test_a_launcher_that_never_allocates_writes_to_both_outputs() -> None:

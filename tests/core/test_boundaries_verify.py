@@ -934,7 +934,23 @@ def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
     assert process_state._directory() is process_state._numpy_state() is None
     process_state._set_directory(None)
     process_state._set_numpy_state(None)
+    for module, name in ((process_state.signal, "pthread_sigmask"),
+                         (process_state.os, "sched_getaffinity"),
+                         (process_state.os, "getpriority")):  # fmt: skip
+        monkeypatch.delattr(module, name, raising=False)
+    assert process_state._blocked() == set()
+    process_state._set_blocked(set())
+    assert process_state._cpus() is None
+    process_state._set_cpus(None)
+    assert process_state._priority() == 0
     assert process_state.State(CPU).changed() == []
+
+
+def test_a_generator_is_shared_by_all_threads() -> None:
+    state = process_state.State(CPU)
+    assert all(map(state.is_shared, process_state.GENERATORS))
+    assert len(process_state.GENERATORS) == 4
+    assert not any(map(state.is_shared, process_state.OF_A_THREAD))
 
 
 def test_numpys_generator_is_watched_where_numpy_is_imported() -> None:
@@ -1513,6 +1529,19 @@ def test_the_second_set_lies_otherwise_in_memory() -> None:
     assert strides[0] == (12, 1)
     assert strides[1] == memory_layout(F32, (6, 12), padded=True).strides != strides[0]
     assert [of.recipe for of in data.sets()] == [data_sets.FIRST, data_sets.SECOND]
+
+
+@pytest.mark.parametrize("layout", ["row", "col", "strided"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_both_sets_are_of_the_classes_of_their_operands(layout: Any, aligned: bool) -> None:
+    spec = Operand(torch.float16, layout, aligned=aligned and layout != "strided")
+    instance = problem(m=8, n=24, k=16, a=spec, b=spec, out=spec, residual=spec)
+    data = DataSets(instance, CPU)
+    for of in data.sets():
+        for t in (of.inputs.a, of.inputs.b, of.inputs.residual):
+            assert t is not None
+            assert guard_bands.in_class(t, spec)
+    assert all(guard_bands.in_class(data.out(which).tensor, spec) for which in (0, 1))
 
 
 @pytest.mark.parametrize(
