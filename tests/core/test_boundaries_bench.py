@@ -413,7 +413,8 @@ def searched(
         )
 
     class Verifier:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __init__(self, *_: Any, memory_limit: int) -> None:
+            assert memory_limit == 1 << 20  # of a tuning
 
         def verdict(self, launcher: str) -> Any:
             return types.SimpleNamespace(ok=launcher not in wrong)
@@ -423,7 +424,8 @@ def searched(
     monkeypatch.setattr(exhaustive, "race", race)
     monkeypatch.setattr(exhaustive, "Verifier", Verifier)
     monkeypatch.setattr(exhaustive, "_bound", lambda *given: ({n: n for n in given[-1]}, {}))
-    return exhaustive.search(problem(), record, CPU)
+    with settings.override(tune_memory=1 << 20):
+        return exhaustive.search(problem(), record, CPU)
 
 
 def test_a_search_finds_what_the_tuning_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,31 @@ def test_a_writer_without_a_folder_keeps_documents_alone(tmp_path: Path) -> None
 
 
 # -- the report -----------------------------------------------------------------------------
+
+
+def test_a_file_of_a_run_is_new_and_there_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = results.Writer(tmp_path / "folder", "square")
+    assert made.path is not None
+    assert made.path.read_text() == ""
+    name = made.path.name.removesuffix("-square.jsonl")
+    now = datetime.datetime.strptime(name, "%Y%m%dT%H%M%S.%f")
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return now
+
+    monkeypatch.setattr(results.datetime, "datetime", Clock)
+    with pytest.raises(FileExistsError):
+        results.Writer(tmp_path / "folder", "square")
+
+
+def test_a_problem_is_the_same_whatever_the_order_of_its_fields() -> None:
+    assert results.identity("s", {"m": 1, "n": 2}) == results.identity("s", {"n": 2, "m": 1})
+    assert results.identity("s", {"m": 1}) != results.identity("s", {"m": 2})
+    assert results.identity("s", {"m": 1}) != results.identity("t", {"m": 1})
 
 
 def test_a_line_of_a_problem() -> None:

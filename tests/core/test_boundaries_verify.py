@@ -1220,6 +1220,16 @@ def test_a_seed_gives_the_numbers(dtype: torch.dtype, values: dict[str, Any]) ->
         assert (set(one.unique().tolist()) <= usual) is not values.get("whole", False)
 
 
+@pytest.mark.parametrize(("k", "factor"), [(0, 2.0), (1, 2.0), (16, 1.0), (256, 0.5)])
+def test_products_have_a_spread_of_one(k: int, factor: float) -> None:
+    """Both operands are scaled; a bias is added to the product as it is."""
+    empty = torch.empty(4, 8)
+    for name in ("a", "b", "residual"):
+        found = filled(name, empty.clone(), k)
+        assert torch.equal(found, factor * filled(name, empty.clone(), 16)), name
+    assert torch.equal(filled("bias", empty.clone(), k), 2.0 * filled("a", empty.clone(), 16))
+
+
 @pytest.mark.parametrize("k", [8, 9, 2])
 def test_sums_that_cancel_grow_to_the_middle(k: int) -> None:
     a = filled("a", torch.empty(3, k), k, cancelling=True)
