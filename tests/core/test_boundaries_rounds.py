@@ -18,11 +18,13 @@ from tmm_core import Groups, Operand, Port, Scale
 from tmm_core.epilogues import parse
 from tmm_core.spec.launcher import Bound
 from tmm_core.verify import (
+    compare,
     data_sets,
     forms,
     further_inputs,
     guard_bands,
     nonfinite,
+    ragged_inputs,
     random_inputs,
     two_threads,
     ways_of_use,
@@ -772,3 +774,130 @@ def test_an_exception_that_ends_generators_does_not_end_a_tuning(kind: type[Base
     with pytest.raises(RuntimeError, match=f"^the launch raised {kind.__name__}$") as raised:
         CheckedLauncher(data, launch, True, False)._launch(data.sets()[0])
     assert data.raised is raised.value
+
+
+@pytest.mark.parametrize("name", ["a", "bias", "residual"])
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda t: None, False),
+        (lambda t: t.clone().zero_(), False),
+        (lambda t: t.add_(0), True),  # which a backward pass finds by the version
+        (lambda t: t.requires_grad_(), True),
+        (lambda t: setattr(t, "data", t.clone()), True),
+        (lambda t: setattr(t, "data", t.data.double()), True),
+        (lambda t: setattr(t, "data", t.data.flatten()[:3]), True),
+        (lambda t: setattr(t, "data", t.data.as_strided(t.shape, (0,) * t.dim())), True),
+    ],
+)
+def test_a_launch_leaves_its_arguments_as_they_were(name: str, change: Any, seen: bool) -> None:
+    instance = problem(m=4, n=4, k=4, bias=F32, residual=Operand(F32))
+    data = DataSets(instance, CPU, 1 << 26)
+    first = data.sets()[0]
+    given = getattr(first.inputs, name)
+
+    def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        y = torch.empty(4, 4)
+        change(given)
+        return y
+
+    checks = CheckedLauncher(data, launch, True, False)
+    if seen:
+        with pytest.raises(WrongError, match=f"^it wrote to its input {name}, or around it$"):
+            checks._launch(first)
+        assert data.altered == {name}
+    else:
+        checks._launch(first)
+        checks._launch(first, repeated=True)
+
+
+# -- pieces of a reference -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [
+        ({}, 1 << 20), ({}, 1 << 18), ({}, 1 << 24), ({}, 1), ({"batch": 3}, 1 << 20),
+        ({"epilogue": parse("swiglu")}, 1 << 20), ({"k": 1}, 1 << 20), ({"k": 0}, 1 << 20),
+    ],
+)  # fmt: skip
+def test_operands_of_a_piece_take_so_much_memory(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], room: int
+) -> None:
+    """In fp64, unless they have 64 rows or columns; and no piece is smaller than it has to be."""
+    instance = problem(**{"m": 700, "n": 500, "k": 200, **fields})
+    sizes: list[tuple[int, int]] = []
+
+    def piece(problem: Any, part: Any, rows: Any, at: Any, cols: Any) -> None:
+        sizes.append((len(rows), len(cols)))
+
+    monkeypatch.setattr(compare, "_piece", piece)
+    inputs = Inputs(torch.empty(0), torch.empty(0))
+    whole = slice(None)
+    assert len(list(compare._pieces(instance, inputs, whole, whole, room))) == len(sizes)
+    assert sum(rows * cols for rows, cols in sizes) == 700 * 500
+    rows, cols = sizes[0]
+    element = 8 * instance.batch
+    of_k = element * max(1, instance.k) * (1 + instance.gated)
+
+    def fits(rows: int, cols: int) -> bool:
+        return max(rows, cols) * of_k <= room and 3 * rows * cols * element <= room
+
+    assert rows == 64 or rows * of_k <= room
+    assert rows in (64, 700) or (rows + 1) * of_k > room
+    assert cols == 64 or fits(rows, cols)
+    assert cols in (64, 500) or not fits(rows, cols + 1)
+
+
+def test_samples_of_group_sizes_alternate_between_two_distributions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int, str]] = []
+
+    def ends_of(count: int, total: int, chance: Any, sizes: str) -> list[int]:
+        asked.append((count, total, sizes))
+        return [total] * count
+
+    monkeypatch.setattr(ragged_inputs, "ends_of", ends_of)
+    for sizes, others in (
+        ("skewed", ["even", "skewed"]), ("even", ["skewed", "even"]), ("one", ["skewed", "even"]),
+    ):  # fmt: skip
+        asked.clear()
+        groups = Groups(3, "m")
+        Rows.of(
+            groups, 40, CPU, random_inputs.seeded(CPU), sizes=sizes, whole=False  # type: ignore
+        )  # fmt: skip
+        assert asked == [(3, 37, each) for each in (sizes, *(others * 3)[:5])]
+
+
+@pytest.mark.parametrize(("text", "linear"), [("identity", True), ("silu", False)])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, F32])
+def test_magnitudes_of_operands_and_of_alpha(dtype: Any, text: str, linear: bool) -> None:
+    """An epilogue saturates beyond usual products."""
+    one = Operand(dtype)
+    instance = problem(a=one, b=one, out=one, scaled=True, epilogue=parse(text))
+    plans = {plan.name: plan.recipe for plan in further_inputs.planned(instance)}
+    small, large = plans["a small, b large"], plans["a large, b small"]
+    for recipe in (small, large):
+        assert max(recipe.alpha, 1 / recipe.alpha) > (100 if linear else 2)
+        assert linear or max(recipe.alpha, 1 / recipe.alpha) < 10
+        product = recipe.values.a * recipe.values.b
+        assert 2**-9 < product <= 1  # as large as usual, or smaller by what fp16 lacks
+    assert small.alpha > 1 > large.alpha
+    assert small.values.a == large.values.b < 1 < small.values.b == large.values.a
+    assert small.values.terms == min(1.0, small.values.a * small.values.b)
+    wide = linear and dtype is not HALF
+    assert (large.values.terms > 1) is wide
+    assert wide or large.values.terms == small.values.terms
+
+
+def test_stored_values_in_another_order_have_the_same_sums() -> None:
+    fp8 = Operand(torch.float8_e4m3fn)
+    instance = problem(m=8, n=8, k=16, a=fp8, b=replace(fp8, layout="col"), out=Operand(HALF))
+    data = DataSets(instance, CPU, 1 << 26)
+    before = data.sets()[-1].inputs
+    old = before.a.float(), before.b.float()
+    [plan] = [plan for plan in further_inputs.planned(instance) if plan.rolled]
+    given = Round(data, plan).inputs()
+    assert torch.equal(given.a.float(), old[0].roll(1, -1))
+    assert torch.equal(given.b.float(), old[1].roll(1, -1))
