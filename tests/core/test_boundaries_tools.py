@@ -1020,6 +1020,19 @@ def test_records_of_these_versions_answer_and_the_nearest_of_each_problem(tmp_pa
     ]
 
 
+def test_shipped_records_of_changed_kernels_are_not_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fingerprint(CPU)
+    saved(CacheStore(tmp_path / "own", []), here, 1, 2, 3)
+    unchanged = {1: FakeKernel("k"), 2: None, 3: FakeKernel("k")}
+    monkeypatch.setattr(record_check, "_kernel", lambda record: unchanged[record.problem["m"]])
+    for layers, found in (([], (0, 0)), ([tmp_path / "own"], (3, 2)),
+                          ([tmp_path / "absent", tmp_path / "own"], (3, 2))):  # fmt: skip
+        monkeypatch.setattr(record_check, "shipped_layers", lambda layers=layers: layers)
+        assert record_check.current(here) == found
+
+
 def test_a_race_of_one_launch_in_twenty_is_met() -> None:
     missed = 0.95**record_check.REPEATS
     assert missed == pytest.approx(0.0021, rel=0.02)

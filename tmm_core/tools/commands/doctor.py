@@ -90,15 +90,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _styled(text: str, style: str) -> str:
     """`text` in one of rich's styles, on a terminal with colours unless NO_COLOR is set."""
-    import rich.color
     import rich.console
     import rich.style
 
     terminal = rich.console.Console(file=sys.stdout)
     if terminal.color_system is None or terminal.no_color:
         return text
-    standard = rich.color.ColorSystem.STANDARD
-    return rich.style.Style.parse(style).render(text, color_system=standard)
+    return rich.style.Style.parse(style).render(text)
 
 
 def _examine(device: torch.device) -> Iterator[Finding]:
