@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from fakes import DEVICE, FakeConfig, FakeKernel, problem, register
 from tmm_base import UsageError
 from tmm_cache import CacheStore, CandidateResult, Miss
 
-from tmm_core import Operand, dispatch, settings
+from tmm_core import Operand, Traits, dispatch, settings
 from tmm_core.bench import quick, report
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results, identity
@@ -48,6 +49,7 @@ from tmm_core.tools.commands import (
 )
 from tmm_core.tuning.untried import Left, Noted
 from tmm_core.verify.compare import tolerance
+from tmm_core.verify.verifier import Verdict
 
 HALF = Operand(torch.float16)
 H200 = DeviceFingerprint(
@@ -1629,3 +1631,111 @@ def test_kernels_that_a_tuning_left_out_are_named(monkeypatch: pytest.MonkeyPatc
     stub = SimpleNamespace(store=store, untried=noted)
     monkeypatch.setattr(tune, "dispatch", SimpleNamespace(default_dispatcher=lambda: stub))
     assert tune._tune(item, given)["untried"] == {"k": "why"}
+
+
+# -- records, plugins and choices ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "verdict", "found"),
+    [
+        ("k", Verdict(0.5), {"status": "ok", "error": 0.5}),
+        ("k", Verdict(float("nan")), {"status": "ok"}),
+        ("k", Verdict(None), {"status": "ok"}),
+        ("k", Verdict(0.5, "why"), {"status": "wrong", "reason": "why", "error": 0.5}),
+        ("k", Verdict(None, "why", unknown=True), {"status": "unknown", "reason": "why"}),
+        ("blas", Verdict(0.5, "why"), {"status": "blas", "error": 0.5}),
+        ("k", RuntimeError("fell"), {"status": "failed", "reason": "RuntimeError: fell"}),
+        (None, None, {"status": "stale"}),
+    ],
+)
+def test_the_verdict_on_a_record(
+    kernel: str | None, verdict: Any, found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Stub:
+        def __init__(self, problem: Any, device: Any, memory_limit: int) -> None:
+            assert memory_limit == 1 << 20
+
+        def verdict(self, launcher: Any, **how: Any) -> Any:
+            asked.append({"launcher": launcher, **how})
+            if isinstance(verdict, Exception):
+                raise verdict
+            return verdict
+
+    stamped: list[Any] = []
+    first_use = SimpleNamespace(stamp=lambda *given: stamped.append(given))
+    chooser = SimpleNamespace(first_use=first_use)
+    monkeypatch.setattr(record_check, "Verifier", Stub)
+    stub = SimpleNamespace(default_dispatcher=lambda: chooser)
+    monkeypatch.setattr(record_check, "dispatch", stub)
+    compiling: Future[Any] = Future()
+    winner = None
+    if kernel is not None:
+        made = FakeKernel(kernel, traits=Traits(deterministic=False))
+        candidate = Candidate(made, FakeConfig())
+        winner = record_check.Winner(problem(), candidate, "launcher")  # type: ignore[arg-type]
+    compiling.set_result(winner)
+    with settings.override(tune_memory=1 << 20):
+        judged = record_check._judged(compiling, CPU)
+    named = {} if found["status"] in ("failed", "stale") else {"title": str(problem())}
+    assert judged == named | found
+    assert bool(stamped) is (found["status"] == "ok")
+    how = {"repeats": record_check.REPEATS, "deterministic": False}
+    blas = kernel == "blas"
+    how |= {"baseline": blas, "extent": "brief" if blas else "whole"}
+    assert asked == ([] if winner is None else [{"launcher": "launcher", **how}])
+
+
+def test_plugins_are_listed_with_their_kernels_and_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(text: str) -> Any:
+        class Source:
+            plugin = text
+
+            def __str__(self) -> str:
+                return f"plugin {text!r}"
+
+        return Source()
+
+    one, two, three = source("one"), source("two"), source("three")
+    kernels = [
+        SimpleNamespace(name=name, source=where)
+        for name, where in (("a", one), ("b", two), ("c", one))
+    ]
+    faults = [
+        SimpleNamespace(source=two, reason="disabled", intended=True),
+        SimpleNamespace(source=three, reason="broken", intended=False),
+    ]
+    registry = SimpleNamespace(kernels=lambda: kernels, faults=lambda: faults)
+    stub = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(registry=registry))
+    monkeypatch.setattr(doctor, "dispatch", stub)
+    assert as_tuples(doctor._plugins(CPU)) == [
+        ("plugin", "ok", "'one': a, c", ""), ("plugin", "ok", "'two': b", ""),
+        ("plugin", "note", "'two': disabled", ""),
+        ("plugin", "problem", "'three': broken",
+         "fix or uninstall it, or set TMM_DISABLE_PLUGINS=three"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shipped", "more"),
+    [((0, 0), None), ((5, 5), ""), ((5, 4), ", 1 for kernels that have changed since")],
+)
+def test_shipped_records_are_counted(
+    shipped: tuple[int, int], more: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_check, "current", lambda device: shipped)
+    found = [each.text for each in doctor._cache(CPU) if " shipped for " in each.text]
+    text = f"5 shipped for {fingerprint(CPU).gpu} and these versions{more}"
+    assert found == ([] if more is None else [text])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--scales", "column"), ("--layout", "nx"), ("--ragged", "x"),
+     ("--dtype", "bf17")],
+)  # fmt: skip
+def test_choices_are_of_a_list(given: tuple[str, str]) -> None:
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parsed(*given)
