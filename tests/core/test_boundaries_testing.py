@@ -92,6 +92,13 @@ def test_configs_are_spread_over_the_search_space(
     assert [config.tile for config in found] == (tiles or [1, 1])
 
 
+@pytest.mark.parametrize(("count", "found"), [(64, 64), (65, 33), (128, 64)])
+def test_a_gpu_tries_64_configs(count: int, found: int) -> None:
+    kernel = FakeKernel("k", tiles=range(1, count + 1))
+    gpu = problem(device=replace(DEVICE, type="cuda"))
+    assert len(suite(kernel)._configs(gpu)) == 1 + found
+
+
 def test_a_kernel_that_serves_nothing_fails() -> None:
     never = FakeKernel("k", against=lambda p: ["never", "ever"])
     with pytest.raises(Failed, match="k declines every problem of the suite on cpu: never; ever"):
@@ -270,6 +277,17 @@ def test_problems_that_only_queries_see_are_of_every_kind() -> None:
         assert {o.dtype for o in operands} >= dtypes
         assert len({(o.layout, o.aligned, o.wide) for o in operands}) == 12
     assert {p.bias for p in odd} >= dtypes
+    half = torch.float16
+    of_dtypes = {(p.a.dtype, p.b.dtype, p.out.dtype) for p in odd}
+    for d in dtypes:
+        assert of_dtypes >= {(d, d, d), (d, half, half), (half, d, half), (half, half, d)}
+        assert any(p.bias is d and p.residual == Operand(d) for p in odd)
+    functions = {p.epilogue for p in odd if p.bias and p.scaled}
+    assert functions >= {*BUILTIN.values(), probe_problems.USERS, probe_problems.UNFUSABLE}
+    zeroed = [p for p in odd if p.groups and p.groups.zeroed and p.gated]
+    assert [p.along for p in zeroed] == ["m", "n", "k"]
+    small = [p for p in odd if p.m == 1 and p.a.dtype is torch.float8_e4m3fn]
+    assert {p.device.type for p in small} == {"cuda", "cpu", "mps", "meta"}
     assert {p.groups.ragged if p.groups else "" for p in odd} == {"", "m", "n", "k"}
     assert {p.groups.count for p in odd if p.groups} == {1, 3, 2**20}
     assert {p.extent for p in odd if p.groups} >= {0, 64, 2**31}

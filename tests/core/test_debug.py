@@ -35,6 +35,11 @@ def show(x_ptr, CONDITION: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def show_four(x_ptr, FIRST: tl.constexpr):
+    print_if("y", "", FIRST, FIRST + 1, FIRST + 2, FIRST + 3)
+
+
+@triton.jit
 def stop(x_ptr, CONDITION: tl.constexpr):
     here = tl.program_id(0)
     breakpoint_if(CONDITION)
@@ -103,6 +108,13 @@ def test_print_if_prints_in_the_named_programs_only(capsys: pytest.CaptureFixtur
         "(0, 0, 0) x: [5]", "(0, 0, 0) x: [0]", "(0, 0, 0) x: [1]",
         "(1, 0, 0) x: [3. 0.25]", "(1, 0, 0) x: [1]", "(1, 0, 0) x: [2]",
     ]  # fmt: skip
+
+
+@interpreted
+def test_up_to_four_values_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    show_four[(1,)](torch.zeros(1), 5)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [f"(0, 0, 0) y: [{value}]" for value in (5, 6, 7, 8)]
 
 
 @interpreted
