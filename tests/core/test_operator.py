@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -306,3 +309,43 @@ def test_every_builtin_epilogue_goes_through_make_fx() -> None:
         assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [operator.matmul]
         a = randn(4, 5)
         torch.testing.assert_close(graph(a), epilogue.apply(a @ b))
+
+
+REPEATED = {
+    "interop.operator": lambda: tmm_core.matmul(randn(3, 4), randn(4, 5)),
+    "interop.grouped_operator": lambda: tmm_core.grouped_matmul(
+        randn(3, 4), randn(2, 4, 5), offs=torch.tensor([1, 3], dtype=torch.int32)
+    ),
+    "interop.outputs_operator": lambda: tmm_core.matmul(
+        randn(3, 4), randn(4, 5), epilogue="quantize"
+    ),
+    "interop.row_quantization": lambda: torch.ops.tmm.quantize_rows(randn(3, 4), 0),
+    "nn.gated_product": lambda: torch.ops.tmm.gated_linear(
+        randn(3, 4), randn(5, 4), randn(5, 4), None, None, "swiglu"
+    ),
+    "nn.projections": lambda: torch.ops.tmm.joint_linear(randn(3, 4), [randn(5, 4)] * 2, []),
+}
+
+
+def test_interrupted_imports_can_be_repeated() -> None:
+    """A traceback of the interruption may keep what the first import has registered."""
+    names = [f"tmm_core.{module}" for module in REPEATED]
+    kept = [importlib.import_module(name) for name in names]
+    read, write = os.pipe()
+    child = os.fork()  # this process keeps its operators
+    if child == 0:
+        found = "it ended"
+        try:
+            for name, first, call in zip(names, kept, REPEATED.values(), strict=True):
+                found = name
+                del sys.modules[name]
+                assert importlib.import_module(name) is not first
+                call()
+            found = "works"
+        finally:
+            os.write(write, found.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        assert answer.read() == "works"
+    os.waitpid(child, 0)

@@ -15,6 +15,7 @@ import torch
 from tmm_core import compat
 from tmm_core.formats import pair
 from tmm_core.interop import autograd_state, flops
+from tmm_core.interop.libraries import library_of
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
@@ -22,7 +23,6 @@ from tmm_core.spec.arguments import ROLES_OF, Arguments, GroupedArguments, Role,
 
 Tensor = torch.Tensor
 
-_library = torch.library.Library("tmm", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 #: Devices for which operators have a rule of autocast.
@@ -57,8 +57,8 @@ def declare(
         flop_formula: FLOPs by shapes, for torch's counter.
         returns: The type of the result in the schema.
     """
-    qualified = f"tmm::{name}"
-    _library.define(f"{name}({schema(arguments)}) -> {returns}", tags=_TAGS)
+    qualified, library = f"tmm::{name}", library_of(name)
+    library.define(f"{name}({schema(arguments)}) -> {returns}", tags=_TAGS)
     packet = getattr(torch.ops.tmm, name)
     operator = packet.default
 
@@ -79,18 +79,18 @@ def declare(
                 return run(*call._replace(out=out))  # type: ignore[no-any-return]
             return out.copy_(operator(*call[:-1]))
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(qualified, fake, lib=_library)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=library)
     if returns == "Tensor":
         out_schema = f"{name}.out({schema(arguments)}, *, Tensor(a!) out) -> Tensor(a!)"
-        _library.define(out_schema, tags=_TAGS)
-        _library.impl(f"{name}.out", run_out, "CompositeImplicitAutograd")
-    _library.impl(name, derivative, "Autograd")
+        library.define(out_schema, tags=_TAGS)
+        library.impl(f"{name}.out", run_out, "CompositeImplicitAutograd")
+    library.impl(name, derivative, "Autograd")
     if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_library)
+        torch.library.register_vmap(qualified, vmap, lib=library)
     for device in AUTOCAST:
         rule = _autocast(device, operator, arguments)
-        _library.impl(name, rule, f"Autocast{device.upper()}")
+        library.impl(name, rule, f"Autocast{device.upper()}")
     flops.count(packet, flop_formula)
     return operator
 

@@ -10,6 +10,7 @@ import torch
 
 from tmm_core.errors import error_text, reraise, warn
 from tmm_core.interop import autograd_state
+from tmm_core.interop.libraries import library_of
 from tmm_core.quantized import Quantized
 from tmm_core.rounding import quantize
 from tmm_core.spec.device import fingerprint
@@ -106,7 +107,7 @@ def _kernel(rows: Tensor, group: int) -> Any:
     return kernel
 
 
-_library = torch.library.Library("tmm", "FRAGMENT")
+_library = library_of("quantize_rows")
 _library.define(
     "quantize_rows(Tensor x, int group) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),

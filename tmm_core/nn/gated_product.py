@@ -11,6 +11,7 @@ from tmm_core import api, compat
 from tmm_core.interop import autograd_state, flops
 from tmm_core.interop.epilogue_kernels import kernels
 from tmm_core.interop.gradients import Call, follow, gradients
+from tmm_core.interop.libraries import library_of
 from tmm_core.launch import warm
 from tmm_core.launch.check import check
 from tmm_core.nn.joint_storage import stacked
@@ -125,7 +126,7 @@ def _differentiable(*args: Any) -> Tensor:
 
 
 # A compiled graph cannot query addresses, so the operator does.
-library = torch.library.Library("tmm", "FRAGMENT")
+library = library_of("gated_linear")
 library.define(
     "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
     "str epilogue) -> Tensor",

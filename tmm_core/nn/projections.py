@@ -24,6 +24,7 @@ from torch import nn
 from tmm_core import api, compat
 from tmm_core.errors import reraise
 from tmm_core.interop import autograd_state, flops
+from tmm_core.interop.libraries import library_of
 from tmm_core.nn.classes import own, subclass
 from tmm_core.nn.linear import Linear
 from tmm_core.nn.together import Together, do_no_more, joint_of
@@ -237,7 +238,7 @@ def _differentiable(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> T
         return joint_linear(x, weights, biases)  # type: ignore[no-any-return]
 
 
-library = torch.library.Library("tmm", "FRAGMENT")
+library = library_of("joint_linear")
 library.define(
     "joint_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
