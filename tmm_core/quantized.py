@@ -30,6 +30,8 @@ _MOVES = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
 #: compiled graph would read the property again when it runs, and compile that read, without end.
 _TURNS_STACKS: tuple[Any, ...] = (Tensor.mT.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
 _TURNS: tuple[Any, ...] = (*_TURNS_STACKS, Tensor.T.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
+#: The assignment of ``data``.
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 #: Operators that may also change the dtype of the values.
 _CASTS = {_aten._to_copy.default, _aten.empty_like.default}
 
@@ -206,6 +208,18 @@ class Quantized(torch.Tensor):
         how = self.format, dtype or self.dtype, self.block, along or self.along
         return type(self)._from_parts(*parts, how)
 
+    def _set_data(self, other: Tensor) -> None:
+        """Take the parts of ``other``: torch would take its shape and dtype alone."""
+        if not isinstance(other, Quantized):
+            raise RuntimeError(
+                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
+                "incompatible tensor type."  # torch's words
+            )
+        with compat.without_torch_function():
+            _SET_DATA(self, other)
+        self.stored, self.scale, self.zero = other.stored, other.scale, other.zero
+        self.format, self.block, self.along = other.format, other.block, other.along
+
     def _show_parts(self) -> None:
         """Make nodes of the parts in the graph that torch.export traces. Torch does so where they
         are read, but not inside of ``__torch_function__``."""
@@ -260,6 +274,8 @@ class Quantized(torch.Tensor):
             dims = args[0].dim()
             if dims == 2 or (dims > 2 and function in _TURNS_STACKS):
                 return args[0].transpose(-2, -1)
+        if function == _SET_DATA:
+            return args[0]._set_data(args[1])
         if function is Tensor.share_memory_:
             # Torch would read the address of the values, which have none.
             own = args[0]
@@ -285,7 +301,7 @@ class Quantized(torch.Tensor):
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise NotImplementedError(f"a quantised tensor has floating values, not {dtype}")
             return own._each(lambda t: operator(t, *rest, **kwargs), dtype)
-        if operator is _aten.copy_.default and isinstance(rest[0], Quantized):
+        if operator is _aten.copy_.default and all(isinstance(t, Quantized) for t in args[:2]):
             other = rest[0]
             same = own.format, own.block, own.along, own.zero is None
             if same != (other.format, other.block, other.along, other.zero is None):

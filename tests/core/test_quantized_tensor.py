@@ -290,6 +290,38 @@ def test_modules_of_it(pair: tuple[Quantized, Tensor]) -> None:
 TRANSFORMED = r"torch\.func transforms"
 
 
+@pytest.mark.parametrize("parameter", [False, True])
+@pytest.mark.parametrize("change", ["values", "rows", "dtype", "transposed", "format"])
+def test_assigned_data_is_what_products_read(change: str, parameter: bool) -> None:
+    """Torch's own assignment takes the shape and dtype alone."""
+    taken = made("int4" if change == "format" else "int8", 24 if change == "rows" else 32, 64)[0]
+    taken = taken.half() if change == "dtype" else taken.mT if change == "transposed" else taken
+    weight: Any = made("int8", 32, 64)[0]
+    weight = nn.Parameter(weight, requires_grad=False) if parameter else weight
+    weight.data = taken
+    x, product = torch.randn(5, 64, dtype=taken.dtype), tmm_core.linear
+    product = tmm_core.matmul if change == "transposed" else product
+    assert torch.equal(product(x, weight), product(x, taken))
+    assert torch.equal(weight.dequantize(), taken.dequantize())
+    assert (weight.shape, weight.stride()) == (taken.shape, taken.stride())
+    assert (weight.dtype, repr(weight)) == (taken.dtype, repr(taken))
+    assert isinstance(weight, nn.Parameter) == parameter
+    taken.stored.zero_()  # the memory is shared, as torch's assignment shares it
+    assert torch.equal(weight.stored, taken.stored)
+
+
+def test_data_that_is_not_quantised_is_refused() -> None:
+    weight, _ = made("int8", 32, 64)
+    before = weight.dequantize()
+    with pytest.raises(RuntimeError, match="have incompatible tensor type"):
+        weight.data = torch.zeros(32, 64, dtype=weight.dtype)
+    assert torch.equal(weight.dequantize(), before)
+    plain = torch.zeros(32, 64, dtype=weight.dtype)
+    for one, other in ((plain, weight), (weight, plain)):
+        with pytest.raises(NotImplementedError, match=r"aten.copy_.default of .*dequantize\(\)"):
+            one.copy_(other)
+
+
 def test_gradients_that_no_product_has(pair: tuple[Quantized, Tensor]) -> None:
     weight, values = pair
     own: Any = nn.Parameter(weight)
