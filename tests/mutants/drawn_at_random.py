@@ -235,4 +235,38 @@ DRAWN = [
            "a copy of gathered rows is no memory of the kernel",
            ("tests/plugins/test_boundaries_kernels.py::"
             "test_rows_that_an_index_gathers_are_copied",)),
+    Mutant("drawn-other-bits", "verify/nonfinite.py",
+           "if not same_bits(usual, out):", "if False:",
+           "NaN in one row changes another",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_other_lines_have_the_bits_of_a_launch_without_nan",)),
+    Mutant("drawn-other-out", "verify/forms.py",
+           "if result is into and isinstance(out, Tensor):", "if isinstance(out, Tensor):",
+           "a launcher of N-D operands returns another tensor than its output",
+           ("tests/core/test_boundaries_rounds.py::test_a_folded_launcher_has_n_d_operands",)),
+    Mutant("drawn-grid-row", "verify/data_sets.py",
+           'if padded and name in LAUNCHED_PARTS and spec.layout == "col":',
+           'if padded and spec.layout == "col":',
+           "the second set is of another class than its operands",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_both_sets_are_of_the_classes_of_their_operands",)),
+    Mutant("drawn-same-place", "verify/further_inputs.py",
+           'elif plan.place == "same":', "elif False:",
+           "a cache by address is not found",
+           ("tests/core/test_boundaries_inputs.py::"
+            "test_values_change_unseen_in_rounds_at_the_same_addresses",)),
+    Mutant("drawn-poison-expanded", "verify/further_inputs.py",
+           "shared = Recipe(alpha=1.75, poisoned=False)", "shared = Recipe(alpha=1.75)",
+           "every row of an operand with strides of zero is NaN",
+           ("tests/core/test_boundaries_verify.py::"
+            "test_which_values_a_problem_is_verified_on",)),
+    Mutant("drawn-rivals", "bench/runner.py",
+           "if record and task.bucketed else []", "if record else []",
+           "a choice at its own M races with what its tuning rejected",
+           ("tests/core/test_boundaries_bench.py::"
+            "test_which_problems_are_searched_and_which_have_rivals",)),
+    Mutant("drawn-baseline-judged", "commands/record_check.py",
+           "baseline=is_baseline,", "baseline=False,",
+           "a record that BLAS won is wrong where BLAS is inaccurate",
+           ("tests/core/test_boundaries_tools.py::test_the_verdict_on_a_record",)),
 ]  # fmt: skip
