@@ -901,3 +901,15 @@ def test_stored_values_in_another_order_have_the_same_sums() -> None:
     given = Round(data, plan).inputs()
     assert torch.equal(given.a.float(), old[0].roll(1, -1))
     assert torch.equal(given.b.float(), old[1].roll(1, -1))
+
+
+@pytest.mark.parametrize("values", [random_inputs.Values(), random_inputs.Values(a=8.0)])
+def test_results_of_unusual_values_that_saturate_are_not_judged(values: Any) -> None:
+    exp = replace(parse("relu"), reference=lambda z: z.exp().exp())
+    instance = problem(m=4, n=4, k=4, epilogue=exp)
+    made = Round(DataSets(instance, CPU, 1 << 26), Plan("x", Recipe(values), "own"))
+    given = made.inputs()
+    given.a.fill_(3.0)
+    given.b.fill_(2.0)
+    usual = values == random_inputs.USUAL
+    assert math.isnan(made.error(given, torch.full((4, 4), NAN))) is usual

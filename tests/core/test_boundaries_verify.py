@@ -295,6 +295,31 @@ def test_sums_in_fp32_round_no_more_than_is_expected() -> None:
             assert ((y - exact).abs() <= bound).all(), k
 
 
+@pytest.mark.parametrize(
+    ("at_once", "rows"), [(1, 1), (9, 1), (10, 1), (20, 2), (29, 2), (1000, 7)]
+)
+def test_so_many_numbers_are_compared_in_one_piece(
+    at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row at least."""
+    pieces: list[int] = []
+    worst = compare.worst
+
+    def compared(out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        assert len(out) == len(expected) == len(size)
+        pieces.append(len(out))
+        return worst(out, expected, size)
+
+    monkeypatch.setattr(compare, "worst", compared)
+    numbers = torch.arange(70.0).view(7, 10)
+    out = numbers.clone()
+    out[6, 9] += 1
+    found = Sample(numbers, torch.ones(7, 10)).error(out, at_once)
+    assert found.item() == 1.0
+    assert sum(pieces) == 7
+    assert pieces[0] == max(pieces) == rows
+
+
 def test_nothing_compared_to_nothing_is_right() -> None:
     empty = torch.empty(0, 3)
     assert error(empty, empty) == 0.0
@@ -944,6 +969,14 @@ def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
     process_state._set_cpus(None)
     assert process_state._priority() == 0
     assert process_state.State(CPU).changed() == []
+
+
+def test_the_priority_and_the_cpus_are_those_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_state.os, "getpriority", lambda *_: 7, raising=False)
+    monkeypatch.setattr(process_state.os, "sched_getaffinity", lambda pid: {3}, raising=False)
+    assert (process_state._priority(), process_state._cpus()) == (7, {3})
 
 
 def test_a_generator_is_shared_by_all_threads() -> None:
