@@ -641,11 +641,16 @@ def test_a_gpus_memory_is_given_back_and_a_cpu_has_none(monkeypatch: pytest.Monk
 
 def test_a_compiler_competes_where_there_are_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.providers, "inductor", lambda calls: lambda copy: None)
-    monkeypatch.setattr(runner.grouped_baselines, "eager", lambda calls: lambda copy: None)
+    groups: list[Any] = []
+    eager = lambda calls: groups.append(calls) or (lambda copy: None)  # noqa: E731
+    monkeypatch.setattr(runner.grouped_baselines, "eager", eager)
     options = runner.Options(inductor=True)
     plain = Case(m=16, n=16, k=16, dtype=torch.float32).call(CPU)
     assert runner.INDUCTOR in runner._runs([plain], options, {}, ())
-    assert runner.INDUCTOR not in runner._runs([grouped()], options, {}, ())
+    assert groups == []
+    calls = [grouped()]
+    assert runner.INDUCTOR not in runner._runs(calls, options, {}, ())
+    assert groups == [calls] * 2  # torch, twice
 
 
 # -- provenance, classes ------------------------------------------------------------------
@@ -699,14 +704,23 @@ def test_random_problems_are_those_of_earlier_results() -> None:
 
 def test_calls_with_a_result_to_write_make_none(monkeypatch: pytest.MonkeyPatch) -> None:
     into: set[str] = set()
+    results: dict[str, torch.Tensor] = {}
 
     def timed(calls: dict[str, Any], device: torch.device) -> dict[str, float]:
         into.update(name for name, call in calls.items() if call() is call())
+        results.update((name, call().clone()) for name, call in calls.items())
         return dict.fromkeys(calls, 1.0)
 
     monkeypatch.setattr(host, "host_us", timed)
     host.measure(CPU, tune=False)
     assert into == {"torch.mm(x, w, out=out)", "plan(x, w, out=out)"}
+    # Each call computes what its name says, by torch and by tmm.
+    plain = results["torch.matmul(x, w)"]
+    for name, y in results.items():
+        right = results["F.linear(x, w, bias)"] if "bias" in name else plain
+        right = torch.nn.functional.silu(plain) if "silu" in name else right
+        torch.testing.assert_close(y, right, rtol=0.02, atol=0.05, msg=name)
+    assert not torch.allclose(results["F.linear(x, w, bias)"], plain, atol=0.1)
 
 
 def test_a_class_like_others_has_their_problems(monkeypatch: pytest.MonkeyPatch) -> None:

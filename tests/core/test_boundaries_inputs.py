@@ -106,6 +106,7 @@ def test_patterns_of_one_number() -> None:
     assert (hot != 0).sum(-1).tolist() == [1] * 64
     assert len(hot.argmax(-1).unique()) > 16
     assert filled("b", F32, shape=(4, 0), of_b="one-hot").shape == (4, 0)
+    assert len(filled("b", F32, shape=(64, 1), of_b="one-hot").unique()) == 1
 
 
 def test_scales_of_any_size() -> None:

@@ -450,6 +450,7 @@ def test_a_thread_that_writes_into_its_output_keeps_one_result() -> None:
     for into, kept, out in ((True, 1, 1), (False, 7, None)):
         thread = two_threads.Launches(data, NONE, 1, {1}, "free", NONE, 9, 7, into)
         assert (thread.results.maxlen, thread._out) == (kept, out)
+        assert thread.daemon  # a launch that hangs does not keep the process
 
 
 @pytest.mark.parametrize(
@@ -568,6 +569,14 @@ def test_a_launchers_source_has_a_plan_for_each_signature(monkeypatch: pytest.Mo
         assert source(given, b, None, None, alpha, None)[1] == found
     assert [call.alpha for call in made] == [1.0, 2.0, 1.0, 1.0]
     assert [call.formats for call in made] == [""] * 4
+    weight = Operand(torch.int8, "col", format="int8", scale=Scale.parse("row"))
+    stored = problem(m=4, n=8, k=8, a=Operand(HALF), b=weight, out=Operand(HALF))
+    of_format = forms.Source(stored, Bound(NONE))
+    scale = torch.ones(8)
+    of_format(
+        a.half(), torch.zeros(8, 8, dtype=torch.int8).mT, None, None, 1.0, None, b_scale=scale
+    )
+    assert (made[-1].formats, made[-1].scale_b is scale) == (",int8", True)
     plans = {given: source(a, b, None, None, 1.0, torch.empty(4, 8))[0] for given in "x"}
     assert plans == {"x": "plan"}
     for out in (torch.empty(4, 16)[:, :8], torch.empty(33)[1:].view(4, 8)):
