@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,12 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DEVICE, FakeBlas, FakeKernel, problem, settings
+from fakes import DEVICE, FakeBlas, FakeConfig, FakeKernel, problem, settings
 from fakes import dispatcher as make_dispatcher
+from lying import half
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.errors import TmmWarning
 from tmm_core.registry.registry import Registry
+from tmm_core.spec import watch
+from tmm_core.spec.kernel import Candidate
+from tmm_core.tuning import compile_pool
+from tmm_core.tuning.compile_pool import Compilers
+from tmm_core.verify import two_threads
+from tmm_core.verify.verifier import Verifier
 
 PATIENCE = 30.0
 
@@ -50,6 +60,29 @@ def test_racing_first_calls_make_one_dispatcher(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Registry, "from_environment", classmethod(slow))
     made = race(8, dispatch.default_dispatcher)
     assert len({id(d) for d in made}) == 1
+
+
+def test_no_thread_is_started_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12 it would never run, and ``Thread.start`` would wait for it."""
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread))
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(watch, "_thread", None)
+    d, _ = make_dispatcher(FakeBlas(), FakeKernel("fast"), times={"fast": 5.0, "blas": 20.0})
+    assert d.choose(problem(), settings()).candidate.kernel.name == "fast"
+    data, launcher = (
+        Verifier(half(), torch.device("cpu")),
+        FakeKernel("k").bind(half(), FakeConfig()),
+    )
+    assert two_threads.launch_together(data, launcher, "free", 1) is None
+    with watch.watched(lambda: "a query"):
+        assert watch._thread is None
+    monkeypatch.setattr(compile_pool, "_compiles", lambda kernel: True)
+    monkeypatch.setattr(compile_pool, "interpreting", lambda: False)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
+    with pytest.warns(TmmWarning, match="at interpreter shutdown"):
+        Compilers().submit(problem(), Candidate(FakeKernel("k"), FakeConfig())).result(PATIENCE)
+    assert not started
 
 
 def test_racing_first_calls_measure_once() -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from tmm_base.guards import suppress
 
+from tmm_core.spec.threads import start_thread
+
 #: Seconds after which a query is reported: usually, and if it may compile.
 PATIENCE, COMPILE_PATIENCE = 10.0, 120.0
 #: Seconds between two checks. The thread ends when no query is running.
@@ -57,7 +59,7 @@ def _start() -> None:
     if enabled and (_thread is None or not _thread.is_alive()):  # also in a forked child
         thread = threading.Thread(target=_watch, name="tmm-watch", daemon=True)
         with suppress(RuntimeError):  # no thread can be started: nothing is reported
-            thread.start()
+            start_thread(thread)
             _thread = thread
 
 

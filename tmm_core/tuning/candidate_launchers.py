@@ -20,6 +20,7 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.steps import Steps
+from tmm_core.spec.threads import start_thread
 from tmm_core.tuning.compile_pool import Compilers
 from tmm_core.tuning.first_launch import FirstLaunches
 from tmm_core.verify.data_sets import default_limit
@@ -208,7 +209,7 @@ class CandidateLaunchers:
                     target=self._work, args=(job, compiled, answer), name="tmm-bind", daemon=True
                 )
                 try:
-                    thread.start()
+                    start_thread(thread)
                     self._binding[job] = time.monotonic(), answer
                 except RuntimeError as error:  # no thread can be started
                     reraise(error)

@@ -37,6 +37,7 @@ from tmm_core.registry.query import CheckedKernel
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
+from tmm_core.spec.threads import start_thread
 from tmm_core.tuning import pool_host
 from tmm_core.tuning.pool_host import ending, tail
 from tmm_core.verify.environment_faults import Cause
@@ -278,7 +279,7 @@ class _Host:
                     cwd="/",  # Python before 3.11 looks for modules there
                     start_new_session=True,  # Ctrl-C goes only to this process
                 )
-            threading.Thread(target=self._run, name="tmm-pool", daemon=True).start()
+            start_thread(threading.Thread(target=self._run, name="tmm-pool", daemon=True))
             self._opened = opened.pop_all()
 
     def send(
@@ -335,7 +336,7 @@ class _Host:
         fault = None
         sender = threading.Thread(target=self._deliver, name="tmm-pool-sender", daemon=True)
         try:
-            sender.start()
+            start_thread(sender)
             if not self._channel.poll(START_LIMIT):
                 fault = f"they were not ready within {START_LIMIT:.0f} s"
             while fault is None:

@@ -23,6 +23,7 @@ import torch
 from tmm_core import compat
 from tmm_core.errors import reraise
 from tmm_core.spec.launcher import Launcher
+from tmm_core.spec.threads import start_thread
 from tmm_core.verify.data_sets import DataSets, InputSet
 
 Tensor = torch.Tensor
@@ -226,7 +227,7 @@ def launch_together(
     with _switching():
         try:
             for thread in threads:
-                thread.start()
+                start_thread(thread)
         except BaseException as error:
             busy.clear()
             turns.leave(1)
