@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -922,3 +923,20 @@ def test_results_of_unusual_values_that_saturate_are_not_judged(values: Any) -> 
     given.b.fill_(2.0)
     usual = values == random_inputs.USUAL
     assert math.isnan(made.error(given, torch.full((4, 4), NAN))) is usual
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_results_of_two_threads_have_the_form_of_a_call(wrong: bool) -> None:
+    data = DataSets(problem(m=8, n=8, k=8), CPU, 1 << 26)
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        y = torch.matmul(a, b, out=out)
+        beside = threading.current_thread() is not threading.main_thread()
+        return y.double() if wrong and beside and out is None else y
+
+    checks = ways_of_use.WaysOfUse(data, run, True, False)
+    if wrong:
+        with pytest.raises(WrongError, match=r"it returned torch\.float64 and not torch\.float32"):
+            list(checks.together())
+    else:
+        list(checks.together())

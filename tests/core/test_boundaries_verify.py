@@ -853,6 +853,17 @@ def test_planted_values_are_taken_back() -> None:
     assert torch.equal(t, torch.ones(2, 2))
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_values_are_planted_in_terms_that_there_are(k: int) -> None:
+    instance, inputs = problem(m=8, n=6, k=k), Inputs(torch.ones(8, k), torch.ones(k, 6))
+    for seed in range(8):
+        for axis in nonfinite.AXES:
+            changes = list(nonfinite._changes(instance, inputs, axis, random.Random(seed)))
+            assert len(changes) == 3
+            assert all(0 <= change.index[1] < k for change in changes)
+    assert list(nonfinite._changes(replace(instance, k=0), inputs, "rows", random.Random())) == []
+
+
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
     instance = problem(m=8, n=6, k=5, bias=torch.float32, residual=F32)
@@ -1430,6 +1441,7 @@ def test_results_that_are_judged(text: str, cancelling: bool) -> None:
     least = random_inputs.SPREAD / 8
     for number, judged in (
         (least, True), (least * 0.9, not cancelling), (7e4, True), (1.7e38, True),
+        (1e-3, not cancelling), (0.0, not cancelling),
         (1.8e38, False), (NAN, False), (INF, False),
     ):  # fmt: skip
         expected = torch.tensor([[0.0, number]])
