@@ -940,3 +940,26 @@ def test_results_of_two_threads_have_the_form_of_a_call(wrong: bool) -> None:
             list(checks.together())
     else:
         list(checks.together())
+
+
+@pytest.mark.parametrize("body", [None, "statements"])
+def test_a_launcher_of_n_d_operands_is_also_launched_by_its_source(
+    body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def by(form: str) -> Any:
+        def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            made.append(form)
+            return torch.matmul(a, b)
+
+        return run
+
+    monkeypatch.setattr(ways_of_use, "Source", lambda problem, bound: by(bound.body))
+    data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
+    of = data.sets()[0]
+    checks = ways_of_use.WaysOfUse(data, by("run"), True, False)
+    given = replace(of.inputs, a=of.inputs.a.view(2, 3, 4))
+    checks._folded(of, given, Bound(by("run"), body=body), (2, 3, 8))
+    assert made == ["run", *([body] if body else [])]
+    assert len(checks._errors) == len(made)

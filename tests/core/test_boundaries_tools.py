@@ -1718,6 +1718,16 @@ def test_plugins_are_listed_with_their_kernels_and_faults(monkeypatch: pytest.Mo
     ]  # fmt: skip
 
 
+def test_a_cache_need_not_be_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CacheStore(tmp_path / "not" / "there", [])
+    stub = SimpleNamespace(default_dispatcher=lambda: SimpleNamespace(store=store))
+    monkeypatch.setattr(doctor, "dispatch", stub)
+    for _ in range(2):
+        about, state, *_ = as_tuples(doctor._cache(CPU))[0]
+        assert (about, state) == ("cache", "ok")
+        assert store.root.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize(
     ("shipped", "more"),
     [((0, 0), None), ((5, 5), ""), ((5, 4), ", 1 for kernels that have changed since")],
