@@ -963,3 +963,22 @@ def test_a_launcher_of_n_d_operands_is_also_launched_by_its_source(
     checks._folded(of, given, Bound(by("run"), body=body), (2, 3, 8))
     assert made == ["run", *([body] if body else [])]
     assert len(checks._errors) == len(made)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_no_result_of_a_round_is_kept(keeps: bool) -> None:
+    data = DataSets(problem(m=6, n=8, k=4), CPU, 1 << 26)
+    kept: list[torch.Tensor] = []
+
+    def run(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+        y = torch.matmul(a, b, out=out)
+        kept.extend([y] * keeps)
+        return y
+
+    checks = ways_of_use.WaysOfUse(data, run, True, False)
+    made = Round(data, Plan("x", Recipe()))
+    if keeps:
+        with pytest.raises(WrongError, match="keeps the memory of a result"):
+            checks._launched(made, data.sets()[-1], made.inputs(), None)
+    else:
+        checks._launched(made, data.sets()[-1], made.inputs(), None)

@@ -853,6 +853,23 @@ def test_planted_values_are_taken_back() -> None:
     assert torch.equal(t, torch.ones(2, 2))
 
 
+@pytest.mark.parametrize("ends", [(0, 4, 4), (4, 4, 4), (0, 0, 1), (1, 3, 4)])
+def test_values_are_planted_in_the_first_and_last_terms_of_groups(ends: tuple[int, ...]) -> None:
+    instance = problem(m=8, n=6, k=6, groups=Groups(3, "k"))
+    rows = Rows(torch.tensor(ends), ends, 6)
+    inputs = Inputs(torch.ones(8, 6), torch.ones(6, 6), rows=rows)
+    starts = [start for _, start, end in compare.ranges(ends) if start < end]
+    last = [end - 1 for _, start, end in compare.ranges(ends) if start < end]
+    for seed in range(8):
+        for axis in nonfinite.AXES:
+            changes = list(nonfinite._changes(instance, inputs, axis, random.Random(seed)))
+            terms = [change.index[1] for change in changes]
+            assert len(terms) == 3
+            assert terms[0] in (last[:-1] or last)
+            assert terms[1] in (starts[1:] or starts)
+            assert terms[2] < ends[-1]
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_values_are_planted_in_terms_that_there_are(k: int) -> None:
     instance, inputs = problem(m=8, n=6, k=k), Inputs(torch.ones(8, k), torch.ones(k, 6))
