@@ -19,8 +19,9 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from tmm_base.guards import foreign_place, warn_caller
+from tmm_base.guards import foreign_place as foreign_place
 from tmm_base.guards import reraise as reraise
+from tmm_base.guards import warn_caller
 
 
 class TmmError(Exception):
@@ -132,9 +133,7 @@ class Origin(Protocol):
 _faults: set[str] = set()
 
 
-def warn_of_plugin(
-    source: Origin, message: str, error: BaseException | None = None, more: int = 0
-) -> None:
+def warn_of_plugin(source: Origin, message: str, place: str = "", more: int = 0) -> None:
     """Issue the one warning of this process about a distribution; its later faults are not
     reported.
 
@@ -143,14 +142,13 @@ def warn_of_plugin(
     Args:
         source: The origin of the faulty kernel, epilogue or plugin.
         message: The first fault: kernel and reason.
-        error: The exception behind it; the warning names its file and line.
+        place: File and line of its exception.
         more: Further faults of the same distribution, known already.
     """
     key = source.distribution or source.plugin
     if key in _faults:
         return
     _faults.add(key)
-    place = foreign_place(error) if error is not None else ""
     place = f" ({place})" if place and place not in message else ""
     origin = "" if str(source) in message else f"{source}: "
     count = f"; {more} more faults of it" if more else "; later faults of it are not reported"

@@ -107,6 +107,17 @@ def chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseExc
             waiting += [(one, True) for one in _GROUP.exceptions.__get__(each)]
 
 
+def drop_frames(error: BaseException) -> None:
+    """Drop the frames of an exception and its causes, before it is kept: frames refer to their
+    callers, whose variables would live as long. An exception that the caller of the guarded code
+    was handling is dropped whole."""
+    causes = list(chain(error, suppressed=True))
+    for each in causes:
+        _SLOTS["__traceback__"].__set__(each, None)
+        if not any(_CONTEXT(each) is other for other in causes):
+            _SLOTS["__context__"].__set__(each, None)
+
+
 def _must_reraise(error: BaseException, frames: Sequence[FrameType]) -> bool:
     """Whether :func:`reraise` raises this exception, whose traceback has these frames."""
     kind = type(error)
@@ -151,10 +162,11 @@ class suppress:  # noqa: N801  # used like contextlib.suppress
 
 
 # A third-party exception may define attributes of these names, and ``__class__``, that raise.
-_TRACEBACK: Final = BaseException.__dict__["__traceback__"].__get__
-_CAUSE: Final = BaseException.__dict__["__cause__"].__get__
-_CONTEXT: Final = BaseException.__dict__["__context__"].__get__
-_SUPPRESSED: Final = BaseException.__dict__["__suppress_context__"].__get__
+_SLOTS: Final[Any] = BaseException.__dict__
+_TRACEBACK: Final = _SLOTS["__traceback__"].__get__
+_CAUSE: Final = _SLOTS["__cause__"].__get__
+_CONTEXT: Final = _SLOTS["__context__"].__get__
+_SUPPRESSED: Final = _SLOTS["__suppress_context__"].__get__
 #: Absent before Python 3.11.
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", None)
 #: Exceptions of a chain that are examined.

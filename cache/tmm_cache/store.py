@@ -238,6 +238,7 @@ class CacheStore:
                 # Only now: a save under the lock reports more precisely what became of the record.
                 consequence = "two processes may tune the same problem"
                 self._warnings.auxiliary(path, fault, "locked", consequence)
+            del fault  # its traceback has this frame
 
     def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Note a problem met where tuning is forbidden. Never raises OSError."""

@@ -63,7 +63,7 @@ def install(*kernels: Any) -> Dispatcher:
 
 def _raises(error: Exception) -> Callable[[Tensor], Tensor]:
     def spoil(out: Tensor) -> Tensor:
-        raise error
+        raise type(error)(*error.args)  # another one, since this one outlives the call
 
     return spoil
 
@@ -132,7 +132,22 @@ def _full(monkeypatch: pytest.MonkeyPatch) -> None:
     install(FakeKernel("fast"))
 
 
+class _Broken:
+    name, group, value, dist = "broken", "tmm_core", "broken.plugin", None
+
+    def load(self) -> Any:
+        raise ValueError("no such library") from KeyError("its cause")
+
+
+def _a_plugin_fails() -> None:
+    registry = Registry(lambda: [_Broken()], baseline=FakeBlas)  # type: ignore[list-item]
+    timer = FakeTimer({"blas": 1.0})
+    dispatch.default_dispatcher.made = Dispatcher(registry, Tuner(timer), CacheStore())
+    warm.forget_plans()
+
+
 SITUATIONS: dict[str, Callable[..., None]] = {
+    "a plugin fails": _a_plugin_fails,
     "no folder yet": _absent,
     "a bind raises": _bind_raises,
     "a launch raises": _launch_raises,
@@ -165,6 +180,24 @@ def test_a_first_call_leaves_its_caller_alone(
     for call in (lambda: tmm_core.matmul(A, B), lambda: tmm_core.matmul(A, B, alpha=2.0)):
         held = _first_call(call)
         assert held() is None
+
+
+def test_nor_does_a_kept_fault_hold_what_the_caller_was_handling() -> None:
+    def call() -> None:
+        try:
+            raise OSError("the caller's own")
+        except OSError:
+            tmm_core.matmul(A, B)
+
+    _a_plugin_fails()
+    with pytest.warns(tmm_core.TmmWarning, match="no such library"):
+        held = _first_call(call)
+    gc.collect()
+    assert held() is None
+    (fault,) = dispatch.default_dispatcher().registry.faults()
+    assert isinstance(fault.error, ValueError)
+    assert isinstance(fault.error.__cause__, KeyError)
+    assert fault.error.__context__ is fault.error.__cause__ or fault.error.__context__ is None
 
 
 def _recorded() -> None:

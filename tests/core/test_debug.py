@@ -135,7 +135,9 @@ def test_breakpoint_if_stops_in_the_kernel(
     monkeypatch.setattr(sys, "stdin", io.StringIO("p here\nc\n"))
     stop[(4,)](torch.zeros(4), "3")
     out = capsys.readouterr().out
-    assert "-> tl.store(x_ptr + here, 1)" in out
+    # Until Python 3.13 the debugger stops before the next line.
+    line = "tl.store(x_ptr + here, 1)" if sys.version_info < (3, 13) else "breakpoint_if(CONDITION)"
+    assert f"-> {line}" in out
     assert "array([3]" in out
 
 

@@ -353,6 +353,10 @@ def test_compiled_experts(which: str, ours: Any) -> None:
 def test_gpt_oss_in_mxfp4(device: str, ours: Any, products: list[Any], tmp_path: Path) -> None:
     """Load a checkpoint and save it again, without the hub from which Transformers gets kernels."""
     pytest.importorskip("kernels")
+    if torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip(
+            "Transformers dequantises MXFP4 where torch is built for GPUs and there is none"
+        )
     transformers = importlib.import_module("transformers")
     exact, state = checkpoint(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -13,6 +13,7 @@ from tmm_core.errors import (
     PluginError,
     TmmError,
     error_text,
+    foreign_place,
     reraise,
     warn,
     warn_of_plugin,
@@ -287,7 +288,8 @@ class Lookup:
     ) -> None:
         """Report a fault of a kernel, in the one warning about its distribution."""
         source = kernel.source if isinstance(kernel, CheckedKernel) else Source(kernel.name)
-        warn_of_plugin(source, f"kernel {kernel.name} {message}", error)
+        place = "" if error is None else foreign_place(error)
+        warn_of_plugin(source, f"kernel {kernel.name} {message}", place)
 
     def warn_once(self, note: str) -> None:
         if note not in self._warned:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tmm_base.guards import suppress
+from tmm_base.guards import drop_frames, foreign_place, suppress
 from tmm_cache.fields import A_NAME, NAME_MAX, is_name
 
 from tmm_core import formats
@@ -90,10 +90,15 @@ class Fault:
 
     source: Source
     reason: str
-    #: Set if an exception was the reason.
+    #: The exception that was the reason, if one was, without its frames, and its file and line.
     error: BaseException | None = None
+    place: str = ""
     #: Disabled on purpose rather than broken.
     intended: bool = False
+
+    def __str__(self) -> str:
+        known = not self.place or self.place in self.reason
+        return f"{self.source}: {self.reason}" + ("" if known else f" ({self.place})")
 
 
 class Registry:
@@ -167,7 +172,7 @@ class Registry:
         self._report()
         for fault in found:
             if fault.source == source:
-                raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
+                raise PluginError(str(fault)) from fault.error
 
     def load(self) -> None:
         """Load the entry points, once; called wherever they are needed.
@@ -251,7 +256,7 @@ class Registry:
                 self._unreported = rest
             used = any(kernel.source == first.source for kernel in self._kernels.values())
             message = f"{first.source} is {'partly' if used else 'not'} used: {first.reason}"
-            warn_of_plugin(first.source, message, first.error, more)
+            warn_of_plugin(first.source, message, first.place, more)
 
     def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> None:
         if source.plugin in self._deny:
@@ -273,9 +278,9 @@ class Registry:
         except BaseException as error:
             reraise(error)
             if type(error) is PluginError:
-                self._faults.append(Fault(source, error_message(error), error.__cause__))
+                self._faults.append(_fault(source, error_message(error), error.__cause__))
             else:
-                self._faults.append(Fault(source, f"{failed}: {error_text(error)}", error))
+                self._faults.append(_fault(source, f"{failed}: {error_text(error)}", error))
 
     def _take(self, plugin: object, source: Source) -> bool:
         """Register a plugin with pluggy, which checks signatures; returns whether its hooks can be
@@ -300,7 +305,7 @@ class Registry:
                         reason = (
                             f"its wrapper of {hook} failed around {source}: {error_text(failure)}"
                         )
-                        self._faults.append(Fault(self._plugins[id(wrapper)][1], reason, failure))
+                        self._faults.append(_fault(self._plugins[id(wrapper)][1], reason, failure))
                     for thing in things:
                         with self._costing(source, f"{hook} failed"):
                             add(thing, source)
@@ -358,9 +363,7 @@ class Registry:
             return self._kernels[name]
         for fault in self._faults:
             if fault.source.plugin == name.partition(".")[0]:
-                raise PluginError(
-                    f"kernel {name!r}: {fault.source}: {fault.reason}"
-                ) from fault.error
+                raise PluginError(f"kernel {name!r}: {fault}") from fault.error
         raise UnknownNameError("kernel", name, self._kernels)
 
     def unknown_names(self, settings: Settings) -> list[str]:
@@ -431,6 +434,14 @@ class Registry:
             else:
                 able.append(kernel)
         return able, rejected
+
+
+def _fault(source: Source, reason: str, error: BaseException | None) -> Fault:
+    """A fault that an exception caused, which the registry keeps as long as the process lives."""
+    place = "" if error is None else foreign_place(error)
+    if error is not None:
+        drop_frames(error)
+    return Fault(source, reason, error, place)
 
 
 def _advice(source: Source) -> str:

@@ -483,6 +483,7 @@ class Tuning:
             if run.is_faulty:
                 more = "; every kernel failed so" if run.cause == "alike" else ""
                 self._findings.blame(kernel, reason + more, run.raised)
+            run.raised = None  # its frames refer to this tuning, and to those who called
         return [run.result(self._problem) for run in tried]
 
 

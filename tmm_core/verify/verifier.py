@@ -93,6 +93,7 @@ class Verifier(DataSets):
                 return (yield from _in_own_modes(verifying))
             except Exception as error:
                 if error is self.raised or not _is_own(error):
+                    self.raised = None  # its frames refer to this verifier
                     raise
                 reraise(error)
                 cause = cause_of(error)
