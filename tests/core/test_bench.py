@@ -459,6 +459,41 @@ def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) ->
     assert [(d["case"]["m"], d["ratio"]) for d in merged.problems] == [(64, 2.0), (128, 1.1)]
 
 
+def test_a_last_line_may_end_within_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    whole = json.dumps(document(64, 1.0)).encode() + b"\n"
+    file.write_bytes(whole + '{"kind": "×'.encode()[:-1])
+    assert [d["case"]["m"] for d in Results.read([file]).problems] == [64]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "poem", "[" * 100_000, '{"kind": "poem"}', '"{', "\x00"],
+    ids=["list", "prose", "deep", "of another kind", "text", "binary"],
+)
+def test_a_single_line_that_is_no_result_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no torn line of a killed run."""
+    file = tmp_path / "some.jsonl"
+    file.write_text(text)
+    assert main(["bench", "--from", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("tmm: no results: ")
+
+
+@pytest.mark.parametrize("what", ["an empty file", "an empty folder", "a torn line alone"])
+def test_nothing_to_show_is_reported(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path if "folder" in what else tmp_path / "some.jsonl"
+    if path != tmp_path:
+        path.write_text("" if "empty" in what else '{"kind": ')
+    assert main(["bench", "--from", str(path)]) == 2
+    assert capsys.readouterr().err == f"tmm: no results in {path}\n"
+
+
 def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(document(64, 1.0)) + '\n{"kind": "poem"}\n')

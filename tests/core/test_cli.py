@@ -302,6 +302,22 @@ def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "\x00", ""],
+    ids=["deep list", "deep object", "binary", "empty"],
+)
+def test_a_file_of_no_suites_is_a_mistake(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "suites.json"
+    file.write_text(text)
+    assert main(["tune", "--file", str(file), *CPU]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"tmm: {file}: ")
+
+
 def test_scales_are_for_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "16x16x16", "--scales", "row", *CPU]) == 2
     assert "--scales row needs --dtype e4m3 or e5m2" in capsys.readouterr().err

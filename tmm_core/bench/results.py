@@ -110,7 +110,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 def documents(path: Path) -> list[Document]:
     """The documents of a file; raises like :meth:`Results.read`."""
-    lines = path.read_text("utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -120,8 +120,9 @@ def documents(path: Path) -> list[Document]:
             if not isinstance(document, dict) or document.get("kind") not in KINDS:
                 raise ValueError("not a result of tmm bench")
         except ValueError as error:
-            if number == len(lines):  # torn when the run was killed
-                continue
+            partial = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+            if partial and number == len(lines) and line.startswith(b"{"):
+                continue  # the run was killed
             raise ValueError(f"{path}:{number}: {error}") from error
         found.append(document)
     return found

@@ -21,7 +21,10 @@ from tmm_core.tools.commands import options as shared
 
 def run(options: argparse.Namespace) -> int:
     if options.read is not None:
-        return _show(_read(options.read), options)
+        results = _read(options.read)
+        if not (results.runs or results.problems or results.host):
+            raise UsageError(f"no results in {', '.join(map(str, options.read))}")
+        return _show(results, options)
     if (options.sweep or options.config) and not options.kernel:
         raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()

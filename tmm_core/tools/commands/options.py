@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 @contextmanager
 def usage(what: str = "", *kinds: type[Exception]) -> Iterator[None]:
-    """A context that turns a ValueError, or an error of these ``kinds``, into a UsageError about
-    ``what``, an option or a file."""
-    mistakes: tuple[type[Exception], ...] = (ValueError, *kinds)
+    """A context that turns a ValueError, JSON that is nested too deeply, or an error of these
+    ``kinds`` into a UsageError about ``what``, an option or a file."""
+    mistakes: tuple[type[Exception], ...] = (ValueError, RecursionError, *kinds)
     try:
         yield
     except mistakes as error:
