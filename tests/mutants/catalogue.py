@@ -18,6 +18,7 @@ from grouped import GROUPED
 from identity import IDENTITY
 from inputs import INPUTS
 from kernel_code import KERNELS
+from lifetimes import LIFETIMES
 from limits import LIMITS
 from measure import BENCH
 from mutant import Mutant
@@ -48,6 +49,7 @@ MUTANTS: list[Mutant] = [
     *FORMATS,
     *PACKED,
     *KERNELS,
+    *LIFETIMES,
     *LIMITS,
     *CONVERTED,
     *CACHE,
