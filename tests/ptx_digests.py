@@ -3,7 +3,9 @@
     python tests/ptx_digests.py
 
 writes the digests of the present code to ``tests/plugins/ptx_digests.json``. It takes half a minute
-and needs no GPU. It refuses to write another digest under an unchanged version number.
+and needs no GPU. It refuses to write another digest under an unchanged version number. With
+``--same-instructions`` it does: for PTX that ptxas turns into the same instructions on as many
+registers, which ``cuobjdump -sass`` shows. Records stay valid then.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def main() -> int:
     document = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     known = document.get(triton.__version__, {})
     present = computed(known or next(iter(document.values()), {}))
-    if found := changed(present, known):
+    found = changed(present, known)
+    if found and "--same-instructions" not in sys.argv[1:]:
         print(f"raise the `version` of these kernels' classes first: {found}", file=sys.stderr)
         return 1
     TABLE.write_text(json.dumps({triton.__version__: present}, indent=1, sort_keys=True) + "\n")

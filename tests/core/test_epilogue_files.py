@@ -4,16 +4,20 @@ that a new one needs. Its device function is plain code, which is jitted when it
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import tmm_core
 from tmm_core import Epilogue, Port, epilogues
+from tmm_core.epilogues._fast_math import polynomial
 from tmm_core.spec.epilogue import INTERNED
 from tmm_core.testing import EpilogueConformance
 from tmm_core.triton.device_functions import device_derivative, device_function, port_function
@@ -185,3 +189,37 @@ def test_what_is_no_device_function_is_refused() -> None:
         port_function(Port("amax", "row", reduce="max", of=torch.abs))
     with pytest.raises(ValueError, match="epilogue 'mine' has no device function"):
         device_function(Epilogue("mine", torch.sin))
+
+
+def evaluated(ptx: str, x: float) -> float:
+    """The result of a polynomial's PTX: moves and multiply-adds of 32-bit floats."""
+    values = {"$1": x}
+
+    def value(name: str) -> float:
+        if name.startswith("0f"):
+            return struct.unpack(">f", bytes.fromhex(name[2:]))[0]  # type: ignore[no-any-return]
+        return values[name]
+
+    for line in ptx.strip("{} ").split("; ")[1:]:
+        operation, to, *of = line.rstrip(";").replace(",", "").split()
+        numbers = [value(name) for name in of]
+        values[to] = (
+            numbers[0] * numbers[1] + numbers[2] if operation == "fma.rn.f32" else numbers[0]
+        )
+    return values["$0"]
+
+
+@pytest.mark.parametrize("coefficients", [(0.5, -2.0), (3.0, 0.5, -0.25), (1.0, 2.0, -4.0, 8.0)])
+def test_a_polynomials_ptx_and_plain_code_compute_the_same(coefficients: tuple[float, ...]) -> None:
+    def powers(x: Any) -> Any:
+        return sum(c * x**power for power, c in enumerate(reversed(coefficients)))
+
+    device = polynomial(*coefficients)
+    z = torch.tensor([[-1.5, 0.0], [0.75, 2.0]])
+    series = Epilogue("series", powers, device=device)
+    # Verification compares the kernel, which is interpreted here, with `powers`.
+    result = tmm_core.matmul(z, torch.eye(2), epilogue=series, kernel="triton.naive")
+    torch.testing.assert_close(result, powers(z))
+    closure = dict(zip(device.__code__.co_freevars, device.__closure__, strict=True))
+    for x in (-1.5, 0.75, 2.0) if "ptx" in closure else ():
+        assert evaluated(closure["ptx"].cell_contents, x) == powers(x)

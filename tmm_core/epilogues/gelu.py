@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tmm_core.epilogues._fast_math import LOG2_E, exp2, logistic, reciprocal
+from tmm_core.epilogues._fast_math import LOG2_E, exp2, logistic, polynomial, reciprocal
 from tmm_core.epilogues._gated import gated
 from tmm_core.spec.epilogue import Epilogue
 
@@ -27,6 +27,10 @@ _LINEAR = -1.5957691216057308 * LOG2_E
 _CUBIC = -1.5957691216057308 * LOG2_E * 0.044715
 _SLOPE = 1.5957691216057308
 _SLOPE_CUBIC = 1.5957691216057308 * 3 * 0.044715
+_series = polynomial(
+    0.03663934767246246, -0.15274786949157715, 0.18531760573387146, -0.037622835487127304,
+    0.120841383934021, 0.10347343236207962, 0.12245871871709824, 0.12164024263620377,
+)  # fmt: skip
 
 
 def normal(z):
@@ -38,14 +42,7 @@ def normal(z):
     """
     t = reciprocal(tl.abs(z) * 0.305 + 1)
     bell = exp2(z * (z * _HALF_LOG2_E))
-    series = t * 0.03663934767246246 - 0.15274786949157715
-    series = series * t + 0.18531760573387146
-    series = series * t - 0.037622835487127304
-    series = series * t + 0.120841383934021
-    series = series * t + 0.10347343236207962
-    series = series * t + 0.12245871871709824
-    series = series * t + 0.12164024263620377
-    tail = series * t * bell
+    tail = _series(t) * t * bell
     return tl.where(z < 0, tail, 1 - tail), bell
 
 

@@ -172,7 +172,8 @@ def _jitted(device: Any, of: str) -> Any:
 @functools.cache
 def _compiled(function: types.FunctionType) -> Any:
     """A copy of a plain function under ``@triton.jit``, in which the globals and closure variables
-    that it reads are what Triton accepts: functions like it are jitted, numbers are constants."""
+    that it reads are what Triton accepts: functions like it are jitted, numbers and texts are
+    constants."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     names = {
@@ -187,7 +188,7 @@ def _compiled(function: types.FunctionType) -> Any:
         value = names.get(name)
         if isinstance(value, types.FunctionType):
             names[name] = _compiled(value)
-        elif type(value) in (bool, int, float):
+        elif type(value) in (bool, int, float, str):
             names[name] = tl.constexpr(value)
     closure = tuple(types.CellType(names[name]) for name in code.co_freevars)
     copy = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
