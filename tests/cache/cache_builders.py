@@ -108,3 +108,9 @@ def child(*arguments: str, cache_dir: Path | None = None, **options: Any) -> sub
         stderr=options.pop("stderr", subprocess.PIPE),
         **options,
     )
+
+
+#: Replaced functions of `os` are not called.
+BOUND_AT_IMPORT = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="pathlib of Python 3.10 keeps the functions of its import"
+)

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, mark_of, problem, record
+from cache_builders import (
+    BOUND_AT_IMPORT,
+    ENVIRONMENT,
+    GPU,
+    OLDER_ENVIRONMENT,
+    mark_of,
+    problem,
+    record,
+)
 from faulty_fs import CODES, Faults, How, dying, faulty
 from msgspec.structs import replace
 from tmm_cache import (
@@ -178,6 +186,7 @@ def restored(prepared: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("how", ["fails", "breaks", "torn"])
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.slow(quick=3)
+@BOUND_AT_IMPORT
 def test_a_fault_at_any_call_loses_nothing(
     name: str, how: How, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_builders import ENVIRONMENT, GPU, mark_of, problem, record, warned
+from cache_builders import BOUND_AT_IMPORT, ENVIRONMENT, GPU, mark_of, problem, record, warned
 from tmm_cache import CacheStore, Notes, files, notes
 from tmm_cache import store as store_module
 from tmm_cache.cli import main
@@ -258,7 +258,7 @@ def failing(name: str, code: int, only: str = "") -> Callable[..., Any]:
         ("fsync", errno.ENOSPC),
         ("open", errno.EROFS),
         ("open", errno.EDQUOT),
-        ("mkdir", errno.EACCES),
+        pytest.param("mkdir", errno.EACCES, marks=BOUND_AT_IMPORT),
     ],
 )
 def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import tmm_cache
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
@@ -254,8 +255,9 @@ def test_records_environments_and_locks_that_are_no_files_do_not_hang(
         make(path.with_name(name))
     with warned("is not a regular file"):
         assert store.load(GPU, ENVIRONMENT, problem()) is None
-    # A FIFO can be locked.
-    faults = nullcontext() if make is a_fifo else warned("", times=2 if make is a_folder else 1)
+    # filelock 4.2 can lock a FIFO.
+    lockable = make is a_fifo and not filelock.__version__.startswith("4.1.")
+    faults = nullcontext() if lockable else warned("", times=2 if make is a_folder else 1)
     with faults:
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=1) as mine:
             assert mine is True
