@@ -16,7 +16,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.errors import reraise
+from tmm_core.errors import error_text, reraise
 from tmm_core.registry.query import read_config
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -121,7 +121,7 @@ class Search:
         self._first += MORE_INVARIANT * problem.batch_invariant
         self._close = hints.close
         #: Kernels without a config to try, and why.
-        self.empty: dict[Kernel[Any], BaseException | str] = {}
+        self.empty: dict[Kernel[Any], str] = {}
         #: Every candidate with its estimate in µs.
         self._estimates: dict[Candidate, float | None] = {}
         #: Candidates that were handed out, or will never be.
@@ -152,7 +152,8 @@ class Search:
                     continue
             except Exception as error:
                 reraise(error)
-                self.empty[kernel] = error
+                # Not the error: a tuning in the background would keep its callers' variables.
+                self.empty[kernel] = error_text(error)
                 continue
             yield ()
             candidates = yield from self._estimated(kernel, configs, deadline)
@@ -320,7 +321,7 @@ class Search:
         able = dict.fromkeys((c for candidates in found.values() for c in candidates[:left]), 1.0)
         return self._ranked(able)[: max(left, room)]
 
-    def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
+    def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
         """Return the best candidate, with the reason, of each kernel without a ``tried`` candidate.
         A kernel also counts if only its candidates that rely on a caller's promise were not tried.
         The record lists them, so that they are not tuned again."""

@@ -22,7 +22,6 @@ from msgspec import structs
 from tmm_cache import TuningRecord
 
 from tmm_core.epilogues import parse
-from tmm_core.errors import error_text
 from tmm_core.settings import Settings
 from tmm_core.spec.device import current_device, fingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -116,7 +115,7 @@ class Tuner:
         yield from self._run(tuning, tuning.run(search), deadline)
         for candidate, why in search.untried([run.candidate for run in tuning.runs]):
             tuning.runs.append(CandidateRun(candidate))
-            tuning.runs[-1].fail(error_text(why) if isinstance(why, BaseException) else why)
+            tuning.runs[-1].fail(why)
         results = tuning.conclude()
         findings.tried |= {(k.name, k.version) for k in new}
         measured = {(r.kernel, r.version) for r in results}
