@@ -38,8 +38,8 @@ def reciprocal(z):
 
 
 def polynomial(*coefficients: float) -> Any:
-    """A device function of one argument: the polynomial with these two or more coefficients, that
-    of the highest power first.
+    """A device function of one argument: a polynomial. The first of its two or more coefficients
+    is the highest power's.
 
     On NVIDIA's GPUs it is one piece of inline assembly. Otherwise LLVM's SLP vectorizer spends a
     second on the polynomials of a tile, and vectorizes nothing.
