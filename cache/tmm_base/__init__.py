@@ -1,5 +1,5 @@
-"""What `tmm_core` and `tmm_cache` share: guards around other people's code, the console of both
-commands, and the start of `tmm`.
+"""The code that `tmm_core` and `tmm_cache` share: guards around other people's code, the console of
+both commands, and the start of `tmm`.
 
 It imports the standard library alone: `tmm --version` starts in a moment, and the cache needs no
 torch.

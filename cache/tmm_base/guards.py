@@ -1,7 +1,7 @@
 """Guards around other people's code and texts, and warnings that point at the user's line.
 
-tmm runs code of plugins and opens files of anybody. What fails there must cost a feature, never the
-matmul. An exception that interrupts the process, such as Ctrl-C, must pass all the same.
+tmm runs code of plugins and opens files of anybody. A failure there costs a feature, never the
+matmul. An exception that interrupts the process, such as Ctrl-C, passes all the same.
 """
 
 from __future__ import annotations

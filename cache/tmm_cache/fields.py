@@ -81,7 +81,7 @@ def decoded(data: bytes, kind: Any) -> Any:
         raise _refused(error) from error
 
 
-# One for each type: to make it takes longer than to decode a few numbers.
+# One decoder for each type: making one takes longer than decoding a few numbers.
 _decoder = functools.cache(msgspec.json.Decoder)
 
 

@@ -120,7 +120,9 @@ def test_a_target_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "old").write_text("")
     require_target(tmp_path / "old")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(UsageError, match=r"loop/file: |loop: there is no such folder"):
+    # From Python 3.13 on `Path.resolve` accepts a loop.
+    loop = r"loop/file: " if sys.version_info < (3, 13) else r"/loop: there is no such folder$"
+    with pytest.raises(UsageError, match=loop):
         require_target(tmp_path / "loop" / "file")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(UsageError, match=f"^{tmp_path}: no file can be written in this folder"):

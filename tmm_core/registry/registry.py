@@ -438,9 +438,10 @@ class Registry:
 
 def _fault(source: Source, reason: str, error: BaseException | None) -> Fault:
     """A fault that an exception caused, which the registry keeps as long as the process lives."""
-    place = "" if error is None else foreign_place(error)
-    if error is not None:
-        drop_frames(error)
+    if error is None:
+        return Fault(source, reason)
+    place = foreign_place(error)
+    drop_frames(error)
     return Fault(source, reason, error, place)
 
 

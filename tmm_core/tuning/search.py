@@ -140,7 +140,8 @@ class Search:
             if deadline.passed and fresh and kernel is not baseline:
                 self.empty[kernel] = BUDGET_ENDED
                 continue
-            yield ()  # a list of configs takes up to 40 ms of a slow processor
+            # One step with the last estimates took up to 56 ms (stalls_after_verification.md).
+            yield ()
             try:
                 if fresh:
                     configs = [kernel.default_config(problem), *kernel.configs(problem)]

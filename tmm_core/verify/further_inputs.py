@@ -122,7 +122,7 @@ def planned(problem: Problem) -> Iterator[Plan]:
         yield from _alphas(problem)
     if problem.a.dtype.is_floating_point:
         yield Plan("many NaN and Inf", replace(usual, alpha=0.5, sizes="even"), flooded=True)
-    # A row of a tensor that is all of its rows cannot be poisoned.
+    # All rows of an expanded tensor are one row in memory, which cannot be poisoned.
     yield Plan("strides of zero", Recipe(alpha=2.0, poisoned=False), "expanded")
     shared = Recipe(alpha=1.75, poisoned=False)
     yield Plan("strides of zero in b", shared, "expanded b")
