@@ -291,6 +291,65 @@ def test_other_expressions_keep_their_meaning(model: Any) -> None:
     torch.testing.assert_close(y, model(a, b, r))
 
 
+@pytest.mark.parametrize("shape", [(1,), (), (1, 1), (1, 4), (5, 1), (4,)])
+@pytest.mark.slow(quick=2)
+def test_a_summand_may_broadcast(shape: tuple[int, ...]) -> None:
+    """One number for each column is a bias; other summands are added as a residual, which comes
+    after an activation."""
+    a, b, c = torch.randn(5, 7), torch.randn(7, 4), torch.randn(shape)
+    seen = Seen()
+    with torch.no_grad():
+        y = passed(torch.addmm, c, a, b, seen=seen)
+        z = passed(lambda c, a, b: torch.relu(torch.addmm(c, a, b)), c, a, b, seen=seen)
+    assert seen.epilogues == ["", "relu"][: 2 if shape == (4,) else 1]
+    torch.testing.assert_close(y, torch.addmm(c, a, b))
+    torch.testing.assert_close(z, torch.relu(torch.addmm(c, a, b)))
+
+
+def test_a_call_that_fails_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> Any:
+        raise ValueError("no")
+
+    a, b = torch.randn(5, 7), torch.randn(7, 4)
+    seen = Seen()
+    monkeypatch.setattr(inductor.operator, "matmul", fail)
+    with torch.no_grad(), pytest.warns(tmm_core.TmmWarning, match="keeps mm: .* ValueError: no"):
+        y = passed(torch.mm, a, b, seen=seen)
+    assert seen.calls == [["aten.mm.default"]]
+    torch.testing.assert_close(y, a @ b)
+
+
+CHOSEN = torch.tensor([True, False, True, True])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda a, b, r: torch.relu(a @ b),
+        lambda a, b, r: torch.relu(a @ b) + r[:1],
+        lambda a, b, r: torch.relu(a @ b) + r[:1].sum(1, keepdim=True),
+        lambda a, b, r: torch.addmm(r[0, :1], a[:2], b[:, CHOSEN]),
+        lambda a, b, r: torch.addmm(r[0], a, b),
+        lambda a, b, r: torch.addmm(r[:, CHOSEN][0], r[:, :1], r[:1, CHOSEN]) + r[:, :1],
+        lambda a, b, r: F.silu(a @ b) * (a @ -b),
+    ],
+)
+@pytest.mark.slow(quick=3)
+def test_sizes_that_depend_on_data_are_kept(model: Any) -> None:
+    """Without an error or a warning of a comparison of such a size."""
+    a, b, r = torch.randn(5, 7), torch.randn(7, 4), torch.randn(5, 4)
+
+    def chosen(a: Tensor, b: Tensor, r: Tensor) -> Tensor:
+        return model(a[a[:, 0] > 0], b, r)  # type: ignore[no-any-return]
+
+    a[::2, 0] = 1.0
+    seen = Seen()
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(passed(chosen, a, b, r, seen=seen), chosen(a, b, r))
+    (calls,) = seen.calls
+    assert any("sym_size" in name for name in calls)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.slow(quick=3)

@@ -47,7 +47,8 @@ def join(graph: torch.fx.Graph, gate: Tail, up: Tail, known: set[Node]) -> Node 
     sources = set(map(_source, weights))
     if len(sources) == 1 or not known.issuperset(sources.union(biases)):
         return None
-    if any(bias.meta["val"].dim() != 1 for bias in biases):
+    half = gate.product.meta["val"].shape[-1]
+    if any(tuple(bias.meta["val"].shape) != (half,) for bias in biases):
         return None
     first = next(node for node in graph.nodes if node in (gate.last, up.last))
     before = set(itertools.takewhile(lambda node: node is not first, graph.nodes))
@@ -55,7 +56,6 @@ def join(graph: torch.fx.Graph, gate: Tail, up: Tail, known: set[Node]) -> Node 
     rows = [tail.product.args[-2] for tail in (gate, up) if tail.product.args[-2] in before]
     if not rows or not before.issuperset(sizes):
         return None
-    half = gate.product.meta["val"].shape[-1]
     with graph.inserting_before(first):
         terms = [added(graph, aten.cat.default, (biases,))] if biases else []
         b = _joined(graph, weights)
@@ -87,9 +87,9 @@ def erase(graph: torch.fx.Graph, *nodes: Node) -> None:
 
 def added(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> Node:
     """Add a node, with the example value that the compiler's other passes expect."""
+    value = target(*torch.fx.map_arg(arguments, lambda n: n.meta["val"]))  # may raise
     node: Node = graph.call_function(target, arguments)
-    values = torch.fx.map_arg(arguments, lambda n: n.meta["val"])
-    node.meta["val"] = target(*values)
+    node.meta["val"] = value
     return node
 
 

@@ -87,8 +87,24 @@ def tails(graph: torch.fx.Graph) -> Iterator[Tail]:
     """Yield each product of the graph with its longest tail whose inner values nothing else
     reads."""
     for product in list(graph.nodes):
-        if product.op == "call_function" and product.target in PRODUCTS:
+        if _is_product(product, PRODUCTS):
             yield tail_of(product)
+
+
+def _is_product(node: Node, targets: set[Any]) -> bool:
+    if node.op != "call_function" or node.target not in targets:
+        return False
+    return all(map(_has_example, (node, *node.all_input_nodes)))
+
+
+def _has_example(node: Node) -> bool:
+    """Whether each size and stride of the node's value is a number, or was one in the first call.
+    One that depends on data was not, and torch raises an error where it is compared."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        return True
+    symbols = [n for n in (*val.shape, *val.stride()) if isinstance(n, torch.SymInt)]
+    return all(symbol.node.hint is not None for symbol in symbols)
 
 
 def tail_of(product: Node) -> Tail:
@@ -105,7 +121,7 @@ def pairs(graph: torch.fx.Graph) -> Iterator[tuple[Tail, Tail]]:
     """Yield gate and up of two weights: two products of the same matrix ``a``, where the graph
     multiplies an activation of the first by the second. Both are reshaped alike."""
     for product in list(graph.nodes):
-        if product.op != "call_function" or product.target not in MATRIX_PRODUCTS:
+        if not _is_product(product, MATRIX_PRODUCTS):
             continue
         gate = _through(_bare(product))
         found = _activation(gate.last, product.meta["val"].dtype)
@@ -125,7 +141,7 @@ def _ending_in(last: Any) -> Tail | None:
     if not isinstance(last, Node) or _only_user(last) is None:
         return None
     source = last.args[0] if last.target in RESHAPES else last
-    if not isinstance(source, Node) or source.target not in MATRIX_PRODUCTS:
+    if not isinstance(source, Node) or not _is_product(source, MATRIX_PRODUCTS):
         return None
     tail = _bare(source)
     return tail if last is source else _through(tail) if _only_user(source) is last else None
@@ -194,7 +210,9 @@ def _with_gate(tail: Tail) -> Tail | None:
     right half; None if there is none."""
     grown = _through(tail)
     columns = tail.product.meta["val"].shape[-1]
-    if not isinstance(columns, int) or grown.last.meta["val"].shape[-1] != columns or columns % 2:
+    if not isinstance(columns, int) or columns % 2 or not _has_example(grown.last):
+        return None
+    if grown.last.meta["val"].shape[-1] != columns:
         return None
     halves = _halves(grown.last, columns // 2)
     if halves is None:
@@ -251,7 +269,7 @@ def _with_residual(tail: Tail) -> Tail:
     if tail.product.target is aten.addmm.default and _summand_of(tail.product)[1] is not None:
         return tail
     (residual,) = [each for each in add.args if each is not z] or [None]
-    if not isinstance(residual, Node):
+    if not isinstance(residual, Node) or not all(map(_has_example, (z, residual))):
         return tail
     product, added, total = z.meta["val"], residual.meta.get("val"), add.meta["val"]
     if not isinstance(added, torch.Tensor) or added.dtype is not product.dtype:
@@ -322,11 +340,13 @@ def _closed(nodes: list[Node], root: Node) -> bool:
 
 
 def _summand_of(product: Node) -> tuple[Node | None, Node | None]:
-    """Return the summand of ``addmm``: as a bias if it is a vector, else as a residual."""
+    """Return the summand of ``addmm``: as a bias if it has one number for each column, else as a
+    residual."""
     if product.target is not aten.addmm.default:
         return None, None
     c: Any = product.args[0]
-    return (c, None) if c.meta["val"].dim() == 1 else (None, c)
+    columns = product.meta["val"].shape[-1:]
+    return (c, None) if c.meta["val"].shape == columns else (None, c)
 
 
 def terms_of(product: Node) -> tuple[Node, Node, Node | None, Node | None, float] | None:
