@@ -483,6 +483,44 @@ def test_blocks_nest_and_restore_what_was_in_force(sums: Sums) -> None:
     assert sums.launched == launched
 
 
+def _answers(sums: Sums) -> bool:
+    before = sums.launched
+    torch.randn(3, 4) @ torch.randn(4, 2)
+    return sums.launched > before
+
+
+def test_a_block_may_be_entered_again(sums: Sums) -> None:
+    """Within itself, within another, and after its end."""
+    block = enable()
+    with block:
+        with pytest.raises(ZeroDivisionError), block:
+            raise ZeroDivisionError
+        assert _answers(sums)
+        with enable(ops=["bmm"]):
+            assert not _answers(sums)
+            with block:
+                assert _answers(sums)
+            assert not _answers(sums)
+        assert _answers(sums)
+    assert not _answers(sums)
+    with block:
+        assert _answers(sums)
+        tmm_core.disable()
+        assert not _answers(sums)
+    assert not _answers(sums)
+
+
+def test_a_block_entered_within_another_is_the_innermost(sums: Sums) -> None:
+    outer = enable()
+    with enable(ops=["bmm"]):
+        with outer:
+            assert _answers(sums)
+        assert not _answers(sums)
+    assert _answers(sums)
+    tmm_core.disable()
+    assert not _answers(sums)
+
+
 def test_a_block_is_left_by_an_exception(sums: Sums) -> None:
     with pytest.raises(ZeroDivisionError), enable():
         raise ZeroDivisionError

@@ -43,7 +43,7 @@ NAMES = tuple(name for name in ENTRY if not name.endswith(".out"))
 @dataclass(eq=False)
 class Enabled:
     """The effect of :func:`enable`. As a context manager it ends with the block, which restores the
-    state before it."""
+    state before it. It may be entered again, also within its own block."""
 
     ops: tuple[str, ...]
     only: Callable[[Problem], bool] | None
@@ -53,14 +53,17 @@ class Enabled:
     answered: dict[str, Operator] = field(default_factory=dict, repr=False)
     _set_pass: bool = field(default=False, repr=False)
     _pace: Pace = field(init=False, repr=False)
+    #: Whether it was entered. The first block is the one that :func:`enable` itself began.
+    _entered: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         self._pace = Pace(self.review)
 
     def __enter__(self) -> Enabled:
         with _lock:
-            if self not in _stack:
+            if self._entered or _stack[-1:] != [self]:
                 _change([*_stack, self])
+            self._entered = True
         return self
 
     def __exit__(
@@ -70,8 +73,10 @@ class Enabled:
         traceback: TracebackType | None,
     ) -> None:
         with _lock:
-            if self in _stack:
-                _change([each for each in _stack if each is not self])
+            if self in _stack:  # not after disable()
+                others = _stack[::-1]
+                others.remove(self)  # the innermost
+                _change(others[::-1])
 
     def install(self) -> None:
         for name in ENTRY:
@@ -127,7 +132,7 @@ class Enabled:
 
 
 _lock = threading.RLock()
-#: All enabled blocks. Only the last, the innermost, is in force.
+#: All enabled blocks, also one within itself. Only the last, the innermost, is in force.
 _stack: list[Enabled] = []
 #: Entries as torch's dispatcher holds them. They are kept for some time after their libraries are
 #: destroyed: a thread may be about to call one.
