@@ -161,6 +161,24 @@ def test_addmm_takes_any_summand_and_alpha(
     torch.testing.assert_close(y, torch.addmm(c, a, b, alpha=alpha))
 
 
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+@pytest.mark.parametrize("alpha", [0, 0.0, -0.0, 1e-50, 1e-40, float("nan")])
+def test_an_alpha_of_zero_is_torchs(sums: Sums, name: str, alpha: float) -> None:
+    """BLAS then does not read the product, so that NaN and Inf in it do not count."""
+    function = getattr(torch, name)
+    c, a, b = torch.randn(5, 3), torch.randn(5, 7), torch.randn(7, 3)
+    a[0, 0], a[1, 1] = torch.nan, torch.inf
+    given = [t[None] if name == "baddbmm" else t for t in (c, a, b)]
+    expected = function(*given, alpha=alpha)
+    with enable():
+        function(*given, alpha=0.5)
+        launched = sums.launched
+        for _ in range(2):
+            y = function(*given, alpha=alpha)
+            assert torch.equal(y.nan_to_num(7), expected.nan_to_num(7))
+        assert sums.launched == launched > 0
+
+
 def test_what_tmm_does_not_express_is_torchs(sums: Sums) -> None:
     a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
     odd = torch.randn(36)[1:].view(5, 7)  # not on 16 bytes

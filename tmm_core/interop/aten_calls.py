@@ -18,6 +18,9 @@ Tensor = torch.Tensor
 
 #: The dtypes of operands that tmm answers; torch answers others.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: The smallest magnitude of an alpha that tmm answers. BLAS does not read the product if alpha is 0
+#: in fp32, so that NaN and Inf in it do not count. A kernel multiplies them.
+LEAST_ALPHA = torch.finfo(torch.float32).tiny
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -49,7 +52,9 @@ def call_with_summand(
     bias."""
     call = plain_call(offset, a, b, out)
     real = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    if call is None or not real or c.dtype != a.dtype or c.device != a.device:
+    if call is None or not real or not abs(alpha) >= LEAST_ALPHA:
+        return None, None, False
+    if c.dtype != a.dtype or c.device != a.device:
         return None, None, False
     call = call._replace(alpha=float(alpha))
     if c.shape == b.shape[-1:] and a.dim() == 2:

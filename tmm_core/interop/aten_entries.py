@@ -23,6 +23,7 @@ import torch
 from tmm_core import compat
 from tmm_core.interop.aten_answers import INSIDE, THROUGH, Operator, answers, through
 from tmm_core.interop.aten_calls import (
+    LEAST_ALPHA,
     call_with_summand,
     grouped_call,
     grouped_launch,
@@ -45,7 +46,7 @@ _NAMES: dict[str, Any] = {
     "PLAIN": PLAIN, "INSIDE": INSIDE, "THROUGH": THROUGH, "answers": answers, "through": through,
     "overridden": overridden, "deterministic": deterministic, "fp32_precision": fp32_precision,
     "float32": torch.float32, "ranges_meet": ranges_meet, "plain_call": plain_call,
-    "call_with_summand": call_with_summand,
+    "call_with_summand": call_with_summand, "LEAST_ALPHA": LEAST_ALPHA,
 }  # fmt: skip
 
 
@@ -85,7 +86,8 @@ def _statements(others: tuple[str, ...]) -> Iterator[str]:
         # Keyword arguments take longer to pass on.
         one = f"torchs(keys, c, a, b{out})"
         passed = f"{one} if alpha == 1 else torchs(keys, c, a, b, alpha=alpha{out})"
-        unlike, alpha, scale = " or beta != 1", "alpha == 1 or type(alpha), ", "float(alpha)"
+        unlike, scale = " or beta != 1", "float(alpha)"
+        alpha = "alpha == 1 or abs(alpha) >= LEAST_ALPHA and type(alpha), "
         call = f"*call_with_summand(aligned, a, b, c, alpha{out})"
         terms = "*((c, None) if plan.as_bias else (None, c))"
     apart = [f"not ranges_meet(out, {t})" for t in tensors if t != "out" and has_out]
