@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import linecache
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tmm_core
-from tmm_core import PluginError
+from tmm_core import PluginError, Port, compat
+from tmm_core.epilogues import parse
 from tmm_core.launch import check, grouped_call, nesting, warm
+from tmm_core.launch import plan as plan_module
 from tmm_core.launch.fold import Fold
 from tmm_core.spec.arguments import Arguments, GroupedArguments
-from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.launcher import Bound
 
 Tensor = torch.Tensor
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -132,6 +136,57 @@ def test_the_first_difference_of_operands_is_named() -> None:
         with pytest.raises(TypeError, match="must be Tensor, not NoneType"):
             tmm_core.matmul(**given)  # type: ignore[arg-type]
     assert tmm_core.matmul(A, B, bias=None, residual=None).shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "own"),
+    [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],
+)
+def test_torch_is_given_operands_of_a_gpu_alone(
+    first: bool, second: bool, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error names their device. It raises before it computes, so there is no gradient."""
+    given: list[Any] = []
+
+    class Stand:
+        def __init__(self, is_cuda: bool) -> None:
+            self.is_cuda, self.shape, self.dtype = is_cuda, (2, 3), FP32
+
+        def stride(self) -> tuple[int, int]:
+            return (3, 1)
+
+    def matmul(*operands: Any) -> None:
+        given.append((operands, torch.is_grad_enabled()))
+
+    a: Any = Stand(first)
+    b: Any = Stand(second)
+    monkeypatch.setattr(check, "PLAIN", {Stand})
+    monkeypatch.setattr(torch, "matmul", matmul)
+    check._raise_torchs_error(a, b)
+    [(found, recorded)] = given
+    assert (found == (a, b)) is own
+    assert recorded is not own
+    assert own or [(t.shape, t.stride(), t.is_cuda) for t in found] == [((2, 3), (3, 1), False)] * 2
+    given.clear()
+    monkeypatch.setattr(check, "PLAIN", {Tensor})  # a subclass may compute anything
+    check._raise_torchs_error(a, b)
+    assert given[0][0] != (a, b)
+
+
+class Unknown(int):
+    """A size of a graph, which has another type than int."""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [((2, 1), (3,), (2, 3)), ((2,), (3,), None), ((), (4,), (4,)), ((0,), (1,), (0,)),
+     ((2, 3), (2, 3), (2, 3)), ((3, 1, 2), (1, 5, 1), (3, 5, 2))],
+)  # fmt: skip
+def test_sizes_of_a_graph_broadcast_as_torch_says(one: Any, other: Any, both: Any) -> None:
+    for x, y in ((one, other), (other, one)):
+        assert check._broadcast(x, y) == both
+        assert check._broadcast(tuple(map(Unknown, x)), y) == both
+        assert check._broadcast(x, tuple(map(Unknown, y))) == both
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -283,6 +338,158 @@ def test_a_plan_is_kept_if_its_choice_lasts(
     assert (() in warm._plans) is (lasting and not capturing)
 
 
+def test_a_launch_that_makes_a_first_call_is_announced_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan that is being launched is made again. The nested call's plan serves no other."""
+    made: list[Any] = []
+    monkeypatch.setattr(warm, "launching", lambda: "outer")
+    monkeypatch.setattr(warm, "NESTING", set())
+    old = {("x",): SimpleNamespace(kernel="outer"), ("y",): SimpleNamespace(kernel="other")}
+    monkeypatch.setattr(warm, "TABLES", [old])
+    monkeypatch.setattr(warm, "_plans", {})
+
+    def planned(call: Any, pose: Any) -> Any:
+        made.append((call, pose, tmm_core.settings.current().nested))
+        return SimpleNamespace(
+            choice=SimpleNamespace(lasting=True), problem=SimpleNamespace(capturing=False)
+        )
+
+    monkeypatch.setattr(warm, "_planned", planned)
+    call: Any = "call"
+    pose: Any = "pose"
+    warm._built((), call, pose)
+    assert made == [("call", "pose", True)]
+    assert {"outer"} == warm.NESTING
+    assert [*old] == [("y",)]
+    assert warm._plans == {}
+    with tmm_core.settings.nested():  # it is known that a launch is under way
+        warm._built((), call, pose)
+    assert made[1:] == [("call", "pose", True)]
+    assert [*warm._plans] == [()]
+
+
+#: What ``bind`` may return: a launcher with its source, and with a form for N-D operands.
+BODY: Any = SimpleNamespace(on_device=str, lines=("return 1",), namespace={})
+SUMS = replace(IDENTITY, outputs=(Port("x", "row", reduce="sum"),))
+
+
+@pytest.mark.parametrize("nesting_kernel", [False, True])
+@pytest.mark.parametrize(
+    ("a", "epilogue", "inlined", "folded"),
+    [
+        (A, IDENTITY, True, False), (A[None], IDENTITY, False, True),
+        (A[0], parse("silu"), False, True), (A, SUMS, False, False), (A[None], SUMS, False, False),
+    ],
+)  # fmt: skip
+def test_which_forms_of_a_launcher_a_plan_has(
+    a: Tensor, epilogue: Epilogue, inlined: bool, folded: bool, nesting_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """None that takes no auxiliary outputs, and none that would not announce its launch."""
+    folds: list[Any] = []
+
+    def run(*_: Any, **__: Any) -> Any:
+        return run
+
+    def fold(of: Fold, *given: Any) -> Any:
+        folds.append(given[:3])
+        return None
+
+    choice = SimpleNamespace(
+        lasting=True, candidate=SimpleNamespace(kernel=SimpleNamespace(name="k"))
+    )
+    bound = Bound(run, BODY, fold)
+    chooser = SimpleNamespace(bound=lambda problem, current: (choice, bound))
+    monkeypatch.setattr(warm, "answerer", lambda: chooser)
+    monkeypatch.setattr(warm, "NESTING", {"k"} if nesting_kernel else set())
+    call, current = Arguments(a, B), tmm_core.settings.current()
+    plan = warm.make_plan(call, epilogue, current, warm.pose)
+    assert (plan.body is BODY) is (inlined and not nesting_kernel)
+    assert [(x is a, y is B, r) for x, y, r in folds] == (
+        [(True, True, None)] if folded and not nesting_kernel else []
+    )
+
+
+def test_a_plan_waits_for_a_choice_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call goes on with the choice that there is."""
+    slept: list[float] = []
+    asked: list[str] = []
+
+    def bound(problem: Any, current: Any) -> Any:
+        asked.append(current.on_cache_miss)
+        lasting = len(asked) > 3
+        kernel = SimpleNamespace(kernel=SimpleNamespace(name="k"))
+        return SimpleNamespace(lasting=lasting, candidate=kernel), lambda *_: None
+
+    monkeypatch.setattr(warm, "answerer", lambda: SimpleNamespace(bound=bound))
+    monkeypatch.setattr(warm.time, "sleep", slept.append)
+    current = tmm_core.settings.changed(tmm_core.settings.current(), on_cache_miss="background")
+    call = Arguments(A, B)
+    assert not warm.make_plan(call, IDENTITY, current, warm.pose, waits=False).choice.lasting
+    assert (asked, slept) == (["background"], [])
+    asked.clear()
+    assert warm.make_plan(call, IDENTITY, current, warm.pose).choice.lasting
+    assert (asked, slept) == (["tune"] * 4, [warm._POLL] * 3)
+    for miss in ("heuristic", "error"):
+        asked.clear()
+        other = tmm_core.settings.changed(current, on_cache_miss=miss)
+        warm.make_plan(call, IDENTITY, other, warm.pose)
+        assert set(asked) == {miss}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "static"),
+    [((4, 8), (8, 6), True), ((2, 4, 8), (8, 6), True), ((8,), (8, 6), True),
+     ((4, 8), (8,), False), ((2, 4, 8), (2, 8, 6), False)],
+)  # fmt: skip
+def test_weights_that_do_not_change_are_matrices(a: Any, b: Any, static: bool) -> None:
+    call, usual = Arguments(torch.randn(a), torch.randn(b)), tmm_core.settings.current()
+    promised = tmm_core.settings.changed(usual, static_weights=True)
+    for current, found in ((usual, False), (promised, static)):
+        assert warm.pose(call, IDENTITY, current)[0].static_weights is found
+
+
+def test_guards_distinguish_tensors_that_a_plan_distinguishes() -> None:
+    """By one call of torch, which takes them only where it has all it needs."""
+    if compat.tensor_guards() is None:
+        pytest.skip("this torch has no guards")
+    same = plan_module._guards([A, None, B])
+    assert same is not None
+    assert same(A, B) is True
+    assert same(A.clone(), B.clone()) is True
+    for x, y in (
+        (B, A), (A, B.double()), (torch.randn(5, 8), B), (A, torch.randn(6, 8).T),
+        (torch.randn(4, 16)[:, ::2], B), (A.as_subclass(Mine), B),
+    ):  # fmt: skip
+        assert same(x, y) is not True
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_a_plan_learns_once_what_other_tensors_it_is_called_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensors of inference mode differ from others for torch's guard, and not for a plan. If such
+    calls alternated, guards would be made all the time."""
+    if compat.tensor_guards() is None:
+        pytest.skip("this torch has no guards")
+    made, checked = list[Any](), list[Any]()
+    guards, check_all = plan_module._guards, plan_module.Plan._check
+    monkeypatch.setattr(plan_module, "_guards", lambda ts: (made.append(ts), guards(ts))[1])
+    monkeypatch.setattr(
+        plan_module.Plan, "_check", lambda plan, ts: (checked.append(ts), check_all(plan, ts))[1]
+    )
+    with torch.inference_mode():
+        a, b = A.clone(), B.clone()
+    plan = tmm_core.plan(A, B)
+    for given, counts in (
+        ((A, B), (1, 0)), ((a, b), (2, 1)), ((a, b), (2, 1)), ((A, B), (2, 2)), ((A, B), (2, 3)),
+        ((a, b), (2, 3)),
+    ):  # fmt: skip
+        torch.testing.assert_close(plan(*given), A @ B)
+        assert (len(made), len(checked)) == counts
+
+
 def test_plans_of_a_kernel_that_multiplies_itself_are_dropped() -> None:
     installed(FakeBlas())
     tmm_core.matmul(A, B)
@@ -302,6 +509,28 @@ def test_groups_of_meta_tensors_have_a_shape(epilogue: Any) -> None:
     assert (y.shape, y.device.type) == ((7, 3 if epilogue == "swiglu" else 6), "meta")
     y = tmm_core.matmul(a, b[0], epilogue=epilogue)
     assert (y.shape, y.device.type) == ((7, 3 if epilogue == "swiglu" else 6), "meta")
+
+
+@pytest.mark.usefixtures("blas_alone")
+@pytest.mark.parametrize(
+    ("epilogue", "shape"),
+    [("quantize", (4, 128)), ("quantize", (3, 4, 128)), ("silu", (4, 128)), ("swiglu", (4, 128))],
+)
+def test_results_of_meta_tensors_are_those_of_a_cpu(epilogue: str, shape: tuple[int, ...]) -> None:
+    """Also auxiliary outputs, and a result that is given."""
+    a, b = torch.randn(shape), torch.randn(128, 256)
+    right: Any = tmm_core.matmul(a, b, epilogue=epilogue)
+    a, b = a.to("meta"), b.to("meta")
+    found: Any = tmm_core.matmul(a, b, epilogue=epilogue)
+    assert type(found) is type(right)
+    right, several = (right if type(right) is tuple else (right,)), found
+    found = found if type(found) is tuple else (found,)
+    places = [(t.shape, t.dtype, t.stride()) for t in right]
+    assert [(t.shape, t.dtype, t.stride()) for t in found] == places
+    assert all(t.is_meta for t in found)
+    if several is not found:
+        out = torch.empty_like(found[0])
+        assert tmm_core.matmul(a, b, epilogue=epilogue, out=out) is out
 
 
 def test_a_plan_is_of_the_formats_that_it_was_made_for() -> None:

@@ -121,8 +121,7 @@ class Fold(NamedTuple):
         bound = Bound.of(launcher)
         call: Any = bound.run  # may also take extras
         shape = tuple(self.shape)  # a torch.Size costs torch 1.5 µs more
-        layer = b.dim() == 2 and residual is None
-        only_rows = layer and self.batch is None and len(shape) > 1
+        only_rows = b.dim() == 2 and residual is None and len(shape) > 1
 
         def by_views(
             a: torch.Tensor,
