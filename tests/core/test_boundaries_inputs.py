@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -162,6 +163,46 @@ def test_each_address_is_filled_once(shape: Any, strides: Any) -> None:
     addresses = memory.as_strided(shape, strides).flatten().tolist()
     distinct = random_inputs._distinct(memory.as_strided(shape, strides)).flatten().tolist()
     assert sorted(distinct) == sorted(set(addresses))
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_static_weights_of_a_gpu_are_written_before_they_are_used(
+    kind: str, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may read them on another stream, or while earlier work goes on."""
+    done: list[Any] = []
+    generator = random_inputs.seeded(CPU, 0)
+    monkeypatch.setattr(random_inputs, "seeded", lambda device, seed: generator)
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    device: Any = SimpleNamespace(type=kind)
+    random_inputs.make(
+        replace(problem(m=4, n=4, k=4), static_weights=static), device,
+        allocate=lambda name, spec, shape: torch.empty(shape),
+    )  # fmt: skip
+    assert done == ([device] if static and kind == "cuda" else [])
+
+
+@pytest.mark.parametrize(("shape", "called"), [((2, 3), "mm"), ((4, 2, 3), "bmm")])
+def test_a_product_of_16_bits_on_a_gpu_ignores_the_tf32_setting(
+    shape: tuple[int, ...], called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's operator with an fp32 result does, unlike a product of fp32 operands."""
+
+    class OnGPU:
+        dtype, is_cuda = HALF, True
+
+        def is_floating_point(self) -> bool:
+            return True
+
+        def dim(self) -> int:
+            return len(shape)
+
+    a: Any = OnGPU()
+    for name in ("mm", "bmm"):
+        found = lambda *given, name=name, **more: (name, given, more)  # noqa: E731
+        monkeypatch.setattr(torch, name, found)
+    assert compare._product(a, a, False) == (called, (a, a), {"out_dtype": F32})
 
 
 # -- rounds --------------------------------------------------------------------------------
@@ -431,6 +472,24 @@ def test_inputs_in_the_shapes_of_n_d_calls(m: int, batch: int, leads: list[Any])
         strides.add(given.a.stride())
     if m == 6:  # transposed leading dimensions, and rows apart
         assert {(3, 6, 1), (12, 3, 1)} <= strides
+
+
+@pytest.mark.parametrize(
+    ("k", "aligned", "transposed", "apart"),
+    [(2, True, False, False), (2, False, True, True), (4, True, True, True),
+     (4, False, False, False)],
+)  # fmt: skip
+def test_n_d_operands_are_of_the_class_of_their_rows(
+    k: int, aligned: bool, transposed: bool, apart: bool
+) -> None:
+    """Rows of two fp32 numbers that lie side by side are not aligned to 16 bytes."""
+    one = Operand(F32, aligned=aligned)
+    instance = problem(m=6, n=4, k=k, a=one, b=one)
+    inputs = random_inputs.make(instance, CPU)
+    found = [(given.a.stride(), shape) for given, shape in ways_of_use.folds(instance, inputs)]
+    assert (((k, 2 * k, 1), (2, 3, 4)) in found) is transposed
+    assert (((4 * k, k, 1), (2, 3, 4)) in found) is apart
+    assert len(found) == 4 + transposed + apart
 
 
 # -- how much is verified ------------------------------------------------------------------------
@@ -776,10 +835,23 @@ def test_faults_of_outputs() -> None:
 @pytest.mark.parametrize("port", [ROW_SUM, ROW_MAX, COL_SUM, COL_MAX, ALL_SUM, ALL_MAX, TILE])
 def test_outputs_are_reduced_in_pieces(port: Port) -> None:
     checked, tile = outputs_of(1000, port), torch.randn(1000, 9)
+    _, whole = checked._reduced(port, tile)
     checked._data.limit = 0
     assert checked._data.at_once // 9 < 500
-    right, _ = checked._reduced(port, tile)
+    right, scale = checked._reduced(port, tile)
     assert torch.allclose(right, port.reduced(port.terms(tile.double())))
+    assert torch.allclose(scale, whole)
+
+
+@pytest.mark.parametrize("port", [ROW_SUM, ROW_MAX, COL_SUM, ALL_SUM, TILE])
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_outputs_of_no_rows(port: Port, wrong: float) -> None:
+    """Sums of no numbers are zero; outputs by row have no element that could be wrong."""
+    checked, tile = outputs_of(0, port), torch.zeros(0, 9)
+    expected = Expected(None, Sample(tile, tile), None, None)
+    [(error, fault)] = checked.errors(expected, tile, (torch.full(port.shape(tile.shape), wrong),))
+    seen = wrong and port in (COL_SUM, ALL_SUM)
+    assert (error, bool(fault)) == (float(seen), bool(seen))
 
 
 def test_outputs_are_compared_in_the_samples() -> None:

@@ -431,6 +431,22 @@ def test_bands_are_of_whole_lines_between_their_limits(
     assert guard_bands.footprint(F16, shape) >= inside + 2 * band
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32])
+def test_a_tensor_begins_at_its_offset_behind_the_band(dtype: torch.dtype) -> None:
+    placed = MemoryLayout((2, 3), dtype, (5, 1), offset=3)
+    held = guard_bands.with_guard_bands(placed, CPU, 0xA5)
+    assert held.tensor.storage_offset() * dtype.itemsize == 4096 + 3 * dtype.itemsize
+    assert held.words.numel() * 8 == 3 * 4096
+    before = held.words.view(torch.uint8).flatten()
+    assert (before == 0xA5).all()
+    held.tensor.view(torch.uint8).zero_()
+    assert (before == 0).nonzero().flatten().tolist() == [
+        4096 + (3 + row * 5) * dtype.itemsize + byte
+        for row in range(2)
+        for byte in range(3 * dtype.itemsize)
+    ]
+
+
 @pytest.mark.parametrize("shape", [(64, 64), (1, 1 << 12), (2, 8), (3, 64, 64)])
 def test_a_footprint_is_of_the_larger_of_both_layouts(shape: tuple[int, ...]) -> None:
     """A single row with steps of two is longer than one with gaps."""
@@ -518,8 +534,34 @@ def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
             held += 0 if t is None else 2 * t.numbers.nbytes
     held += sum(8 * data.out(which).words.numel() for which in (0, 1))
     held += 3 * instance.empty_out(CPU).numel() * instance.out.dtype.itemsize
-    assert 0.75 * held <= low * 5 // 8
-    assert held <= 1.02 * (low * 5 // 8) + (1 << 14)
+    assert 0.94 * (low * 5 // 8) <= held <= 1.02 * (low * 5 // 8) + (1 << 14)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"batch": 3}, {"groups": Groups(3, "k")}, {"m": 66, "n": 900}, {"m": 67, "n": 900},
+     {"m": 900, "n": 40}],
+)  # fmt: skip
+def test_one_set_with_samples_takes_five_eighths_of_the_most_memory(
+    changes: dict[str, Any],
+) -> None:
+    """Its expected results, an output and two results of a launcher."""
+    instance = problem(**{"m": 600, "n": 500, "k": 4, **changes})
+
+    def made(limit: int) -> tuple[int, bool]:
+        return DataSets(instance, CPU, limit, sampled=True)._affordable()
+
+    low, high = 1, 1 << 30
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if made(middle)[0] else (middle + 1, high)
+    assert (made(low - 1), made(low), made(1 << 40)) == ((0, False), (1, False), (1, False))
+    data = DataSets(instance, CPU, low, sampled=True)
+    [only] = data.sets()
+    held = sum(8 * memory.words.numel() for memory in only.checksums.memory.values())
+    held += only.expected.nbytes + 8 * data.out(0).words.numel()
+    held += 2 * instance.empty_out(CPU).nbytes
+    assert 0.94 * (low * 5 // 8) <= held <= 1.02 * (low * 5 // 8) + (1 << 14)
 
 
 def test_each_argument_takes_memory_of_both_sets() -> None:
@@ -1073,6 +1115,8 @@ ALPHAS = {"alpha=0", "alpha=nan", "alpha=-", "large products and a small alpha"}
         ("fff", {}, DENSE | FLOODED | SIZED | {"large products"}),
         ("ddd", {}, DENSE | FLOODED), ("bhf", {}, DENSE | FLOODED),
         ("bhh", {"bias": torch.float16}, DENSE | FLOODED), ("hbh", {"k": 4}, DENSE | FLOODED),
+        ("bhf", {"scaled": True}, DENSE | FLOODED | ALPHAS - {"large products and a small alpha"}
+         | {"a large alpha"}),
         ("iiI", {}, DENSE | {"integers of any size"}), ("ccc", {}, DENSE),
         ("bbb", {}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
         ("bbb", {"k": 4}, DENSE | FLOODED | SIZED | {"sums that cancel"}),
@@ -1202,7 +1246,12 @@ def test_every_kind_of_groups_is_launched(dtype: torch.dtype) -> None:
     ],
 )  # fmt: skip
 def test_arguments_that_may_be_one_tensor(fields: dict[str, Any], found: dict[str, str]) -> None:
-    assert further_inputs._aliases(problem(**fields)) == found
+    instance = problem(**fields)
+    assert further_inputs._aliases(instance) == found
+    assert further_inputs._applies(instance, "shared") is ("b" in found)
+    assert further_inputs._alias(instance, "plain", "b") is None  # a weight of its own
+    for name in ("a", "b", "bias", "residual"):
+        assert further_inputs._alias(instance, "shared", name) == found.get(name)
 
 
 @pytest.mark.parametrize("along", ["m", "n", "k"])
@@ -1630,6 +1679,22 @@ def test_what_of_a_result_is_compared(along: Any, ends: Any, defined: tuple[int,
     at_rows, at_cols = data.sampled(Inputs(torch.empty(0), torch.empty(0), rows=rows))
     assert at_rows.tolist() == list(range(defined[0]))
     assert at_cols == slice(defined[1])
+
+
+@pytest.mark.parametrize(("m", "all_rows"), [(1, True), (66, True), (67, False), (200, False)])
+def test_samples_are_of_results_with_more_rows_than_samples(m: int, all_rows: bool) -> None:
+    """66 rows: one in each of 64 stripes, the first and the last."""
+    data = DataSets(problem(m=m, n=70, k=2), CPU, 1 << 26)
+    inputs = data.sets()[0].inputs
+    rows, _ = data.sampled(inputs)
+    found, whole = data.expect(inputs, whole=False), data.expect(inputs, whole=True)
+    for each in (rows, torch.arange(m) if found.rows is None else found.rows):
+        assert (len(each) == m) is all_rows
+        assert 64 <= len(each) <= 66 or m == 1
+        assert (each[0], each[-1]) == (0, m - 1)
+    assert (found.rows is None) is (found.cols is None) is (found.in_cols is None) is all_rows
+    assert whole.rows is whole.cols is whole.in_cols is None
+    assert len(whole.in_rows.numbers) == m
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are this processor's")

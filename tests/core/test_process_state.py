@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -296,3 +297,73 @@ def test_the_backends_of_attention_are_put_back_one_by_one() -> None:
             assert found == values
     finally:
         piece.write(before)
+
+
+def test_on_a_gpu_its_device_stream_and_generator_are_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = {"device": 0, "generator": 0}
+
+    def piece(name: str) -> process_state.Piece:
+        return process_state.Piece(lambda: values[name], lambda v: values.__setitem__(name, v))
+
+    monkeypatch.setattr(process_state, "ON_CUDA", {"device": piece("device")})
+    monkeypatch.setattr(process_state, "CUDA_GENERATOR", {"generator": piece("generator")})
+    for device, found in ((CPU, []), (torch.device("cuda", 0), ["device", "generator"])):
+        state = process_state.State(device)
+        values.update(device=1, generator=2)
+        assert state.changed() == found
+        state.restore(found)
+        assert not found or values == {"device": 0, "generator": 0}
+        values.update(device=0, generator=0)
+    assert state.is_shared("generator")
+    assert not state.is_shared("device")
+
+
+def test_handlers_that_python_did_not_install_stay() -> None:
+    """Python cannot install them again, and only the main thread can install any."""
+    before = signal.getsignal(signal.SIGUSR1)
+    process_state._set_handlers({signal.SIGUSR1: None})
+    in_another_thread(lambda: process_state._set_handlers({signal.SIGUSR1: signal.SIG_IGN}))
+    assert signal.getsignal(signal.SIGUSR1) is before
+    try:
+        process_state._set_handlers({signal.SIGUSR1: signal.SIG_IGN})
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_lowered_hard_limit_stays_and_the_soft_limit_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, written = {"a": (5, 10), "b": (1, 2)}, list[Any]()
+    system = SimpleNamespace(
+        RLIMIT_A="a", RLIMIT_B="b", getrlimit=now.__getitem__,
+        setrlimit=lambda kind, limit: written.append((kind, limit)),
+    )  # fmt: skip
+    monkeypatch.setattr(process_state, "resource", system)
+    monkeypatch.setattr(process_state, "_LIMITS", ["RLIMIT_A", "RLIMIT_B"])
+    before = process_state._limits()
+    assert before == [(5, 10), (1, 2)]
+    now["a"] = (3, 7)
+    process_state._set_limits(before)
+    assert written == [("a", (5, 7))]
+
+
+def test_modes_that_a_launch_left_are_left_before_torch_is_used_again() -> None:
+    """Such a mode may raise in every function of torch."""
+
+    class Raises(TorchFunctionMode):
+        def __torch_function__(self, *_: Any) -> Any:
+            raise RuntimeError("a mode that a launch left")
+
+    before = process_state.State(CPU)
+
+    def launch() -> None:
+        for _ in range(2):
+            Raises().__enter__()
+        torch._C._set_cudnn_benchmark(not torch._C._get_cudnn_benchmark())
+
+    _, changed = process_state.watched(launch, CPU)
+    assert changed == ["torch's function modes", "cuDNN's benchmark mode"]
+    assert before.changed() == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +206,126 @@ def test_a_machine_without_threads_is_distinguished_from_other_faults(
         with pytest.raises(MemoryError):
             launch_together(Verifier(half(), CPU), launcher, "lines", 4)
     assert not started[0].is_alive()
+
+
+@pytest.mark.parametrize("pace", ["lines", "launches", "free"])
+def test_threads_on_a_gpu_have_a_stream_each_and_begin_together(
+    pace: Pace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both streams wait for the current one, and it for free launches' common start. The results
+    are compared when the GPU is done."""
+    gpu: Any = SimpleNamespace(type="cuda")
+    data = Verifier(half(), CPU)
+    data.sets()
+    data.device = gpu
+    begun: list[Any] = []
+    used: set[tuple[str, int]] = set()
+    streams = [
+        SimpleNamespace(wait_stream=lambda other, n=n: begun.append((n, other))) for n in (0, 1)
+    ]
+
+    def using(stream: Any) -> Any:
+        used.add((threading.current_thread().name, streams.index(stream)))
+        return contextlib.nullcontext()
+
+    devices: list[Any] = []
+    monkeypatch.setattr(two_threads, "_streams", lambda device: streams)
+    monkeypatch.setattr(two_threads.compat, "gpu_sleep", lambda cycles: begun.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.cuda, "stream", using)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: begun.append("done"))
+    launcher = FakeKernel("k").bind(half(), FakeConfig())
+    assert launch_together(data, launcher, pace, 1)
+    waits = [(0, "current"), (1, "current"), "done"]
+    assert begun == (["sleep", *waits] if pace == "free" else waits)
+    assert devices == [gpu, gpu]
+    assert used == {("tmm-verify", 0), ("tmm-verify", 1)}
+
+
+@pytest.mark.parametrize(
+    ("most", "share", "into", "kept"),
+    [(1, 64, False, 1), (5, 1 << 40, False, 5), (5, 64 * 3, False, 3), (5, 1, False, 1),
+     (5, 1 << 40, True, 1)],
+)  # fmt: skip
+def test_so_many_results_of_each_thread_are_kept(
+    most: int, share: int, into: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last launches' results may take a sixty-fourth of the memory limit; an output holds the
+    last one alone."""
+    for name in ("TOGETHER_SECONDS", "LONGEST_TOGETHER"):
+        monkeypatch.setattr(two_threads, name, 1e9)
+    data = Verifier(half(), CPU)
+    data.sets()
+    data.limit = share * data.problem.empty_out("meta").untyped_storage().nbytes()
+    launcher = FakeKernel("k").bind(half(), FakeConfig())
+    found = launch_together(data, launcher, "free", most, into)
+    assert found is not None
+    for of in data.sets():
+        results = [result for each, result in found if each is of]
+        assert len(results) == kept
+        for result in results:
+            assert float(of.expected.error(result, data.at_once)) < 1e-2
+    assert len({result.data_ptr() for _, result in found}) == 2 * kept
+
+
+@pytest.mark.parametrize(
+    ("most", "seconds", "made"),
+    [(4, 0.0, 4), (4, 0.003, 3), (4, 1.0, 2), (1, 0.0, 1), (1, 1.0, 1)],
+)
+def test_free_launches_of_a_thread_that_is_alone(
+    most: int, seconds: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least two, and no more after 6 ms."""
+    now = [0.0]
+
+    def launch(*_: Any, **__: Any) -> torch.Tensor:
+        now[0] += seconds
+        return torch.empty(0)
+
+    data = Verifier(half(), CPU)
+    thread = two_threads.Launches(data, launch, 0, {0}, "free", Turns(), most, 10, False)
+    monkeypatch.setattr(two_threads.time, "monotonic", lambda: now[0])
+    thread._free()
+    assert len(thread.results) == made
+
+
+@pytest.mark.parametrize(("seconds", "made"), [(0.0, 7), (0.15, 2), (0.05, 5), (0.25, 2)])
+def test_free_launches_go_on_while_the_other_thread_launches(
+    seconds: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not twice as many, and no more after 0.2 s."""
+    now = [0.0]
+
+    def launch(*_: Any, **__: Any) -> torch.Tensor:
+        now[0] += seconds
+        return torch.empty(0)
+
+    busy = {0, 1}
+    thread = two_threads.Launches(
+        Verifier(half(), CPU), launch, 0, busy, "free", Turns(), 4, 10, False
+    )
+    monkeypatch.setattr(two_threads.time, "monotonic", lambda: now[0])
+    thread._free()
+    assert len(thread.results) == made
+    assert busy == {1}
+
+
+def test_a_signal_while_threads_are_started_is_the_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A handler may raise what torch raises where no thread can be started."""
+
+    def expired(*_: Any) -> None:
+        raise RuntimeError("the program's time limit")
+
+    before = signal.signal(signal.SIGUSR1, expired)
+    monkeypatch.setattr(
+        two_threads.Launches, "start", lambda thread: signal.raise_signal(signal.SIGUSR1)
+    )
+    launcher = FakeKernel("k").bind(half(), FakeConfig())
+    try:
+        with pytest.raises(RuntimeError, match="the program's time limit"):
+            launch_together(Verifier(half(), CPU), launcher, "free", 4)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 LAUNCH = "tests/core/test_boundaries_launch.py"
 SPEC = "tests/core/test_boundaries_spec.py"
+VERIFY = "tests/core/test_boundaries_verify.py"
 DISPATCH = "tests/core/test_boundaries_dispatch.py"
 INTEROP = "tests/core/test_boundaries_interop.py"
 NN = "tests/core/test_boundaries_nn.py"
@@ -439,4 +440,36 @@ FRESH = [
            "rows with gaps are given to torch as one matrix",
            ("tests/plugins/test_boundaries_blas.py"
             "::test_rows_without_gaps_between_them_are_one_matrix_to_torch",)),
+    Mutant("fresh-gpu-threads-sleep-twice", "verify/two_threads.py",
+           'if place == 0 and pace == "free":', 'if pace == "free":',
+           "the GPU waits twice for the start of two threads",
+           ("tests/core/test_two_threads.py"
+            "::test_threads_on_a_gpu_have_a_stream_each_and_begin_together",)),
+    Mutant("fresh-samples-of-few-rows", "verify/data_sets.py",
+           "return rows if m <= SAMPLES + 2 else", "return rows if m <= SAMPLES else",
+           "65 rows are not all compared where NaN and Inf are planted",
+           (f"{VERIFY}::test_samples_are_of_results_with_more_rows_than_samples",)),
+    Mutant("fresh-band-minus-offset", "verify/guard_bands.py",
+           "offset = band // placed.dtype.itemsize + placed.offset",
+           "offset = band // placed.dtype.itemsize - placed.offset",
+           "an unaligned tensor begins within its guard band",
+           (f"{VERIFY}::test_a_tensor_begins_at_its_offset_behind_the_band",)),
+    Mutant("fresh-one-set-takes-more", "verify/data_sets.py",
+           "(1, False) if inputs + some + given + 2 * out <= most",
+           "(1, False) if inputs + some + given <= most",
+           "a set is made where a launcher's results do not fit",
+           (f"{VERIFY}::test_one_set_with_samples_takes_five_eighths_of_the_most_memory",)),
+    Mutant("fresh-large-products-of-two-dtypes", "verify/further_inputs.py",
+           "if (large := _LARGE.get(problem.a.dtype)) and problem.b.dtype is problem.a.dtype:",
+           "if large := _LARGE.get(problem.a.dtype):",
+           "an operand of another dtype overflows in verification",
+           (f"{VERIFY}::test_which_values_a_problem_is_verified_on",)),
+    Mutant("fresh-first-call-in-a-launch", "launch/warm.py",
+           "        nest(outer)\n        with settings.nested():", "        with settings.nested():",
+           "each new product that a kernel's launch computes is planned twice",
+           (f"{LAUNCH}::test_a_launch_that_makes_a_first_call_is_announced_from_then_on",)),
+    Mutant("fresh-meta-outputs", "launch/warm.py",
+           'f"{name}_outputs" if several else name', "name",
+           "meta tensors have no auxiliary outputs",
+           (f"{LAUNCH}::test_results_of_meta_tensors_are_those_of_a_cpu",)),
 ]  # fmt: skip
