@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -1112,6 +1114,22 @@ def test_files_of_a_new_plugin_are_where_tools_look_for_them() -> None:
     assert not any(name.startswith("package/") or name.endswith(".in") for name in names)
     assert files[Path("mine/py.typed")] == ""
     assert not any(f"@{word}@" in text for text in files.values() for word in ("module", "tmm"))
+
+
+def test_files_of_a_new_plugin_are_read_from_a_zip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = {"distribution": "my-kernels", "module": "mine", "tmm": "1.2"}
+    expected = new_plugin.written(words)
+    source, archive = Path(new_plugin.__file__).parents[1] / "template", tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in source.rglob("*.in"):
+            packed.write(path, f"tmm_core/tools/template/{path.relative_to(source).as_posix()}")
+    for folder, lacks in (("tmm_core/", False), ("tmm_core/tools/", True)):
+        inside = zipfile.Path(archive, folder)
+        monkeypatch.setattr(new_plugin.resources, "files", lambda _, inside=inside: inside)
+        with pytest.raises(UsageError, match="lacks") if lacks else contextlib.nullcontext():
+            assert new_plugin.written(words) == expected
 
 
 @pytest.mark.parametrize(

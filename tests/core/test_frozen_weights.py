@@ -289,6 +289,20 @@ def test_passes_that_are_set_run_first() -> None:
     assert own.uuid() == Join("records", First()).uuid() != Join("records").uuid()
 
 
+def test_the_key_of_a_pass_is_that_of_its_sources_in_a_zip_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = Join("always").uuid()
+    for module in (inductor, inductor.aten_calls, constants, inductor.tails):
+        inside = f"packages.zip/tmm_core/interop/{Path(str(module.__file__)).name}"
+        monkeypatch.setattr(module, "__file__", inside)
+    assert Join("always").uuid() == key
+    read: list[str] = []
+    monkeypatch.setattr(inductor.pkgutil, "get_data", lambda _, name: read.append(name) or b"x")
+    assert Join("always").uuid() != key
+    assert read == ["inductor.py", "aten_calls.py", "constants.py", "tails.py"]
+
+
 def test_constants_are_parameters_that_torch_freezes(
     frozen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

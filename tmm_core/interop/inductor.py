@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.fx import Node
 
 from tmm_core import compat, dispatch, settings
 from tmm_core.errors import error_text, reraise, warn
-from tmm_core.interop import constants, operator, tails
+from tmm_core.interop import aten_calls, constants, operator, tails
 from tmm_core.interop.aten_calls import DTYPES
 from tmm_core.interop.constants import added
 from tmm_core.interop.tails import Tail, terms_of
@@ -32,6 +33,7 @@ from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.machine import Machine
 from tmm_core.spec.problem import Problem
 from tmm_core.tuning.ranking import MARGIN
+from tmm_core.version import __version__
 
 When = Literal["records", "always"]
 
@@ -71,9 +73,10 @@ class Pass(_Pass):  # type: ignore[misc]  # a class of torch without types
         others = [getattr(each, "uuid", lambda: None)() for each in self.before]
         if None in others:
             return None
-        digest = hashlib.sha256()
-        for module in (__file__, constants.__file__, tails.__file__):
-            digest.update(Path(module).read_bytes())
+        digest = hashlib.sha256(__version__.encode())
+        for module in (__file__, aten_calls.__file__, constants.__file__, tails.__file__):
+            file = Path(module).name  # perhaps in a zip
+            digest.update(pkgutil.get_data("tmm_core.interop", file) or b"")
         if self.when == "records":
             digest.update(_state_of_records().encode())
         return (f"tmm {self.when} {digest.hexdigest()}", *others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
+from importlib import resources
 
 import torch
 
@@ -38,9 +38,15 @@ COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
 #: Bytes for mbarriers, and for Triton to start the partitions: at most 250 over all configs, with
 #: two releases of Triton.
 _SHARED_OVERHEAD = 512
-#: A digest of the files of this folder.
+#: A digest of the files of this folder, also in a zip, without sources too.
 _SOURCE = hashlib.sha256(
-    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    b"".join(
+        file.read_bytes()
+        for file in sorted(
+            resources.files("tmm_triton.hopper").iterdir(), key=lambda file: file.name
+        )
+        if file.name.endswith((".py", ".pyc"))
+    )
 ).hexdigest()[:12]
 #: Registers per thread of the loader.
 _LOADER_REGISTERS = 112

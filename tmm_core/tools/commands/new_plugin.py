@@ -7,6 +7,7 @@ import keyword
 import re
 import sys
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
 from tmm_base import UsageError
@@ -14,8 +15,6 @@ from tmm_base.console import DONE
 from tmm_base.guards import OWN_PACKAGES
 
 import tmm_core
-
-TEMPLATE = Path(__file__).parents[1] / "template"
 
 #: Template files that have another path in the package.
 _PLACES = {"gitignore": ".gitignore", "workflow.yml": ".github/workflows/test.yml"}
@@ -51,12 +50,31 @@ def run(options: argparse.Namespace) -> int:
 def written(words: Mapping[str, str]) -> dict[Path, str]:
     """The contents of the package's files, by path."""
     files = {}
-    for source in sorted(TEMPLATE.rglob("*.in")):
-        place = source.relative_to(TEMPLATE).as_posix().removesuffix(".in")
+    for place, text in _templates():
         place = _PLACES.get(place, place).replace("package/", f"{words['module']}/")
-        text = source.read_text(encoding="utf-8")
         for name, word in words.items():
             text = text.replace(f"@{name}@", word)
         files[Path(place)] = text
     files[Path(words["module"], "py.typed")] = ""
     return files
+
+
+def _templates() -> list[tuple[str, str]]:
+    """The files of tmm's folder ``template``, which may be in a zip: their paths in it without the
+    suffix ``.in``, and their texts.
+
+    Raises:
+        UsageError: This installation has none.
+    """
+    found, folders = [], [("", resources.files(tmm_core) / "tools" / "template")]
+    while folders:
+        lead, folder = folders.pop()
+        for each in folder.iterdir() if folder.is_dir() else ():
+            if each.is_dir():
+                folders.append((f"{lead}{each.name}/", each))
+            elif each.name.endswith(".in"):
+                text = each.read_text(encoding="utf-8")
+                found.append((f"{lead}{each.name.removesuffix('.in')}", text))
+    if not found:
+        raise UsageError("this installation of tmm lacks the files of a new plugin")
+    return sorted(found)
