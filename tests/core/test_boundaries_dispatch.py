@@ -22,7 +22,7 @@ from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 from tmm_cache.problem_fields import ABSENT
 
 from tmm_core import Groups, PluginError, Supports, TmmWarning, Traits, UnsupportedProblemError
-from tmm_core.dispatch import deferring, invariant, lookup
+from tmm_core.dispatch import deferring, invariant, lookup, measuring
 from tmm_core.dispatch import dispatcher as answers
 from tmm_core.dispatch.dispatcher import Dispatcher
 from tmm_core.dispatch.dry_run import dry_run
@@ -50,6 +50,8 @@ from tmm_core.tuning.ranking import (
 )
 from tmm_core.tuning.search import MOST_HINTS, Hints, Search
 from tmm_core.tuning.untried import Left, unmeasured
+from tmm_core.verify import verifier
+from tmm_core.verify.verifier import Verdict
 
 FP32 = torch.float32
 COLUMN = Operand(FP32, "col")
@@ -678,6 +680,98 @@ def test_what_a_later_tuning_is_to_measure_is_noted(
     assert [miss.problem["m"] for miss in d.store.misses()] == ([64] if noted else [])
 
 
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_winner_that_its_tuning_did_not_verify_is_verified_when_it_is_used(
+    verified: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {("fast", 1): 5.0, "blas": 10.0}
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
+    stamped: list[TuningRecord] = []
+    steps = d.tuner.steps
+
+    def tuned(*given: Any, findings: Any, **more: Any) -> Any:
+        record = yield from steps(*given, findings=findings, **more)
+        assert findings.verified
+        findings.verified = verified
+        return record
+
+    monkeypatch.setattr(d.tuner, "steps", tuned)
+    monkeypatch.setattr(d.first_use, "stamp_winner", lambda device, record: stamped.append(record))
+    record = d.tune(problem(), settings())
+    assert stamped == ([record] if verified else [])
+
+
+@pytest.mark.parametrize("invariant_mode", [True, False])
+def test_a_call_waits_for_another_process_where_its_bits_may_not_change(
+    invariant_mode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the usual mode has an interim answer. No arithmetic of the kernel has a name."""
+    waits: list[bool] = []
+    d, _ = dispatcher(FakeBlas(), Summing("k", {1: None}), root=tmp_path)
+
+    def tune(key: Any, able: Any, settings: Any, *, wait: bool, spent: float) -> Any:
+        waits.append(wait)
+        raise measuring.BusyError
+
+    monkeypatch.setattr(d, "_tune", tune)
+    choice = d._choose(problem(batch_invariant=invariant_mode), settings())
+    assert waits == [invariant_mode]
+    assert not choice.lasting
+
+
+def test_an_arithmetic_is_of_the_records_where_nothing_may_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they are of all rungs; else of the estimates."""
+    monkeypatch.setattr(invariant, "LADDER", (16, 64))
+
+    class Estimating(Summing):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            return float(config.tile)  # the first is expected to be faster
+
+    kernels = FakeBlas(), Estimating("k", {1: "one", 2: "two"})
+    times = {("blas", 1): 10.0, ("k", 1): 6.0, ("k", 2): 5.0}
+    guess = settings(on_cache_miss="heuristic")
+    for tuned, name in (((16,), "one"), ((16, 64), "two")):
+        root = tmp_path / name
+        d, _ = dispatcher(*kernels, root=root)
+        timed_by_m(d, times)
+        for m in tuned:
+            rung = _at(weight_problem(16), m)
+            d.on_record(rung, d.able(rung, settings()), settings(), tune=True)
+        d, _ = dispatcher(*kernels, root=root)
+        assert chosen(d, 16, guess)[2] == name
+
+
+@pytest.mark.parametrize(
+    ("mode", "capturing", "noted", "why"),
+    [
+        ("tune", False, False, "no config of its arithmetic was timed; "),
+        ("heuristic", False, False, "on_cache_miss='heuristic'; "),
+        ("tune", True, True, "a CUDA graph is being captured; "),
+        ("heuristic", True, True, "a CUDA graph is being captured; "),
+    ],
+)
+def test_an_m_of_a_weight_is_noted_where_it_could_not_be_measured(
+    mode: Any, capturing: bool, noted: bool, why: str, tmp_path: Path
+) -> None:
+    """A tuning that failed would fail again, and a user of heuristics wants none."""
+    d, _ = dispatcher(FakeBlas(), Summing("k", {1: "one", 2: "two"}), root=tmp_path)
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no clock")
+
+    d.tuner.steps = failing  # type: ignore[method-assign]
+    given = settings(arithmetic="two", on_cache_miss=mode)
+    tries = mode == "tune" and not capturing
+    with pytest.warns(TmmWarning, match="no clock") if tries else contextlib.nullcontext():
+        choice = d.choose(replace(weight_problem(16), capturing=capturing), given)
+    assert (choice.origin, choice.arithmetic) == ("heuristic", "two")
+    assert choice.candidate.config == FakeConfig(tile=2)
+    assert choice.reason.startswith(why)
+    assert [miss.problem["m"] for miss in d.store.misses()] == [16] * noted
+
+
 @pytest.mark.parametrize("own_mode", [False, True])
 def test_which_record_is_of_a_problem(own_mode: bool, tmp_path: Path) -> None:
     """The record of its own mode comes first; within a mode the record of the exact M does."""
@@ -1132,6 +1226,174 @@ def test_who_races_is_verified_where_it_was_timed(tmp_path: Path) -> None:
     (_, fast, _) = d.record_of(edge).candidates  # type: ignore[union-attr]
     assert fast.inside_us == {50: 150.0}
     assert [d.first_use.is_verified(asked, c) for c in racing.values()] == [False, True]
+
+
+@pytest.mark.parametrize("racers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("origin", "m", "ended", "on_record"),
+    [
+        ("cache", 50, False, True), ("tuned", 50, False, True), ("heuristic", 50, False, True),
+        ("cache", 64, False, True), ("cache", 50, True, True), ("cache", 50, False, False),
+    ],
+)  # fmt: skip
+def test_which_calls_race_the_best_of_a_record(
+    racers: int, origin: Any, m: int, ended: bool, on_record: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two candidates at least, at an M at which nothing was measured, and each M once."""
+    fast = FakeKernel("fast")
+    choice = Choice(Candidate(fast, FakeConfig()), origin)
+    for mode in ("tune", "background"):
+        d, later = deferred()
+        mine = settings(on_cache_miss=mode)
+        asked, edge = problem(m=m), problem(m=64)
+        raced: list[int] = []
+
+        def racing(query: Any, candidates: Any, raced: Any = raced) -> Any:
+            raced.append(len(candidates))
+            yield ()
+
+        monkeypatch.setattr(d, "record_of", lambda key: object() if on_record else None)
+        monkeypatch.setattr(d, "_racers", lambda record, query: dict.fromkeys(range(racers)))
+        monkeypatch.setattr(d, "_racing", racing)
+        name = asked.bare(), mine
+        if ended:
+            d.ended[name] = ""
+        query = deferring.Query(asked, edge, mine, [], 0.0, None)
+        races = racers >= 2 and on_record and origin != "heuristic" and m != 64 and not ended
+        for _ in range(2):
+            assert d.raced(query, choice) is not (races and mode == "background")
+        if mode == "tune":
+            assert raced == [racers] * races
+            assert (name in d.ended) is (races or ended)
+        else:
+            assert len(later.tasks) == 2 * races
+            assert raced == []
+
+
+@pytest.mark.parametrize(
+    ("stamped", "origin", "extent"),
+    [
+        ("nothing", "cache", "first use"), ("another size", "cache", "brief"),
+        ("another size", "forced", "brief"), ("the bucket's winner", "cache", "brief"),
+        ("the bucket's winner", "tuned", "brief"), ("the bucket's winner", "forced", "first use"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("end", ["right", "wrong", "no memory"])
+def test_how_much_of_a_candidate_is_verified_at_its_first_use(
+    stamped: str, origin: Any, extent: str, end: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Little, if it was verified at another size of its bucket; it is stamped if it is right."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    asked, edge = problem(m=2000), problem(m=2048)
+    candidate = Candidate(FakeKernel("fast"), FakeConfig())
+    choice = Choice(candidate, origin)
+    if stamped == "another size":
+        d.first_use.stamp(problem(m=1999), candidate)
+    elif stamped == "the bucket's winner":
+        d.first_use.stamp_winner(DEVICE, recorded(edge, result("fast", 1.0, config={"tile": 1})))
+    asked_for: list[Any] = []
+
+    class Verifier:
+        def __init__(self, problem: Problem, device: Any, **options: Any) -> None:
+            asked_for.append((problem, device, options))
+
+        def verdict(self, launcher: Any, *, extent: str) -> Verdict:
+            asked_for.append((launcher, extent))
+            if end == "no memory":
+                raise torch.OutOfMemoryError("too large\nand more")
+            return Verdict(0.0, None if end == "right" else "it is wrong")
+
+    monkeypatch.setattr(verifier, "Verifier", Verifier)
+    assert not d.first_use.is_verified(asked, candidate)
+    launcher: Any = "launcher"
+    verdict = d.first_use.verify(asked, choice, launcher, memory_limit=77)
+    options = {"memory_limit": 77, "sampled": True}
+    assert asked_for == [(asked, torch.device("cpu"), options), ("launcher", extent)]
+    assert (verdict.ok, verdict.unknown) == (end == "right", end == "no memory")
+    assert verdict.cause == ("passing" if end == "no memory" else None)
+    assert verdict.reason == {
+        "right": None, "wrong": "it is wrong", "no memory": "cannot be verified: too large",
+    }[end]  # fmt: skip
+    assert d.first_use.is_verified(asked, candidate) is (end == "right")
+
+
+@pytest.mark.parametrize(
+    ("won_at", "evidence", "found"),
+    [
+        (2048, None, 2048), (2000, None, 2000), (2048, 2048, 2048), (2000, 2048, None),
+        (2048, 2000, None), (4096, 4096, 4096), (4096, None, None),
+    ],
+)  # fmt: skip
+def test_a_choice_won_at_the_size_of_its_evidence(
+    won_at: int, evidence: int | None, found: int | None, tmp_path: Path
+) -> None:
+    """Without evidence, at its own size or at its bucket's."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    asked, candidate = problem(m=2000), Candidate(FakeKernel("fast"), FakeConfig())
+    won = result("fast", 1.0, config={"tile": 1})
+    d.first_use.stamp_winner(DEVICE, recorded(problem(m=won_at), won))
+    of = None if evidence is None else problem(m=evidence)
+    for origin in ("cache", "tuned"):
+        choice = Choice(candidate, origin, evidence=of)
+        assert d.first_use._tuned_at(asked, choice) == found
+        assert d.first_use.may_launch(asked, choice) is (found == 2000)
+    for origin in ("forced", "neighbour", "heuristic"):
+        assert d.first_use._tuned_at(asked, Choice(candidate, origin, evidence=of)) is None
+
+
+def test_a_record_answers_if_it_cannot_be_completed(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("new"), root=tmp_path)
+    key, mine = problem(m=64), settings()
+    partial = recorded(key, result("blas", 9.0))
+    d.store.save(DEVICE.gpu, DEVICE.environment, partial)
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no clock")
+
+    d.tuner.steps = failing  # type: ignore[method-assign]
+    able = d.able(key, mine)
+    assert d.on_record(key, able, mine, tune=False) == partial
+    with pytest.warns(TmmWarning, match="tuning failed: RuntimeError: no clock"):
+        assert d.on_record(key, able, mine, tune=True) == partial
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("on_record", [False, True])
+def test_a_record_without_all_kernels_answers_while_it_is_completed(
+    ended: bool, on_record: bool, tmp_path: Path
+) -> None:
+    """Until then another answer may come; later this one stays."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("old"), FakeKernel("new"), root=tmp_path)
+    later = d.__dict__["background"] = Later()
+    asked = problem(m=64)
+    if on_record:
+        partial = recorded(asked, result("old", 5.0), result("blas", 9.0))
+        d.store.save(DEVICE.gpu, DEVICE.environment, partial)
+    query = deferring.Query(asked, asked, LATER, d.able(asked, LATER), 0.0, None)
+    if ended:
+        d.ended[asked, LATER] = "tuning gave no usable winner"
+    choice = d._later(query)
+    kernel = "old" if on_record else "blas"
+    assert (choice.candidate.kernel.name, choice.lasting) == (kernel, ended)
+    assert choice.origin == ("cache" if on_record else "fallback")
+    assert len(later.tasks) == (not ended)
+    if not on_record:
+        why = "tuning gave no usable winner" if ended else "later calls tune it in the background"
+        assert choice.reason.startswith(why)
+
+
+def test_blas_that_a_record_names_is_chosen_for_no_other_reason(tmp_path: Path) -> None:
+    """Inside a bucket it may replace another choice, and says so."""
+    for fast, said in ((20.0, False), (5.0, True)):
+        d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path / str(said))
+        blas = result("blas", 10.0, inside_us={33: 10.0, 49: 10.0})
+        other = result("fast", fast, inside_us={33: 20.0, 49: 20.0})
+        results = (other, blas) if said else (blas, other)  # the winner is the first
+        d.store.save(DEVICE.gpu, DEVICE.environment, recorded(problem(m=64), *results))
+        choice = d.choose(problem(m=40), settings())
+        assert choice.candidate.kernel.name == "blas"
+        assert ("BLAS is not beaten around M=40" in choice.reason) is said
 
 
 @pytest.mark.parametrize("estimate", [None, 5.0])

@@ -211,8 +211,8 @@ ENVIRON = [
     Mutant(
         "busy-waits",
         "dispatch/dispatcher.py",
-        "waits = problem.batch_invariant or problem.deterministic",
-        "waits = True",
+        "waits = problem.batch_invariant\n",
+        "waits = True\n",
         "ranks tune one after another",
         (BUSY,),
     ),

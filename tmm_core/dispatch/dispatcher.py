@@ -306,10 +306,10 @@ class Dispatcher(Deferring):
         measures."""
         problem, key, settings = query.problem, query.key, query.settings
         try:
-            # Where two calls must give the same bits, an interim answer is not allowed.
-            waits = problem.batch_invariant or problem.deterministic
             known = key == problem.bare() or query.spent > settings.tune_budget
             able = query.able if known else self.able(key, settings)
+            # Where two calls must give the same bits, an interim answer is not allowed.
+            waits = problem.batch_invariant
             record = self._tune(key, able, settings, wait=waits, spent=query.spent)
         except BusyError:
             return self._meanwhile(query)
