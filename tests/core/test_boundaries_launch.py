@@ -91,6 +91,26 @@ def test_shapes_are_those_of_torch(one: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("a", "b", "packs", "shape"),
+    [
+        ((4, 3), (6, 5), (2, 1), (4, 5)), ((4, 6), (3, 5), (1, 2), (4, 5)),
+        ((3,), (6,), (2, 1), ()), ((6,), (3,), (1, 2), ()),
+        ((2, 4, 3), (2, 3, 5), (2, 2), (2, 4, 5)),
+        ((), (6, 5), (2, 1), None), ((4, 3), (), (2, 1), None), ((4, 3), (), (1, 2), None),
+        ((4, 3), (3, 5), (2, 1), None), ((4, 3), (3, 5), (1, 2), None),
+    ],
+)  # fmt: skip
+def test_packed_values_are_terms_of_sums(a: Any, b: Any, packs: Any, shape: Any) -> None:
+    x, y = torch.empty(a), torch.empty(b)
+    if shape is not None:
+        assert check.product_shape(x, y, packs) == shape
+        return
+    words = "shapes cannot be multiplied" if a and b else "need to be at least 1D"
+    with pytest.raises(RuntimeError, match=words):
+        check.product_shape(x, y, packs)
+
+
+@pytest.mark.parametrize(
     ("alpha", "found"),
     [
         (2, 2), (2.5, 2.5), (True, True), (2**64 - 1, 2**64 - 1), (-(2**63), -(2**63)),
@@ -117,6 +137,17 @@ def test_what_is_no_number(alpha: Any, error: type[Exception]) -> None:
         check.number("matmul", alpha, A)
     if alpha == 1j:
         assert check.number("matmul", alpha, A.to(torch.complex64)) == 1j
+
+
+@pytest.mark.parametrize(
+    ("alpha", "found"),
+    [
+        (np.float64(2), True), (np.int32(2), True), (np.array(2.0), True), (np.ones(1), False),
+        (2.0, False), (2, False), (True, False), ("2", False), (None, False),
+    ],
+)  # fmt: skip
+def test_numbers_of_numpy_are_tensors_in_a_graph(alpha: Any, found: bool) -> None:
+    assert check._is_numpy_number(alpha) is found
 
 
 def test_an_out_that_overlaps_itself_is_refused_in_torchs_words() -> None:
@@ -743,6 +774,59 @@ def test_a_kernel_that_would_end_the_process_raises_an_error_instead() -> None:
         tmm_core.matmul(A, B, kernel="leaving")
 
 
+@pytest.mark.parametrize(
+    ("error", "kernel", "origin", "launching", "known", "kept", "seen"),
+    [
+        # The kernel's launch called itself without end: from now on BLAS answers such calls.
+        (RecursionError(), "k", "heuristic", "k", False, True, "nests"),
+        (RecursionError(), "k", "forced", "k", False, True, "nests"),
+        # A plan from before that was found out is made again.
+        (RecursionError(), "k", "heuristic", None, True, False, "again"),
+        (RecursionError(), "k", "forced", None, True, False, "again"),
+        (RecursionError(), "k", "heuristic", None, True, True, "quarantined"),
+        (RecursionError(), "k", "heuristic", None, False, False, "quarantined"),
+        (RecursionError(), "k", "heuristic", "other", False, True, "quarantined"),
+        (ValueError(), "k", "heuristic", "k", True, False, "quarantined"),
+        (SystemExit(1), "k", "tuned", None, False, True, "quarantined"),
+        # There is no other kernel that could answer, or it would lack memory too.
+        (RecursionError(), "blas", "fallback", "blas", True, False, "raised"),
+        (ValueError(), "blas", "cache", None, False, True, "raised"),
+        (ValueError(), "k", "forced", None, False, True, "raised"),
+        (torch.OutOfMemoryError(), "k", "cache", None, False, True, "raised"),
+        (SystemExit(1), "k", "forced", None, False, True, "refused"),
+        (SystemExit(1), "blas", "cache", None, False, True, "refused"),
+    ],
+)
+def test_what_follows_when_a_launch_raises(
+    error: BaseException, kernel: str, origin: str, launching: str | None, known: bool, kept: bool,
+    seen: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = SimpleNamespace(kernel=kernel, problem="problem", choice=SimpleNamespace(origin=origin))
+    table: dict[Any, Any] = {"x": plan} if kept else {"x": SimpleNamespace(kernel="other")}
+    put_aside: list[Any] = []
+    skips: list[int] = []
+
+    def found(skipped: int = 0) -> str | None:
+        skips.append(skipped)
+        return launching
+
+    chooser = SimpleNamespace(quarantine=lambda *given: put_aside.append(given))
+    monkeypatch.setattr(warm, "reraise", lambda error: None)
+    monkeypatch.setattr(warm, "answerer", lambda: chooser)
+    monkeypatch.setattr(warm, "launching", found)
+    monkeypatch.setattr(warm, "NESTING", {kernel} if known else set())
+    monkeypatch.setattr(warm, "TABLES", [{}, table])
+    if seen == "refused":
+        with pytest.raises(PluginError, match=f"^kernel {kernel} raised SystemExit"):
+            warm.quarantine(plan, error)
+    else:
+        assert warm.quarantine(plan, error) is (seen in ("again", "quarantined"))
+    assert put_aside == [("problem", plan.choice, error)] * (seen == "quarantined")
+    assert (kernel in warm.NESTING) is (known or seen == "nests")
+    assert bool(table) is (seen != "nests")
+    assert set(skips) <= {1}  # the launch that raised is the innermost
+
+
 # -- groups -------------------------------------------------------------------------------
 
 
@@ -776,6 +860,54 @@ def test_no_rows_are_gathered_of_none() -> None:
     assert tmm_core.grouped_matmul(a, b, offs=ends(0, 0), a_index=index).shape == (0, 4)
     with pytest.raises(ValueError, match="gathers rows of an a that has none"):
         tmm_core.grouped_matmul(a, b, offs=ends(1, 1), a_index=torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("along", ["m", "n", "k"])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_the_problem_of_groups_has_all_that_its_call_has(along: Any, given_out: bool) -> None:
+    rows, columns, terms, offs = 6, 4, 8, ends(2, 5)
+    a = torch.randn(rows, terms) if along != "n" else torch.randn(2, rows, terms)
+    b = torch.randn(terms, columns) if along != "m" else torch.randn(2, terms, columns)
+    shape = (2, rows, columns) if along == "k" else (rows, columns)
+    current = tmm_core.settings.current()
+    bare, _ = grouped_call.pose(GroupedArguments(a, b, offs), IDENTITY, current)
+    assert (bare.m, bare.n, bare.k, bare.along, bare.out_shape) == (6, 4, 8, along, shape)
+    assert (bare.bias, bare.residual, bare.scaled, bare.groups) == (
+        None, None, False, tmm_core.Groups(2, along),
+    )  # fmt: skip
+    more: dict[str, Any] = {"residual": torch.randn(shape).bfloat16()} if along != "n" else {}
+    more |= {"bias": torch.randn(4)} if along != "n" else {}
+    if along == "m":
+        more["a_index"], more["out_index"] = torch.arange(6), torch.arange(6, dtype=torch.int32)
+        more["out_weights"] = torch.randn(6)
+    if given_out:
+        more["out"] = torch.empty(shape, dtype=BF16)
+    call = GroupedArguments(
+        a.bfloat16(), b.bfloat16(), offs, **more, alpha=2.0, zeroed=True, out_dtype=BF16
+    )
+    full, _ = grouped_call.pose(call, parse("relu"), current)
+    assert full.groups == tmm_core.Groups(
+        2, along, zeroed=along != "k",
+        **({"a_index": torch.int64, "out_index": torch.int32, "out_weights": FP32}
+           if along == "m" else {}),
+    )  # fmt: skip
+    assert (full.a.dtype, full.b.dtype, full.out.dtype) == (BF16, BF16, BF16)
+    assert (full.scaled, full.epilogue.name) == (True, "relu")
+    if along != "n":
+        assert full.bias is FP32
+        assert full.residual is not None
+        assert full.residual.dtype is BF16
+
+
+def test_indices_and_weights_of_rows_have_one_dimension() -> None:
+    a, b, offs = torch.randn(5, 8), torch.randn(2, 8, 4), ends(2, 5)
+    for name, t in (
+        ("a_index", torch.zeros(5, 1, dtype=torch.int32)), ("out_index", torch.zeros(5, 5).int()),
+        ("out_weights", torch.rand(5, 1)), ("a_index", torch.tensor(3)),
+    ):  # fmt: skip
+        given: Any = {name: t}
+        with pytest.raises(ValueError, match=f"^{name} must have one dimension, got"):
+            grouped_call.check(GroupedArguments(a, b, offs, **given), IDENTITY)
 
 
 @pytest.mark.usefixtures("by_blas")

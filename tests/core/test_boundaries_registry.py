@@ -24,6 +24,7 @@ from tmm_cache.fields import TEXT_MAX
 from torch import nn
 
 from tmm_core import (
+    ConfigError,
     Epilogue,
     PluginError,
     Port,
@@ -710,3 +711,20 @@ def test_formulas_are_registered_when_the_counter_is_imported(
 )  # fmt: skip
 def test_flops_are_two_for_each_term(a: Any, b: Any, found: int) -> None:
     assert flops.matmul_flops(a, b) == found
+
+
+def test_a_config_is_read_of_a_kernel_that_is_not_registered_too() -> None:
+    """As by tools, which are given a kernel. It is not set aside."""
+
+    class Raising(FakeConfig):
+        @classmethod
+        def from_json(cls, document: Any) -> Any:
+            raise KeyError("tile")
+
+    kernel = FakeKernel("k")
+    assert query.read_config(kernel, {"tile": 3}) == FakeConfig(tile=3)
+    with pytest.raises(ConfigError):
+        query.read_config(kernel, {"tiles": 3})
+    kernel.config_type = Raising
+    with pytest.raises(PluginError, match=r"^config_type raised KeyError: 'tile'$"):
+        query.read_config(kernel, {"tile": 3})

@@ -73,7 +73,6 @@ def test_a_disabled_collector_stays_disabled() -> None:
 
 @pytest.mark.parametrize("capturing", [True, False])
 @pytest.mark.parametrize("cuda", [True, False])
-@pytest.mark.slow
 def test_a_plan_that_is_made_during_a_capture_keeps_garbage(
     cuda: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
