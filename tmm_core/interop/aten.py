@@ -61,10 +61,16 @@ class Enabled:
 
     def __enter__(self) -> Enabled:
         with _lock:
-            if self._entered or _stack[-1:] != [self]:
-                _change([*_stack, self])
-            self._entered = True
-        return self
+            first = not self._entered and _stack[-1:] == [self]
+            before = _stack[:-1] if first else _stack[:]
+            try:
+                if not first:
+                    _change([*_stack, self])
+                self._entered = True
+                return self
+            except BaseException:  # there is no block, which would end it
+                _change(before)
+                raise
 
     def __exit__(
         self,
@@ -73,10 +79,19 @@ class Enabled:
         traceback: TracebackType | None,
     ) -> None:
         with _lock:
-            if self in _stack:  # not after disable()
-                others = _stack[::-1]
-                others.remove(self)  # the innermost
-                _change(others[::-1])
+            before = _stack[:]
+            try:
+                self._leave(before)
+            except BaseException:  # Ctrl-C, or of a signal's handler
+                self._leave(before)
+                raise
+
+    def _leave(self, stack: list[Enabled]) -> None:
+        """Put in force what is in force in ``stack`` without the innermost block of this."""
+        if self in stack:  # not after disable()
+            others = stack[::-1]
+            others.remove(self)
+            _change(others[::-1])
 
     def install(self) -> None:
         for name in ENTRY:
@@ -94,12 +109,13 @@ class Enabled:
             elif operator.library is None:  # another block was inside this one
                 operator.torchs = torchs.call_boxed
             if operator.library is None and not operator.left:
-                operator.library = _registered(name, entry_of(operator), self.key)
+                _register(operator, self.key)
                 _recent.append(torch.library.get_kernel(f"aten::{name}", self.key))
         if self.compile:
             from tmm_core.interop import inductor  # imports parts of torch's compiler
 
-            self._set_pass = inductor.install()
+            self._set_pass = not inductor.is_installed()
+            inductor.install()
 
     def uninstall(self) -> None:
         for each in self.answered.values():
@@ -189,19 +205,29 @@ def enable(
     if _key == "CUDA" and not torch.backends.cuda.is_built():
         enabled.ops = ()  # the report says so
     with _lock:
-        _change([*_stack, enabled])
-    return enabled
+        before = _stack[:]
+        try:
+            _change([*before, enabled])
+            return enabled
+        except BaseException:  # the caller has nothing that would end it
+            _change(before)
+            raise
 
 
 def disable() -> None:
     """Undo every :func:`enable`: torch's own kernels answer, and its graphs are compiled as
     before."""
     with _lock:
-        _change([])
+        try:
+            _change([])
+        except BaseException:  # Ctrl-C, or of a signal's handler
+            _change([])
+            raise
 
 
 def _change(stack: list[Enabled]) -> None:
-    """Put the last of ``stack`` in force."""
+    """Put the last of ``stack`` in force. If an exception interrupts this, it can be called again,
+    with any stack."""
     global _last
     if _stack:
         _last = _stack[-1]
@@ -229,14 +255,16 @@ def _answer_anew() -> None:
 warm.WHEN_FORGOTTEN.append(_answer_anew)
 
 
-def _registered(name: str, entry: Callable[..., Any], key: str) -> Any:
-    library = torch.library.Library("aten", "IMPL")
+def _register(operator: Operator, key: str) -> None:
+    """Replace torch's kernel by the operator's entry."""
+    entry = entry_of(operator)
+    # Kept before it replaces anything, so that an interrupted registration can be undone.
+    operator.library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         # Torch warns once per process that a kernel is overridden, which is intended here.
         warnings.filterwarnings("ignore", ".*previously registered kernel", UserWarning)
         warnings.filterwarnings("ignore", ".*Warning only once", UserWarning)
-        library.impl(name, entry, key, with_keyset=True, allow_override=True)
-    return library
+        operator.library.impl(operator.name, entry, key, with_keyset=True, allow_override=True)
 
 
 def enabled_report() -> EnabledReport:

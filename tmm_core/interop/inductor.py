@@ -186,14 +186,19 @@ def _has_pass(before: Any) -> bool:
     return any(isinstance(one, Pass) for one in each)
 
 
-def install() -> bool:
-    """Set the passes for all graphs compiled from now on in this process; returns False if they
-    were already set."""
+def is_installed() -> bool:
+    """Whether the passes are set for all graphs that are compiled in this process."""
     config = compat.inductor_config()
-    set_ = [kind for kind in PASSES if not _has_pass(getattr(config, kind.option))]
-    for kind in set_:
-        setattr(config, kind.option, kind("records", getattr(config, kind.option)))
-    return bool(set_)
+    return all(_has_pass(getattr(config, kind.option)) for kind in PASSES)
+
+
+def install() -> None:
+    """Set the passes for all graphs compiled from now on in this process."""
+    config = compat.inductor_config()
+    for kind in PASSES:
+        before = getattr(config, kind.option)
+        if not _has_pass(before):
+            setattr(config, kind.option, kind("records", before))
 
 
 def uninstall() -> None:
