@@ -205,7 +205,7 @@ class Constants(MixedInputConfig):
             PAIR=2 * b.dtype.itemsize // b.pack,
             PROMOTED=promoted,
             SCALED=scaled,
-            PROGRAM=word_decoders.pair_program(
+            PROGRAM=word_decoders.program(
                 form.name, b.dtype, value, b.zero, scaled, word=config.arranged
             ),
             RAGGED=problem.groups is not None,

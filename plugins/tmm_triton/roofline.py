@@ -69,14 +69,32 @@ def reading_us(problem: Problem, config: TileConfig, programs: int, ahead: float
     """
     machine = Machine.of(problem.device)
     sms = machine.sms
-    threads = 32 * config.num_warps
-    registers = (config.registers(problem) + _OVERHEAD) * threads
-    resident = max(1, min(_REGISTERS // registers, _THREADS // threads, _BLOCKS))
-    in_flight = min(programs / sms, resident) * ahead * sms
+    in_flight = min(programs / sms, _resident(problem, config)) * ahead * sms
     slow = max(1.0, math.sqrt(_READ_LATENCY * machine.memory / in_flight))
-    waves = programs / (sms * resident)
-    load = waves if waves > 1 else programs / sms
-    idle = math.ceil(load) / load - 1
-    steps = math.ceil(waves) * -(-problem.k // config.BLOCK_K)
+    waves, idle = waves_and_idle(problem, config, programs)
+    steps = waves * -(-problem.k // config.BLOCK_K)
     reading = problem.bytes / machine.memory * slow * (1 + idle / 2)
     return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps
+
+
+def waves_and_idle(problem: Problem, config: TileConfig, programs: int) -> tuple[int, float]:
+    """How often SMs get new programs, and the time in which the last programs leave SMs idle,
+    relative to the rest."""
+    sms = Machine.of(problem.device).sms
+    waves = programs / (sms * _resident(problem, config))
+    load = waves if waves > 1 else programs / sms
+    return math.ceil(waves), math.ceil(load) / load - 1
+
+
+def register_limit(problem: Problem, config: TileConfig) -> int:
+    """The most registers of a thread with which an SM holds as many programs as are expected.
+    ptxas would use more of them to move loads, or spill to use fewer."""
+    threads = 32 * config.num_warps
+    return min(255, _REGISTERS // (threads * _resident(problem, config)) // 8 * 8)
+
+
+def _resident(problem: Problem, config: TileConfig) -> int:
+    """Programs that an SM has registers and threads for at once."""
+    threads = 32 * config.num_warps
+    registers = (config.registers(problem) + _OVERHEAD) * threads
+    return max(1, min(_REGISTERS // registers, _THREADS // threads, _BLOCKS))

@@ -10,12 +10,14 @@ cores read; no lane exchanges data with another before the sums are complete.
     lane …                           …
 
 * The order of a sum is free, so both operands are permuted along K such that a lane multiplies the
-  values that it has loaded. The pairs of a tensor core's register are the i-th values of
-  neighbouring words (:mod:`tmm_triton.word_decoders`).
+  values that it has loaded. A tensor core's register holds two values of one word
+  (:mod:`tmm_triton.word_decoders`).
 * A step covers 128 values of a row: a whole group of the scale, or a part of one. The sum of a step
   is multiplied by its scale in fp32, so that the weight's values are never rounded.
 * The warps of a program divide K, and rows of the weight (``WARPS_N``), whose activations then come
-  from the L1 cache. The next step is loaded before this one is multiplied.
+  from the L1 cache. Each warp has the words of several steps on their way.
+* Rows outside the result are read as its last row, and not stored: loads without masks clear no
+  registers.
 * Zero points are subtracted from the sums: Σ a·(q − z) = Σ a·q − z·Σ a.
 
 It is written in Gluon, where the author chooses layouts.
@@ -33,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Problem, Traits
+from tmm_core import Machine, Problem, Traits
 from tmm_core.triton import SEARCH_LIMITED
 from tmm_triton import roofline, word_decoders
 from tmm_triton.blocks import add_residual, affine, finish, store
@@ -47,78 +49,150 @@ STEP = 128
 
 
 @jit
-def _decode(words, PROGRAM: gl.constexpr, PER: gl.constexpr):
-    """The ``PER`` blocks of the i-th values of each word, as the bits of 16-bit floats."""
-    if PER == 8:
-        return gl.inline_asm_elementwise(
-            PROGRAM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        return gl.inline_asm_elementwise(
-            PROGRAM, "=r,=r,=r,=r,r,r", [words],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=2,
-        )  # fmt: skip
+def _quarters(words, WARPS_K: gl.constexpr, ROWS: gl.constexpr, OWN: gl.constexpr):
+    """The quarters of each lane's words, [WARPS_K, ROWS, 4, OWN / 4]."""
+    split = words.reshape([WARPS_K, ROWS, 4, 2, 2, OWN // 4]).permute([0, 1, 2, 5, 3, 4])
+    even, odd = split.split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return first, second, third, fourth
 
 
 @jit
-def _pairs(a, ROWS: gl.constexpr, WARPS_K: gl.constexpr, PER: gl.constexpr):
-    """The 32-bit pairs of ``a``, [WARPS_K, STEP / 2, ROWS], by their place in a word of the weight:
-    blocks of [WARPS_K, STEP / PER, ROWS] in the order of a tensor core's operand."""
-    if PER == 8:
-        # k / 2 = 16 lane + 8 w1 + 4 w0 + place
-        split = a.reshape([WARPS_K, 4, 2, 2, 2, 2, ROWS]).permute([0, 2, 1, 3, 6, 4, 5])
-        even, odd = split.reshape([WARPS_K, 16, ROWS, 2, 2]).split()
-        p0, p2 = even.split()
-        p1, p3 = odd.split()
-        return p0, p1, p2, p3
-    else:  # noqa: RET505
-        # k / 2 = 16 lane + 8 w2 + 4 w1 + 2 w0 + place
-        split = a.reshape([WARPS_K, 4, 2, 2, 2, 2, ROWS]).permute([0, 2, 3, 1, 4, 6, 5])
-        return split.reshape([WARPS_K, 32, ROWS, 2]).split()
+def _halves(pairs, T: gl.constexpr):
+    """Both floats of each pair of 16 bits, in a new last dimension."""
+    return gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(T, bitcast=True)
 
 
 @jit
-def _ordered(v, ROWS: gl.constexpr, WARPS_K: gl.constexpr, PER: gl.constexpr):
-    """Values of the weight, [WARPS_K, ROWS, STEP / PER], in the order of a tensor core's operand:
-    in memory's order the lane's number comes first."""
+def _decoded(words, PROGRAM: gl.constexpr, PER: gl.constexpr, T: gl.constexpr):
+    """The 8 values of each lane's quarter, [WARPS_K, ROWS, 4, 8 / PER], in the order of a tensor
+    core's operand, [WARPS_K, ROWS, 32]: by pairs, then by lanes."""
     if PER == 8:
-        order = v.reshape([WARPS_K, ROWS, 4, 2, 2]).permute([0, 1, 3, 2, 4])
+        first, second, third, fourth = gl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,=r,=r,r", [words],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        pairs = gl.join(gl.join(first, third), gl.join(second, fourth))
     else:
-        order = v.reshape([WARPS_K, ROWS, 4, 2, 2, 2]).permute([0, 1, 3, 4, 2, 5])
-    return order.reshape([WARPS_K, ROWS, 128 // PER])
+        first, second = gl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+        pairs = gl.join(first, second)
+    WARPS_K: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    values = _halves(pairs.reshape([WARPS_K, ROWS, 4, 4]), T)
+    return values.permute([0, 1, 3, 2, 4]).reshape([WARPS_K, ROWS, 32])
 
 
 @jit
-def _multiply(
-    words, a, acc, of_a,
-    PROGRAM: gl.constexpr, PER: gl.constexpr, T: gl.constexpr, ZERO: gl.constexpr,
-    WARPS_K: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
-    B: gl.constexpr, A: gl.constexpr,
-):  # fmt: skip
-    """``acc`` plus one step's products, and ``of_a`` plus the sums of ``a`` if ``ZERO``."""
-    values = _decode(words, PROGRAM, PER)
-    pairs = _pairs(a, BLOCK_M, WARPS_K, PER)
-    for i in gl.static_range(PER):
-        pair = pairs[i // 2]
-        half = (pair if i % 2 == 0 else pair >> 16).to(gl.int16).to(T, bitcast=True)
-        half = gl.convert_layout(half, A)
-        value = _ordered(values[i].to(T, bitcast=True), ROWS, WARPS_K, PER)
-        value = gl.convert_layout(value, B)
-        acc = mma_v2(value, half, acc)
-        if ZERO:
-            of_a = mma_v2(gl.full([WARPS_K, ROWS, 128 // PER], 1.0, T, B), half, of_a)
-    return acc, of_a
+def _arranged(a, PER: gl.constexpr, T: gl.constexpr):
+    """What is multiplied by :func:`_decoded` values, in the same order.
+
+    Args:
+        a: Neighbours along K as 32-bit numbers, four for each lane, [WARPS_K, 16, BLOCK_M].
+    """
+    WARPS_K: gl.constexpr = a.shape[0]
+    BLOCK_M: gl.constexpr = a.shape[2]
+    if PER == 8:
+        # A decoded pair holds values of a word that are four places apart.
+        halves = _halves(a.reshape([WARPS_K, 4, 2, 2, BLOCK_M]), T).permute([0, 3, 5, 1, 2, 4])
+    else:
+        halves = _halves(a.reshape([WARPS_K, 4, 4, BLOCK_M]), T).permute([0, 2, 1, 4, 3])
+    return halves.reshape([WARPS_K, 32, BLOCK_M])
 
 
 @jit
-def _load(ptrs, inside, WHOLE: gl.constexpr, POLICY: gl.constexpr):
-    """Load what is inside. Other registers are cleared, unless no sum depends on them (WHOLE)."""
+def _load(at, step, steps, WHOLE: gl.constexpr, POLICY: gl.constexpr):
+    """Load what belongs to a step of K. There are zeros behind the last one, unless all steps that
+    are asked for exist (``WHOLE``)."""
     if WHOLE:
-        return gl.load(ptrs, mask=inside, eviction_policy=POLICY)
+        return gl.load(at, eviction_policy=POLICY)
     else:  # noqa: RET505
-        return gl.load(ptrs, mask=inside, other=0, eviction_policy=POLICY)
+        return gl.load(at, mask=step < steps, other=0, eviction_policy=POLICY)
+
+
+@jit
+def _with(values, value):
+    """A tuple and one more value."""
+    return values + (value,)  # noqa: RUF005 (Triton knows no starred expressions)
+
+
+@jit
+def _load_ahead(
+    at, part, steps,
+    WARPS_K: gl.constexpr, OF_WORD: gl.constexpr, WHOLE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The words of the first ``STAGES`` steps."""
+    words = ()
+    for i in gl.static_range(STAGES):
+        step = i * WARPS_K
+        loaded = _load(at + step * OF_WORD, step + part, steps, WHOLE, "evict_first")
+        words = _with(words, loaded)
+    return words
+
+
+@jit
+def _number(at, stride, step, steps, GROUP: gl.constexpr, WHOLE: gl.constexpr):
+    """The scales or zero points of a step; ``stride`` is that of groups."""
+    return _load(at + step // (GROUP // 128) * stride, step, steps, WHOLE, "")
+
+
+@jit
+def _numbers_ahead(
+    at, stride, part, steps,
+    WARPS_K: gl.constexpr, GROUP: gl.constexpr, WHOLE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The scales or zero points of the first ``STAGES`` steps."""
+    numbers = ()
+    for i in gl.static_range(STAGES):
+        step = i * WARPS_K + part
+        numbers = _with(numbers, _number(at, stride, step, steps, GROUP, WHOLE))
+    return numbers
+
+
+@jit
+def _add_step(
+    words, scale, zero, acc, of_a, quarters, next_a, step, steps,
+    PROGRAM: gl.constexpr, PER: gl.constexpr, T: gl.constexpr, ZERO: gl.constexpr,
+    ORIGIN: gl.constexpr, B_GROUP: gl.constexpr, WARPS_K: gl.constexpr, ROWS: gl.constexpr,
+    B: gl.constexpr, A: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """``acc`` plus one step's products, multiplied by the scales of its group if there are groups.
+    Without them, ``of_a`` plus the sums of ``a``.
+
+    Words are decoded by quarters, and the next step of ``a`` takes the place of this one by
+    quarters, to save registers. It is returned unless this step is the ``LAST`` one.
+    """
+    own = acc
+    if B_GROUP:
+        own = gl.zeros_like(acc)
+        of_a = own
+    of_words = _quarters(words, WARPS_K, ROWS, 32 // PER)
+    following = ()
+    for i in gl.static_range(4):
+        value = gl.convert_layout(_decoded(of_words[i], PROGRAM, PER, T), B)
+        other = gl.convert_layout(_arranged(quarters[i], PER, T), A)
+        if not LAST:
+            following = _with(following, _load(next_a + 4 * i, step, steps, WHOLE, ""))
+        own = mma_v2(value, other, own)
+        if ZERO:
+            of_a = mma_v2(gl.full([WARPS_K, ROWS, 32], 1.0, T, B), other, of_a)
+    if not B_GROUP:
+        acc = own
+    elif ZERO:
+        acc += (own - of_a * (zero.to(gl.float32) - ORIGIN)) * scale.to(gl.float32)
+    else:
+        acc += own * scale.to(gl.float32)
+    return acc, of_a, following
+
+
+@jit
+def _await_previous():
+    """Wait for the previous launch. All threads wait, and store only after it. The next launch's
+    early part must not overlap the previous launch."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @jit
@@ -136,7 +210,7 @@ def streaming_kernel(
     HALVES: gl.constexpr, B_GROUP: gl.constexpr, PER: gl.constexpr, PROGRAM: gl.constexpr,
     ORIGIN: gl.constexpr,
     WORDS: gl.constexpr, PAIRS: gl.constexpr,
-    WHOLE_N: gl.constexpr, WHOLE_K: gl.constexpr,
+    WHOLE: gl.constexpr, STAGES: gl.constexpr,
     OVERLAPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = a_ptr.dtype.element_ty
@@ -155,85 +229,86 @@ def streaming_kernel(
     part = gl.expand_dims(gl.expand_dims(part, 1), 2)
     row = gl.expand_dims(gl.expand_dims(row, 0), 2)
     word = gl.expand_dims(gl.expand_dims(word, 0), 1)
-    inside_b = WHOLE_N | (first + row % BLOCK_N < N)
-    row = first + row % BLOCK_N + row // BLOCK_N * N
+    row = gl.minimum(first + row % BLOCK_N, N - 1) + row // BLOCK_N * N
 
     a_part = gl.arange(0, WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
-    pair = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
+    pair = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))
     a_part = gl.expand_dims(gl.expand_dims(a_part, 1), 2)
     pair = gl.expand_dims(gl.expand_dims(pair, 0), 2)
-    m = gl.expand_dims(gl.expand_dims(m, 0), 1)
-    inside_a = m < M
+    m = gl.minimum(gl.expand_dims(gl.expand_dims(m, 0), 1), M - 1)
 
     s_part = gl.arange(0, WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))
     s_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))
     s_part = gl.expand_dims(gl.expand_dims(s_part, 1), 2)
     s_row = gl.expand_dims(gl.expand_dims(s_row, 0), 2)
-    inside_s = WHOLE_N | (first + s_row % BLOCK_N < N)
-    s_row = first + s_row % BLOCK_N + s_row // BLOCK_N * N
+    s_row = gl.minimum(first + s_row % BLOCK_N, N - 1) + s_row // BLOCK_N * N
 
     # A step's distance from the base is the same for all lanes.
     b_base = (b_ptr + z * stride_bz).to(gl.pointer_type(gl.int32), bitcast=True)
     a_base = (a_ptr + z * stride_az).to(gl.pointer_type(gl.int32), bitcast=True)
     b_at = (row * (stride_bn // 4) + part * OF_WORD + word).to(gl.uint32)
-    a_at = (m * (stride_am // 2) + a_part * 64 + pair).to(gl.uint32)
-    scale_base = z * stride_bsz + s_row * stride_bsn
+    a_at = (m * (stride_am // 2) + a_part * 64 + pair // 4 * 16 + pair % 4).to(gl.uint32)
+    if b_scale_ptr is not None:
+        scale_at = b_scale_ptr + z * stride_bsz + s_row * stride_bsn
     if ZERO:
-        zero_base = z * stride_0z + s_row * stride_0n
+        zero_at = b_zero_ptr + z * stride_0z + s_row * stride_0n
     steps = K // 128
-    zeros = gl.zeros([WARPS_K, ROWS, BLOCK_M], gl.float32, SUMS)
-    acc = zeros
-    of_a = zeros
+    acc = gl.zeros([WARPS_K, ROWS, BLOCK_M], gl.float32, SUMS)
+    of_a = acc
+    if OVERLAPS and not EARLY:
+        _await_previous()
+    words = _load_ahead(b_base + b_at, part, steps, WARPS_K, OF_WORD, WHOLE, STAGES)
     if EARLY:
-        # Before the previous launch has ended: the caller promises that b is not being written.
-        b = _load(b_base + b_at, inside_b & (part < steps), WHOLE_K, "evict_first")
-    if OVERLAPS:
-        # All threads wait, and store only after it. The next launch's early part must not overlap
-        # the previous launch.
-        gdc_wait()
-        gdc_launch_dependents()
-    if not EARLY:
-        b = _load(b_base + b_at, inside_b & (part < steps), WHOLE_K, "evict_first")
-    a = _load(a_base + a_at, inside_a & (a_part < steps), WHOLE_K, "")
+        # The caller promises that b is not being written.
+        _await_previous()
     if B_GROUP:
-        group = s_part // (B_GROUP // 128)
-        inside = inside_s & (s_part < steps)
-        scale = _load(b_scale_ptr + scale_base + group * stride_bsk, inside, False, "")
-        if ZERO:
-            zero = _load(b_zero_ptr + zero_base + group * stride_0k, inside, False, "")
-    for first_step in range(0, steps, WARPS_K):
-        step = first_step + WARPS_K
-        next_b = _load(
-            b_base + step * OF_WORD + b_at, inside_b & (step + part < steps), WHOLE_K, "evict_first"
+        scales = _numbers_ahead(
+            scale_at, stride_bsk, s_part, steps, WARPS_K, B_GROUP, WHOLE, STAGES
         )
-        next_a = _load(a_base + step * 64 + a_at, inside_a & (step + a_part < steps), WHOLE_K, "")
-        if B_GROUP:
-            group = (step + s_part) // (B_GROUP // 128)
-            inside = inside_s & (step + s_part < steps)
-            next_scale = _load(b_scale_ptr + scale_base + group * stride_bsk, inside, False, "")
-            if ZERO:
-                next_zero = _load(b_zero_ptr + zero_base + group * stride_0k, inside, False, "")
-            own, of_a = _multiply(
-                b, a, zeros, zeros, PROGRAM, PER, T, ZERO, WARPS_K, ROWS, BLOCK_M, B, A
-            )
-            if ZERO:
-                own -= of_a * (zero.to(gl.float32) - ORIGIN)
-                zero = next_zero
-            acc += own * scale.to(gl.float32)
-            scale = next_scale
-        else:
-            acc, of_a = _multiply(
-                b, a, acc, of_a, PROGRAM, PER, T, ZERO, WARPS_K, ROWS, BLOCK_M, B, A
-            )
-        b = next_b
-        a = next_a
+    else:
+        scales = (0,) * STAGES
+    if B_GROUP and ZERO:
+        origins = _numbers_ahead(zero_at, stride_0k, s_part, steps, WARPS_K, B_GROUP, WHOLE, STAGES)
+    else:
+        origins = (0,) * STAGES
+    a = ()
+    for i in gl.static_range(4):
+        a = _with(a, _load(a_base + a_at + 4 * i, a_part, steps, WHOLE, ""))
+    # Without masks the last STAGES steps must load nothing, and follow the loop.
+    for turn in range(0, steps - STAGES * WARPS_K if WHOLE else steps, STAGES * WARPS_K):
+        # After STAGES steps each buffer is at its place again, so no value moves between registers.
+        for i in gl.static_range(STAGES):
+            after = turn + (i + 1) * WARPS_K
+            ahead = turn + (i + STAGES) * WARPS_K
+            acc, of_a, a = _add_step(
+                words[0], scales[0], origins[0], acc, of_a, a,
+                a_base + after * 64 + a_at, after + a_part, steps,
+                PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, WHOLE, False,
+            )  # fmt: skip
+            if B_GROUP:
+                number = _number(scale_at, stride_bsk, ahead + s_part, steps, B_GROUP, WHOLE)
+                scales = _with(scales[1:], number)
+                if ZERO:
+                    number = _number(zero_at, stride_0k, ahead + s_part, steps, B_GROUP, WHOLE)
+                    origins = _with(origins[1:], number)
+            at = b_base + ahead * OF_WORD + b_at
+            loaded = _load(at, ahead + part, steps, WHOLE, "evict_first")
+            words = _with(words[1:], loaded)
+    if WHOLE:
+        for i in gl.static_range(STAGES):
+            after = steps - (STAGES - i - 1) * WARPS_K
+            acc, of_a, a = _add_step(
+                words[i], scales[i], origins[i], acc, of_a, a,
+                a_base + after * 64 + a_at, after + a_part, steps,
+                PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, WHOLE,
+                i == STAGES - 1,
+            )  # fmt: skip
     if not B_GROUP:
         if ZERO:
-            zero = _load(b_zero_ptr + zero_base, inside_s, False, "")
-            acc -= of_a * (zero.to(gl.float32) - ORIGIN)
+            acc -= of_a * (gl.load(zero_at).to(gl.float32) - ORIGIN)
         if b_scale_ptr is not None:
-            acc *= _load(b_scale_ptr + scale_base, inside_s, False, "").to(gl.float32)
+            acc *= gl.load(scale_at).to(gl.float32)
 
     # One element per thread if there are enough threads; neighbours along N.
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K * WARPS_N, 1], [1, 0])
@@ -257,8 +332,8 @@ def streaming_kernel(
 def layouts(
     warps_k: int, warps_n: int, rows: int, block_m: int, per: int
 ) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """The layouts of the weight's words, [warps_k, rows, 128 / per], and of the pairs of ``a``,
-    [warps_k, 64, block_m], in which lanes hold what they multiply: four lanes share a row."""
+    """The layouts of the weight's words, [warps_k, rows, 128 / per], and of a quarter of a step of
+    ``a``, [warps_k, 16, block_m] pairs. Lanes hold what they multiply: four share a row."""
     lane, words = 32 // per, 128 // per  # words of a lane and of a row
     split_k = [[1 << i, 0, 0] for i in range(_bits(warps_k))]
     registers = [[0, 0, 1 << i] for i in range(_bits(lane))]
@@ -269,12 +344,12 @@ def layouts(
     of_words = gl.DistributedLinearLayout(
         registers, quads, along_n + split_k, [], [warps_k, rows, words]
     )
-    registers = [[0, 1 << i, 0] for i in range(4)]
+    registers = [[0, 1, 0], [0, 2, 0]]
     registers += [[0, 0, 8 << i] for i in range(_bits(block_m // 8))]
-    quads = [[0, 16, 0], [0, 32, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    quads = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
     along_n = [[0, 0, 0]] * _bits(warps_n)
     return of_words, gl.DistributedLinearLayout(
-        registers, quads, along_n + split_k, [], [warps_k, 64, block_m]
+        registers, quads, along_n + split_k, [], [warps_k, 16, block_m]
     )
 
 
@@ -290,7 +365,7 @@ class StreamingConfig(TileConfig):
         BLOCK_M: 8 or 16 rows of ``a``; the tile's narrow side.
         BLOCK_N: Columns of the result, at least 16 for each warp along N.
         BLOCK_K: Step along K of all warps together, 128 elements each.
-        num_stages: Always 2: the next step is loaded before this one is multiplied.
+        num_stages: 2 or 4 steps of the weight that a warp holds or awaits.
         early: See :mod:`tmm_triton.pdl`; not ``"l2"``.
     """
 
@@ -300,7 +375,7 @@ class StreamingConfig(TileConfig):
         check("BLOCK_M", self.BLOCK_M, (8, 16))
         check("BLOCK_N", self.BLOCK_N, (16, 32, 64, 128))
         check("BLOCK_K", self.BLOCK_K, (128, 256, 512, 1024, 2048))
-        check("num_stages", self.num_stages, (2,))
+        check("num_stages", self.num_stages, (2, 4))
         check("num_warps", self.num_warps, (1, 2, 4, 8, 16))
         check_early(self.early, able=True)
         if self.num_warps % self.warps_k or 16 * self.warps_n > self.BLOCK_N:
@@ -325,11 +400,13 @@ class StreamingConfig(TileConfig):
         return 4 * self.BLOCK_M * self._rows(problem) * (self.warps_k + 1)
 
     def registers(self, problem: Problem) -> int:
-        """Registers of a thread that hold the operands of this step and the next one, and sums.
-        Of 8 registers for each row of ``a``, the compiler was seen to keep 5.5."""
+        """Registers of a thread for words and scales of ``num_stages`` steps, for sums, and for a
+        step of ``a``, half of it a second time as the tensor cores read it."""
         rows = self._rows(problem) // self.warps_n
         words = rows * STEP * problem.b.dtype.itemsize // (problem.b.pack * 4 * 32)
-        return 2 * words + 11 * self.BLOCK_M // 2 + 2 * rows * self.BLOCK_M // 32
+        numbers = rows // 8 * ((problem.b.scale is not None) + (problem.b.zero is not None))
+        ahead = self.num_stages * (words + (numbers if problem.b.grid else 0))
+        return ahead + 6 * self.BLOCK_M + 2 * rows * self.BLOCK_M // 32
 
     def _rows(self, problem: Problem) -> int:
         return self.BLOCK_N * (2 if problem.gated else 1)
@@ -344,42 +421,33 @@ def _row_scale(problem: Problem) -> dict[str, int]:
     return {"stride_bsz": apart, "stride_bsk": 0, "stride_bsn": row}
 
 
-#: BLOCK_N, BLOCK_K and num_warps that are tried.
-_SHAPES = (
-    (16, 1024, 8),
-    (32, 1024, 8),
-    (16, 512, 4),
-    (32, 512, 4),
-    (32, 512, 8),
-    (64, 256, 4),
-    (64, 512, 8),
-    (64, 256, 2),
-    (128, 256, 8),
-    (128, 256, 4),
-)
-
-
-def _every_shape() -> Iterator[tuple[int, int, int]]:
-    """Every shape for an exhaustive search, also those that no measurement favoured. More than 8
-    warps lack registers."""
-    for n, warps_k, warps_n in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 4, 8)):
+def _shapes(rows: int) -> Iterator[StreamingConfig]:
+    """Every config for ``rows`` of ``a`` but for its start. More than 8 warps lack registers."""
+    warps = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
+    for n, (warps_k, warps_n), stages in itertools.product((16, 32, 64, 128), warps, (2, 4)):
         if warps_k * warps_n <= 8 and 16 * warps_n <= n:
-            yield n, STEP * warps_k, warps_k * warps_n
+            yield StreamingConfig(
+                BLOCK_M=rows, BLOCK_N=n, BLOCK_K=STEP * warps_k, num_stages=stages,
+                num_warps=warps_k * warps_n,
+            )  # fmt: skip
 
 
-#: Time of a launch relative to reading ``b``: without rows, and what each row adds. On an H100
-#: 28672×4096 in 4-bit integers took 1.19 at one row and 1.39 at 16
-#: (``benchmarks/results/h100/quantised_int4.json``).
-_READ, _MULTIPLIED = 1.15, 0.016
+#: µs of a launch, of a wave of programs and of a step of one, and what each row of ``a`` adds to
+#: the whole. They are fitted to 18 products on an H100. Of 32 products, among them 14 others, the
+#: best of the first six configs takes at most 3 % longer than the best of all
+#: (``benchmarks/results/h100/streaming_configs.json``).
+_LAUNCH_US, _WAVE_US, _STEP_US, _ROW = 3.0, 0.75, 0.1, 0.025
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
-_MOST_REGISTERS = 220
+_MOST_REGISTERS = 200
+#: The number of shapes that a tuning tries.
+_TRIED = 6
 
 
 class Streaming(TritonKernel[StreamingConfig]):
     """Up to 16 rows of 16-bit floats, and a weight of packed numbers contiguous along K."""
 
     name = "triton.streaming"
-    version = "1"
+    version = "2"
     # Each of an MMA's sums has its own order, the same for every row.
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = StreamingConfig
@@ -406,23 +474,20 @@ class Streaming(TritonKernel[StreamingConfig]):
             yield f"groups of {problem.b.block[1]} are not multiples of {STEP}"
 
     def configs(self, problem: Problem) -> list[StreamingConfig]:
-        rows = 8 if problem.m <= 8 else 16
-        limited = SEARCH_LIMITED.get()
-        shapes = [
-            StreamingConfig(BLOCK_M=rows, BLOCK_N=n, BLOCK_K=k, num_stages=2, num_warps=warps)
-            for n, k, warps in (_SHAPES if limited else _every_shape())
-        ]
+        shapes = _shapes(8 if problem.m <= 8 else 16)
         fitting = [each for each in shapes if each.registers(problem) <= _MOST_REGISTERS]
         fitting.sort(key=lambda each: self.estimate_us(problem, each))
-        return with_early(fitting[:8] if limited else fitting, ways(problem))
+        tried = fitting[:_TRIED] if SEARCH_LIMITED.get() else fitting
+        return with_early(tried, ways(problem))
 
     def estimate_us(self, problem: Problem, config: StreamingConfig) -> float:
-        """The time to read ``b``, longer if too few bytes are in flight and if the last programs
-        leave SMs idle, and to decode and multiply."""
+        """The time to read ``b``, longer if the last programs leave SMs idle, and to decode."""
         programs = problem.batch * -(-problem.n // config.BLOCK_N)
-        step = config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize / problem.b.pack
-        reading = roofline.reading_us(problem, config, programs, 1.5 * step)
-        return (_READ + _MULTIPLIED * problem.m) * reading
+        waves, idle = roofline.waves_and_idle(problem, config, programs)
+        reading = problem.bytes / Machine.of(problem.device).memory * (1 + idle / 2)
+        steps = -(-problem.k // config.BLOCK_K)
+        us = _LAUNCH_US + reading + waves * (_WAVE_US + _STEP_US * steps)
+        return us * (1 + _ROW * problem.m)
 
     def builds(self, problem: Problem, config: StreamingConfig) -> list[Build]:
         overlaps = config.early != "" and hopper_or_later(problem)
@@ -438,18 +503,19 @@ class Streaming(TritonKernel[StreamingConfig]):
             "WARPS_N": config.warps_n,
             "HALVES": halves,
             "PER": per,
-            "PROGRAM": word_decoders.program(form.name, problem.b.dtype, problem.a.dtype),
+            "PROGRAM": word_decoders.program(
+                form.name, problem.b.dtype, problem.a.dtype, word=True
+            ),
             "ORIGIN": form.origin,
             "WORDS": words,
             "PAIRS": pairs,
-            "WHOLE_N": problem.n % config.BLOCK_N == 0,
-            "WHOLE_K": problem.k % config.BLOCK_K == 0,
+            "WHOLE": problem.k % (config.BLOCK_K * config.num_stages) == 0,
+            "STAGES": config.num_stages,
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, 1)
-        # Without this limit ptxas spills, to save registers for one more resident block.
-        registers = min(255, (config.registers(problem) + 64) // 8 * 8)
+        registers = roofline.register_limit(problem, config)
         options: dict[str, Any] = {"launch_pdl": overlaps, "maxnreg": registers}
         return [
             build(

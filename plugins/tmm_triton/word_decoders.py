@@ -1,9 +1,8 @@
 """Decodes 32-bit words of packed weights to 16-bit floats by PTX instructions in registers.
 
-A word holds 8 values of 4 bits or 4 of 8 bits, lowest bits first. Each program decodes two words at
-a time into pairs, because a register of a tensor core operand holds two 16-bit values. The i-th
-pair holds the i-th value of the first word and of the second. No value moves between threads and no
-table is read.
+A word holds 8 values of 4 bits or 4 of 8 bits, lowest bits first. They are decoded into pairs,
+because a register of a tensor core operand holds two 16-bit values. No value moves between threads
+and no table is read.
 
 4-bit integers and int8 are inserted into the mantissa of a float whose unit in the last place is
 one, from which a subtraction removes the offset. Both steps are exact.
@@ -15,32 +14,13 @@ import torch
 
 #: Values in a word, by format.
 PER_WORD = {"int4": 8, "int4_signed": 8, "int8": 4, "fp8": 4}
-#: Formats of :func:`pair_program`.
+#: Formats of :func:`program`.
 PAIRS = (*PER_WORD, "mxfp4", "mxfp8")
-
-
-def program(form: str, stored: torch.dtype, value: torch.dtype) -> str:
-    """The PTX that decodes two words, ``$n`` and ``$n+1``, to the ``n = PER_WORD[form]`` registers
-    ``$0`` to ``$n-1``.
-
-    Args:
-        form: A format of :data:`PER_WORD`.
-        stored: The dtype of its stored numbers.
-        value: ``torch.bfloat16`` or ``torch.float16``.
-    """
-    brain = value is torch.bfloat16
-    if form in ("int4", "int4_signed"):
-        lines = _int4(brain, signed=form == "int4_signed")
-    elif form == "int8":
-        lines = _int8(brain)
-    else:
-        lines = _fp8("e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2", brain)
-    return "\n".join(["{", *lines, "}"])
 
 
 def offset(form: str, value: torch.dtype, zero: torch.dtype) -> int:
     """The number that is subtracted together with a zero point of dtype ``zero`` after
-    :func:`pair_program`'s decoding. An integer zero point is subtracted together with the offset
+    :func:`program`'s decoding. An integer zero point is subtracted together with the offset
     that an int4 number has in the mantissa of a float. A fractional one is subtracted afterwards,
     because the mantissa has no bits for it."""
     if form not in ("int4", "int4_signed"):
@@ -51,7 +31,7 @@ def offset(form: str, value: torch.dtype, zero: torch.dtype) -> int:
     return origin + (128 if value is torch.bfloat16 else 1024)
 
 
-def pair_program(
+def program(
     form: str,
     stored: torch.dtype,
     value: torch.dtype,
@@ -64,7 +44,8 @@ def pair_program(
 
     Args:
         form: One of :data:`PAIRS`.
-        stored, value: As for :func:`program`.
+        stored: The dtype of its stored numbers.
+        value: ``torch.bfloat16`` or ``torch.float16``.
         zero: The dtype of zero points: ``$2`` is a pair of ``-(zero point + offset(…))``.
         scaled: The last operand multiplies the result: ``"pair"``, a pair, or, for formats that
             are decoded through fp32, ``"wide"``, one fp32 number.
@@ -89,17 +70,17 @@ def pair_program(
     ]
     for i in range(count):
         if form in ("int4", "int4_signed"):
-            lines += _int4_pair(source, i, count, brain, signed=form == "int4_signed")
+            lines += _int4(source, i, count, brain, signed=form == "int4_signed")
             if zero is None or zero.is_floating_point:
                 own = "0xC308C308" if brain else "0xE408E408"
                 lines += [f"mov.b32 offset, {own};", f"fma.rn.{kind} t, t, one, offset;"]
         elif form == "int8":
-            lines += _int8_pair(source, i, brain, wide)
+            lines += _int8(source, i, brain, wide)
         elif form == "mxfp4":
-            lines += _e2m1_pair(source, i, count, brain)
+            lines += _e2m1(source, i, count, brain)
         else:
             of = "e4m3x2" if stored is torch.float8_e4m3fn else "e5m2x2"
-            lines += _fp8_pair(source, i, of, brain, wide)
+            lines += _fp8(source, i, of, brain, wide)
         if zero is not None:
             lines += [f"fma.rn.{kind} t, t, one, {origin};"]
         if scaled == "pair":
@@ -109,9 +90,10 @@ def pair_program(
     return "\n".join(["{", *lines, "}"])
 
 
-def _int4_pair(source: str, i: int, count: int, brain: bool, signed: bool) -> list[str]:
-    """As :func:`_int4`. In a word both numbers of the i-th pair have the same place in its halves;
-    the higher one of a single pair is moved to the higher half by a multiplication."""
+def _int4(source: str, i: int, count: int, brain: bool, signed: bool) -> list[str]:
+    """``q``, or ``q + 8`` in two's complement, becomes the lowest bits of 128 in bfloat16, or of
+    1024 in float16. In a word both numbers of the i-th pair have the same place in its halves; the
+    higher one of a single pair is moved to the higher half by a multiplication."""
     magic = 0x43004300 if brain else 0x64006400
     if signed:
         magic |= 0x00080008  # its sign bit is flipped
@@ -121,8 +103,8 @@ def _int4_pair(source: str, i: int, count: int, brain: bool, signed: bool) -> li
     ]
 
 
-def _int8_pair(source: str, i: int, brain: bool, wide: str) -> list[str]:
-    """As :func:`_int8`."""
+def _int8(source: str, i: int, brain: bool, wide: str) -> list[str]:
+    """``q + 128`` becomes the lowest byte of 2²³ in float32, from which 2²³ + 128 is subtracted."""
     return [
         f"xor.b32 u, {source}, 0x80808080;",
         "mov.b32 magic, 0x4B000000;",
@@ -136,10 +118,10 @@ def _int8_pair(source: str, i: int, brain: bool, wide: str) -> list[str]:
     ]
 
 
-def _e2m1_pair(source: str, i: int, count: int, brain: bool) -> list[str]:
+def _e2m1(source: str, i: int, count: int, brain: bool) -> list[str]:
     """Exponent and mantissa become the lowest exponent bits and the highest mantissa bit of a
     16-bit float, which is multiplied by the ratio of both units: 2**126 or 2**14. Both numbers are
-    brought to their halves as by :func:`_int4_pair`."""
+    brought to their halves as by :func:`_int4`."""
     shift, mask, ratio = (
         (6, "0x01C001C0", "0x7E807E80") if brain else (9, "0x0E000E00", "0x74007400")
     )
@@ -157,8 +139,8 @@ def _e2m1_pair(source: str, i: int, count: int, brain: bool) -> list[str]:
     ]
 
 
-def _fp8_pair(source: str, i: int, kind: str, brain: bool, wide: str) -> list[str]:
-    """As :func:`_fp8`."""
+def _fp8(source: str, i: int, kind: str, brain: bool, wide: str) -> list[str]:
+    """Through float16, which holds every 8-bit float."""
     lines = [
         f"mov.b32 {{low, high}}, {source};",
         f"cvt.rn.f16x2.{kind} t, {('low', 'high')[i]};",
@@ -176,72 +158,3 @@ def _rounded(brain: bool, wide: str) -> list[str]:
         lines += [f"mov.b32 scale, {wide};"]
         lines += ["mul.f32 x, x, scale;", "mul.f32 y, y, scale;"]
     return [*lines, "cvt.rn.bf16x2.f32 t, y, x;" if brain else "cvt.rn.f16x2.f32 t, y, x;"]
-
-
-def _int4(brain: bool, signed: bool) -> list[str]:
-    """``q − 8``, or ``q`` in two's complement: ``q`` (``q + 8``) becomes the lowest bits of 128 in
-    bfloat16, or of 1024 in float16."""
-    magic, one, offset, fma = (
-        ("0x43004300", "0x3F803F80", "0xC308C308", "fma.rn.bf16x2")
-        if brain
-        else ("0x64006400", "0x3C003C00", "0xE408E408", "fma.rn.f16x2")
-    )
-    lines = [
-        ".reg .b32 low, high, t, one, offset;",
-        "prmt.b32 low, $8, $9, 0x5410;",
-        "prmt.b32 high, $8, $9, 0x7632;",
-        *(f"xor.b32 {half}, {half}, 0x88888888;" for half in ("low", "high") if signed),
-        f"mov.b32 one, {one};",
-        f"mov.b32 offset, {offset};",
-    ]
-    for i in range(8):
-        half = "low" if i < 4 else "high"
-        lines += [
-            f"shr.u32 t, {half}, {4 * (i % 4)};",
-            f"lop3.b32 t, t, 0x000F000F, {magic}, 0xEA;",  # (t & mask) | magic
-            f"{fma} ${i}, t, one, offset;",
-        ]
-    return lines
-
-
-def _int8(brain: bool) -> list[str]:
-    """``q + 128`` becomes the lowest byte of 2²³ in float32, from which 2²³ + 128 is subtracted."""
-    round_pair = "cvt.rn.bf16x2.f32" if brain else "cvt.rn.f16x2.f32"
-    lines = [
-        ".reg .b32 u, v, s, t, magic;",
-        ".reg .f32 x, y, offset;",
-        "xor.b32 u, $4, 0x80808080;",
-        "xor.b32 v, $5, 0x80808080;",
-        "mov.b32 magic, 0x4B000000;",
-        "mov.b32 offset, 0x4B000080;",
-    ]
-    for i in range(4):
-        lines += [
-            f"prmt.b32 s, u, magic, 0x754{i};",
-            f"prmt.b32 t, v, magic, 0x754{i};",
-            "mov.b32 x, s;",
-            "mov.b32 y, t;",
-            "sub.f32 x, x, offset;",
-            "sub.f32 y, y, offset;",
-            f"{round_pair} ${i}, y, x;",
-        ]
-    return lines
-
-
-def _fp8(kind: str, brain: bool) -> list[str]:
-    """Through float16, which holds every 8-bit float."""
-    lines = [".reg .b32 t;", ".reg .b16 pair, rest, p, q;", ".reg .f32 x, y;"]
-    for i in range(4):
-        lines += [
-            f"prmt.b32 t, $4, $5, 0x00{4 + i}{i};",
-            "mov.b32 {pair, rest}, t;",
-            f"cvt.rn.f16x2.{kind} " + ("t" if brain else f"${i}") + ", pair;",
-        ]
-        if brain:
-            lines += [
-                "mov.b32 {p, q}, t;",
-                "cvt.f32.f16 x, p;",
-                "cvt.f32.f16 y, q;",
-                f"cvt.rn.bf16x2.f32 ${i}, y, x;",
-            ]
-    return lines

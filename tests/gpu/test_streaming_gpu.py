@@ -95,10 +95,11 @@ def test_gate_and_residual(m: int) -> None:
     )
 
 
+@pytest.mark.parametrize("k", [2048, 2304])
 @pytest.mark.parametrize("m", [3, 16])
-def test_every_config_is_right_and_repeats_its_bits(m: int) -> None:
-    w, values = weight("int4", 520, 2304, 128, torch.bfloat16)
-    x = torch.randn(m, 2304, device="cuda", dtype=torch.bfloat16) / 48
+def test_every_config_is_right_and_repeats_its_bits(m: int, k: int) -> None:
+    w, values = weight("int4", 520, k, 128, torch.bfloat16)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) / 48
     expected = x.double() @ values.T
     plan = tmm_core.plan(x, w.t(), kernel=KERNEL)
     configs = Streaming().configs(plan.problem)

@@ -1,4 +1,5 @@
-"""Mutants of ``triton.mixed_input``, of the programs that decode pairs, and of what sends jobs."""
+"""Mutants of ``triton.mixed_input``, ``triton.streaming``, of the programs that decode pairs, and of
+what sends jobs."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ MIXED = "tests/plugins/test_mixed_input.py"
 PROGRAMS = "tests/plugins/test_word_programs.py::test_every_pair"
 SHARED = (f"{MIXED}::test_consumers_share_columns_and_steps",)
 SCALES = (f"{MIXED}::test_scales_and_zero_points",)
+STREAMING = "tmm_triton/streaming.py"
+STREAMED = ("tests/plugins/test_streaming.py::test_arithmetic_addresses_masks",)
 ARRANGED = (f"{MIXED}::test_values_along_k_in_the_order_of_the_stored_pairs",)
 GROUPS = (f"{MIXED}::test_groups_of_rows",)
 
@@ -124,6 +127,38 @@ PACKED = [
         "",
         "rows are arranged before they arrive",
         ARRANGED,
+    ),
+    Mutant(
+        "streaming-whole",
+        STREAMING,
+        "problem.k % (config.BLOCK_K * config.num_stages) == 0",
+        "problem.k % config.BLOCK_K == 0",
+        "steps behind the last one are read without masks",
+        STREAMED,
+    ),
+    Mutant(
+        "streaming-rest",
+        STREAMING,
+        "for i in gl.static_range(STAGES):\n            after = steps",
+        "for i in gl.static_range(STAGES - 1):\n            after = steps",
+        "the last step is left out",
+        STREAMED,
+    ),
+    Mutant(
+        "streaming-row",
+        STREAMING,
+        "m = gl.minimum(gl.expand_dims(gl.expand_dims(m, 0), 1), M - 1)",
+        "m = gl.expand_dims(gl.expand_dims(m, 0), 1)",
+        "rows behind the last one are read",
+        STREAMED,
+    ),
+    Mutant(
+        "streaming-gate",
+        STREAMING,
+        "row = gl.minimum(first + row % BLOCK_N, N - 1) + row // BLOCK_N * N\n\n    a_part",
+        "row = gl.minimum(first + row % BLOCK_N, N - 1)\n\n    a_part",
+        "the up projection is the gate",
+        STREAMED,
     ),
     Mutant(
         "word-place",

@@ -66,7 +66,7 @@ def test_declines(change: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"BLOCK_M": 32}, {"BLOCK_K": 64}, {"num_stages": 1}, {"num_warps": 2}, {"num_warps": 16}],
+    [{"BLOCK_M": 32}, {"BLOCK_K": 64}, {"num_stages": 3}, {"num_warps": 2}, {"num_warps": 16}],
 )
 def test_config_bounds(change: dict[str, int]) -> None:
     assert StreamingConfig.from_json(FIELDS) == StreamingConfig(**FIELDS)
@@ -134,13 +134,19 @@ def scatter(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
     pointer.memory[index[mask]] = values[mask]
 
 
-def decoded(form: str) -> Any:
-    """``_decode`` by shifts."""
+def decoder(form: str) -> Any:
+    """What a word decoder's PTX does, by shifts: a word's values as pairs of 16-bit numbers."""
 
-    def decode(words: Tile, program: str, per: int) -> list[Tile]:
+    def decode(program: str, constraints: str, words: list[Tile], **_: Any) -> list[Tile]:
+        per = 2 * constraints.count("=r")
         bits = 32 // per
-        codes = [(words >> (bits * i)) & ((1 << bits) - 1) for i in range(per)]
-        return [code - 8 if form == "int4" else code.astype(np.int8).view(Tile) for code in codes]
+        codes = [(words[0] >> (bits * i)) & ((1 << bits) - 1) for i in range(per)]
+        if form == "int4":
+            pairs = [(codes[i] - 8, codes[i + 4] - 8) for i in range(4)]
+        else:
+            values = [code.astype(np.int8).astype(np.int64) for code in codes]
+            pairs = [(values[0], values[1]), (values[2], values[3])]
+        return [((low & 0xFFFF) | (high << 16)).view(Tile) for low, high in pairs]
 
     return decode
 
@@ -153,6 +159,10 @@ def run_program(arguments: dict[str, Any], form: str, program: tuple[int, int, i
         arange=lambda start, end, layout: np.arange(start, end).view(Tile),
         expand_dims=lambda x, axis: np.expand_dims(x, axis).view(Tile),
         zeros=lambda shape, dtype, layout: np.zeros(shape).view(Tile),
+        zeros_like=np.zeros_like,
+        minimum=np.minimum,
+        join=lambda x, y: np.stack([x, y], -1).view(Tile),
+        inline_asm_elementwise=decoder(form),
         convert_layout=lambda x, layout: x,
         sum=lambda x, axis: np.sum(x, axis=axis).view(Tile),
         load=gather,
@@ -176,8 +186,8 @@ def run_program(arguments: dict[str, Any], form: str, program: tuple[int, int, i
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):
-                names[name] = types.FunctionType(function.__code__, names, name)
-    names["_decode"] = decoded(form)
+                code, given = function.__code__, function.__defaults__
+                names[name] = types.FunctionType(code, names, name, given)
     names["streaming_kernel"](**arguments)
 
 
@@ -192,17 +202,21 @@ def rows_of(values: np.ndarray, gap: int) -> tuple[Words, int]:
 
 
 @pytest.mark.parametrize(
-    ("z", "m", "n", "k", "warps_n"),
-    [(1, 16, 64, 1024, 1), (1, 13, 50, 640, 2), (1, 1, 33, 128, 1), (3, 7, 40, 384, 2)],
-)
+    ("z", "m", "n", "k", "warps_n", "stages"),
+    [
+        (1, 16, 64, 1024, 1, 2), (1, 13, 50, 640, 2, 4), (1, 1, 33, 128, 1, 2),
+        (3, 7, 40, 384, 2, 2), (1, 9, 33, 1024, 1, 4), (1, 8, 40, 2048, 2, 4), (1, 5, 33, 768, 1, 2),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("form", ["int4", "int8"])
 def test_arithmetic_addresses_masks(
-    form: str, z: int, m: int, n: int, k: int, warps_n: int, gated: bool
+    form: str, z: int, m: int, n: int, k: int, warps_n: int, stages: int, gated: bool
 ) -> None:
     config = StreamingConfig(
-        BLOCK_M=8 if m <= 8 else 16, BLOCK_N=32, BLOCK_K=256, num_stages=2, num_warps=2 * warps_n
-    )
+        BLOCK_M=8 if m <= 8 else 16, BLOCK_N=32, BLOCK_K=256, num_stages=stages,
+        num_warps=2 * warps_n,
+    )  # fmt: skip
     weight = {"int4": INT4, "int8": INT8}[form]
     size = {"batch": z, "m": m, "n": n, "k": k, "b": weight}
     problem = replace(DECODE, **size, bias=BF16, residual=ROW, scaled=True)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.word_decoders import PAIRS, PER_WORD, offset, pair_program, program
+from tmm_triton.word_decoders import PAIRS, offset, program
 
 from tmm_core import formats
 
@@ -136,30 +136,11 @@ class Machine:
             self.registers[to] = pairs(low, high, FP16)
 
 
-STORED = {"fp8": tuple(formats.named("fp8").storage)}
 CASES = [
-    (name, stored, value)
-    for name in PER_WORD
-    for stored in STORED.get(name, formats.named(name).storage[:1])
-    for value in (BF16, FP16)
+    (name, storage)
+    for name in PAIRS
+    for storage in formats.named(name).storage[: 2 if name == "fp8" else 1]
 ]
-
-
-@pytest.mark.parametrize(("name", "stored", "value"), CASES, ids=str)
-def test_pairs_of_values(name: str, stored: torch.dtype, value: torch.dtype) -> None:
-    count, form = PER_WORD[name], formats.named(name)
-    first = torch.cat((torch.arange(256) * 0x01010101, torch.randint(0, 2**32, (512,))))
-    second = torch.cat((torch.randint(0, 2**32, (512,)), torch.arange(256) * 0x01010101))
-    machine = Machine({f"${count}": first, f"${count + 1}": second})
-    machine.run(program(name, stored, value))
-    expected = [
-        form.dequantize(form.unpacked(words(each).view(stored).unflatten(-1, (-1, 4))))
-        for each in (first, second)
-    ]
-    for place in range(count):
-        found = halves(machine.registers[f"${place}"], value)
-        truth = torch.stack([each[:, place] for each in expected], -1).to(value).double()
-        torch.testing.assert_close(found, truth, rtol=0, atol=0, equal_nan=True)
 
 
 def stored_pairs(form: str) -> Tensor:
@@ -177,16 +158,17 @@ def twice(number: float, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("value", [BF16, FP16])
 @pytest.mark.parametrize("zero", [None, "whole", "fraction"])
 @pytest.mark.parametrize("scaled", [None, "pair", "wide"])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "storage"), CASES, ids=str)
 def test_every_pair(
-    name: str, scaled: str | None, zero: str | None, value: torch.dtype, word: bool
-) -> None:
+    name: str, storage: torch.dtype, scaled: str | None, zero: str | None, value: torch.dtype,
+    word: bool,
+) -> None:  # fmt: skip
     """Alone, and in a word with other values. In a word an 8-bit value is paired with its
     neighbour, a 4-bit value with the value four places higher."""
     if scaled == "wide" and (zero or name not in ("int8", "fp8")):
         pytest.skip("only formats that are decoded through fp32 are scaled in fp32")
     form = formats.named(name)
-    storage, stored = form.storage[0], stored_pairs(name)
+    stored = stored_pairs(name)
     count, codes = 1, stored.to(torch.int16).view(storage).unflatten(-1, (-1, 2))
     if form.pack == 2:
         codes = form.unpacked(stored.to(torch.uint8).view(storage)[:, None])
@@ -215,7 +197,7 @@ def test_every_pair(
         expected = rounded * (exact if scaled == "pair" else torch.tensor(exact).double())
         expected = expected.to(FP32).double() if scaled == "wide" else expected
     machine = Machine(given)
-    machine.run(pair_program(name, storage, value, point, scaled, word=word))
+    machine.run(program(name, storage, value, point, scaled, word=word))
     for i in range(count):
         found, truth = halves(machine.registers[f"${i}"], value), expected[:, i].to(value).double()
         torch.testing.assert_close(found, truth, rtol=0, atol=0, equal_nan=True)
