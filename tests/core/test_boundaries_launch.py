@@ -729,6 +729,7 @@ def test_a_call_that_torch_has_to_see_is_not_launched_past_it() -> None:
     for given in (
         (a.conj(), b), (a, b.conj()), (a, b, z.conj()), (negative, B), (A, negative.T),
         (A.as_subclass(Mine), B), (A, B.as_subclass(Mine)), (A, B, bias.as_subclass(Mine)),
+        (A, B, torch.imag(z.conj())),
     ):  # fmt: skip
         assert not warm.fast_path_allowed(*given)
     assert warm.fast_path_allowed(torch.nn.Parameter(A), torch.nn.Parameter(B))
@@ -897,6 +898,18 @@ def test_the_problem_of_groups_has_all_that_its_call_has(along: Any, given_out: 
         assert full.bias is FP32
         assert full.residual is not None
         assert full.residual.dtype is BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.complex64])
+def test_groups_are_of_floating_numbers(dtype: torch.dtype) -> None:
+    """A batch is multiplied as plain products are."""
+    a, b = torch.ones(5, 8).to(dtype), torch.ones(2, 8, 4).to(dtype)
+    words = rf"^grouped_matmul\(\): {dtype} operands are not multiplied$"
+    with pytest.raises(RuntimeError, match=words):
+        grouped_call.check(GroupedArguments(a, b, ends(2, 5)), IDENTITY)
+    batch = a.expand(2, 5, 8)
+    offs: Any = None
+    assert grouped_call.check(GroupedArguments(batch, b, offs), IDENTITY) == (2, 5, 4)
 
 
 def test_indices_and_weights_of_rows_have_one_dimension() -> None:

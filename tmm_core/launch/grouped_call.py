@@ -160,9 +160,7 @@ def _refuse_split_blocks(pair: formats.Pair, along: Ragged | None) -> None:
             raise ValueError(f"groups along {of.upper()} would split blocks of scales of {name}")
 
 
-def check_operands(
-    a: Tensor, b: Tensor, offs: Tensor | None, packs: tuple[int, int] = (1, 1)
-) -> int:
+def check_operands(a: Tensor, b: Tensor, offs: Tensor | None, packs: tuple[int, int]) -> int:
     """Check operands; returns the number of groups.
 
     Args:
