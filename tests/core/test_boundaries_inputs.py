@@ -346,6 +346,7 @@ def test_values_change_unseen_in_rounds_at_the_same_addresses() -> None:
         assert given.rows is not None
         assert before.rows is not None
         assert (given.rows.offs is before.rows.offs) is (plan.place == "same")
+        assert given.rows.ends == tuple(given.rows.offs.tolist())  # for the reference
     assert {name: getattr(before, name)._version for name in names} == version
 
 
@@ -490,6 +491,28 @@ def test_n_d_operands_are_of_the_class_of_their_rows(
     assert (((k, 2 * k, 1), (2, 3, 4)) in found) is transposed
     assert (((4 * k, k, 1), (2, 3, 4)) in found) is apart
     assert len(found) == 4 + transposed + apart
+
+
+@pytest.mark.parametrize(
+    ("names", "divides"), [(("a", "residual"), {"a_scale", "a_zero"}),
+                           (("a", "b", "residual"), {"a_scale", "a_zero", "b_scale"}),
+                           (("b",), {"b_scale"}), ((), set())],
+)  # fmt: skip
+def test_scales_are_divided_with_their_operand(names: tuple[str, ...], divides: set[str]) -> None:
+    """One number has no dimension to divide."""
+    parts = {
+        "a_scale": torch.randn(6, 3), "a_zero": torch.randn(6, 1), "b_scale": torch.randn(6, 1, 4),
+        "b_zero": torch.randn(6),
+    }  # fmt: skip
+    given = Inputs(torch.randn(6, 8), torch.randn(6, 8, 4), torch.randn(4), None, 2.0, parts)
+    found = ragged_inputs.divided(given, (2, 3), names)
+    assert (found.a.shape[0] == 2, found.b.shape[0] == 2) == ("a" in names, "b" in names)
+    assert found.residual is None
+    assert found.bias is given.bias
+    assert found.alpha == 2.0
+    assert {name for name, t in found.parts.items() if t.shape[0] == 2} == divides
+    for name, t in found.parts.items():
+        assert torch.equal(t.reshape(parts[name].shape), parts[name])
 
 
 # -- how much is verified ------------------------------------------------------------------------
@@ -640,6 +663,32 @@ def test_other_bits_of_repeated_launches(deterministic: bool) -> None:
     assert verdict.ok or str(verdict.reason).startswith("one of 4 launches on inputs it had before")
 
 
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("value", [2.0, math.nan, math.inf])
+def test_one_wrong_result_of_repeated_launches(repeats: int, value: float) -> None:
+    """Of a kernel whose bits may differ; and the error of BLAS is known, but not judged."""
+    for baseline in (False, True):
+        made: list[int] = []
+
+        def run(
+            a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any, made: Any = made
+        ) -> Any:
+            made.append(len(made))
+            y = torch.matmul(a, b, out=out)
+            if len(made) == 2 + repeats:  # the last one, after both sets
+                y[2, 3] = value
+            return y
+
+        verdict = Verifier(problem(m=6, n=8, k=4), CPU).verdict(
+            run, extent="repeated", repeats=repeats, deterministic=False, baseline=baseline
+        )
+        when = f", in one of {repeats} launches on inputs it had before"
+        assert verdict.ok is baseline
+        assert baseline or str(verdict.reason).endswith(when)
+        assert verdict.error is not None
+        assert not verdict.error <= 1e-2
+
+
 def test_the_size_of_a_product_of_terms_with_random_signs() -> None:
     a, b = torch.tensor([[3.0, 4.0]] * 2), torch.tensor([[0.0], [2.0]])
     instance = problem(m=2, n=1, k=2, scaled=True)
@@ -702,6 +751,52 @@ def test_the_modes_of_torch_that_a_launcher_is_launched_in(
     for _ in checks.modes():
         assert not torch.is_autocast_enabled("cpu")
     assert made == modes
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "casts"),
+    [
+        (BF16, BF16, BF16, True), (HALF, HALF, HALF, True), (HALF, HALF, F32, False),
+        (F32, F32, F32, False), (F32, F32, BF16, False), (BF16, HALF, BF16, False),
+    ],
+)  # fmt: skip
+def test_autocast_is_tried_where_it_casts_nothing(a: Any, b: Any, out: Any, casts: bool) -> None:
+    seen: list[bool] = []
+
+    def run(x: Any, y: Any, bias: Any, residual: Any, alpha: float, into: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        with torch.autocast("cpu", enabled=False):
+            result = (x.float() @ y.float()).to(out)
+        return result if into is None else into.copy_(result)
+
+    instance = problem(m=8, n=8, k=8, a=Operand(a), b=Operand(b), out=Operand(out))
+    checks = ways_of_use.WaysOfUse(DataSets(instance, CPU), run, True, False)
+    assert len(list(checks.modes())) == 2 + casts
+    assert seen == [True] * (3 * casts) + [False] * 2
+
+
+@pytest.mark.parametrize("of_values", [False, True])
+def test_unusual_values_are_tried_in_one_form(
+    of_values: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read by all forms of a launcher in one way."""
+    launched: list[Any] = []
+    plan = further_inputs.Plan("x", random_inputs.Recipe(), of_values=of_values)
+    checks = ways_of_use.WaysOfUse(DataSets(problem(m=6, n=8, k=4), CPU), NONE, True, False)
+    forms = [
+        SimpleNamespace(_launched=lambda each, of, inputs, into, n=n: launched.append(n))
+        for n in range(3)
+    ]
+    monkeypatch.setattr(checks, "every_form", lambda: forms)
+    made = [further_inputs.Round(checks._data, plan)] * 2
+    monkeypatch.setattr(ways_of_use, "rounds_of", lambda data: made)
+    for _ in checks.rounds():
+        pass
+    assert launched == ([0, 0] if of_values else [0, 1, 2, 0, 1, 2])
+    launched.clear()
+    for _ in checks.rounds(1):
+        pass
+    assert launched == ([0] if of_values else [0, 1, 2])
 
 
 # -- auxiliary outputs ---------------------------------------------------------------------------

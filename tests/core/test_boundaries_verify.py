@@ -540,7 +540,7 @@ def test_what_is_made_within_a_limit_takes_five_eighths_of_it(
 @pytest.mark.parametrize(
     "changes",
     [{}, {"batch": 3}, {"groups": Groups(3, "k")}, {"m": 66, "n": 900}, {"m": 67, "n": 900},
-     {"m": 900, "n": 40}],
+     {"m": 900, "n": 40}, {"m": 66, "n": 66, "batch": 200}, {"m": 67, "n": 66, "batch": 200}],
 )  # fmt: skip
 def test_one_set_with_samples_takes_five_eighths_of_the_most_memory(
     changes: dict[str, Any],
@@ -1044,8 +1044,9 @@ def test_a_folder_that_was_removed_and_numpy_that_is_absent_are_no_state(
 def test_the_priority_and_the_cpus_are_those_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_state.os, "getpriority", lambda *_: 7, raising=False)
-    monkeypatch.setattr(process_state.os, "sched_getaffinity", lambda pid: {3}, raising=False)
+    priorities, own = {(process_state.os.PRIO_PROCESS, 0): 7}, {0: {3}}
+    monkeypatch.setattr(process_state.os, "getpriority", lambda *of: priorities[of], raising=False)
+    monkeypatch.setattr(process_state.os, "sched_getaffinity", own.__getitem__, raising=False)
     assert (process_state._priority(), process_state._cpus()) == (7, {3})
 
 
@@ -1164,6 +1165,10 @@ ALPHAS = {"alpha=0", "alpha=nan", "alpha=-", "large products and a small alpha"}
             GROUPED | FLOODED | SIZED | {"sums that cancel", "subnormal results"},
         ),
         (
+            "hhh", {"groups": Groups(3, "m"), "bias": torch.float16},
+            GROUPED | FLOODED | SIZED | {"sums that cancel", "subnormal results"},
+        ),
+        (
             "hhh", {"groups": Groups(3, "k")},
             GROUPED | FLOODED | SIZED | {"large products", "subnormal results"},
         ),
@@ -1202,6 +1207,12 @@ def test_which_values_a_problem_is_verified_on(
         assert plan.judges_outputs is (usual and not plan.nonfinite)
         assert plan.flooded is (plan.name == "many NaN and Inf")
         assert plan.rolled is (plan.name == "values in another order")
+        # Serving makes its operands in inference mode, and training launches without gradients.
+        modes = {
+            "rows far apart": "inference mode", "plain or equal tensors": "inference mode",
+            "unusual addresses": "no_grad",
+        }  # fmt: skip
+        assert plan.mode == modes.get(plan.name, "grad mode")
         if plan.name == "large products":  # a bias and a residual are not lost beside them
             assert (plan.recipe.values.terms > 50) is (out.dtype is a.dtype)
         # A row that lies where all others do cannot be poisoned.
@@ -1351,6 +1362,8 @@ def test_sums_that_cancel_grow_to_the_middle(k: int) -> None:
     assert (a[:, k - half :] < 0).all()
     peak = a[:, :half] @ b[:half]
     assert 0.4 * random_inputs.PEAK < peak.min() <= peak.max() < 1.6 * random_inputs.PEAK
+    # Half of the terms, or one less, where K is odd.
+    assert peak.mean() * k / (2 * half) == pytest.approx(random_inputs.PEAK, rel=0.3)
     assert (a @ b).abs().max() < peak.min()
 
 

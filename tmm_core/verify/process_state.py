@@ -86,7 +86,7 @@ def _handlers() -> dict[int, Any]:
 def _set_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) != handler:
+            if handler is not None:  # else Python did not install it
                 signal.signal(number, handler)
 
 
