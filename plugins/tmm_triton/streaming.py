@@ -87,7 +87,7 @@ def _decoded(words, PROGRAM: gl.constexpr, PER: gl.constexpr, T: gl.constexpr):
 
 @jit
 def _arranged(a, PER: gl.constexpr, T: gl.constexpr):
-    """What is multiplied by :func:`_decoded` values, in the same order.
+    """A quarter of ``a`` in the order of the values that :func:`_decoded` returns.
 
     Args:
         a: Neighbours along K as 32-bit numbers, four for each lane, [WARPS_K, 16, BLOCK_M].
@@ -134,7 +134,7 @@ def _load_ahead(
 
 @jit
 def _number(at, stride, step, steps, GROUP: gl.constexpr, WHOLE: gl.constexpr):
-    """The scales or zero points of a step; ``stride`` is that of groups."""
+    """The scales or zero points of a step; groups are ``stride`` apart."""
     return _load(at + step // (GROUP // 128) * stride, step, steps, WHOLE, "")
 
 
@@ -433,9 +433,9 @@ def _shapes(rows: int) -> Iterator[StreamingConfig]:
 
 
 #: µs of a launch, of a wave of programs and of a step of one, and what each row of ``a`` adds to
-#: the whole. They are fitted to 18 products on an H100. Of 32 products, among them 14 others, the
-#: best of the first six configs takes at most 3 % longer than the best of all
-#: (``benchmarks/results/h100/streaming_configs.json``).
+#: the whole. They are fitted to 18 products on an H100
+#: (``benchmarks/results/h100/streaming_configs.json``). The best of the first six configs takes at
+#: most 3 % longer than the best of all in 32 products, 14 of which are others.
 _LAUNCH_US, _WAVE_US, _STEP_US, _ROW = 3.0, 0.75, 0.1, 0.025
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
 _MOST_REGISTERS = 200
