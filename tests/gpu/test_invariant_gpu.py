@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,6 +67,14 @@ def every_case() -> list[Any]:
     ]
 
 
+@pytest.fixture
+def invariant() -> Iterator[None]:
+    """Batch-invariant mode, in which kernels are compiled without FMAs of epilogues."""
+    with tmm_core.override(batch_invariant=True, on_cache_miss="heuristic"):
+        yield
+
+
+@pytest.mark.usefixtures("invariant")
 @pytest.mark.parametrize(("nk", "after", "dtype"), every_case(), ids=str)
 def test_every_config_of_a_reduction_order_gives_the_same_bits(
     nk: tuple[int, int], after: str, dtype: torch.dtype
@@ -83,8 +92,8 @@ def test_every_config_of_a_reduction_order_gives_the_same_bits(
         x = whole[:m]
         if after == "everything":
             given["residual"] = residual[:m]
-        with tmm_core.override(batch_invariant=True, on_cache_miss="heuristic"):
-            problem = tmm_core.problem(x, w.t(), **given)
+        problem = tmm_core.problem(x, w.t(), **given)
+        assert problem.batch_invariant
         offered = candidates(problem)
         compile_all(problem, [each for members in offered.values() for each in members])
         for name, members in offered.items():
