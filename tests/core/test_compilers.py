@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
@@ -41,7 +42,7 @@ from tmm_core.errors import TmmWarning
 from tmm_core.registry.registry import Source
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Candidate
-from tmm_core.tuning import compile_pool, findings
+from tmm_core.tuning import compile_pool, findings, pool_host
 from tmm_core.tuning.compile_pool import Compilers, NotCompiledError
 from tmm_core.tuning.findings import Findings
 from tmm_core.tuning.pool_host import YIELDING
@@ -682,6 +683,18 @@ def test_a_server_that_is_killed_is_not_missed(own: Compilers, installed: Any) -
     with pytest.warns(TmmWarning, match=r"died \(signal 9, SIGKILL\)"):
         kill()
     ended(*pids)
+
+
+@pytest.mark.slow
+def test_compilers_start_from_an_archive(
+    own: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.write(pool_host.__file__, "archived_host.py")
+    monkeypatch.syspath_prepend(tmp_path / "archive.zip")
+    monkeypatch.setattr(compile_pool, "pool_host", importlib.import_module("archived_host"))
+    again = own.submit(problem(), candidate(installed.kernel, 5))
+    assert reason(again) == "ValueError: no such layout"
 
 
 def test_many_threads_and_many_jobs(server: Compilers, installed: Any) -> None:

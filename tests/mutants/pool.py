@@ -10,6 +10,14 @@ PARTS = "tests/core/test_boundaries_pool.py"
 
 POOL = [
     Mutant(
+        "pool-in-an-archive",
+        "tuning/compile_pool.py",
+        "    if not path.is_file():\n",
+        "    if not path.name:\n",
+        "from an archive every kernel compiles in the caller's process",
+        (f"{COMPILERS}::test_compilers_start_from_an_archive",),
+    ),
+    Mutant(
         "pool-one-worker",
         "tuning/pool_host.py",
         "while self._waiting and len(self._running) < self._workers:",

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tmm_base.guards import suppress
@@ -53,8 +55,6 @@ START_LIMIT = 60.0
 START_PATIENCE = 20.0
 #: Seconds the pool may take to end before it is killed.
 _END_LIMIT = 2.0
-
-_PROGRAM = [pool_host.__file__]
 #: Environment variables of compiling processes. They keep numerical libraries from starting
 #: threads, since a process with threads should not fork.
 _COMPILING = {
@@ -71,6 +71,16 @@ _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOS
 def compiling_threads() -> int:
     """Kernels that are compiled at one time: the number of cores, at most 16."""
     return min(16, os.cpu_count() or 1)
+
+
+def _program(folder: str) -> str:
+    """The path of the host's program. A program inside an archive cannot be started, so it is
+    copied to the folder."""
+    path = Path(pool_host.__file__)
+    if not path.is_file():
+        path = Path(folder, path.name)
+        path.write_text(inspect.getsource(pool_host), encoding="utf-8")
+    return str(path)
 
 
 class NotCompiledError(Exception):
@@ -271,7 +281,7 @@ class _Host:
             self._channel = opened.enter_context(Connection(os.dup(self._socket.fileno())))
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, *options, *_PROGRAM, *arguments],
+                    [sys.executable, *options, _program(self._folder), *arguments],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=self._output,
