@@ -592,6 +592,8 @@ def alike(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("epilogue", FOLLOWING, ids=name)
 @pytest.mark.slow(quick=3)
 def test_a_pass_each_way(epilogue: Any, dtype: Any, passes: list[str]) -> None:
+    # The larger of two roundings' largest errors is either's by chance.
+    torch.manual_seed(0)
     inputs = rows(epilogue, dtype, 3, 7)
     ours, theirs = calls(epilogue)
     exact = tuple(t.detach().double().requires_grad_() for t in inputs)

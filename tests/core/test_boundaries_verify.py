@@ -942,6 +942,26 @@ def test_values_are_planted_in_three_lines_and_a_term(axis: Any) -> None:
         assert list(nonfinite._changes(replace(plain, **empty), bare, axis, random.Random())) == []
 
 
+CHANGES: dict[Any, int] = {"rows": 5, "columns": 4}
+
+
+def test_no_planted_value_hides_another() -> None:
+    groups = Groups(2, "m", out_index=torch.int64, out_weights=torch.float32)
+    instance = problem(m=40, n=30, k=5, bias=torch.float32, residual=F32, groups=groups)
+    rows = Rows(
+        torch.tensor([16, 40]), (16, 40), 40, out_index=torch.arange(39, -1, -1),
+        out_weights=torch.ones(40),
+    )  # fmt: skip
+    inputs = Inputs(
+        torch.ones(40, 5), torch.ones(2, 5, 30), torch.ones(2, 30), torch.ones(40, 30), rows=rows
+    )
+    for seed in range(20):
+        for axis, count in CHANGES.items():
+            changes = nonfinite._changes(instance, inputs, axis, random.Random(seed))
+            places = [place for change in changes for place in change.places]
+            assert len(places) == len(set(places)) == count, (seed, axis, places)
+
+
 def test_the_sign_of_inf_times_a_number_that_may_be_rounded_to_another_sign_is_free() -> None:
     instance = problem(m=1, n=3, k=4, epilogue=parse("swiglu"))
     # Gates of Inf, and three numbers. The last number is small.

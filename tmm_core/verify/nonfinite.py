@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -25,6 +25,8 @@ from tmm_core.verify.ragged_inputs import Inputs
 
 #: The number of rows or columns with a non-finite value.
 COUNT = 3
+#: Further draws of a row or column that has no such value yet.
+_DRAWS = 8
 
 Axis = Literal["rows", "columns"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -156,14 +158,16 @@ def _changes(
     able = list(read) or lines
     values = values_of(matrix.dtype)
     sampled = chance.sample(able, min(len(able), COUNT)) if problem.k and values else []
+    taken: set[int] = set()
     for place, line in enumerate(sampled):
         index: tuple[int, ...] = (line, terms[place])
         if matrix.dim() > 2:
             index = (chance.choice(filled)[0], *index)
         value = values[place % len(values)]
         places = read.get(line) or (line if rows else column(problem, line),)
+        taken.update(places)
         yield Change(matrix, index, tuple(places), value)
-    yield from _in_terms(problem, inputs, rows, filled, chance)
+    yield from _in_terms(problem, inputs, rows, filled, chance, taken)
 
 
 def _in_terms(
@@ -172,24 +176,38 @@ def _in_terms(
     rows: bool,
     filled: list[tuple[int, int, int]],
     chance: random.Random,
+    taken: set[int],
 ) -> Iterator[Change]:
     """NaN in an element of the residual, in the weight of a row, or in an element of a bias: one
-    group's, or the common one."""
+    group's, or the common one. They are not in the rows or columns of the result that are
+    ``taken``, whose values would hide them, if a few draws find others."""
     group, start, end = chance.choice(filled)
+
+    def draw(lines: range, place: Callable[[int], int] = int) -> int:
+        found = chance.choice(lines)
+        for _ in range(_DRAWS):
+            if place(found) not in taken:
+                break
+            found = chance.choice(lines)
+        taken.add(place(found))
+        return found
+
     index: tuple[int, ...]
     if rows and inputs.residual is not None and values_of(inputs.residual.dtype):
-        row, col = chance.randrange(problem.m), chance.randrange(problem.n)
-        row = chance.randrange(start, end) if problem.along == "m" else row
-        col = chance.randrange(start, end) if problem.along == "n" else col
+        row = draw(range(start, end) if problem.along == "m" else range(problem.m))
+        col = chance.choice(range(start, end) if problem.along == "n" else range(problem.n))
         index = (group, row, col) if inputs.residual.dim() > 2 else (row, col)
         yield Change(inputs.residual, index, (row,), math.nan)
     given = inputs.rows
     if rows and given is not None and given.out_weights is not None:
-        row = chance.randrange(start, end)
-        place = row if given.out_index is None else int(given.out_index[row])
-        yield Change(given.out_weights, (row,), (place,), math.nan)
+
+        def written(row: int) -> int:
+            return row if given.out_index is None else int(given.out_index[row])
+
+        row = draw(range(filled[0][1], filled[-1][2]), written)
+        yield Change(given.out_weights, (row,), (written(row),), math.nan)
     if not rows and inputs.bias is not None and values_of(inputs.bias.dtype):
-        col = chance.randrange(inputs.bias.shape[-1])
+        col = draw(range(inputs.bias.shape[-1]), functools.partial(column, problem))
         index = (group, col) if inputs.bias.dim() > 1 else (col,)
         yield Change(inputs.bias, index, (column(problem, col),), math.nan)
 
