@@ -340,7 +340,7 @@ def test_where_no_server_can_be_all_is_left_to_bind(
 
         monkeypatch.setattr(subprocess, "Popen", refuse)
     else:
-        monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", programs[broken]])
+        monkeypatch.setattr(compile_pool, "_program", lambda folder: ["-c", programs[broken]])
         monkeypatch.setattr(compile_pool, "START_LIMIT", 1.0 if broken == "slow" else 60.0)
     made = Compilers(workers=2)
 
@@ -361,7 +361,9 @@ def test_nobody_waits_to_send_jobs_to_a_server_that_still_starts(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket holds some of them. In the background a call of the model waited for seconds."""
-    monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(
+        compile_pool, "_program", lambda folder: ["-c", "import time; time.sleep(600)"]
+    )
     monkeypatch.setenv("LONG", "x" * 10_000)
     made = Compilers(workers=2)
     jobs: list[futures.Future[None]] = []
@@ -395,7 +397,7 @@ def test_the_server_ends_when_nobody_needs_it(
 ) -> None:
     patch = "import tmm_core.tuning.pool_host as s\n"
     patch += "s.IDLE_LIMIT = 0.2\ns._LOOK = 0.1\ns.main()\n"
-    monkeypatch.setattr(compile_pool, "_PROGRAM", ["-c", patch])
+    monkeypatch.setattr(compile_pool, "_program", lambda folder: ["-c", patch])
     made = Compilers(workers=1)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
     first = made._host

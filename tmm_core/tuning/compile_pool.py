@@ -73,14 +73,14 @@ def compiling_threads() -> int:
     return min(16, os.cpu_count() or 1)
 
 
-def _program(folder: str) -> str:
-    """The path of the host's program. A program inside an archive cannot be started, so it is
-    copied to the folder."""
+def _program(folder: str) -> list[str]:
+    """Python's arguments that start the host's program. One inside an archive cannot be started,
+    so it is copied to the folder."""
     path = Path(pool_host.__file__)
     if not path.is_file():
         path = Path(folder, path.name)
         path.write_text(inspect.getsource(pool_host), encoding="utf-8")
-    return str(path)
+    return [str(path)]
 
 
 class NotCompiledError(Exception):
@@ -281,7 +281,7 @@ class _Host:
             self._channel = opened.enter_context(Connection(os.dup(self._socket.fileno())))
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, *options, _program(self._folder), *arguments],
+                    [sys.executable, *options, *_program(self._folder), *arguments],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=self._output,
