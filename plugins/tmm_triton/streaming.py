@@ -269,9 +269,9 @@ def streaming_kernel(
     else:
         scales = (0,) * STAGES
     if B_GROUP and ZERO:
-        origins = _numbers_ahead(zero_at, stride_0k, s_part, steps, WARPS_K, B_GROUP, WHOLE, STAGES)
+        points = _numbers_ahead(zero_at, stride_0k, s_part, steps, WARPS_K, B_GROUP, WHOLE, STAGES)
     else:
-        origins = (0,) * STAGES
+        points = (0,) * STAGES
     a = ()
     for i in gl.static_range(4):
         a = _with(a, _load(a_base + a_at + 4 * i, a_part, steps, WHOLE, ""))
@@ -282,7 +282,7 @@ def streaming_kernel(
             after = turn + (i + 1) * WARPS_K
             ahead = turn + (i + STAGES) * WARPS_K
             acc, of_a, a = _add_step(
-                words[0], scales[0], origins[0], acc, of_a, a,
+                words[0], scales[0], points[0], acc, of_a, a,
                 a_base + after * 64 + a_at, after + a_part, steps,
                 PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, WHOLE, False,
             )  # fmt: skip
@@ -291,7 +291,7 @@ def streaming_kernel(
                 scales = _with(scales[1:], number)
                 if ZERO:
                     number = _number(zero_at, stride_0k, ahead + s_part, steps, B_GROUP, WHOLE)
-                    origins = _with(origins[1:], number)
+                    points = _with(points[1:], number)
             at = b_base + ahead * OF_WORD + b_at
             loaded = _load(at, ahead + part, steps, WHOLE, "evict_first")
             words = _with(words[1:], loaded)
@@ -299,7 +299,7 @@ def streaming_kernel(
         for i in gl.static_range(STAGES):
             after = steps - (STAGES - i - 1) * WARPS_K
             acc, of_a, a = _add_step(
-                words[i], scales[i], origins[i], acc, of_a, a,
+                words[i], scales[i], points[i], acc, of_a, a,
                 a_base + after * 64 + a_at, after + a_part, steps,
                 PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, WHOLE,
                 i == STAGES - 1,

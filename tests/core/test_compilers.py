@@ -695,8 +695,8 @@ def test_compilers_start_from_an_archive(
         archive.write(pool_host.__file__, "archived_host.py")
     monkeypatch.syspath_prepend(tmp_path / "archive.zip")
     monkeypatch.setattr(compile_pool, "pool_host", importlib.import_module("archived_host"))
-    again = own.submit(problem(), candidate(installed.kernel, 5))
-    assert reason(again) == "ValueError: no such layout"
+    job = own.submit(problem(), candidate(installed.kernel, 5))
+    assert reason(job) == "ValueError: no such layout"
 
 
 def test_many_threads_and_many_jobs(server: Compilers, installed: Any) -> None:

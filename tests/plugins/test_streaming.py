@@ -5,9 +5,11 @@ decoded by shifts; a GPU compares the PTX with fp64 in ``tests/gpu/test_streamin
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 INT4 = Operand(torch.uint8, "col", format="int4", scale=Scale((1, 128), BF16))
 INT8 = Operand(torch.int8, "col", format="int8", scale=Scale((1, 0)))
 FP8 = Operand(torch.float8_e4m3fn, "col", format="fp8", scale=Scale((1, 128)))
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/h100/streaming_configs.json"
 DECODE = Problem(16, 4096, 4096, ROW, INT4, ROW, DEVICES[90])
 FIELDS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 512, "num_stages": 2, "num_warps": 4}
 
@@ -85,6 +88,22 @@ def test_proposals(m: int, weight: Operand) -> None:
         estimates = [Streaming().estimate_us(problem, c) for c in plain]
         assert len(plain) >= 4
         assert estimates == sorted(estimates)
+
+
+def test_proposals_are_close_to_the_best_that_was_measured() -> None:
+    h100 = replace(DEVICES[90], name="NVIDIA H100 80GB HBM3")
+    measured = [
+        each for each in json.loads(MEASURED.read_text())["products"] if each["of"] == "after"
+    ]
+    assert len(measured) == 32
+    for each in measured:
+        size = {name: each[name] for name in ("m", "n", "k")}
+        weight = {"int4": INT4, "int8": INT8}[each["format"]]
+        proposed = Streaming().configs(replace(DECODE, **size, b=weight, device=h100))
+        names = {f"{c.BLOCK_N} {c.warps_k} {c.warps_n} {c.num_stages}" for c in proposed}
+        assert len(names) == 6
+        us = each["us"]
+        assert min(us[name] for name in names & set(us)) < 1.035 * min(us.values()), size
 
 
 # -- the kernel, run as Python ------------------------------------------------------------
