@@ -797,6 +797,14 @@ LIES: dict[str, dict[str, type[Lie]]] = {
             NoStridedResidual, NoExpandedBatch,
         )
         },
+        "a residual of one column": lying_if(
+            lambda a, b, bias, residual, *_: _stride(residual, 0) != 0 == _stride(residual, 1),
+            NoStridedResidual.problem,
+        ),
+        "a residual of one number": lying_if(
+            lambda a, b, bias, residual, *_: residual is not None and residual.stride() == (0, 0),
+            NoStridedResidual.problem,
+        ),
         "misaligned bias": lying_if(
             lambda a, b, bias, *_: bias is not None and bias.data_ptr() % 16 != 0,
             half(8, 16, 8, bias=torch.float16),
@@ -832,6 +840,9 @@ LIES: dict[str, dict[str, type[Lie]]] = {
         "of 5 dimensions": form_lie(lambda a, *_: a.dim() == 5),
         "of rows apart": form_lie(
             lambda a, *_: a.dim() == 3 and a.stride(0) != a.shape[1] * a.stride(1)
+        ),
+        "batches of two dimensions": form_lie(
+            lambda a, *_: a.dim() == 4 and a.shape[0] > 1, half(6, 8, 8, batch=6)
         ),
         "source by alpha": form_lie(
             lambda a, b, bias, res, alpha, out: alpha != -0.75,

@@ -388,7 +388,7 @@ def test_gaps_do_not_push_an_offset_beyond_32_bits() -> None:
     [
         ("row", False, False, (4, 12), (0, 1)),
         ("col", False, False, (4, 12), (1, 0)),
-        ("strided", False, False, (4, 12), (0, 13)),
+        ("strided", False, False, (4, 12), (0, 0)),
         ("row", True, False, (4, 12), (24, 1)),
         ("row", False, True, (4, 12), (20, 1)),
         ("row", False, False, (1, 12), (20, 1)),
@@ -402,6 +402,8 @@ def test_strides_of_zero_where_a_class_allows_them(
 ) -> None:
     spec = Operand(torch.float16, layout, aligned=aligned, wide=wide)
     assert guard_bands.expanded_layout(spec, shape).strides == strides
+    columns = (3, 0) if layout == "strided" else strides
+    assert guard_bands.expanded_layout(spec, shape, columns=True).strides == columns
 
 
 @pytest.mark.parametrize(("step", "strides"), [(0, (0, 0)), (1, (9, 1)), (2, (17, 2))])
@@ -1119,8 +1121,9 @@ def test_what_a_kernel_keeps_is_no_garbage() -> None:
 EVERY = {
     "other values at the same addresses", "strides of zero", "strides of zero in b",
     "rows far apart", "unusual addresses", "plain or equal tensors",
-    "one tensor as several arguments", "strides of zero in all operands", "a of zeros",
-    "b of zeros", "positive numbers", "one-hot rows", "one number in each operand",
+    "one tensor as several arguments", "strides of zero in all operands",
+    "strides of zero between columns", "a of zeros", "b of zeros", "positive numbers",
+    "one-hot rows", "one number in each operand",
 }  # fmt: skip
 DENSE, FLOODED = {"values in another order"}, {"many NaN and Inf"}
 GROUPED = {

@@ -652,6 +652,32 @@ def test_integers_and_complex_numbers(dtype: torch.dtype) -> None:
     assert "error" in str(verifier.verdict(off_by(one), extent="brief").reason)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "by"),
+    [(torch.int32, torch.float32), (torch.int64, torch.float64), (torch.int64, torch.float32)],
+)
+def test_large_integers_have_to_be_exact(dtype: torch.dtype, by: torch.dtype) -> None:
+    """A kernel that multiplies them as floating numbers rounds sums, or saturates."""
+    operand = Operand(dtype)
+    instance = problem(m=6, n=4, k=3, a=operand, b=operand, out=operand)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = torch.empty(instance.out_shape, dtype=dtype) if rest[-1] is None else rest[-1]
+        return out.copy_((a.to(by) @ b.to(by)).to(torch.int64))
+
+    assert "integers of any size" in str(Verifier(instance, CPU).verdict(launch).reason)
+
+
+@pytest.mark.parametrize("least", [-(2**63), -(2**63) + 1, 2**62])
+def test_errors_of_the_largest_integers(least: int) -> None:
+    expected = torch.tensor([[least, 3]])
+    assert compare.error(expected, expected) == 0
+    for place in (0, 1):
+        off = expected.clone()
+        off[0, place] += 1
+        assert compare.error(off, expected) > 0
+
+
 def test_without_memory_nothing_is_known() -> None:
     instance = problem(m=300, n=700, k=64)
     found = Verifier(instance, CPU, memory_limit=1 << 18).verdict(

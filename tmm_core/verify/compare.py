@@ -95,7 +95,7 @@ def expected(
     """Return ``rows`` and ``cols`` of the expected result with the sizes to which errors are
     relative. A size is |number| + rms, or the error of a right kernel (:func:`_bound`) divided by
     the tolerance, whichever is larger. The arguments are :func:`reference`'s."""
-    numbers = _zeros(problem, rows, cols, _wide(problem), inputs.a.device)
+    numbers = _zeros(problem, rows, cols, _wide(problem.out.dtype), inputs.a.device)
     limit = tolerance(problem)
     bounded = limit > 0 and problem.out.dtype.is_floating_point
     bounds = torch.zeros_like(numbers, dtype=torch.float32) if bounded else None
@@ -103,7 +103,7 @@ def expected(
         numbers[at] = piece.y.to(numbers.dtype)
         if bounds is not None:
             bounds[at] = (_bound(problem, piece) / limit).to(bounds.dtype)
-    sizes = numbers.abs() + rms(_in_range(numbers, problem.out.dtype))
+    sizes = _magnitudes(numbers) + rms(_in_range(numbers, problem.out.dtype))
     return Sample(numbers, sizes if bounds is None else torch.maximum(sizes, bounds))
 
 
@@ -124,15 +124,17 @@ def reference(
         of: Maps the epilogue's input and the result, element by element, to real numbers, which
             are returned in fp32 in place of the result.
     """
-    dtype = _wide(problem) if of is None else torch.float32
+    dtype = _wide(problem.out.dtype) if of is None else torch.float32
     result = _zeros(problem, rows, cols, dtype, inputs.a.device)
     for at, piece in _pieces(problem, inputs, rows, cols, room):
         result[at] = (piece.y if of is None else of(piece.z, piece.y)).to(dtype)
     return result
 
 
-def _wide(problem: Problem) -> torch.dtype:
-    return torch.promote_types(problem.out.dtype, torch.float32)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of this dtype are compared. Integers are compared exactly."""
+    real = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if real else torch.int64
 
 
 def _zeros(
@@ -401,15 +403,19 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
     away."""
     if not expected.numel():
         return 0.0
-    expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
-    return float(worst(out, expected, expected.abs() + rms(expected)))
+    expected = expected.to(_wide(expected.dtype))
+    return float(worst(out, expected, _magnitudes(expected) + rms(expected)))
 
 
 def rms(expected: torch.Tensor) -> torch.Tensor:
     """Root mean square, or one if that is zero or undefined."""
-    expected = expected.abs() if expected.is_complex() else expected
-    scale = expected.square().nanmean().sqrt()
+    scale = _magnitudes(expected).square().nanmean().sqrt()
     return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _magnitudes(t: torch.Tensor) -> torch.Tensor:
+    """Absolute values; those of integers in fp64, since the least integer has none of its own."""
+    return (t if t.is_floating_point() or t.is_complex() else t.double()).abs()
 
 
 def worst(out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
@@ -417,7 +423,7 @@ def worst(out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torc
     synchronising. A result beyond the range of its dtype may be Inf or the largest number."""
     dtype = out.dtype
     out, expected = (_in_range(t, dtype) for t in (out.to(expected.dtype), expected))
-    off = (out - expected).abs() / size
+    off = _magnitudes(out - expected) / size
     return torch.where((out == expected) | (out.isnan() & expected.isnan()), 0.0, off).max()
 
 

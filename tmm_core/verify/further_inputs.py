@@ -46,13 +46,15 @@ from tmm_core.verify.random_inputs import USUAL, Recipe, Values
 #: or overlapping (:func:`unusual_layout`). In ``plain`` rounds the bias and the residual are the
 #: same tensors as other arguments, if their shapes allow it. In ``shared`` rounds b is one, too.
 Place = Literal[
-    "same", "own", "plain", "expanded", "expanded b", "all expanded", "apart", "near", "shared"
-]
+    "same", "own", "plain", "expanded", "expanded b", "all expanded", "expanded columns", "apart",
+    "near", "shared",
+]  # fmt: skip
 #: Operands with strides of zero.
 _EXPANDED: dict[str, tuple[str, ...]] = {
     "expanded": ("a", "residual"),
     "expanded b": ("b",),
     "all expanded": ("a", "b", "residual"),
+    "expanded columns": ("a", "b", "residual"),
 }
 #: Arguments that a model makes in inference mode, where its weights are parameters.
 _ACTIVATIONS = ("a", "residual")
@@ -127,6 +129,7 @@ def planned(problem: Problem) -> Iterator[Plan]:
     shared = Recipe(alpha=1.75, poisoned=False)
     yield Plan("strides of zero in b", shared, "expanded b")
     yield Plan("strides of zero in all operands", shared, "all expanded")
+    yield Plan("strides of zero between columns", shared, "expanded columns")
     yield Plan("rows far apart", Recipe(alpha=1.5), "apart", mode="inference mode")
     yield Plan("unusual addresses", Recipe(alpha=-2), "near", mode="no_grad")
     plain = Recipe(alpha=1.25, sizes="equal", weights=True)
@@ -444,6 +447,8 @@ def _applies(problem: Problem, place: Place) -> bool:
         return "b" in _aliases(problem)
     if place == "all expanded":
         return _applies(problem, "expanded") and _applies(problem, "expanded b")
+    if place == "expanded columns":
+        return any(t and t.layout == "strided" for t in (problem.a, problem.b, problem.residual))
     if place == "expanded b":
         return 0 in expanded_layout(problem.b, problem.b_shape).strides
     if place == "expanded":
@@ -504,7 +509,7 @@ def _allocate(
     elif place == "expanded" and name == "bias":
         placed = vector_layout(spec, shape, 0)
     elif name in _EXPANDED.get(place, ()):
-        placed = expanded_layout(spec, shape)
+        placed = expanded_layout(spec, shape, columns=place == "expanded columns")
     made[name] = with_guard_bands(placed, data.device, UNREADABLE).tensor
     return made[name]
 

@@ -87,9 +87,13 @@ def memory_layout(spec: Operand, shape: tuple[int, ...], *, padded: bool = False
     return MemoryLayout(shape, spec.dtype, strides, offset)
 
 
-def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
+def expanded_layout(spec: Operand, shape: tuple[int, ...], columns: bool = False) -> MemoryLayout:
     """Return a layout of the class ``spec`` with strides of zero where the class allows them; for
-    inputs only."""
+    inputs only.
+
+    Args:
+        columns: All columns of a ``strided`` tensor are one in memory, and not all elements.
+    """
     placed = memory_layout(spec, shape, padded=True)
     *batch, rows, cols = shape
     leading, inner = placed.strides[-2:]
@@ -99,7 +103,7 @@ def expanded_layout(spec: Operand, shape: tuple[int, ...]) -> MemoryLayout:
         elif spec.layout == "col" and cols > 1 and rows > 1:
             inner = 0
         elif spec.layout == "strided":
-            leading = 0
+            leading, inner = (leading if columns else 0), 0
     return replace(placed, strides=(0, leading, inner) if batch else (leading, inner))
 
 

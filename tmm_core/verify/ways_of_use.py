@@ -211,11 +211,13 @@ def folds(problem: Problem, inputs: Inputs) -> Iterator[tuple[Inputs, tuple[int,
     m, n, batch = problem.m, problem.n, problem.batch
     if not m or not n or not batch:
         return
+    whole = m if batch == 1 else batch
+    part = next((d for d in range(2, math.isqrt(whole) + 1) if whole % d == 0), whole)
     if batch != 1:
         yield inputs, (batch, m, n)
-        yield divided(inputs, (1, batch), ("a", "b", "residual")), (1, batch, m, n)
+        for outer in ((1, batch), (part, batch // part)):
+            yield divided(inputs, outer, ("a", "b", "residual")), (*outer, m, n)
         return
-    part = next((d for d in range(2, math.isqrt(m) + 1) if m % d == 0), m)
     for lead in dict.fromkeys([(part, m // part), (1, m), (1, 1, m), (1, part, 1, m // part)]):
         given = divided(inputs, lead, ("a", "residual"))
         yield given, (*lead, n)
