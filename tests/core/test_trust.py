@@ -408,16 +408,52 @@ def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:
     one, two = (Candidate(kernel, config) for config in kernel.configs(problem()))
     for sized in (False, True):
         key = first_use._key(problem(), one, sized)
-        assert key == first_use._key(problem(deterministic=True), one, sized)
+        assert key == first_use._key(problem(static_weights=True), one, sized)
         assert (key == first_use._key(problem(m=50), one, sized)) is not sized
         others = [
             first_use._key(problem(), two, sized),
             first_use._key(problem(m=65), one, sized),
             first_use._key(problem(bias=torch.float32), one, sized),
+            first_use._key(problem(deterministic=True), one, sized),
             first_use._key(problem(), Candidate(FakeKernel("other"), one.config), sized),
             first_use._key(problem(), Candidate(FakeKernel("k", version="2"), one.config), sized),
         ]
-        assert len({key, *others}) == 6
+        assert len({key, *others}) == 7
+
+
+class OfTwoModes(FakeKernel):
+    """A launcher for deterministic mode is wrong, or every launch in torch's."""
+
+    def __init__(self, of_torch: bool) -> None:
+        super().__init__("fast", estimate=1.0)
+        self.of_torch = of_torch
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right: Any = super().bind(problem, config)
+
+        def launch(*given: Any) -> Any:
+            torchs = torch.are_deterministic_algorithms_enabled()
+            wrong = torchs if self.of_torch else problem.deterministic
+            return right(*given).add_(1) if wrong else right(*given)
+
+        launch.cost = right.cost  # type: ignore[attr-defined]
+        return launch
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+@pytest.mark.parametrize("how", [settings(), GUESS])
+def test_deterministic_mode_has_its_own_verification(
+    of_torch: bool, how: Settings, tmp_path: Path
+) -> None:
+    """Kernels choose another launcher for it, for example one without atomics."""
+    d = dispatcher(OfTwoModes(of_torch), CacheStore(tmp_path, []))
+    assert name(d, problem(), how) == "fast"
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.warns(TmmWarning, match="fast was wrong at its first use"):
+            assert name(d, problem(deterministic=True), how) == "blas"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("height", [192, 256, 320, 384, 512])

@@ -84,8 +84,8 @@ class FirstUse:
     def _tuned_at(self, problem: Problem, choice: Choice) -> int | None:
         """Return the size at which a tuning by this user verified the choice, because it won; None
         if none did."""
-        if choice.origin not in ("tuned", "cache"):
-            return None
+        if choice.origin not in ("tuned", "cache") or problem.deterministic:
+            return None  # no tuning is for deterministic mode
         # A choice kept for its bucket may have been made for the bucket's edge.
         places = [choice.evidence] if choice.evidence else [problem, bucketed(problem)]
         for each in places:
@@ -170,6 +170,8 @@ def _key(problem: Problem, candidate: Candidate, sized: bool) -> str:
     and, if ``sized``, the class of the size."""
     document = _identity(candidate)
     document |= {"problem": bucketed(problem.bare()).to_json(), "tmm": __version__}
+    if problem.deterministic:  # a bind may depend on it, and torch's operators do
+        document["deterministic"] = True
     if sized:
         document["size"] = size_class(problem.extent, candidate.config.to_json())
     return digest(document)
