@@ -103,7 +103,7 @@ def matmul(
     if kernel is not None or config is not None or on_cache_miss is not None:
         call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
         with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
-            return _answer(call, epilogue)
+            return _of_any_type(call, epilogue)
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
@@ -125,7 +125,19 @@ def matmul(
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out=out)
     if type(a) is not Tensor and (y := _sharded(call, epilogue)) is not None:
         return y
-    return _answer(call, epilogue)
+    return _of_any_type(call, epilogue)
+
+
+def _of_any_type(call: Arguments, epilogue: EpilogueLike) -> Tensor:
+    """:func:`_answer`, or torch's own product if a tensor's type lacks tmm's operators."""
+    try:
+        return _answer(call, epilogue)
+    except (NotImplementedError, TypeError) as error:
+        reraise(error)
+        if not fallbacks.foreign(call.a, call.b, call.bias):
+            raise
+    with compat.uncast(call.out):
+        return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)))
 
 
 def _sharded(call: Arguments, epilogue: EpilogueLike, transposed: bool = False) -> Tensor | None:
@@ -292,12 +304,12 @@ def linear(
     try:
         with settings.override(**forced) if any(forced.values()) else nullcontext():
             return _answer(call._replace(b=weight.t()), epilogue)
-    except NotImplementedError as error:  # weight's type lacks a transpose, or tmm's operators
+    except (NotImplementedError, TypeError) as error:  # a type lacks tmm's operators
         reraise(error)
-        if not fallbacks.foreign(weight):
+        if not fallbacks.foreign(x, weight, bias):
             raise
     with settings.override(**forced), compat.uncast(out):
-        return fallbacks.linear(call._replace(epilogue=interned_text(epilogue)))
+        return fallbacks.by_type(call._replace(epilogue=interned_text(epilogue)), linear=True)
 
 
 def plan(

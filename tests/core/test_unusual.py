@@ -235,6 +235,65 @@ def test_what_dense_weights_refuse_a_weight_of_another_type_does(
         tmm_core.linear(x.float() if "dtype" in message else x, w, **more)
 
 
+class Own(Tensor):
+    """A tensor of another library: torch's products take it, and few other operators."""
+
+    numbers: Tensor
+    takes = (torch.matmul, F.linear)
+    #: What it answers to other operators: an exception, or NotImplemented, which torch raises.
+    answer: Any = NotImplemented
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> Any:
+        own: Any = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)  # type: ignore[attr-defined]
+        own.numbers = numbers
+        return own
+
+    def __init__(self, numbers: Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, given: Any = (), more: Any = None
+    ) -> Any:
+        if function in cls.takes:
+            return function(*(t.numbers if isinstance(t, Own) else t for t in given))
+        return super().__torch_function__(function, types, given, more)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, given: Any = (), more: Any = None
+    ) -> Any:
+        if cls.answer is NotImplemented:
+            return NotImplemented
+        raise cls.answer
+
+
+@pytest.mark.parametrize("answer", [NotImplemented, NotImplementedError()], ids=["none", "raised"])
+@pytest.mark.parametrize("which", ["input", "weight", "bias"])
+def test_a_type_without_tmms_operators_multiplies_itself(
+    which: str, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Own, "answer", answer)
+    x, w, bias = A, B.t().contiguous(), torch.ones(3)
+    expected = F.relu(x @ w.t() + bias)
+    given = {"input": x, "weight": w, "bias": bias}
+    given[which] = Own(given[which])
+    y = tmm_core.linear(given["input"], given["weight"], given["bias"], epilogue="relu")
+    torch.testing.assert_close(y, expected)
+    if which == "bias":
+        return  # torch.matmul adds none
+    given["weight"] = B if which == "input" else Own(B)
+    out = torch.empty(4, 3)
+    y = tmm_core.matmul(given["input"], given["weight"], bias=bias, epilogue="relu", out=out)
+    assert y is out
+    torch.testing.assert_close(y, expected)
+    with pytest.raises(tmm_core.UnsupportedProblemError, match="cannot serve a tensor of type Own"):
+        tmm_core.matmul(given["input"], given["weight"], kernel="triton.naive")
+    with pytest.raises(RuntimeError, match="must have dtype"):
+        tmm_core.matmul(given["input"], given["weight"], bias=bias.half())
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_the_result_of_a_sparse_operand_has_the_dtype_of_a_dense_ones(dtype: Any) -> None:
     a, b = SQUARE.bfloat16(), torch.randn(4, 3).bfloat16()

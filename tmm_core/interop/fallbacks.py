@@ -76,31 +76,34 @@ def answer(matmul: Callable[[Arguments, Any], Tensor], call: Arguments) -> Tenso
     return copied_to(y, out, a, b, bias, residual)
 
 
-def foreign(weight: Any) -> bool:
-    """Whether ``weight`` is of another library's type, such as torchao's quantised tensors."""
-    kind = type(weight)
-    if kind is torch.nn.Parameter or kind is Tensor:
-        return False
-    return kind.__module__.partition(".")[0] not in ("torch", "tmm_core")
+def foreign(*tensors: Any) -> bool:
+    """Whether a tensor is of another library's type, such as torchao's quantised tensors."""
+    kinds = {type(t) for t in tensors if isinstance(t, Tensor)} - {torch.nn.Parameter, Tensor}
+    return any(kind.__module__.partition(".")[0] not in ("torch", "tmm_core") for kind in kinds)
 
 
-def linear(call: Arguments) -> Tensor:
-    """Compute a call by ``torch.nn.functional.linear``, which the weight's type overrides, and its
-    epilogue and residual by torch.
+def by_type(call: Arguments, linear: bool = False) -> Tensor:
+    """Compute a product by torch's own function, which a tensor's type overrides, and all that
+    follows the product by torch.
 
     Args:
-        call: With the weight ``[N, K]`` as ``b``.
+        linear: ``b`` is the weight ``[N, K]`` of ``torch.nn.functional.linear``.
 
     Raises:
         UnsupportedProblemError: A kernel is forced.
         RuntimeError, ValueError, TypeError: As torch raises them.
     """
-    _refuse_what_torch_cannot(call, f"a weight of type {type(call.b).__name__}")
+    kinds = {type(t).__name__ for t in call[:3] if foreign(t)}
+    _refuse_what_torch_cannot(call, f"a tensor of type {' or '.join(sorted(kinds))}")
     parsed = epilogue_of(call.epilogue)
-    # Only the weight's type knows which dtypes it multiplies.
-    formed = call._replace(b=call.a.new_empty(()).expand(call.b.shape).t())
+    # Only the type knows which dtypes it multiplies.
+    b = _of_form(call.a, call.b.shape)
+    formed = call._replace(a=_of_form(call.a, call.a.shape), b=b.t() if linear else b)
     cast_first(lambda formed: _checked(formed, parsed), formed)
-    y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
+    if linear:
+        y = _finished(call, parsed, lambda bias: F.linear(call.a, call.b, bias))
+    else:
+        y = _by_torch(call, parsed)
     return copied_to(y, call.out, call.a, call.bias, call.residual)
 
 

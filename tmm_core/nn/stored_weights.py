@@ -65,7 +65,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
         recorded = autograd_state.recorded(x, bias)
         if not recorded and type(x) is Tensor:
             return api.linear(x, stored, bias, epilogue=epilogue)
-    return fallbacks.linear(Arguments(x, weight, bias, epilogue=epilogue))
+    return fallbacks.by_type(Arguments(x, weight, bias, epilogue=epilogue), linear=True)
 
 
 def is_readable(weight: Any) -> bool:
