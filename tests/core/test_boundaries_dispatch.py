@@ -598,7 +598,9 @@ def test_a_quarantine_is_the_reason_in_its_own_bucket_alone() -> None:
     with pytest.warns(TmmWarning, match="failed on"):
         d.quarantine(problem(m=64), choice, RuntimeError("boom"))
     there = d.rejections(problem(m=40), settings())
-    assert any("quarantined" in reason for reason in there["k"])
+    assert there["k"] == ["quarantined: it raised RuntimeError: boom"]
+    d.quarantine(problem(m=200), choice, "it is off by one")  # the one warning has been given
+    assert d.rejections(problem(m=200), settings())["k"] == ["quarantined: it is off by one"]
     assert "k" not in d.rejections(problem(m=65), settings())
 
 
@@ -1533,3 +1535,136 @@ def test_what_a_tuning_would_time(tmp_path: Path) -> None:
     assert missing(record) == ["new"]
     assert missing(record, resume=True) == ["left", "new"]
     assert missing(None) == ["blas", "left", "new"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "m", "spent", "names"),
+    [
+        ("tune", 64, 0.0, ["blas", "fast"]), ("tune", 50, 0.0, ["blas", "fast", "usual"]),
+        ("tune", 50, 7.0, ["blas", "fast", "usual"]), ("tune", 50, 7.1, ["blas", "fast"]),
+        ("background", 50, 7.1, ["blas", "fast", "usual"]),
+    ],
+)  # fmt: skip
+def test_a_tuning_is_of_the_kernels_of_its_bucket_while_its_budget_lasts(
+    mode: Any, m: int, spent: float, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may serve the bucket's edge, but not this call. The seconds spent on finding the
+    call's kernels belong to the budget."""
+    d, _ = deferred()
+    mine = settings(on_cache_miss=mode, tune_budget=7.0)
+    asked, edge = problem(m=m), problem(m=64)
+    given: list[Any] = []
+
+    def tuning(key: Any, able: Any, settings: Any, *, spent: float, wait: bool = False) -> Any:
+        given.append((key, [kernel.name for kernel in able], spent))
+        return recorded(edge, result("blas", 9.0))
+
+    monkeypatch.setattr(d, "_tuning" if mode == "background" else "_tune", tuning)
+    query = deferring.Query(asked, edge, mine, d.able(asked, mine), spent, None)
+    usual = FakeKernel("usual")
+    monkeypatch.setattr(d, "able", lambda key, settings: [*query.able, usual])
+    (d._later if mode == "background" else d._tuned)(query)
+    assert given == [(edge, names, spent)]
+
+
+def test_a_complete_record_is_measured_again_only_where_it_is_forced(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), Summing("k", {1: "one"}), root=tmp_path)
+    key, mine = weight_problem(16), settings()
+    able = d.able(key, mine)
+    assert d.on_record(key, able, mine, tune=False) is None
+    first = d.on_record(key, able, mine, tune=True)
+    count = len(timer.measured)
+    assert d.on_record(key, able, mine, tune=True) == first
+    assert len(timer.measured) == count
+    d.on_record(key, able, mine, tune=True, force=True)
+    assert len(timer.measured) > count
+
+
+@pytest.mark.parametrize(("nearest", "close"), [(90, True), (91, False)])
+def test_a_tuning_starts_from_the_best_three_of_the_three_nearest(
+    nearest: int, close: bool, tmp_path: Path
+) -> None:
+    """Half an octave is close."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    assert d.hints(problem()) == Hints([], False)
+    sizes = (nearest, 100, 110, 120)
+    for size in sizes:
+        timed = [result("fast", float(us), config={"tile": size + us}) for us in (4, 3, 2, 1)]
+        eliminated = result("fast", 0.5, status="slow", config={"tile": 1})
+        d._store(problem(m=size), recorded(problem(m=size), *timed, eliminated))
+    found = d.hints(problem())
+    tiles = [config["tile"] for _, config in found.candidates]
+    assert tiles == [size + us for size in sizes[:3] for us in (1, 2, 3)]
+    assert found.close is close
+
+
+def test_kernels_without_a_storable_result_are_left_out_and_the_others_raced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their times, others may have been eliminated."""
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), FakeKernel("odd"), root=tmp_path)
+    instance = problem()
+    raced: list[list[str]] = []
+
+    def steps(key: Any, able: Any, settings: Any, kept: Any, **options: Any) -> Any:
+        raced.append([kernel.name for kernel in able])
+        assert [kernel.name for kernel in options["new"]] == raced[-1]
+        yield "waits"
+        return recorded(instance, *(result(name, 1.0) for name in raced[-1]))
+
+    monkeypatch.setattr(d.tuner, "steps", steps)
+    monkeypatch.setattr(
+        d, "unstorable", lambda record: {"odd"} & {each.kernel for each in record.candidates}
+    )
+    taken = d._tuning(instance, d.able(instance, settings()), settings())
+    assert list(taken) == [(), "waits", "waits"]
+    assert raced == [["blas", "fast", "odd"], ["blas", "fast"]]
+    stored = d.record_of(instance)
+    assert stored is not None
+    assert [each.kernel for each in stored.candidates] == ["blas", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "timed", "declines", "answer"),
+    [
+        (("blas", 1), {1: 10.0, 2: 9.0}, False, ("blas", 2)),
+        (("blas", 2), {1: 10.0, 2: 9.0}, False, None), (("blas", 2), {}, False, None),
+        (("fast", 1), {1: 10.0, 2: 9.0}, False, ("blas", 2)),
+        (("fast", 1), {}, False, ("blas", 1)), (("fast", 1), {1: 10.0, 2: 9.0}, True, None),
+        (("blas", 1), {1: 20.0, 2: 21.0}, False, ("fast", 1)),
+        (("fast", 1), {1: 20.0, 2: 21.0}, False, None),
+        (("fast", 1), {1: 20.0, 2: 21.0}, True, None),
+    ],
+)  # fmt: skip
+def test_what_answers_inside_a_bucket(
+    chosen: tuple[str, int], timed: dict[int, float], declines: bool,
+    answer: tuple[str, int] | None, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The kernel that beats BLAS on both sides, else BLAS in its fastest way there; None: the
+    choice of the bucket stays as it is."""
+    blas = FakeBlas(tiles=(1, 2), against=lambda problem: ["not here"] * declines)
+    d, _ = dispatcher(blas, FakeKernel("fast"), root=tmp_path)
+    edge, asked, mine = problem(m=64), problem(m=40), settings()
+    others = [
+        result("blas", 9.0, config={"tile": tile}, inside_us={33: us, 49: us})
+        for tile, us in timed.items()
+    ]
+    inside_us = {33: 15.0, 49: 15.0} if timed else {}
+    fast = result("fast", 9.0, config={"tile": 1}, inside_us=inside_us)
+    d.store.save(DEVICE.gpu, DEVICE.environment, recorded(edge, fast, *others))
+    name, tile = chosen
+    choice = Choice(Candidate(d.registry.kernel(name), FakeConfig(tile=tile)), "cache", "path")
+    found = d.inside(asked, edge, choice, mine)
+    if answer is None:
+        assert found is choice
+        return
+    assert (found.candidate.kernel.name, found.candidate.config) == (
+        answer[0], FakeConfig(tile=answer[1]),
+    )  # fmt: skip
+    assert found.origin == "cache"
+    assert found.reason.startswith("path; " + ("the best at" if answer[0] == "fast" else "BLAS is"))
+    for same in (edge, replace(asked, batch_invariant=True)):
+        assert d.inside(same, edge, choice, mine) is choice
+    for origin in ("forced", "heuristic", "neighbour", "fallback"):
+        other = replace(choice, origin=origin)
+        assert d.inside(asked, edge, other, mine) is other

@@ -226,3 +226,18 @@ def test_a_plugin_without_a_hash_costs_itself() -> None:
     r = registry(EntryPoint("a", Unhashable("x")), EntryPoint("b", plugin(FakeKernel("k"))))
     with pytest.warns(TmmWarning, match="plugin 'a'.*cannot be registered: TypeError"):
         assert names(r) == ["k"]
+
+
+def test_a_wrapper_may_leave_a_plugin_out() -> None:
+    """It returns fewer results than there are functions, which is no fault of either."""
+
+    class Without:
+        @hookimpl(wrapper=True)
+        def tmm_kernels(self) -> Iterator[None]:
+            brought: Any = yield
+            return [each for each in brought if each[0].name != "drop"]
+
+    points = (EntryPoint(name, plugin(FakeKernel(name))) for name in ("drop", "keep"))
+    r = registry(*points, EntryPoint("without", Without()))
+    assert names(r) == ["keep"]
+    assert r.faults() == []

@@ -88,8 +88,6 @@ class Dispatcher(Deferring):
         super().__init__(registry, tuner, store)
         #: Choices by the bucket's problem, with the caller's requirements, and by settings.
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
-        #: Settings whose names of plugins and kernels were checked.
-        self._checked: set[Settings] = set()
         #: Kernels that failed outside of tuning because of the environment, and their buckets.
         self._outside: set[tuple[str, Problem]] = set()
         #: When this process last logged that another one is tuning.
@@ -196,10 +194,8 @@ class Dispatcher(Deferring):
                 config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
-        if settings not in self._checked:
-            self._checked.add(settings)
-            if unknown := self.registry.unknown_names(settings):
-                self.warn_once("; ".join(unknown))
+        if unknown := self.registry.unknown_names(settings):
+            self.warn_once("; ".join(unknown))
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if not problem.batch_invariant:
