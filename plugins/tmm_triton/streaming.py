@@ -12,6 +12,9 @@ cores read; no lane exchanges data with another before the sums are complete.
 * The order of a sum is free, so both operands are permuted along K such that a lane multiplies the
   values that it has loaded. A tensor core's register holds two values of one word
   (:mod:`tmm_triton.word_decoders`).
+* Up to 8 rows, a lane has neighbouring words of a step. With more rows and 4 bits it has
+  neighbours in both halves of it (``PIECES``): the four lanes of a row then load what they need of
+  ``a`` from one line of 128 bytes. Lookups of lines in the L1 cache limit 16 rows.
 * A step covers 128 values of a row: a whole group of the scale, or a part of one. The sum of a step
   is multiplied by its scale in fp32, so that the weight's values are never rounded.
 * The warps of a program divide K, and rows of the weight (``WARPS_N``), whose activations then come
@@ -49,9 +52,12 @@ STEP = 128
 
 
 @jit
-def _quarters(words, WARPS_K: gl.constexpr, ROWS: gl.constexpr, OWN: gl.constexpr):
+def _quarters(
+    words, WARPS_K: gl.constexpr, ROWS: gl.constexpr, OWN: gl.constexpr, PIECES: gl.constexpr
+):
     """The quarters of each lane's words, [WARPS_K, ROWS, 4, OWN / 4]."""
-    split = words.reshape([WARPS_K, ROWS, 4, 2, 2, OWN // 4]).permute([0, 1, 2, 5, 3, 4])
+    split = words.reshape([WARPS_K, ROWS, PIECES, 4, 4 // PIECES, OWN // 4])
+    split = split.permute([0, 1, 3, 5, 2, 4]).reshape([WARPS_K, ROWS, 4, OWN // 4, 2, 2])
     even, odd = split.split()
     first, third = even.split()
     second, fourth = odd.split()
@@ -113,6 +119,14 @@ def _load(at, step, steps, WHOLE: gl.constexpr, POLICY: gl.constexpr):
 
 
 @jit
+def _quarter_of_a(at, i: gl.constexpr, step, steps, PIECES: gl.constexpr, WHOLE: gl.constexpr):
+    """Load the part of ``a`` that the i-th quarter of each lane's words is multiplied by."""
+    OF_PIECE: gl.constexpr = 4 // PIECES
+    offset = i // OF_PIECE * (64 // PIECES) + i % OF_PIECE * 4
+    return _load(at + offset, step, steps, WHOLE, "")
+
+
+@jit
 def _with(values, value):
     """A tuple and one more value."""
     return values + (value,)  # noqa: RUF005 (Triton knows no starred expressions)
@@ -156,7 +170,8 @@ def _add_step(
     words, scale, zero, acc, of_a, quarters, next_a, step, steps,
     PROGRAM: gl.constexpr, PER: gl.constexpr, T: gl.constexpr, ZERO: gl.constexpr,
     ORIGIN: gl.constexpr, B_GROUP: gl.constexpr, WARPS_K: gl.constexpr, ROWS: gl.constexpr,
-    B: gl.constexpr, A: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr,
+    B: gl.constexpr, A: gl.constexpr, PIECES: gl.constexpr, WHOLE: gl.constexpr,
+    LAST: gl.constexpr,
 ):  # fmt: skip
     """``acc`` plus one step's products, multiplied by the scales of its group if there are groups.
     Without them, ``of_a`` plus the sums of ``a``.
@@ -168,13 +183,14 @@ def _add_step(
     if B_GROUP:
         own = gl.zeros_like(acc)
         of_a = own
-    of_words = _quarters(words, WARPS_K, ROWS, 32 // PER)
+    of_words = _quarters(words, WARPS_K, ROWS, 32 // PER, PIECES)
     following = ()
     for i in gl.static_range(4):
         value = gl.convert_layout(_decoded(of_words[i], PROGRAM, PER, T), B)
         other = gl.convert_layout(_arranged(quarters[i], PER, T), A)
         if not LAST:
-            following = _with(following, _load(next_a + 4 * i, step, steps, WHOLE, ""))
+            loaded = _quarter_of_a(next_a, i, step, steps, PIECES, WHOLE)
+            following = _with(following, loaded)
         own = mma_v2(value, other, own)
         if ZERO:
             of_a = mma_v2(gl.full([WARPS_K, ROWS, 32], 1.0, T, B), other, of_a)
@@ -210,7 +226,7 @@ def streaming_kernel(
     HALVES: gl.constexpr, B_GROUP: gl.constexpr, PER: gl.constexpr, PROGRAM: gl.constexpr,
     ORIGIN: gl.constexpr,
     WORDS: gl.constexpr, PAIRS: gl.constexpr,
-    WHOLE: gl.constexpr, STAGES: gl.constexpr,
+    WHOLE: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
     OVERLAPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = a_ptr.dtype.element_ty
@@ -248,7 +264,8 @@ def streaming_kernel(
     b_base = (b_ptr + z * stride_bz).to(gl.pointer_type(gl.int32), bitcast=True)
     a_base = (a_ptr + z * stride_az).to(gl.pointer_type(gl.int32), bitcast=True)
     b_at = (row * (stride_bn // 4) + part * OF_WORD + word).to(gl.uint32)
-    a_at = (m * (stride_am // 2) + a_part * 64 + pair // 4 * 16 + pair % 4).to(gl.uint32)
+    a_at = m * (stride_am // 2) + a_part * 64 + pair // 4 * (16 // PIECES) + pair % 4
+    a_at = a_at.to(gl.uint32)
     if b_scale_ptr is not None:
         scale_at = b_scale_ptr + z * stride_bsz + s_row * stride_bsn
     if ZERO:
@@ -274,7 +291,7 @@ def streaming_kernel(
         points = (0,) * STAGES
     a = ()
     for i in gl.static_range(4):
-        a = _with(a, _load(a_base + a_at + 4 * i, a_part, steps, WHOLE, ""))
+        a = _with(a, _quarter_of_a(a_base + a_at, i, a_part, steps, PIECES, WHOLE))
     # Without masks the last STAGES steps must load nothing, and follow the loop.
     for turn in range(0, steps - STAGES * WARPS_K if WHOLE else steps, STAGES * WARPS_K):
         # After STAGES steps each buffer is at its place again, so no value moves between registers.
@@ -284,7 +301,8 @@ def streaming_kernel(
             acc, of_a, a = _add_step(
                 words[0], scales[0], points[0], acc, of_a, a,
                 a_base + after * 64 + a_at, after + a_part, steps,
-                PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, WHOLE, False,
+                PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, PIECES, WHOLE,
+                False,
             )  # fmt: skip
             if B_GROUP:
                 number = _number(scale_at, stride_bsk, ahead + s_part, steps, B_GROUP, WHOLE)
@@ -301,7 +319,7 @@ def streaming_kernel(
             acc, of_a, a = _add_step(
                 words[i], scales[i], points[i], acc, of_a, a,
                 a_base + after * 64 + a_at, after + a_part, steps,
-                PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, WHOLE,
+                PROGRAM, PER, T, ZERO, ORIGIN, B_GROUP, WARPS_K, ROWS, B, A, PIECES, WHOLE,
                 i == STAGES - 1,
             )  # fmt: skip
     if not B_GROUP:
@@ -330,16 +348,18 @@ def streaming_kernel(
 
 
 def layouts(
-    warps_k: int, warps_n: int, rows: int, block_m: int, per: int
+    warps_k: int, warps_n: int, rows: int, block_m: int, per: int, pieces: int
 ) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
     """The layouts of the weight's words, [warps_k, rows, 128 / per], and of a quarter of a step of
-    ``a``, [warps_k, 16, block_m] pairs. Lanes hold what they multiply: four share a row."""
-    lane, words = 32 // per, 128 // per  # words of a lane and of a row
+    ``a``, [warps_k, 16, block_m] pairs. Lanes hold what they multiply: four share a row, and each
+    has ``pieces`` of neighbouring words."""
+    piece, words = 32 // per // pieces, 128 // per  # words of a lane's piece and of a row
     split_k = [[1 << i, 0, 0] for i in range(_bits(warps_k))]
-    registers = [[0, 0, 1 << i] for i in range(_bits(lane))]
+    registers = [[0, 0, 1 << i] for i in range(_bits(piece))]
+    registers += [[0, 0, words // pieces << i] for i in range(_bits(pieces))]
     registers += [[0, 8, 0]]
     registers += [[0, 16 * warps_n << i, 0] for i in range(_bits(rows // (16 * warps_n)))]
-    quads = [[0, 0, lane], [0, 0, 2 * lane], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    quads = [[0, 0, piece], [0, 0, 2 * piece], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     along_n = [[0, 16 << i, 0] for i in range(_bits(warps_n))]
     of_words = gl.DistributedLinearLayout(
         registers, quads, along_n + split_k, [], [warps_k, rows, words]
@@ -433,10 +453,11 @@ def _shapes(rows: int) -> Iterator[StreamingConfig]:
 
 
 #: µs of a launch, of a wave of programs and of a step of one, and what each row of ``a`` adds to
-#: the whole. They are fitted to 18 products on an H100
+#: the whole. They are fitted to products on an H100
 #: (``benchmarks/results/h100/streaming_configs.json``). The best of the first six configs takes at
-#: most 3 % longer than the best of all in 32 products, 14 of which are others.
-_LAUNCH_US, _WAVE_US, _STEP_US, _ROW = 3.0, 0.75, 0.1, 0.025
+#: most 3 % longer than the best of all in 31 of 32 products. In the other, ``triton.mixed_input``
+#: is faster.
+_LAUNCH_US, _WAVE_US, _STEP_US, _ROW = 3.0, 0.75, 0.1, 0.014
 #: Registers of a thread for operands and sums that leave enough of 255 for the rest.
 _MOST_REGISTERS = 200
 #: The number of shapes that a tuning tries.
@@ -447,7 +468,7 @@ class Streaming(TritonKernel[StreamingConfig]):
     """Up to 16 rows of 16-bit floats, and a weight of packed numbers contiguous along K."""
 
     name = "triton.streaming"
-    version = "2"
+    version = "3"
     # Each of an MMA's sums has its own order, the same for every row.
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = StreamingConfig
@@ -495,8 +516,9 @@ class Streaming(TritonKernel[StreamingConfig]):
         assert form is not None
         per = word_decoders.PER_WORD[form.name]
         halves = 2 if problem.gated else 1
+        pieces = 2 if per == 8 and config.BLOCK_M == 16 else 1
         words, pairs = layouts(
-            config.warps_k, config.warps_n, config.BLOCK_N * halves, config.BLOCK_M, per
+            config.warps_k, config.warps_n, config.BLOCK_N * halves, config.BLOCK_M, per, pieces
         )
         constants = {
             "WARPS_K": config.warps_k,
@@ -511,6 +533,7 @@ class Streaming(TritonKernel[StreamingConfig]):
             "PAIRS": pairs,
             "WHOLE": problem.k % (config.BLOCK_K * config.num_stages) == 0,
             "STAGES": config.num_stages,
+            "PIECES": pieces,
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }

@@ -92,18 +92,19 @@ def test_proposals(m: int, weight: Operand) -> None:
 
 def test_proposals_are_close_to_the_best_that_was_measured() -> None:
     h100 = replace(DEVICES[90], name="NVIDIA H100 80GB HBM3")
-    measured = [
-        each for each in json.loads(MEASURED.read_text())["products"] if each["of"] == "after"
-    ]
+    measured = json.loads(MEASURED.read_text())["products"]
     assert len(measured) == 32
     for each in measured:
         size = {name: each[name] for name in ("m", "n", "k")}
         weight = {"int4": INT4, "int8": INT8}[each["format"]]
-        proposed = Streaming().configs(replace(DECODE, **size, b=weight, device=h100))
-        names = {f"{c.BLOCK_N} {c.warps_k} {c.warps_n} {c.num_stages}" for c in proposed}
+        configs = Streaming().configs(replace(DECODE, **size, b=weight, device=h100))
+        names = {f"{c.BLOCK_N} {c.warps_k} {c.warps_n} {c.num_stages}" for c in configs}
         assert len(names) == 6
         us = each["us"]
-        assert min(us[name] for name in names & set(us)) < 1.035 * min(us.values()), size
+        mixed = [time for name, time in each["race"].items() if name.startswith("mixed")]
+        best = min(us.values())
+        proposed = min(us[name] for name in names & set(us))
+        assert proposed < 1.035 * best or min(mixed, default=best) < best, size
 
 
 # -- the kernel, run as Python ------------------------------------------------------------
@@ -321,7 +322,9 @@ def test_words_go_from_memory_to_the_tensor_cores(sm: int, uninterpreted: Uninte
     assert {line["name"] for line in lines} >= {"int4", "one row", "int8", "gated"}
     for line in lines:
         assert line["streamed"]
-        assert all(".v4.b32" in load for load in line["streamed"]), line
+        halves = line["name"] in ("int4", "gated")  # a lane has words of both halves of a step
+        width = ".v2.b32" if halves else ".v4.b32"
+        assert all(width in load for load in line["streamed"]), line
         assert line["through"] == 0, line
         assert line["STACK"] + line["LOCAL"] == 0, line
         assert line["shared"] <= line["claimed"], line
