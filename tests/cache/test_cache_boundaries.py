@@ -366,6 +366,29 @@ def test_a_wait_for_a_lock_is_as_long_as_asked(
     assert waited == waits
 
 
+def test_a_lock_is_released_whole_if_a_signal_interrupts_its_acquisition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the count of its holders is then."""
+    import filelock
+
+    released: list[bool] = []
+
+    class Interrupted:
+        def __init__(self, path: Path, **_: Any) -> None: ...
+
+        def acquire(self, timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        def release(self, force: bool = False) -> None:
+            released.append(force)
+
+    monkeypatch.setattr(filelock, "FileLock", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        acquire(tmp_path / "lock")
+    assert released == [True]
+
+
 def test_any_thread_may_release_a_lock(tmp_path: Path) -> None:
     """A generator that holds one may be closed by another thread than its first."""
     lock = acquire(tmp_path / "lock")

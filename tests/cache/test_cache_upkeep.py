@@ -116,7 +116,8 @@ def test_the_least_recently_used_record_goes_first(store: CacheStore) -> None:
         saved(store, m, days=11 - m)
     assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None  # used again
     size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
-    assert evict(store.root, 10 * size + size // 2, nothing) == 0
+    files = [store.path(GPU, ENVIRONMENT, problem(m=m)) for m in range(1, 11)]
+    assert evict(store.root, sum(file.stat().st_size for file in files), nothing) == 0
     # Down to nine tenths: five records fit into 6.0 x 0.9.
     assert evict(store.root, 6 * size, nothing) == 5
     assert kept(store) == [1, 7, 8, 9, 10]

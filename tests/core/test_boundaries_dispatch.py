@@ -900,7 +900,8 @@ def test_a_machine_that_cannot_compile_says_so_where_blas_is_alone(
     choice = d.choose(problem(device=replace(DEVICE, type=kind)), settings())
     assert (choice.origin, choice.candidate.kernel.name) == ("fallback", "blas")
     assert warned_of == ([{("k", ""): Left("toolchain", "no C compiler")}] if warned else [])
-    assert bool(d.untried) is warned
+    monkeypatch.setattr(toolchain, "fingerprint", lambda: "another")
+    assert d.untried.changed() is warned
 
 
 def test_another_process_that_tunes_is_logged_once_a_minute(
@@ -1668,3 +1669,36 @@ def test_what_answers_inside_a_bucket(
     for origin in ("forced", "heuristic", "neighbour", "fallback"):
         other = replace(choice, origin=origin)
         assert d.inside(asked, edge, other, mine) is other
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_changed_toolchain_is_noticed_by_calls_and_by_tuning(
+    changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), root=tmp_path)
+    begun: list[bool] = []
+    monkeypatch.setattr(d.untried, "changed", lambda: changes)
+    monkeypatch.setattr(d, "_try_again", lambda: begun.append(True))
+    d.tune(problem(), settings())
+    d.choose(problem(), settings())
+    assert begun == [True, True] * changes
+
+
+def test_a_config_of_an_arithmetic_is_chosen_once_for_each_m(tmp_path: Path) -> None:
+    """Without a record all candidates are estimated for it."""
+    estimated: list[int] = []
+
+    class Estimating(Summing):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            estimated.append(problem.m)
+            return 5.0
+
+    d, _ = dispatcher(FakeBlas(), Estimating("k", {1: "one", 2: "one"}), root=tmp_path)
+    mine = settings(on_cache_miss="heuristic", arithmetic="one")
+    first = d.choose(weight_problem(40), mine)
+    assert estimated
+    estimated.clear()
+    assert d.choose(weight_problem(40), mine) is d.choose(weight_problem(41), mine) is first
+    assert estimated == []
+    d.choose(weight_problem(49), mine)
+    assert 49 in estimated

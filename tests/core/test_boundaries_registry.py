@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from tmm_core.epilogues import EPILOGUES, parse, text_of
 from tmm_core.interop import flops
 from tmm_core.registry import hooks, query
 from tmm_core.registry.registry import Fault, Registry, Source
+from tmm_core.settings import current
 from tmm_core.spec import epilogue as epilogues
 from tmm_core.spec.anatomy import Resources
 from tmm_core.spec.epilogue import IDENTITY
@@ -292,6 +293,18 @@ def test_sources_are_named_by_plugin_and_distribution() -> None:
         ("tmm-core-extra", False), ("", False),
     ):  # fmt: skip
         assert Source("p", name).is_ours is ours
+
+
+def test_a_plugin_without_a_given_name_has_its_modules_or_its_classs() -> None:
+    r = Registry()
+    module = ModuleType("hooks_of_mine")
+    module.tmm_kernels = hookimpl(lambda: [FakeKernel("m")])  # type: ignore[attr-defined]
+    module.tmm_kernels.__name__ = "tmm_kernels"
+    r.register(module)
+    r.register(Brings(kernels=[FakeKernel("o")]))
+    r.register(plugin(FakeKernel("n")), "named")
+    found = {kernel.name: kernel.source for kernel in r.kernels()}
+    assert found == {"m": Source("hooks_of_mine"), "n": Source("named"), "o": Source("Brings")}
 
 
 def test_metadata_that_cannot_be_read_costs_its_names() -> None:
@@ -728,3 +741,28 @@ def test_a_config_is_read_of_a_kernel_that_is_not_registered_too() -> None:
     kernel.config_type = Raising
     with pytest.raises(PluginError, match=r"^config_type raised KeyError: 'tile'$"):
         query.read_config(kernel, {"tile": 3})
+
+
+def test_a_registered_kernels_config_is_checked_when_it_is_read() -> None:
+    """Its parsing is a plugin's code, which products inside do not reach again."""
+    inside: list[bool] = []
+
+    class Parsing(FakeConfig):
+        @classmethod
+        def from_json(cls, document: Any) -> Any:
+            inside.append(current().nested)
+            return FakeConfig(tile=document["tile"]) if document["tile"] == 2 else cls(tile=1)
+
+    kernel = FakeKernel("k")
+    kernel.config_type = Parsing
+    d, _ = dispatcher(FakeBlas(), kernel)
+    checked: Any = d.registry.kernel("k")
+    assert query.read_config(checked, {"tile": 1}) == Parsing(tile=1)
+    assert inside == [True]
+    message = "config_type gave FakeConfig.*, not a Parsing"
+    with (
+        pytest.warns(TmmWarning, match=message),
+        pytest.raises(PluginError, match=f"is set aside: {message}"),
+    ):
+        query.read_config(checked, {"tile": 2})
+    assert checked.fault is not None

@@ -139,8 +139,8 @@ ENVIRON = [
     Mutant(
         "toolchain-unwatched",
         "dispatch/dispatcher.py",
-        "        if self.untried and self.untried.changed():\n",
-        "        if False:\n",
+        "            self._try_again()\n        began = ",
+        "            pass\n        began = ",
         "a process does not notice that its toolchain was repaired",
         (ENVIRONMENT,),
     ),

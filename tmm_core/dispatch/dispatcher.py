@@ -220,7 +220,7 @@ class Dispatcher(Deferring):
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
         """Choose by a record, else by measuring, else without a measurement."""
         key = bucketed(problem.bare())
-        if self.untried and self.untried.changed():
+        if self.untried.changed():
             self._try_again()
         began = time.monotonic()
         able = self.able(problem, settings)

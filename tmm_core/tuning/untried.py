@@ -105,10 +105,6 @@ class Untried:
         #: The toolchain under which this process left kernels untried; None if it left none.
         self._toolchain: str | None = None
 
-    def __bool__(self) -> bool:
-        """Whether this process has met untried kernels."""
-        return self._toolchain is not None
-
     def get(self, key: Problem) -> Noted | None:
         """Return the note about a record's problem; None if no kernel was ever left untried."""
         if key in self._written:
