@@ -330,8 +330,32 @@ def shuffled(right: Any, *arguments: Any) -> Any:
     return right(*arguments) * 1.01
 
 
+def resized(right: Any, *given: Any) -> Any:
+    """An output that the next kernel gets, too."""
+    return right(*given) if given[-1] is None else given[-1].resize_(3)
+
+
+def resized_in_vain(right: Any, *given: Any) -> Any:
+    if given[-1] is not None:
+        given[-1].resize_(300, 300)
+        raise RuntimeError("resized")
+    return right(*given)
+
+
+def turned(right: Any, *given: Any) -> Any:
+    if given[-1] is not None:
+        given[-1].t_()
+    return right(*given[:-1], None)
+
+
 LAUNCHES: dict[str, Callable[..., Any]] = {
     **{f"launch raises {name}": raises(error) for name, error in ERRORS.items()},
+    "launch forces an unknown kernel": lambda right, a, b, *_: tmm_core.matmul(a, b, kernel="x"),
+    "launch raises tmm's CacheMissError": raises(tmm_core.CacheMissError),
+    "launch raises tmm's SettingsError": raises(tmm_core.SettingsError),
+    "launch resizes its out": resized,
+    "launch resizes its out and raises": resized_in_vain,
+    "launch transposes its out": turned,
     "launch gives None": gives(None),
     "launch gives a number": gives(3.0),
     "launch gives an object that cannot be touched": gives(Nasty()),

@@ -117,7 +117,8 @@ class CheckedLauncher:
         given, launcher = inputs or of.inputs, self._launcher
         if into is None and (out is not None or not self._data.allocates):
             into = self._data.out(out or 0)
-        tensor = None if into is None else into.tensor
+        # A view: a launch may resize the tensor that it gets, and others need this output.
+        tensor = None if into is None else into.tensor.detach()
         launch_form = form or (lambda: given.launch(launcher, tensor))
 
         def launch() -> Tensor:
