@@ -164,5 +164,5 @@ def is_nowhere(path: Path) -> bool:
 
 
 def _nowhere(path: str | Path, reason: str) -> Path:
-    warn_once(Path(path), f"{reason}; {_CONSEQUENCE}", about="nowhere")
+    warn_once(Path(path), f"{reason}; {_CONSEQUENCE}")
     return NOWHERE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import gzip
 import hashlib
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -519,6 +521,29 @@ def test_a_handler_that_was_replaced_is_recognised_by_its_arguments(hidden: bool
     with pytest.raises(TimeoutError, match="alarm"):
         guarded(interrupted)
     guarded(partial(int, "x"))  # nobody's handler
+
+
+def test_a_guard_keeps_no_variables_of_the_frames_that_it_looked_at() -> None:
+    """A lock among them would be held until the next garbage collection."""
+
+    class Held: ...
+
+    held: list[weakref.ref[Held]] = []
+
+    def guarded() -> None:
+        own = Held()
+        held.append(weakref.ref(own))
+        try:
+            int("x")
+        except ValueError as error:
+            guards.reraise(error)
+
+    gc.disable()
+    try:
+        guarded()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 # -- fields of a record -------------------------------------------------------------------

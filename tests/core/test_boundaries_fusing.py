@@ -786,3 +786,18 @@ def test_a_converted_layer_multiplies_by_tmm() -> None:
     assert convert(model).changes[0].kind == "linear"
     with tmm_core.override(kernel="blas"):
         torch.testing.assert_close(model(X), right)
+
+
+def test_an_activation_is_reported_by_its_module_or_its_function() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act = nn.Linear(4, 4), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1 if x.sum() > 0 else x
+            return F.gelu(self.up(self.act(self.up(x))))
+
+    for model, act, own in ((Model(), "act", "the model"), (nn.Sequential(Model()), "0.act", "0")):
+        found = convert(model).not_fused
+        assert [(each.path, each.activation) for each in found] == [(act, "SiLU"), (own, "gelu()")]

@@ -18,6 +18,7 @@ import tmm_core
 from tmm_core import Epilogue, Port, TmmWarning
 from tmm_core.epilogues import parse
 from tmm_core.interop import (
+    aten_answers,
     aten_calls,
     autograd_state,
     constants,
@@ -463,6 +464,12 @@ def test_kernels_after_a_product_need_a_derivative_in_torch_too() -> None:
     device: Any = {"device": silu.device, "device_derivative": silu.device_derivative}
     bare = Epilogue("mine", torch.nn.functional.silu, **device)
     assert epilogue_kernels.kernels(bare, 8, FP32, z) is None
+    forward: Any = {"device": silu.device, "derivative": silu.derivative}
+    one_way = Epilogue("mine", torch.nn.functional.silu, **forward)
+    assert epilogue_kernels.kernels(one_way, 8, FP32, z) is None
+    both = Epilogue("mine", torch.nn.functional.silu, **device, derivative=silu.derivative)
+    for of, served in ((both, True), (silu.then(both), True), (silu.then(one_way), False)):
+        assert (epilogue_kernels.kernels(of, 8, FP32, z) is not None) is served
     assert epilogue_kernels.kernels(silu, 0, FP32, z) is None
     assert epilogue_kernels.kernels(silu, 8, FP64, z) is None
     with tmm_core.override(disable=epilogue_kernels.NAME):
@@ -988,3 +995,22 @@ def test_one_frozen_weight_is_not_joined_with_itself() -> None:
     graph, _ = graph_of(lambda a, b: F.silu(a @ b) * (a @ b), FP32, A, B)
     ((gate, up),) = pairs(graph)
     assert constants.join(graph, gate, up, set(graph.nodes)) is None
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_as_many_answers_are_kept_as_plans(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten_answers.warm, "MAX_PLANS", 3)
+    for name in ("answers", "passing", "through"):
+        monkeypatch.setattr(aten_answers, name, {})
+    kept = aten_answers.answers if lasting else aten_answers.passing
+    keep = aten_answers._keep if lasting else aten_answers._keep_for_now
+    for i in range(1, 9):
+        answer = aten_answers.Answer()
+        assert keep((i,), answer) is kept[i,] is answer
+        assert len(kept) == (i - 1) % 3 + 1
+        aten_answers.through[i] = answer
+        assert len(aten_answers.through) == (len(kept) if lasting else i)
+    assert aten_answers._keep_for_good((("part", 1), 2)) is aten_answers.THROUGH
+    assert aten_answers.through["part", 1] is aten_answers.THROUGH
+    assert aten_answers._keep_for_good(("mm", 2)) is aten_answers.THROUGH
+    assert "mm" not in aten_answers.through

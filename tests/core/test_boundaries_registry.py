@@ -186,6 +186,49 @@ def test_a_plugin_of_which_a_part_works_is_partly_used(works: bool) -> None:
     assert names(r) == ["fine"] * works + ["o"]
 
 
+@pytest.mark.parametrize(
+    ("points", "first"),
+    [
+        ([("a", "two"), ("z", "one")], "one z"), ([("b", "one"), ("a", "one")], "one a"),
+        ([("a", "one"), ("z", "tmm_core")], "tmm_core z"),
+    ],
+)  # fmt: skip
+def test_a_name_belongs_to_tmm_then_to_the_first_distribution_and_plugin(
+    points: list[tuple[str, str]], first: str
+) -> None:
+    """Whatever the order of the metadata."""
+    r = registry(
+        *(
+            EntryPoint(name, plugin(FakeKernel("k", version=f"{by} {name}")), by)
+            for name, by in points
+        )
+    )
+    with pytest.warns(TmmWarning, match="kernel 'k' is already registered by"):
+        assert r.kernel("k").version == first
+
+
+def test_a_fault_shows_its_place_once() -> None:
+    source = Source("p")
+    assert str(Fault(source, "odd")) == "plugin 'p': odd"
+    assert str(Fault(source, "odd", place="a.py:3")) == "plugin 'p': odd (a.py:3)"
+    assert str(Fault(source, "odd (a.py:3)", place="a.py:3")) == "plugin 'p': odd (a.py:3)"
+
+
+def test_one_warning_counts_the_faults_of_a_distribution() -> None:
+    points = [
+        EntryPoint("a", plugin(FakeKernel(""), FakeKernel(""), FakeKernel("fine")), "one"),
+        EntryPoint("b", ImportError("gone"), "two"),
+        EntryPoint("c", ImportError("gone"), "one"),
+    ]
+    with pytest.warns(TmmWarning) as warned:
+        registry(*points).load()
+    first, second = (str(each.message) for each in warned)  # imports come before kernels
+    assert first.startswith("plugin 'c' (one 1.2) is not used: import failed")
+    assert "; 2 more faults of it: see" in first
+    assert second.startswith("plugin 'b' (two 1.2) is not used: import failed")
+    assert "; later faults of it are not reported: see" in second
+
+
 # -- what a kernel returns -------------------------------------------------------------------
 
 

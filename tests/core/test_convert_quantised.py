@@ -190,6 +190,8 @@ def test_an_fp8_linear_whose_weight_is_stored_otherwise(dtype: torch.dtype) -> N
     assert fp8_linear.unfit(layer) == f"its weight is stored as {dtype}"
     layer.weight = weight.to(torch.float8_e4m3fn)
     assert fp8_linear.unfit(layer) is None
+    layer.weight_scale_inv = torch.ones(3)  # neither of the tensor nor of its blocks
+    assert str(fp8_linear.unfit(layer)).startswith("its scales are not supported (")
 
 
 def test_scales_that_are_no_exponents_are_numbers() -> None:

@@ -448,3 +448,21 @@ def test_two_formats_have_neither_one_name_nor_one_dtype() -> None:
     formats.add(dataclasses.replace(other, implied=False))
     formats.remove(formats.named("other"))
     assert formats.of(E4M3) is fp8
+
+
+def test_a_name_that_is_not_known_loads_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dataclasses.replace(formats.FORMATS["fp8"], name="other", implied=False)
+    loaded: list[str] = []
+
+    def discover() -> None:
+        loaded.append("plugins")
+        formats.add(other)
+
+    monkeypatch.setattr(formats, "discover", discover)
+    try:
+        assert formats.named("fp8") is formats.FORMATS["fp8"]
+        assert loaded == []
+        assert formats.named("other") is formats.of(torch.uint8, "other") is other
+        assert loaded == ["plugins"]
+    finally:
+        formats.remove(other)

@@ -19,7 +19,7 @@ from test_inductor import GATES
 from torch import nn
 
 import tmm_core
-from tmm_core import compat, dispatch
+from tmm_core import compat, dispatch, errors
 from tmm_core.interop import constants, inductor
 from tmm_core.interop.inductor import Join, Rewrite
 
@@ -335,3 +335,46 @@ def test_parameters_that_are_changed_or_returned_are_no_constants(
     assert compat.freezable_inputs() == {0}
     context.fw_metadata = None
     assert compat.freezable_inputs() == set()
+
+
+def test_the_key_of_a_pass_changes_with_the_records_that_it_follows(tmp_path: Path) -> None:
+    store = dispatch.default_dispatcher().store
+    assert store.root.is_relative_to(tmp_path)
+    before = [Join(when).uuid() for when in ("records", "always")]
+    assert before[0] != before[1]
+    store.root.mkdir(parents=True)
+    (store.root / "other.json").write_text("{}")
+    after = [Join(when).uuid() for when in ("records", "always")]
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+    (store.root / "other.txt").write_text("no record")
+    assert [Join(when).uuid() for when in ("records", "always")] == after
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_a_rewrite_that_fails_costs_itself_and_a_warning_under_w_error_passes(
+    passes: bool,
+) -> None:
+    done: list[str] = []
+
+    def fails() -> None:
+        if passes:
+            errors.warn("odd")
+        raise RuntimeError("boom")
+
+    class Rewriting(inductor.Pass):
+        option = ""
+
+        def _rewrites(self, graph: Any) -> Any:
+            yield "mm", fails
+            yield "bmm", lambda: done.append("bmm")
+
+    graph = torch.fx.Graph()
+    if passes:
+        with pytest.raises(tmm_core.TmmWarning, match=r"^odd"):
+            Rewriting()(graph)
+        assert done == []
+        return
+    with pytest.warns(tmm_core.TmmWarning, match="keeps mm: .* raised RuntimeError: boom"):
+        Rewriting()(graph)
+    assert done == ["bmm"]

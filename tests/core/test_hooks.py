@@ -241,3 +241,44 @@ def test_a_wrapper_may_leave_a_plugin_out() -> None:
     r = registry(*points, EntryPoint("without", Without()))
     assert names(r) == ["keep"]
     assert r.faults() == []
+
+
+def test_wrappers_that_work_stay_around_where_one_of_them_fails() -> None:
+    """All of them, not the last alone."""
+    r = registry(
+        EntryPoint("a", plugin(FakeKernel("one"), FakeKernel("two"), FakeKernel("stay"))),
+        EntryPoint("bad", FailingWrapper()),
+        EntryPoint("first", Wrapper("one")),
+        EntryPoint("second", Wrapper("two")),
+    )
+    with pytest.warns(TmmWarning, match="plugin 'bad'.*failed around plugin 'a'"):
+        assert names(r) == ["stay"]
+    assert [fault.source.plugin for fault in r.faults()] == ["bad"]
+
+
+def test_a_plugin_with_two_functions_of_a_hook_has_the_earlier_place() -> None:
+    class Both:
+        @hookimpl(tryfirst=True)
+        def tmm_kernels(self) -> list[Any]:
+            return [FakeKernel("k", version="both")]
+
+        @hookimpl(trylast=True, specname="tmm_kernels")
+        def more(self) -> list[Any]:
+            return [FakeKernel("late")]
+
+    hooks = Registry().hooks
+    plain, both, last = plugin(), Both(), Both()
+    for each, name in ((plain, "plain"), (both, "both"), (last, "last")):
+        assert hooks.register(each, name) == []
+    assert hooks.in_order("tmm_kernels", [plain, both, last]) == [both, last, plain]
+    assert hooks.in_order("tmm_kernels", [last, plain]) == [last, plain]
+    assert hooks.in_order("tmm_epilogues", [both]) == []
+
+
+def test_an_unmarked_function_is_the_only_fault_of_its_plugin() -> None:
+    class Only:
+        def tmm_kernels(self) -> list[Any]:
+            return []
+
+    (fault,) = Registry().hooks.register(Only(), "only")
+    assert fault.startswith("its function tmm_kernels lacks @tmm_core.hookimpl")

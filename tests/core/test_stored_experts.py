@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,35 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(tmm_core.grouped, "grouped_matmul", spy)
     return calls
+
+
+class Gate:
+    def _apply_gate(self, joint: Tensor) -> Tensor:
+        return joint[..., ::2]
+
+
+@pytest.mark.parametrize(("device", "k"), [("cpu", 64), ("meta", 64), ("cpu", 80)])
+def test_mxfp4_experts_have_parameters_as_checkpoints_name_them(device: str, k: int) -> None:
+    layer = SimpleNamespace(
+        gate_kind=Gate, config=SimpleNamespace(), num_experts=3, hidden_size=k,
+        intermediate_size=32, alpha=1.7, limit=7.0,
+        down_proj_bias=torch.empty(1, dtype=BF16),
+    )  # fmt: skip
+    if k % 32:
+        with pytest.raises(ValueError, match="32 do not divide K = 80 of gate_up_proj"):
+            Mxfp4Experts(layer, device)
+        return
+    made = dict(Mxfp4Experts(layer, device).named_parameters())
+    assert {name: tuple(each.shape) for name, each in made.items()} == {
+        "gate_up_proj_blocks": (3, 64, 2, 16), "gate_up_proj_scales": (3, 64, 2),
+        "gate_up_proj_bias": (3, 64), "down_proj_blocks": (3, 64, 1, 16),
+        "down_proj_scales": (3, 64, 1), "down_proj_bias": (3, 64),
+    }  # fmt: skip
+    assert {each.device.type for each in made.values()} == {device}
+    assert not any(each.requires_grad for each in made.values())
+    dtypes = {each.dtype for name, each in made.items() if name.endswith("bias")}
+    assert dtypes == {BF16}
+    assert {each.dtype for each in made.values()} - dtypes == {torch.uint8}
 
 
 def tiny(name: str, dtype: torch.dtype = BF16) -> Any:

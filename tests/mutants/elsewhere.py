@@ -85,7 +85,7 @@ SPEC = [
            "F.gelu's tanh form is taken for the other", ("tests/core/test_spellings.py",)),
     Mutant("softplus-beta", "epilogues/softplus.py", "(beta, threshold) == (1, 20)", "threshold == 20",
            "a softplus of another beta is taken for the usual", ("tests/core/test_spellings.py",)),
-    Mutant("tryfirst-ignored", "hooks.py", "rank = int(impl.trylast) - int(impl.tryfirst)", "rank = 0",
+    Mutant("tryfirst-ignored", "hooks.py", "= int(impl.trylast) - int(impl.tryfirst)", "= 0",
            "tryfirst and trylast mean nothing", ("tests/core/test_hooks.py",)),
     Mutant("ours-not-first", "registry.py", "        for ours in (True, False):\n            self._call_hooks([each for each, by in self._plugins.values() if by.is_ours is ours])\n",
            "        self._call_hooks([each for each, _ in self._plugins.values()])\n", "a stranger takes the name of tmm's kernel",

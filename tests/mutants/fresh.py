@@ -527,4 +527,35 @@ FRESH = [
            "if not wrappers and isinstance(results", "if isinstance(results",
            "a wrapper that leaves a plugin out is taken for a fault",
            ("tests/core/test_hooks.py::test_a_wrapper_may_leave_a_plugin_out",)),
+    Mutant("fresh-wrappers-one-by-one", "registry/hooks.py",
+           "[*working, wrapper]", "[wrapper]",
+           "of the wrappers that work beside a broken one, only the last applies",
+           ("tests/core/test_hooks.py::"
+            "test_wrappers_that_work_stay_around_where_one_of_them_fails",)),
+    Mutant("fresh-unchecked-config", "registry/query.py",
+           "        if checked is None:\n            return kernel",
+           "        if True:\n            return kernel",
+           "a registered kernel's config is not checked when it is read",
+           ("tests/core/test_boundaries_registry.py::"
+            "test_a_registered_kernels_config_is_checked_when_it_is_read",)),
+    Mutant("fresh-warnings-of-a-distribution", "registry/registry.py",
+           "if fault.source.distribution != first.source.distribution",
+           "if fault.source.plugin != first.source.plugin",
+           "the warning about a distribution does not count its other plugins",
+           ("tests/core/test_boundaries_registry.py::"
+            "test_one_warning_counts_the_faults_of_a_distribution",)),
+    Mutant("fresh-passing-answers-without-end", "interop/aten_answers.py",
+           "if len(passing) >= warm.MAX_PLANS:", "if False:",
+           "answers for now are kept without end",
+           (f"{INTEROP}::test_as_many_answers_are_kept_as_plans",)),
+    Mutant("fresh-graph-cache-without-records", "interop/inductor.py",
+           "if self.when == \"records\":\n            digest", "if False:\n            digest",
+           "a compiled graph is taken from torch's cache after its records changed",
+           ("tests/core/test_frozen_weights.py::"
+            "test_the_key_of_a_pass_changes_with_the_records_that_it_follows",)),
+    Mutant("fresh-kept-frames", "tmm_base/guards.py",
+           "if type(values) is dict and code.co_flags", "if False and code.co_flags",
+           "a guard keeps the variables of the frames that it looked at",
+           ("tests/cache/test_cache_boundaries.py::"
+            "test_a_guard_keeps_no_variables_of_the_frames_that_it_looked_at",)),
 ]  # fmt: skip

@@ -64,10 +64,9 @@ class Hooks:
         """The ``plugins`` that implement ``hook``: ``tryfirst`` first, ``trylast`` last, the
         others in the given order."""
         ranks: dict[int, int] = {}
-        for impl in self._implementations(hook):
+        for impl in self._implementations(hook):  # pluggy lists ``tryfirst`` last
             if not _wraps(impl):
-                rank = int(impl.trylast) - int(impl.tryfirst)
-                ranks[id(impl.plugin)] = min(rank, ranks.get(id(impl.plugin), 1))
+                ranks[id(impl.plugin)] = int(impl.trylast) - int(impl.tryfirst)
         implementing = [plugin for plugin in plugins if id(plugin) in ranks]
         return sorted(implementing, key=lambda plugin: ranks[id(plugin)])
 
